@@ -1,0 +1,205 @@
+"""The named cases. A case is plain data: no torch is imported until its tensors are made."""
+
+from __future__ import annotations
+
+import fnmatch
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+HIDDEN = 4096
+TOKENS = 131072
+KINDS = ("attention", "host", "cold")
+MASKS = ("full", "causal", "sliding_window", "varlen_causal")
+DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One shape and mask.
+
+    n: tokens of a sequence; with `doc_lengths`, of the longest document.
+    tokens: tokens of the whole batch, so the batch is tokens // n, or the number of documents.
+    window: keys visible before the query's own (sliding_window is causal as well).
+    kind: "attention" (device time), "host" (host time of a warm call), "cold" (start-up seconds).
+    Raises ValueError where the fields contradict each other.
+    """
+
+    name: str
+    mask: str
+    d: int
+    d_v: int
+    n: int
+    tokens: int
+    heads: int
+    heads_kv: int
+    dtype: str = "bfloat16"
+    window: int | None = None
+    doc_lengths: tuple[int, ...] = ()
+    softcap: float = 0.0
+    kind: str = "attention"
+
+    def __post_init__(self) -> None:
+        for field, known in (("kind", KINDS), ("mask", MASKS), ("dtype", DTYPES)):
+            if getattr(self, field) not in known:
+                raise ValueError(f"{self.name}: {field}={getattr(self, field)!r} is not in {known}")
+        if self.tokens != sum(self.lengths):
+            raise ValueError(f"{self.name}: sequences hold {sum(self.lengths)} of {self.tokens}")
+        if self.n != max(self.lengths):
+            raise ValueError(f"{self.name}: n={self.n}, longest sequence {max(self.lengths)}")
+        if self.heads % self.heads_kv:
+            raise ValueError(f"{self.name}: heads={self.heads}, heads_kv={self.heads_kv}")
+        if (self.window is not None) != (self.mask == "sliding_window"):
+            raise ValueError(f"{self.name}: window={self.window} with mask={self.mask!r}")
+        if bool(self.doc_lengths) != self.mask.startswith("varlen"):
+            raise ValueError(f"{self.name}: doc_lengths and mask={self.mask!r} contradict")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return self.doc_lengths or (self.n,) * (self.tokens // self.n)
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def causal(self) -> bool:
+        return self.mask != "full"
+
+    @property
+    def varlen(self) -> bool:
+        return bool(self.doc_lengths)
+
+
+class CaseTensors(NamedTuple):
+    """q (batch, n, heads, d), k and v with heads_kv and d_v; varlen: (tokens, heads, d).
+
+    cu_seqlens: int32 (documents + 1,), or None where the batch is dense.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+
+
+def document_lengths(
+    count: int, tokens: int, shortest: int, longest: int, seed: int
+) -> tuple[int, ...]:
+    """`count` lengths in [shortest, longest] that sum to `tokens`, the same on every machine.
+
+    Raises ValueError where no such lengths exist.
+    """
+    if not count * shortest <= tokens <= count * longest:
+        raise ValueError(f"{count} documents of {shortest}..{longest} cannot hold {tokens} tokens")
+    rng = random.Random(seed)
+    lengths = [shortest + int(rng.random() * (longest - shortest + 1)) for _ in range(count)]
+    missing = tokens - sum(lengths)
+    while missing:
+        i = int(rng.random() * count)
+        changed = min(max(lengths[i] + missing, shortest), longest)
+        missing -= changed - lengths[i]
+        lengths[i] = changed
+    return tuple(lengths)
+
+
+def _size(n: int) -> str:
+    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
+
+
+def _dense(
+    d: int,
+    mask: str,
+    n: int,
+    *,
+    name: str = "",
+    d_v: int = 0,
+    heads_kv: int = 0,
+    dtype: str = "bfloat16",
+    softcap: float = 0.0,
+) -> BenchCase:
+    d_v = d_v or d
+    heads = HIDDEN // d_v
+    return BenchCase(
+        name=name or f"d{d}-{mask.replace('sliding_', '')}-{_size(n)}",
+        mask=mask,
+        d=d,
+        d_v=d_v,
+        n=n,
+        tokens=TOKENS,
+        heads=heads,
+        heads_kv=heads_kv or heads,
+        dtype=dtype,
+        window=n // 16 if mask == "sliding_window" else None,
+        softcap=softcap,
+    )
+
+
+def _varlen(heads_kv: int) -> BenchCase:
+    lengths = document_lengths(32, TOKENS, 256, 8192, seed=1)
+    return BenchCase(
+        name=f"d128-varlen-kv{heads_kv}",
+        mask="varlen_causal",
+        d=128,
+        d_v=128,
+        n=max(lengths),
+        tokens=TOKENS,
+        heads=32,
+        heads_kv=heads_kv,
+        doc_lengths=lengths,
+    )
+
+
+def _tiny(name: str, kind: str) -> BenchCase:
+    return BenchCase(name, "causal", 128, 128, 128, 128, 32, 32, kind=kind)
+
+
+_ALL = (
+    *(_dense(128, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
+    *(_dense(64, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
+    *(_dense(256, mask, 8192) for mask in ("full", "causal")),
+    *(_dense(d, "sliding_window", n) for d in (128, 64) for n in (8192, 32768)),
+    _varlen(32),
+    _varlen(8),
+    *(_dense(128, "causal", n) for n in (512, 1024, 2048)),
+    _tiny("host-128", "host"),
+    _dense(192, "causal", 8192, d_v=128, name="extra-d192v128-causal-8k"),
+    _dense(128, "causal", 8192, heads_kv=8, name="extra-d128-gqa8-causal-8k"),
+    _dense(128, "causal", 8192, dtype="float16", name="extra-d128-fp16-causal-8k"),
+    _dense(128, "causal", 8192, softcap=30.0, name="extra-d128-softcap-causal-8k"),
+    _tiny("cold-128", "cold"),
+)
+CASES: dict[str, BenchCase] = {case.name: case for case in _ALL}
+
+
+def select(patterns: Sequence[str]) -> tuple[str, ...]:
+    """Names that match any glob, in the order of the list. ValueError where one matches nothing."""
+    for pattern in patterns:
+        if not fnmatch.filter(CASES, pattern):
+            raise ValueError(f"no case matches {pattern!r}; --list names them")
+    return tuple(n for n in CASES if any(fnmatch.fnmatchcase(n, p) for p in patterns))
+
+
+def make_tensors(case: BenchCase, device: str, seed: int) -> CaseTensors:
+    """Normal random inputs of `case` on `device`, the same for the same seed and device."""
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    rows = (case.tokens,) if case.varlen else (case.batch, case.n)
+
+    def draw(heads: int, width: int) -> torch.Tensor:
+        shape = (*rows, heads, width)
+        dtype = getattr(torch, case.dtype)
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    cu_seqlens = None
+    if case.varlen:
+        ends = torch.tensor((0, *case.lengths), device=device).cumsum(0)
+        cu_seqlens = ends.to(torch.int32)
+    q, k, v = draw(case.heads, case.d), draw(case.heads_kv, case.d), draw(case.heads_kv, case.d_v)
+    return CaseTensors(q, k, v, cu_seqlens)

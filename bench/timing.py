@@ -1,0 +1,230 @@
+"""How time is taken. Nothing here is called before the results passed `bench.peers.check`.
+
+What holds for every mode
+  * Inputs are random, made once for a case, and shared by all peers. They are gigabytes, many times
+    the L2, so no cache is flushed between calls.
+  * Every peer is called before anything is timed: compilation and handles stay outside.
+  * Peers take turns inside each round and the order rotates by one from round to round, so that
+    drifting clocks and temperature fall on all alike. The figure is the median of the rounds.
+
+loop    Sustained, the power limit included. A round gives each peer a burst of about `burst_s`
+        seconds of back-to-back calls between two CUDA events. An eighth as many calls run untimed
+        before the first event: they bring the clocks to this peer's level, and the host gets ahead
+        of the device, so its cost is hidden wherever a call costs the host less than the device.
+single  One call after an idle gap of `idle_s`, clocks high. A spin kernel of about a millisecond
+        holds the device while the host enqueues event, call, event; so the host is not timed.
+host    Wall time of a warm call without synchronisation, in chunks of 100 calls; the device is
+        drained between chunks, outside the timed part, so that the launch queue never fills.
+cold    Seconds in fresh processes: importing torch, importing the peer, the first call up to its
+        synchronised end. Caches on disk are empty in the first process and kept for the second. An
+        earlier process, not reported, pays for the bytecode of newly installed packages.
+
+SM clock and power are read under an untimed load right after the rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from bench import ROOT
+from bench.cases import CASES, make_tensors
+from bench.peers import PEERS, Call
+
+CHUNK = 100
+SPIN_CYCLES = 2_000_000
+COLD_LIMIT_S = 60
+Samples = dict[str, list[float]]
+
+
+def rotations(names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
+    """The order of the peers in each round: one step further round by round."""
+    for number in range(rounds):
+        shift = number % len(names)
+        yield (*names[shift:], *names[:shift])
+
+
+def median(samples: Sequence[float]) -> float:
+    return statistics.median(samples)
+
+
+def spread(samples: Sequence[float]) -> float:
+    """(largest - smallest) / median."""
+    return (max(samples) - min(samples)) / statistics.median(samples)
+
+
+def _events() -> tuple[Any, Any]:
+    import torch
+
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True), event(enable_timing=True)
+
+
+def _burst(call: Call, count: int) -> float:
+    """Milliseconds a call, over `count` calls that follow each other without a gap."""
+    begin, end = _events()
+    for _ in range(max(2, count // 8)):
+        call()
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / count
+
+
+def _calls_in(seconds: float, milliseconds: float) -> int:
+    return max(3, round(seconds * 1e3 / milliseconds))
+
+
+def time_loop(calls: Mapping[str, Call], rounds: int, burst_s: float) -> Samples:
+    """Sustained milliseconds a call, one sample a round."""
+    samples: Samples = {name: [] for name in calls}
+    if not rounds:
+        return samples
+    counts = {name: _calls_in(burst_s, _burst(call, 3)) for name, call in calls.items()}
+    for order in rotations(list(calls), rounds):
+        for name in order:
+            samples[name].append(_burst(calls[name], counts[name]))
+    return samples
+
+
+def time_single(calls: Mapping[str, Call], rounds: int, idle_s: float = 0.05) -> Samples:
+    """Milliseconds of one call after an idle gap, one sample a round."""
+    import torch
+
+    spin: Any = torch.cuda._sleep
+    samples: Samples = {name: [] for name in calls}
+    for order in rotations(list(calls), rounds):
+        for name in order:
+            begin, end = _events()
+            torch.cuda.synchronize()
+            time.sleep(idle_s)
+            spin(SPIN_CYCLES)
+            begin.record()
+            calls[name]()
+            end.record()
+            end.synchronize()
+            samples[name].append(begin.elapsed_time(end))
+    return samples
+
+
+def time_host(calls: Mapping[str, Call], total: int = 2000) -> Samples:
+    """Host microseconds of a warm call, one sample a chunk."""
+    import torch
+
+    for call in calls.values():
+        for _ in range(CHUNK):
+            call()
+    samples: Samples = {name: [] for name in calls}
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for order in rotations(list(calls), total // CHUNK):
+            for name in order:
+                call = calls[name]
+                torch.cuda.synchronize()
+                begin = time.perf_counter_ns()
+                for _ in range(CHUNK):
+                    call()
+                samples[name].append((time.perf_counter_ns() - begin) / CHUNK / 1e3)
+    finally:
+        torch.cuda.synchronize()
+        if was_enabled:
+            gc.enable()
+    return samples
+
+
+def parse_smi(line: str) -> str:
+    """`1665, 688.10` of nvidia-smi as a note; "" for a field that it could not read."""
+    fields = [field.strip() for field in line.strip().split(",")]
+    try:
+        clock, power = (float(field) for field in fields)
+    except ValueError:
+        return ""
+    return f"SM {clock:.0f} MHz, {power:.0f} W"
+
+
+def _read_sensors(device: int) -> str:
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByIndex(device)
+        clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+        return f"SM {clock} MHz, {nvml.nvmlDeviceGetPowerUsage(handle) / 1e3:.0f} W"
+    except Exception:  # pynvml raises its own classes, and may be missing altogether
+        query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", "-i", str(device), *query]
+        try:
+            return parse_smi(subprocess.run(command, capture_output=True, text=True).stdout)
+        except OSError:
+            return ""
+
+
+def load_note(call: Call, milliseconds: float, seconds: float = 0.6) -> str:
+    """Clock and power while `call` runs back to back; the driver averages power over a second."""
+    import torch
+
+    torch.cuda.synchronize()
+    for _ in range(_calls_in(seconds, milliseconds)):
+        call()
+    time.sleep(seconds / 2)
+    note = _read_sensors(torch.cuda.current_device())
+    torch.cuda.synchronize()
+    return note
+
+
+def cold_child(peer_name: str, case_name: str) -> None:
+    """Body of a fresh process of `time_cold`: prints its seconds as JSON."""
+    begin = time.perf_counter()
+    import torch
+
+    torch_done = time.perf_counter()
+    peer, case = PEERS[peer_name], CASES[case_name]
+    peer.load()
+    peer_done = time.perf_counter()
+    call = peer.prepare(case, make_tensors(case, "cuda", seed=0))
+    torch.cuda.synchronize()
+    ready = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - ready
+    seconds = {"torch": torch_done - begin, "import": peer_done - torch_done, "first_call": first}
+    sys.stdout.write(json.dumps(seconds) + "\n")
+
+
+def _run_cold(peer: str, case: str, cache_dir: str) -> dict[str, float]:
+    env = os.environ | {
+        "FLASH_MASK_CUTE_CACHE_DIR": f"{cache_dir}/ours",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{cache_dir}/fa4",
+        "CUTE_DSL_CACHE_DIR": f"{cache_dir}/dsl",
+    }
+    program = f"from bench.timing import cold_child; cold_child({peer!r}, {case!r})"
+    command = [sys.executable, "-c", program]
+    child = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=COLD_LIMIT_S
+    )
+    if child.returncode:
+        raise RuntimeError(f"{peer}: first call failed in a fresh process: {child.stderr[-2000:]}")
+    seconds: dict[str, float] = json.loads(child.stdout.splitlines()[-1])
+    return seconds
+
+
+def time_cold(peer: str, case: str) -> dict[str, float]:
+    """Seconds: torch, import (of the peer, after torch), first_call, first_call_cached."""
+    with tempfile.TemporaryDirectory() as discarded, tempfile.TemporaryDirectory() as cache:
+        _run_cold(peer, case, discarded)
+        seconds = _run_cold(peer, case, cache)
+        seconds["first_call_cached"] = _run_cold(peer, case, cache)["first_call"]
+    return seconds

@@ -1,0 +1,745 @@
+"""Structural identity of user callables, for compile-cache keys.
+
+A ``score_mod`` or ``mask_mod`` is compiled into the kernel, so everything that tracing it can see
+decides the code that comes out. `callable_key` hashes exactly that:
+
+====================================  =========================================================
+what the callable reaches             what enters the key
+====================================  =========================================================
+Python functions, lambdas             bytecode, constants and names (nested code included),
+                                      defaults, closure cells, and the globals that the bytecode
+                                      loads, all by value and recursively
+``cute.jit`` functions                the decorated function, as it was before tracing, and the
+                                      annotations, which the DSL uses to convert arguments
+bound methods, ``partial``            the function and the bound state
+dataclasses, instances of own classes the class with its methods, and the attribute values
+numbers, strings, containers, enums,  the value
+dtypes
+installed and standard modules        the name and the version; likewise what they define
+own modules                           the attributes whose names the function mentions
+`flash_mask_cute`                     the name (the compile cache hashes this package's sources)
+====================================  =========================================================
+
+Own means: neither in the standard library, nor in a site-packages folder with a known version, nor
+part of this package. Tensors and anything else without a known structure raise TypeError. Names
+reached by a computed string (``getattr(module, "a" + "b")``) or passed to another function as a
+module object are not followed.
+
+The result depends neither on object addresses, nor on hash randomisation, nor on file or line
+positions, so it is equal in two processes; it contains the Python minor version because bytecode
+does.
+
+Cost: about 10 microseconds for a function with a few constants, 5 to 10 more for each function that
+it reaches. Only facts about immutable code objects are kept between calls: globals and cells may
+change between two calls, and the key then changes with them.
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+import dataclasses
+import dis
+import enum
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import struct
+import sys
+import sysconfig
+import types
+import typing
+import weakref
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+OVERRIDE_ATTRIBUTE = "__flash_mask_key__"
+
+
+def callable_key(fn: Callable[..., Any]) -> str:
+    """Return a string that is equal for two callables only if tracing them gives equal code.
+
+    ``fn.__flash_mask_key__``, a non-empty string set by the caller, replaces the analysis: the
+    caller then vouches that equal keys mean equal behaviour. It is honoured on every function and
+    object that the analysis reaches, not only on `fn`.
+
+    Raises:
+        TypeError: `fn` is not callable, or it reaches a value without a known structure, such as
+            a tensor. The message names the variable.
+    """
+    if not callable(fn):
+        raise TypeError(f"expected a callable, got {type(fn).__name__}")
+    override = _override(fn)
+    if override is not None:
+        return f"key:{override}"
+    walk = _Walk()
+    walk.root(fn)
+    return f"py{sys.version_info.major}.{sys.version_info.minor}:{walk.digest()}"
+
+
+def _override(obj: object) -> str | None:
+    if isinstance(obj, types.MethodType):
+        return None  # the attribute of the function says nothing about the bound object
+    key = getattr(obj, OVERRIDE_ATTRIBUTE, None)
+    if key is None:
+        return None
+    if not isinstance(key, str) or not key:
+        raise TypeError(f"{OVERRIDE_ATTRIBUTE} must be a non-empty string, got {key!r}")
+    return key
+
+
+# -- facts about one code object ----------------------------------------------------------------
+
+
+class _CodeFacts(NamedTuple):
+    """What a code object contributes by itself, nested code objects included."""
+
+    digest: bytes
+    global_names: tuple[str, ...]
+    imports: tuple[tuple[int, str], ...]  # (level, dotted name) of import statements in the body
+    mentioned: tuple[str, ...]  # attribute names, and string constants that could be one
+
+
+_FACTS: weakref.WeakKeyDictionary[types.CodeType, _CodeFacts] = weakref.WeakKeyDictionary()
+_GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+
+
+def _code_facts(code: types.CodeType) -> _CodeFacts:
+    facts = _FACTS.get(code)
+    if facts is None:
+        facts = _FACTS[code] = _analyse(code)
+    return facts
+
+
+def _analyse(code: types.CodeType) -> _CodeFacts:
+    global_names: set[str] = set()
+    imports: set[tuple[int, str]] = set()
+    mentioned = set(code.co_names)
+    parts: list[bytes] = [
+        _frame(b"code", code.co_code),
+        _frame(b"exceptions", getattr(code, "co_exceptiontable", b"")),
+        _frame(
+            b"signature",
+            repr(
+                (
+                    code.co_argcount,
+                    code.co_posonlyargcount,
+                    code.co_kwonlyargcount,
+                    code.co_flags,
+                    code.co_names,
+                    code.co_varnames,
+                    code.co_cellvars,
+                    code.co_freevars,
+                )
+            ).encode(),
+        ),
+    ]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            nested = _code_facts(constant)
+            global_names.update(nested.global_names)
+            imports.update(nested.imports)
+            mentioned.update(nested.mentioned)
+            parts.append(_frame(b"nested", nested.digest))
+        else:
+            if isinstance(constant, str) and constant.isidentifier():
+                mentioned.add(constant)
+            parts.append(_constant(constant))
+
+    level = 0
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _GLOBAL_LOADS:
+            global_names.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            imports.add((level, instruction.argval))
+        # The compiler pushes the level, then the list of names, then imports.
+        elif isinstance(instruction.argval, int) and "LOAD" in instruction.opname:
+            level = instruction.argval
+    return _CodeFacts(
+        hashlib.sha256(b"".join(parts)).digest(),
+        tuple(sorted(global_names)),
+        tuple(sorted(imports)),
+        tuple(sorted(name for name in mentioned if not name.startswith("__"))),
+    )
+
+
+def _frame(tag: bytes, payload: bytes) -> bytes:
+    """Tag and length before the payload make every concatenation of frames unambiguous."""
+    return b"%b %d:%b" % (tag, len(payload), payload)
+
+
+def _constant(value: object) -> bytes:
+    """Encode what the Python compiler can put in ``co_consts``, code objects apart."""
+    atom = _atom(value)
+    if atom is not None:
+        return atom
+    if isinstance(value, tuple):
+        return _frame(b"tuple", b"".join(_constant(item) for item in value))
+    if isinstance(value, frozenset):
+        return _frame(b"frozenset", b"".join(sorted(_constant(item) for item in value)))
+    if isinstance(value, slice):
+        return _frame(b"slice", _constant((value.start, value.stop, value.step)))
+    raise TypeError(f"unexpected constant of type {type(value).__name__} in a code object")
+
+
+_REPR_ATOMS: frozenset[type] = frozenset(
+    {type(None), bool, int, range, type(Ellipsis), type(NotImplemented)}
+)
+
+
+def _atom(value: object) -> bytes | None:
+    """Encode a scalar whose type is exactly a builtin one, else return None."""
+    kind = type(value)
+    if kind is str:
+        return _frame(b"str", typing.cast(str, value).encode("utf-8", "surrogatepass"))
+    if kind in _REPR_ATOMS:
+        return _frame(kind.__name__.encode(), repr(value).encode())
+    if kind is float:
+        return _frame(b"float", struct.pack(">d", value))
+    if kind is complex:
+        number = typing.cast(complex, value)
+        return _frame(b"complex", struct.pack(">dd", number.real, number.imag))
+    if kind is bytes:
+        return _frame(b"bytes", typing.cast(bytes, value))
+    return None
+
+
+# -- whose code is it ---------------------------------------------------------------------------
+
+_STDLIB_ROOTS = tuple({PurePath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+_SITE_FOLDERS = frozenset({"site-packages", "dist-packages"})
+_PACKAGE = __name__.partition(".")[0]
+
+
+def _release(module_name: str | None) -> str | None:
+    """Return what pins the contents of a module that is not the user's own, else None."""
+    top = (module_name or "__main__").partition(".")[0]
+    if top == _PACKAGE:
+        return "this package"
+    if top in ("__main__", "__mp_main__"):
+        return None
+    return _release_of_top(top)
+
+
+@functools.cache
+def _release_of_top(top: str) -> str | None:
+    module = sys.modules.get(top)
+    path = PurePath(getattr(module, "__file__", None) or "")
+    if _SITE_FOLDERS.intersection(path.parts):
+        version = getattr(module, "__version__", None)
+        if version is None:
+            try:
+                version = importlib.metadata.version(top)
+            except importlib.metadata.PackageNotFoundError:
+                return None
+        return str(version)
+    if top in sys.builtin_module_names:
+        return "stdlib"
+    if top in sys.stdlib_module_names and any(root in path.parents for root in _STDLIB_ROOTS):
+        return "stdlib"
+    return None
+
+
+def _resolves(obj: object, module_name: str | None, qualname: str) -> bool:
+    """Whether `qualname`, looked up in its module, is this very object."""
+    found: object = sys.modules.get(module_name or "")
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+# -- the walk -----------------------------------------------------------------------------------
+
+# Class attributes that are bookkeeping, or that repeat what is encoded from elsewhere.
+_CLASS_BOOKKEEPING = frozenset(
+    {
+        "__abstractmethods__",
+        "__annotate__",
+        "__annotate_func__",
+        "__annotations__",
+        "__annotations_cache__",
+        "__classcell__",
+        "__classdictcell__",
+        "__dataclass_fields__",
+        "__dataclass_params__",
+        "__dict__",
+        "__doc__",
+        "__firstlineno__",
+        "__module__",
+        "__orig_bases__",
+        "__parameters__",
+        "__qualname__",
+        "__static_attributes__",
+        "__weakref__",
+        "_abc_impl",
+    }
+)
+# Library bases whose instances keep all their state in `__dict__` and `__slots__`.
+_PLAIN_BASES: tuple[Any, ...] = (object, abc.ABC, typing.Generic, typing.Protocol)
+# How a NamedTuple reads a field; the class has no public name.
+_TUPLE_GETTER = type(typing.cast(Any, namedtuple("_Single", ["item"])).item)
+
+
+class _Walk:
+    """One depth-first traversal of everything a callable reaches, written as tagged frames.
+
+    Objects with identity are numbered in order of first visit and referred to by number later:
+    cycles end, and the numbers depend on structure only.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._seen: dict[int, tuple[int, object]] = {}  # holds the object, so ids stay unique
+        self._attributes_done: set[tuple[int, str]] = set()
+        self._mentioned: tuple[str, ...] = ()
+        self._trail: list[tuple[str, object]] = []
+
+    def digest(self) -> str:
+        return hashlib.sha256(b"".join(self._parts)).hexdigest()
+
+    def root(self, fn: object) -> None:
+        self._trail.append(("", getattr(fn, "__qualname__", None) or type(fn).__qualname__))
+        self._value(fn)
+
+    # Writing.
+
+    def _emit(self, tag: bytes, *payload: str) -> None:
+        self._parts.append(_frame(tag, b"".join([_frame(b"", p.encode()) for p in payload])))
+
+    def _open(self, tag: bytes) -> None:
+        self._parts.append(_frame(tag, b"("))
+
+    def _close(self) -> None:
+        self._parts.append(b")")
+
+    def _named(self, label: str, name: object, value: object) -> None:
+        """Write one named part; `label` says in an error message what the name is."""
+        self._trail.append((label, name))
+        self._emit(b"name", label, str(name))
+        self._value(value)
+        self._trail.pop()
+
+    def _first_visit(self, obj: object) -> bool:
+        """Number `obj`; on a repeated visit write the reference and return False."""
+        known = self._seen.get(id(obj))
+        if known is not None:
+            self._emit(b"ref", str(known[0]))
+            return False
+        self._seen[id(obj)] = (len(self._seen), obj)
+        return True
+
+    def _refuse(self, obj: object) -> TypeError:
+        where = " of ".join(f"{label} {name!r}".strip() for label, name in reversed(self._trail))
+        kind = type(obj)
+        return TypeError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which has no identity that could "
+            f"be part of a compile key. Pass tensors through aux_tensors; for anything else set "
+            f"fn.{OVERRIDE_ATTRIBUTE} = '...' to a string that identifies the callable."
+        )
+
+    # Values.
+
+    def _value(self, obj: object) -> None:
+        atom = _atom(obj)
+        if atom is not None:
+            self._parts.append(atom)
+            return
+        visit = _VISITORS.get(type(obj))
+        if visit is not None:
+            visit(self, obj)
+        elif isinstance(obj, type):
+            self._class(obj)
+        elif isinstance(obj, enum.Enum):
+            self._enum_member(obj)
+        else:
+            self._other(obj)
+
+    def _tuple(self, obj: tuple[Any, ...]) -> None:
+        # Not numbered: whether equal tuples are one object depends on how constants were merged.
+        self._open(b"tuple")
+        for position, value in enumerate(obj):
+            self._named("item", position, value)
+        self._close()
+
+    def _list(self, obj: list[Any]) -> None:
+        if self._first_visit(obj):
+            self._open(b"list")
+            for position, value in enumerate(obj):
+                self._named("item", position, value)
+            self._close()
+
+    def _mapping(self, obj: dict[Any, Any] | types.MappingProxyType[Any, Any]) -> None:
+        if self._first_visit(obj):
+            self._open(b"dict")
+            for key, value in obj.items():  # insertion order: a loop in the callable sees it too
+                self._value(key)
+                self._named("item", key if isinstance(key, str) else type(key).__name__, value)
+            self._close()
+
+    def _set(self, obj: set[Any] | frozenset[Any]) -> None:
+        if not self._first_visit(obj):
+            return
+        encoded = []
+        for member in obj:  # in an order that changes between processes: start each one alike
+            branch = _Walk()
+            branch._seen = dict(self._seen)
+            branch._attributes_done = set(self._attributes_done)
+            branch._mentioned = self._mentioned
+            branch._trail = [*self._trail, ("member", type(member).__name__)]
+            branch._value(member)
+            encoded.append(branch.digest())
+        self._emit(b"set", *sorted(encoded))
+
+    def _slice(self, obj: slice) -> None:
+        self._open(b"slice")
+        self._tuple((obj.start, obj.stop, obj.step))
+        self._close()
+
+    def _namespace(self, obj: types.SimpleNamespace) -> None:
+        if self._first_visit(obj):
+            self._open(b"namespace")
+            for name, value in sorted(vars(obj).items()):
+                self._named("attribute", name, value)
+            self._close()
+
+    # Functions.
+
+    def _function(self, fn: types.FunctionType) -> None:
+        override = _override(fn)
+        if override is not None:
+            self._emit(b"key", override)
+            return
+        attributes = fn.__dict__
+        if "_decorator_kind" in attributes and "__wrapped__" in attributes:
+            self._jit_function(fn)
+            return
+        module_name = fn.__globals__.get("__name__")
+        release = _release(module_name)
+        if release is not None and _resolves(fn, module_name, fn.__qualname__):
+            self._emit(b"function", str(module_name), fn.__qualname__, release)
+            return
+        if self._first_visit(fn):
+            # The DSL replaces the code of a decorated function when it first traces it.
+            code = attributes.get("_original_code", fn.__code__)
+            facts = _code_facts(code)
+            self._open(b"function")
+            self._parts.append(_frame(b"code", facts.digest))
+            outer, self._mentioned = self._mentioned, facts.mentioned
+            if release is None:
+                self._state(fn, code)
+                self._globals(fn, facts)
+                self._attributes(fn, attributes)
+            else:
+                # A factory of a library made it: the version pins the code and its globals, but
+                # not what was bound when it was made.
+                self._emit(b"from", str(module_name), release)
+                if fn.__closure__ or "<locals>" in fn.__qualname__:
+                    self._state(fn, code)
+            self._mentioned = outer
+            self._close()
+        if release is None and attributes:
+            self._attributes(fn, attributes)
+
+    def _state(self, fn: types.FunctionType, code: types.CodeType) -> None:
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                contents = cell.cell_contents
+            except ValueError:
+                self._emit(b"empty cell", name)
+            else:
+                self._named("closure variable", name, contents)
+        defaults = fn.__defaults__ or ()
+        positional = code.co_varnames[: code.co_argcount]
+        for name, value in zip(
+            positional[len(positional) - len(defaults) :], defaults, strict=True
+        ):
+            self._named("default of argument", name, value)
+        for name, value in sorted((fn.__kwdefaults__ or {}).items()):
+            self._named("default of argument", name, value)
+
+    def _globals(self, fn: types.FunctionType, facts: _CodeFacts) -> None:
+        namespace = fn.__globals__
+        for name in facts.global_names:
+            if name in namespace:
+                self._named("global", name, namespace[name])
+            else:
+                self._emit(b"builtin" if hasattr(builtins, name) else b"undefined", name)
+        for level, name in facts.imports:
+            self._import(namespace, level, name)
+
+    def _import(self, namespace: dict[str, Any], level: int, name: str) -> None:
+        package = namespace.get("__package__") or namespace.get("__name__", "")
+        try:
+            full = importlib.util.resolve_name("." * level + name, package)
+            modules = [
+                importlib.import_module(part) for part in {full.partition(".")[0]: 0, full: 0}
+            ]
+        except ImportError:
+            self._emit(b"missing module", name)
+            return
+        for module in modules:
+            self._named("import", module.__name__, module)
+
+    def _jit_function(self, fn: types.FunctionType) -> None:
+        inner = fn.__dict__["__wrapped__"]
+        self._open(b"jit")
+        self._value(fn.__dict__["_decorator_kind"])
+        self._value(getattr(inner, "_preprocess_enabled", True))
+        self._value(inner)
+        if isinstance(inner, types.FunctionType) and _release(inner.__module__) is None:
+            self._annotations(inner)
+        self._close()
+
+    def _annotations(self, fn: types.FunctionType) -> None:
+        lazy = getattr(fn, "__annotate__", None)  # Python 3.14: a function that evaluates them
+        if isinstance(lazy, types.FunctionType):
+            self._named("annotations", "", lazy)
+            return
+        for name, annotation in sorted(fn.__annotations__.items()):
+            self._named("annotation of", name, annotation)
+            self._names_in(annotation, fn.__globals__)
+
+    def _names_in(self, annotation: object, namespace: dict[str, Any]) -> None:
+        """Write the values of the names in an annotation that is kept as text."""
+        if not isinstance(annotation, str):
+            return
+        try:
+            facts = _code_facts(compile(annotation, "<annotation>", "eval"))
+        except SyntaxError:
+            return
+        for name in facts.global_names:
+            if name in namespace:
+                self._named("annotation", name, namespace[name])
+
+    def _method(self, method: types.MethodType) -> None:
+        self._open(b"method")
+        self._value(method.__func__)
+        self._named("object", "self", method.__self__)
+        self._close()
+
+    def _partial(self, fn: functools.partial[Any]) -> None:
+        self._open(b"partial")
+        self._value(fn.func)
+        self._tuple(fn.args)
+        for name, value in fn.keywords.items():
+            self._named("argument", name, value)
+        self._close()
+
+    def _memoised(self, fn: functools._lru_cache_wrapper[Any]) -> None:
+        self._open(b"lru_cache")
+        self._value(fn.__wrapped__)
+        self._close()
+
+    def _builtin(self, fn: types.BuiltinFunctionType) -> None:
+        owner = fn.__self__
+        self._emit(b"builtin", fn.__module__ or "", fn.__qualname__)
+        if owner is not None and not isinstance(owner, types.ModuleType):
+            self._named("owner of", fn.__name__, owner)
+
+    def _descriptor(self, descriptor: Any) -> None:
+        owner = descriptor.__objclass__
+        self._emit(b"descriptor", owner.__module__, owner.__qualname__, descriptor.__name__)
+
+    def _tuple_getter(self, getter: Any) -> None:
+        self._open(b"tuple getter")
+        self._value(getter.__reduce__()[1])
+        self._close()
+
+    def _property(self, prop: property) -> None:
+        self._open(b"property")
+        self._tuple((prop.fget, prop.fset, prop.fdel))
+        self._close()
+
+    def _wrapped_method(self, method: staticmethod[Any, Any] | classmethod[Any, Any, Any]) -> None:
+        self._open(type(method).__name__.encode())
+        self._value(method.__func__)
+        self._close()
+
+    def _cached_property(self, prop: functools.cached_property[Any]) -> None:
+        self._open(b"cached_property")
+        self._value(prop.func)
+        self._close()
+
+    # Modules, classes, instances.
+
+    def _module(self, module: types.ModuleType) -> None:
+        release = _release(module.__name__)
+        if release is not None:
+            self._emit(b"module", module.__name__, release)
+            return
+        if self._first_visit(module):
+            self._emit(b"own module", module.__name__)
+        self._attributes(module, vars(module))
+
+    def _attributes(self, owner: object, attributes: dict[str, Any]) -> None:
+        """Write the attributes that the current function mentions, each at most once."""
+        for name in self._mentioned:
+            if name in attributes and (id(owner), name) not in self._attributes_done:
+                self._attributes_done.add((id(owner), name))
+                self._named("attribute", name, attributes[name])
+
+    def _class(self, cls: type) -> None:
+        override = vars(cls).get(OVERRIDE_ATTRIBUTE)
+        if isinstance(override, str):
+            self._emit(b"key", override)
+            return
+        release = _release(cls.__module__)
+        if release is not None and "<locals>" not in cls.__qualname__:
+            self._emit(b"class", cls.__module__, cls.__qualname__, release)
+            return
+        if not self._first_visit(cls):
+            return
+        self._open(b"class")
+        self._value(cls.__qualname__)
+        self._value(cls.__bases__)
+        self._value(type(cls))
+        if dataclasses.is_dataclass(cls):
+            self._dataclass_fields(cls)
+        if issubclass(cls, enum.Enum):
+            for name, member in cls.__members__.items():
+                self._named("member", name, member.value)
+        for name, value in sorted(vars(cls).items()):
+            if name in _CLASS_BOOKKEEPING or _is_generated(name, value):
+                continue
+            # An enum class is full of generated tables; its members are written already.
+            if issubclass(cls, enum.Enum) and not isinstance(value, types.FunctionType | property):
+                continue
+            self._named("class attribute", name, value)
+        self._close()
+
+    def _dataclass_fields(self, cls: Any) -> None:
+        self._emit(b"options", repr(cls.__dataclass_params__))
+        module = sys.modules.get(cls.__module__)
+        for field in dataclasses.fields(cls):
+            self._named("type of field", field.name, field.type)
+            self._names_in(field.type, vars(module) if module else {})
+            self._named("default of field", field.name, field.default)
+            self._named("default of field", field.name, field.default_factory)
+
+    def _enum_member(self, member: enum.Enum) -> None:
+        self._class(type(member))
+        self._emit(b"enum member", str(member.name))
+        self._value(member.value)
+
+    def _other(self, obj: object) -> None:
+        override = _override(obj)
+        text = _text_of_library_value(obj)
+        kind = type(obj)
+        if override is not None:
+            self._emit(b"key", override)
+        elif text is not None:
+            self._emit(b"library value", kind.__module__, kind.__qualname__, text)
+        elif typing.get_origin(obj) is not None:
+            self._open(b"generic")
+            self._value(typing.get_origin(obj))
+            self._tuple(typing.get_args(obj))
+            self._close()
+        elif isinstance(obj, tuple) and hasattr(kind, "_fields"):
+            self._open(b"namedtuple")
+            self._class(kind)
+            self._tuple(tuple(obj))
+            self._close()
+        elif all(_keeps_state_in_attributes(base) for base in kind.__mro__):
+            self._instance(obj)
+        else:
+            raise self._refuse(obj)
+
+    def _instance(self, obj: object) -> None:
+        if not self._first_visit(obj):
+            return
+        cls = type(obj)
+        self._open(b"instance")
+        self._class(cls)
+        for name, value in sorted(_instance_state(obj).items()):
+            # A cached value follows from the rest, and is there only after the first use.
+            if not isinstance(getattr(cls, name, None), functools.cached_property):
+                self._named("attribute", name, value)
+        self._close()
+
+
+_VISITORS: dict[type, Callable[[_Walk, Any], None]] = {
+    tuple: _Walk._tuple,
+    list: _Walk._list,
+    dict: _Walk._mapping,
+    types.MappingProxyType: _Walk._mapping,
+    set: _Walk._set,
+    frozenset: _Walk._set,
+    slice: _Walk._slice,
+    types.SimpleNamespace: _Walk._namespace,
+    types.FunctionType: _Walk._function,
+    types.MethodType: _Walk._method,
+    types.BuiltinFunctionType: _Walk._builtin,
+    types.MethodWrapperType: _Walk._builtin,
+    types.ModuleType: _Walk._module,
+    functools.partial: _Walk._partial,
+    functools._lru_cache_wrapper: _Walk._memoised,
+    functools.cached_property: _Walk._cached_property,
+    property: _Walk._property,
+    staticmethod: _Walk._wrapped_method,
+    classmethod: _Walk._wrapped_method,
+    types.MethodDescriptorType: _Walk._descriptor,
+    types.WrapperDescriptorType: _Walk._descriptor,
+    types.ClassMethodDescriptorType: _Walk._descriptor,
+    types.GetSetDescriptorType: _Walk._descriptor,
+    types.MemberDescriptorType: _Walk._descriptor,
+    _TUPLE_GETTER: _Walk._tuple_getter,
+}
+
+
+def _is_generated(name: str, value: object) -> bool:
+    """Whether the dataclass decorator wrote this method; it follows from the fields and options.
+
+    Python 3.10 does not tell: there, generated methods are encoded like any other.
+    """
+    if not name.startswith("__") or not isinstance(value, types.FunctionType):
+        return False
+    return (
+        getattr(value.__code__, "co_qualname", "").startswith("__create_fn__.<locals>.__")
+        and value.__code__.co_filename == "<string>"
+    ) or (name == "__repr__" and value.__globals__.get("__name__") in ("dataclasses", "reprlib"))
+
+
+def _keeps_state_in_attributes(base: type) -> bool:
+    return (
+        base in _PLAIN_BASES or dataclasses.is_dataclass(base) or _release(base.__module__) is None
+    )
+
+
+def _instance_state(obj: object) -> dict[str, Any]:
+    """Return the attributes that `obj` itself holds, in `__dict__` or in slots."""
+    state = dict(getattr(obj, "__dict__", {}))
+    for base in type(obj).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    state[f"{base.__qualname__}.{name}"] = member.__get__(obj)
+                except AttributeError:
+                    continue
+    return state
+
+
+def _text_of_library_value(obj: object) -> str | None:
+    """Describe immutable values of the libraries we know, recognised without importing them."""
+    kind = type(obj)
+    library = kind.__module__.partition(".")[0]
+    if library == "torch" and kind.__name__ in ("dtype", "device", "layout", "memory_format"):
+        return str(obj)
+    if library == "torch" and kind.__name__ == "Size":
+        return repr(tuple(typing.cast(tuple[int, ...], obj)))
+    if library == "numpy":
+        bases = {base.__name__ for base in kind.__mro__}
+        if "generic" in bases and "void" not in bases and "object_" not in bases:
+            return repr(typing.cast(Any, obj).item())
+        if "dtype" in bases:
+            return repr(obj)
+    if library == "cutlass":
+        value = getattr(obj, "value", None)
+        if type(value) in (bool, int, float):
+            return repr(value)
+    if library in ("typing", "dataclasses"):  # special forms, type variables and sentinels
+        return repr(obj) if library == "typing" else kind.__qualname__
+    return None

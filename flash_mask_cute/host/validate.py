@@ -1,0 +1,470 @@
+"""Argument checks of the public forward call; all of its user-facing error texts are here.
+
+The checks look at metadata only. Contents of `cu_seqlens_*` and `seqused_*` are checked when they
+are CPU tensors; a CUDA tensor is never read, so no check waits for the device.
+
+TypeError means a wrong type or dtype, ValueError a wrong shape, value, device or memory layout,
+NotImplementedError an argument that the library knows and does not support yet. Every message names
+the argument and quotes the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+
+_DTYPES = {
+    "cuda": (torch.bfloat16, torch.float16),
+    "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+}
+_SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MIN_HEAD_DIM = 8
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_STEP = 8
+_STRIDE_STEP = 8  # elements: 16 bytes of a 16-bit type, the granularity of a TMA row
+_BASE_ALIGNMENT = 16  # bytes
+
+
+class FwdShapes(NamedTuple):
+    """The extents of one forward problem.
+
+    seqlen_q and seqlen_k are upper bounds per sequence: the length of a dense tensor; for packed
+    sequences max_seqlen_q or max_seqlen_k, or the total number of rows when it is not given.
+    total_q and total_k count the rows of the whole tensor, all sequences together.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+
+
+def check_fwd_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    softcap: float = 0.0,
+    learnable_sink: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: Any = None,
+    block_sparse_tensors_torch: Any = None,
+    startend_row_indices: torch.Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = True,
+) -> FwdShapes:
+    """Check the arguments of `_flash_attn_fwd` and return the extents of the problem.
+
+    Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
+    v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
+    with cu_seqlens_k, k and v are (total_k, heads_kv, ...). cu_seqlens_* are int32 (batch + 1,),
+    seqused_* int32 (batch,), learnable_sink (heads_q,), out like q with head_dim_v, lse fp32
+    (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see the module docstring.
+    """
+    _refuse_unsupported(
+        page_table, score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch,
+        startend_row_indices, num_splits,
+    )  # fmt: skip
+    _check_tensor("q", q)
+    _check_tensor("k", k)
+    _check_tensor("v", v)
+    device = q.device
+    _check_dtype_of_q(q.dtype, device)
+    _check_like_q("k", k, q.dtype, device)
+    _check_like_q("v", v, q.dtype, device)
+    shape_q, shape_k, shape_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    _check_rank("q", shape_q, cu_seqlens_q, "cu_seqlens_q")
+    _check_rank("k", shape_k, cu_seqlens_k, "cu_seqlens_k")
+    _check_rank("v", shape_v, cu_seqlens_k, "cu_seqlens_k")
+    heads_q, head_dim = shape_q[-2:]
+    heads_kv, head_dim_v = shape_v[-2:]
+    _check_k_and_v(head_dim, shape_k, shape_v)
+    _check_heads(heads_q, heads_kv)
+    _check_head_dim("head_dim", "q", head_dim)
+    _check_head_dim("head_dim_v", "v", head_dim_v)
+    on_cuda = device.type == "cuda"
+    check_memory_layout("q", q, aligned=on_cuda)
+    check_memory_layout("k", k, aligned=on_cuda)
+    check_memory_layout("v", v, aligned=on_cuda)
+
+    if cu_seqlens_q is not None:
+        _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, device)
+    if cu_seqlens_k is not None:
+        _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, device)
+    batch = shape_q[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    batch_k = shape_k[0] if cu_seqlens_k is None else len(cu_seqlens_k) - 1
+    if batch != batch_k:
+        source_q = "the shape of q" if cu_seqlens_q is None else "cu_seqlens_q"
+        source_k = "the shape of k" if cu_seqlens_k is None else "cu_seqlens_k"
+        raise ValueError(
+            f"batch of q and k must be equal, got {batch} from {source_q} and {batch_k} from "
+            f"{source_k}"
+        )
+
+    if max_seqlen_q is not None:
+        _check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None:
+        _check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    if seqused_q is not None:
+        _check_seqused("seqused_q", seqused_q, batch, device)
+    if seqused_k is not None:
+        _check_seqused("seqused_k", seqused_k, batch, device)
+    if not on_cuda:
+        _check_lengths("q", shape_q, cu_seqlens_q, seqused_q, max_seqlen_q)
+        _check_lengths("k", shape_k, cu_seqlens_k, seqused_k, max_seqlen_k)
+
+    if softmax_scale is not None:
+        _check_finite("softmax_scale", softmax_scale)
+    _check_bool("causal", causal)
+    _check_bool("return_lse", return_lse)
+    if pack_gqa is not None:
+        _check_bool("pack_gqa", pack_gqa, "True, False or None (choose for me)")
+    if window_size_left is not None:
+        _check_window("window_size_left", window_size_left)
+    if window_size_right is not None:
+        _check_window("window_size_right", window_size_right)
+    _check_finite("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap must be 0 (off) or positive, got {softcap}")
+    if learnable_sink is not None:
+        _check_learnable_sink(learnable_sink, heads_q, device)
+    if out is not None:
+        _check_out(out, (*shape_q[:-1], head_dim_v), q.dtype, device)
+    if lse is not None:
+        if cu_seqlens_q is None:
+            _check_lse(lse, (batch, heads_q, shape_q[1]), device)
+        else:
+            _check_lse(lse, (heads_q, shape_q[0]), device)
+
+    if cu_seqlens_q is None:
+        seqlen_q = shape_q[1]
+        total_q = batch * seqlen_q
+    else:
+        total_q = shape_q[0]
+        seqlen_q = total_q if max_seqlen_q is None else int(max_seqlen_q)
+    if cu_seqlens_k is None:
+        seqlen_k = shape_k[1]
+        total_k = batch * seqlen_k
+    else:
+        total_k = shape_k[0]
+        seqlen_k = total_k if max_seqlen_k is None else int(max_seqlen_k)
+    return FwdShapes(
+        batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v
+    )
+
+
+def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
+    """Check that rows are contiguous and, when `aligned`, that they start on 16-byte boundaries.
+
+    Strides of extents of size 1, and of tensors without elements, do not matter.
+
+    Raises:
+        ValueError: the last stride is not 1; or, when `aligned`, another stride is not a multiple
+            of 8 elements or the base address is not a multiple of 16 bytes.
+    """
+    strides = tensor.stride()
+    if strides[-1] != 1 and tensor.shape[-1] > 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, got strides {strides} for shape "
+            f"{tuple(tensor.shape)}"
+        )
+    if not aligned:
+        return
+    for position, stride in enumerate(strides[:-1]):
+        if stride % _STRIDE_STEP and tensor.shape[position] > 1 and tensor.numel():
+            raise ValueError(
+                f"{name} must have strides that are multiples of {_STRIDE_STEP} elements (apart "
+                f"from the last), got strides {strides} for shape {tuple(tensor.shape)}"
+            )
+    address = tensor.data_ptr()
+    if address % _BASE_ALIGNMENT:
+        raise ValueError(
+            f"{name} must start at a multiple of {_BASE_ALIGNMENT} bytes, got an address that is "
+            f"{address % _BASE_ALIGNMENT} bytes past one (storage offset "
+            f"{tensor.storage_offset()} elements)"
+        )
+
+
+def _refuse_unsupported(
+    page_table: object,
+    score_mod: object,
+    mask_mod: object,
+    aux_tensors: object,
+    block_sparse_tensors_torch: object,
+    startend_row_indices: object,
+    num_splits: object,
+) -> None:
+    for name, value in (
+        ("page_table", page_table),
+        ("score_mod", score_mod),
+        ("mask_mod", mask_mod),
+        ("aux_tensors", aux_tensors),
+        ("block_sparse_tensors_torch", block_sparse_tensors_torch),
+        ("startend_row_indices", startend_row_indices),
+    ):
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is not supported yet, got {_brief(value)}; it must be None"
+            )
+    _check_int("num_splits", num_splits, "an int")
+    if num_splits != 1:
+        raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
+
+
+def _brief(value: object) -> str:
+    """Describe a value in one short phrase, without reading a tensor's elements."""
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return f"{value!r} ({type(value).__name__})"
+    return f"a {type(value).__name__}"
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {_brief(value)}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+
+
+def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")
+
+
+def _check_dtype_of_q(dtype: torch.dtype, device: torch.device) -> None:
+    supported = _DTYPES.get(device.type)
+    if supported is None:
+        raise ValueError(f"q must be on a cuda or cpu device, got {device}")
+    if dtype not in supported:
+        raise TypeError(
+            f"q must have one of the dtypes {_names(supported)} on {device.type}, got {dtype}"
+        )
+
+
+def _check_like_q(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must have the dtype of q ({dtype}), got {tensor.dtype}")
+    _check_device(name, tensor, device)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _check_rank(
+    name: str, shape: tuple[int, ...], cu_seqlens: torch.Tensor | None, cu_seqlens_name: str
+) -> None:
+    if len(shape) == (4 if cu_seqlens is None else 3):
+        return
+    heads = "heads_q" if name == "q" else "heads_kv"
+    dim = "head_dim_v" if name == "v" else "head_dim"
+    if cu_seqlens is None:
+        expected, condition = f"(batch, seqlen, {heads}, {dim})", f"{cu_seqlens_name} is None"
+    else:
+        expected, condition = f"(total, {heads}, {dim})", f"{cu_seqlens_name} is given"
+    raise ValueError(f"{name} must have shape {expected} when {condition}, got {shape}")
+
+
+def _check_k_and_v(head_dim: int, shape_k: tuple[int, ...], shape_v: tuple[int, ...]) -> None:
+    if shape_k[-1] != head_dim:
+        raise ValueError(f"k must have the head_dim of q ({head_dim}), got shape {shape_k}")
+    if shape_v[:-1] != shape_k[:-1]:
+        raise ValueError(
+            f"v must agree with k {shape_k} in all but the last dimension, got {shape_v}"
+        )
+
+
+def _check_heads(heads_q: int, heads_kv: int) -> None:
+    if heads_q < 1 or heads_kv < 1:
+        raise ValueError(
+            f"q and k must have at least one head, got heads_q={heads_q} and heads_kv={heads_kv}"
+        )
+    if heads_q % heads_kv:
+        raise ValueError(
+            f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}"
+        )
+
+
+def _check_head_dim(name: str, tensor_name: str, value: int) -> None:
+    if not _MIN_HEAD_DIM <= value <= _MAX_HEAD_DIM or value % _HEAD_DIM_STEP:
+        raise ValueError(
+            f"{name} (last dimension of {tensor_name}) must be a multiple of {_HEAD_DIM_STEP} from "
+            f"{_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got {value}"
+        )
+
+
+def _check_index_vector(name: str, value: object, device: torch.device) -> None:
+    """Check what cu_seqlens and seqused have in common: int32, 1-D, contiguous, on `device`."""
+    _check_tensor(name, value)
+    assert isinstance(value, torch.Tensor)
+    if value.dtype != torch.int32:
+        raise TypeError(f"{name} must have dtype int32, got {value.dtype}")
+    if value.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(value.shape)}")
+    _check_device(name, value, device)
+    if not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {value.stride(0)}")
+
+
+def _check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
+    _check_index_vector(name, value, device)
+    if len(value) == 0:
+        raise ValueError(f"{name} must have shape (batch + 1,), got (0,)")
+
+
+def _check_seqused(name: str, value: torch.Tensor, batch: int, device: torch.device) -> None:
+    _check_index_vector(name, value, device)
+    if len(value) != batch:
+        raise ValueError(f"{name} must have shape (batch,) = ({batch},), got ({len(value)},)")
+
+
+def _check_lengths(
+    side: str,
+    shape: tuple[int, ...],
+    cu_seqlens: torch.Tensor | None,
+    seqused: torch.Tensor | None,
+    max_seqlen: int | None,
+) -> None:
+    """Check the contents of CPU length vectors of one side (q or k) against each other."""
+    if cu_seqlens is None:
+        slots = [shape[1]] * shape[0]
+    else:
+        slots = _slot_lengths(f"cu_seqlens_{side}", cu_seqlens.tolist(), shape[0])
+    used = slots
+    if seqused is not None:
+        used = seqused.tolist()
+        for index, (length, slot) in enumerate(zip(used, slots, strict=True)):
+            if not 0 <= length <= slot:
+                raise ValueError(
+                    f"seqused_{side} must lie between 0 and the length of its slot, got {length} "
+                    f"for sequence {index} of length {slot}"
+                )
+    if cu_seqlens is not None and max_seqlen is not None and max_seqlen < max(used, default=0):
+        raise ValueError(
+            f"max_seqlen_{side} must not be smaller than the longest sequence ({max(used)}), got "
+            f"{max_seqlen}"
+        )
+
+
+def _slot_lengths(name: str, offsets: list[int], total: int) -> list[int]:
+    if offsets[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {offsets[0]}")
+    lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+    for index, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(
+                f"{name} must not decrease, got {offsets[index]} followed by {offsets[index + 1]} "
+                f"at position {index + 1}"
+            )
+    if offsets[-1] > total:
+        raise ValueError(
+            f"{name} must not end beyond the packed tensor of {total} rows, got {offsets[-1]}"
+        )
+    return lengths
+
+
+def _check_bool(name: str, value: object, expected: str = "True or False") -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be {expected}, got {_brief(value)}")
+
+
+def _check_int(name: str, value: object, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be {expected}, got {_brief(value)}")
+
+
+def _check_max_seqlen(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{name} must be a Python int, got {_brief(value)}; compute it on the host when the "
+            f"batch is built, because reading it here would wait for the device"
+        )
+    _check_int(name, value, "an int >= 0 or None")
+    if value < 0:  # type: ignore[operator]
+        raise ValueError(f"{name} must be an int >= 0 or None, got {value}")
+
+
+def _check_window(name: str, value: object) -> None:
+    _check_int(name, value, "an int >= 0 or None (no limit on that side)")
+    if value < 0:  # type: ignore[operator]
+        raise ValueError(f"{name} must be >= 0 or None (no limit on that side), got {value}")
+
+
+def _check_finite(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a real number, got {_brief(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+def _check_learnable_sink(sink: torch.Tensor, heads_q: int, device: torch.device) -> None:
+    name = "learnable_sink"
+    _check_tensor(name, sink)
+    if sink.dtype not in _SINK_DTYPES:
+        raise TypeError(f"{name} must have dtype {_names(_SINK_DTYPES)}, got {sink.dtype}")
+    if tuple(sink.shape) != (heads_q,):
+        raise ValueError(
+            f"{name} must have shape (heads_q,) = ({heads_q},), got {tuple(sink.shape)}"
+        )
+    _check_device(name, sink, device)
+    if not sink.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {sink.stride(0)}")
+
+
+def _check_out(
+    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    _check_tensor("out", out)
+    if out.dtype != dtype:
+        raise TypeError(f"out must have the dtype of q ({dtype}), got {out.dtype}")
+    if tuple(out.shape) != shape:
+        raise ValueError(
+            f"out must have the shape of q with head_dim_v, {shape}, got {tuple(out.shape)}"
+        )
+    _check_device("out", out, device)
+    check_memory_layout("out", out, aligned=device.type == "cuda")
+    if any(s == 0 and n > 1 for n, s in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(
+            f"out must not overlap itself (an expanded tensor does), got strides {out.stride()}"
+        )
+
+
+def _check_lse(lse: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    _check_tensor("lse", lse)
+    if lse.dtype != torch.float32:
+        raise TypeError(f"lse must have dtype float32, got {lse.dtype}")
+    if tuple(lse.shape) != shape:
+        raise ValueError(f"lse must have shape {shape}, got {tuple(lse.shape)}")
+    _check_device("lse", lse, device)
+    if not lse.is_contiguous():
+        raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")

@@ -1,0 +1,1 @@
+"""What is visible: mask rules as plain arithmetic, free of architecture and direction."""

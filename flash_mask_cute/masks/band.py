@@ -1,0 +1,85 @@
+"""Causal and window masks as one diagonal band, written as plain integer arithmetic.
+
+The arithmetic has no branch on a value, so the same text runs on Python ints (host, tests), on
+`cutlass.Int32` (traced into kernels) and elementwise on integer torch tensors (dense masks).
+Importing this module imports neither cutlass nor torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple, TypeAlias
+
+IntLike: TypeAlias = Any
+"""An int, a `cutlass.Int32`, or an integer torch tensor; results follow the operands."""
+
+
+def imin(a: IntLike, b: IntLike) -> IntLike:
+    """Smaller of two integers; operand kinds may be mixed (int with Int32, int with tensor)."""
+    return _select("min", a, b)
+
+
+def imax(a: IntLike, b: IntLike) -> IntLike:
+    """Larger of two integers; operand kinds may be mixed (int with Int32, int with tensor)."""
+    return _select("max", a, b)
+
+
+def _select(which: str, a: IntLike, b: IntLike) -> IntLike:
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b) if which == "min" else max(a, b)
+    # A tensor can only exist if torch was imported by somebody else.
+    torch = sys.modules.get("torch")
+    if torch is not None and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
+        elementwise = torch.minimum if which == "min" else torch.maximum
+        return elementwise(torch.as_tensor(a), torch.as_tensor(b))
+    import cutlass
+
+    return cutlass.min(a, b) if which == "min" else cutlass.max(a, b)
+
+
+class Band(NamedTuple):
+    """The visible keys of each query and, equally, the visible queries of each key.
+
+    With `shift = seqlen_k - seqlen_q` (bottom-right alignment: the last query sits at the last
+    key), query q sees key k when 0 <= k < seqlen_k and
+
+        q + shift - window_left <= k <= q + shift + window_right
+
+    A side that is None is open. Which sides are None decides the generated code, their values do
+    not; causal is `window_right = 0`. A negative side is allowed and excludes the diagonal, but
+    where both are given `window_left + window_right >= 0` must hold. On Int32, lengths, index and
+    windows must add up without overflow: pass None rather than a huge number for an open side.
+    """
+
+    seqlen_q: IntLike
+    seqlen_k: IntLike
+    window_left: IntLike | None = None
+    window_right: IntLike | None = None
+
+    def k_range(self, q_idx: IntLike) -> tuple[IntLike, IntLike]:
+        """Keys [lo, hi) that query `q_idx` sees, with 0 <= lo <= hi <= seqlen_k.
+
+        A query that sees nothing gets lo == hi. `q_idx` need not lie in [0, seqlen_q): the band
+        simply goes on. The bound of an open side is the scalar 0 or `seqlen_k`, also where
+        `q_idx` is a tensor.
+        """
+        diagonal = q_idx + (self.seqlen_k - self.seqlen_q)
+        lo: IntLike = 0
+        hi = self.seqlen_k
+        if self.window_left is not None:
+            lo = imin(imax(diagonal - self.window_left, 0), self.seqlen_k)
+        if self.window_right is not None:
+            hi = imax(imin(diagonal + self.window_right + 1, self.seqlen_k), lo)
+        return lo, hi
+
+    def q_range(self, k_idx: IntLike) -> tuple[IntLike, IntLike]:
+        """Queries [lo, hi) that see key `k_idx`, with 0 <= lo <= hi <= seqlen_q.
+
+        The inverse of `k_range`: for q and k inside the sequences, q is in `q_range(k)` exactly
+        when k is in `k_range(q)`.
+        """
+        return self.transposed().k_range(k_idx)
+
+    def transposed(self) -> Band:
+        """The same band with queries and keys exchanged."""
+        return Band(self.seqlen_k, self.seqlen_q, self.window_right, self.window_left)

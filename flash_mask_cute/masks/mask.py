@@ -1,0 +1,68 @@
+"""Applying masks to score tiles held in registers.
+
+A `ScoreFragment` knows where its scores lie; a mask knows the rule. The rule itself is `Band` (causal, window and the
+end of the keys); which key blocks need it at all is `BlockInfo`'s.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.masks.band import Band
+from flash_mask_cute.seqlen_info import SeqlenInfoQK
+
+
+class ScoreFragment(NamedTuple):
+    """A thread's scores of one tile: values (rows, cols), the query index of each row, the key index of the first
+    column, and the static distance of each column from it."""
+
+    values: cute.Tensor
+    q_idx: tuple
+    col_offsets: tuple
+    first_k_idx: Int32
+
+    @cute.jit
+    def hide_outside(self, r: cutlass.Constexpr, lo: Int32 | None, hi: Int32):
+        """Row r keeps keys lo <= k < hi (lo None: from the start), the others become -inf."""
+        last = hi - self.first_k_idx
+        first = None
+        if const_expr(lo is not None):
+            first = lo - self.first_k_idx
+        for c in cutlass.range_constexpr(len(self.col_offsets)):
+            hidden = self.col_offsets[c] >= last
+            if const_expr(lo is not None):
+                hidden = hidden | (self.col_offsets[c] < first)
+            self.values[r, c] = cutlass.select_(hidden, -Float32.inf, self.values[r, c])
+
+
+class BandMask(NamedTuple):
+    """The band of one work tile, and the key blocks [unmasked_min, unmasked_max) that lie wholly inside it."""
+
+    band: Band
+    unmasked_min: Int32
+    unmasked_max: Int32
+
+    @staticmethod
+    def create(block_info: BlockInfo, seqlen: SeqlenInfoQK, m_block: Int32, n_block_min: Int32):
+        return BandMask(
+            block_info.band(seqlen),
+            block_info.get_n_block_min_before_local_mask(seqlen, m_block, n_block_min),
+            block_info.get_n_block_min_causal_local_mask(seqlen, m_block, n_block_min),
+        )
+
+    def cuts(self, n_block: Int32) -> Boolean:
+        """Whether some score of the block is hidden."""
+        cut = n_block >= self.unmasked_max
+        if const_expr(self.band.window_left is not None):
+            cut = cut | (n_block < self.unmasked_min)
+        return cut
+
+    @cute.jit
+    def apply(self, fragment: ScoreFragment):
+        for r in cutlass.range_constexpr(len(fragment.q_idx)):
+            lo, hi = self.band.k_range(fragment.q_idx[r])
+            bounded = const_expr(self.band.window_left is not None)
+            fragment.hide_outside(r, lo if bounded else None, hi)

@@ -1,0 +1,140 @@
+"""Lengths and offsets of one batch entry, for dense, packed (cu_seqlens) and append-KV inputs.
+
+Everything here is arithmetic on ints or `cutlass.Int32`; which tensors are present is decided at
+trace time. Make these objects where they are used (inside the kernel): as an argument of a kernel
+the DSL would turn their Python bools into run-time values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flash_mask_cute.masks.band import IntLike
+
+
+def _read(values: Any, index: IntLike) -> IntLike:
+    value = values[index]
+    # A 0-dim torch tensor or a numpy scalar becomes an int; ints and DSL values stay.
+    return value.item() if hasattr(value, "item") else value
+
+
+def _slot(
+    batch_idx: IntLike, seqlen_static: IntLike, cu_seqlens: Any, seqused: Any
+) -> tuple[IntLike, IntLike]:
+    """(offset, length) of one batch entry; `seqused` shortens the length, never the offset."""
+    offset: IntLike = 0
+    length = seqlen_static
+    if cu_seqlens is not None:
+        offset = _read(cu_seqlens, batch_idx)
+    if seqused is not None:
+        length = _read(seqused, batch_idx)
+    elif cu_seqlens is not None:
+        length = _read(cu_seqlens, batch_idx + 1) - offset
+    return offset, length
+
+
+@dataclass(frozen=True)
+class SeqlenInfoQK:
+    """Where the queries and keys of one batch entry start, and how many there are.
+
+    `offset_q` and `offset_k` count tokens from the start of the packed tensor (0 for a dense
+    one); `seqlen_q` and `seqlen_k` count valid tokens. The flags are Python bools.
+    """
+
+    offset_q: IntLike
+    offset_k: IntLike
+    seqlen_q: IntLike
+    seqlen_k: IntLike
+    has_cu_seqlens_q: bool = False
+    has_cu_seqlens_k: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+
+    @staticmethod
+    def create(
+        batch_idx: IntLike,
+        seqlen_q_static: IntLike,
+        seqlen_k_static: IntLike,
+        mCuSeqlensQ: Any = None,
+        mCuSeqlensK: Any = None,
+        mSeqUsedQ: Any = None,
+        mSeqUsedK: Any = None,
+    ) -> SeqlenInfoQK:
+        """Read the entry `batch_idx`; each tensor is a list, a torch tensor or a cute tensor.
+
+        mCuSeqlens* (batch + 1,) int32: packed start of each entry. mSeqUsed* (batch,) int32:
+        valid tokens of each entry, which overrides the length that follows from mCuSeqlens* or
+        the static one. Elements of torch tensors are read as Python ints, which on an
+        accelerator would wait for it.
+        """
+        offset_q, seqlen_q = _slot(batch_idx, seqlen_q_static, mCuSeqlensQ, mSeqUsedQ)
+        offset_k, seqlen_k = _slot(batch_idx, seqlen_k_static, mCuSeqlensK, mSeqUsedK)
+        return SeqlenInfoQK(
+            offset_q=offset_q,
+            offset_k=offset_k,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            has_cu_seqlens_q=mCuSeqlensQ is not None,
+            has_cu_seqlens_k=mCuSeqlensK is not None,
+            has_seqused_q=mSeqUsedQ is not None,
+            has_seqused_k=mSeqUsedK is not None,
+        )
+
+
+@dataclass(frozen=True)
+class SeqlenInfoQKNewK:
+    """Lengths of one batch entry whose key cache grows by new keys in the same call.
+
+    The cache slot holds `leftpad_k` tokens of padding, then `seqlen_k_og` keys; the
+    `seqlen_k_new` new keys follow them. Logical key j of the `seqlen_k = seqlen_k_og +
+    seqlen_k_new` keys lives at `offset_k + j` in the cache (`offset_k` is past the padding), and
+    new key j at `offset_k_new + j` of the packed new keys. Usable wherever a `SeqlenInfoQK` is
+    read: it has all its fields.
+    """
+
+    offset_q: IntLike
+    offset_k: IntLike
+    offset_k_new: IntLike
+    leftpad_k: IntLike
+    seqlen_q: IntLike
+    seqlen_k: IntLike
+    seqlen_k_og: IntLike
+    seqlen_k_new: IntLike
+    has_cu_seqlens_q: bool = False
+    has_cu_seqlens_k: bool = False
+    has_cu_seqlens_k_new: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+
+    @staticmethod
+    def create(
+        batch_idx: IntLike,
+        cache: SeqlenInfoQK,
+        seqlen_k_new_static: IntLike = 0,
+        mCuSeqlensKNew: Any = None,
+        mLeftpadK: Any = None,
+    ) -> SeqlenInfoQKNewK:
+        """Extend `cache`, whose `seqlen_k` counts the cached tokens and their left padding.
+
+        mCuSeqlensKNew (batch + 1,) int32: packed start of each entry's new keys; without it every
+        entry appends `seqlen_k_new_static`. mLeftpadK (batch,) int32: padding tokens.
+        """
+        offset_k_new, seqlen_k_new = _slot(batch_idx, seqlen_k_new_static, mCuSeqlensKNew, None)
+        leftpad_k = 0 if mLeftpadK is None else _read(mLeftpadK, batch_idx)
+        seqlen_k_og = cache.seqlen_k - leftpad_k
+        return SeqlenInfoQKNewK(
+            offset_q=cache.offset_q,
+            offset_k=cache.offset_k + leftpad_k,
+            offset_k_new=offset_k_new,
+            leftpad_k=leftpad_k,
+            seqlen_q=cache.seqlen_q,
+            seqlen_k=seqlen_k_og + seqlen_k_new,
+            seqlen_k_og=seqlen_k_og,
+            seqlen_k_new=seqlen_k_new,
+            has_cu_seqlens_q=cache.has_cu_seqlens_q,
+            has_cu_seqlens_k=cache.has_cu_seqlens_k,
+            has_cu_seqlens_k_new=mCuSeqlensKNew is not None,
+            has_seqused_q=cache.has_seqused_q,
+            has_seqused_k=cache.has_seqused_k,
+        )

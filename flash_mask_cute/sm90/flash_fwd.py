@@ -1,0 +1,771 @@
+"""FlashAttention forward for Hopper: O = softmax(mask(Q K^T * scale)) V, one work tile of tile_m query rows at a time.
+
+Roles of a persistent CTA:
+
+| warps                   | role | registers | work                                                         |
+|-------------------------|------|-----------|--------------------------------------------------------------|
+| 0 of warpgroup 0        | load | 24 / 32   | choose work tiles, TMA of Q, K, V                             |
+| 1-3 of warpgroup 0      | -    | 24 / 32   | nothing                                                      |
+| warpgroups 1..tile_m/64 | mma  | 240 / 160 | 64 query rows each: S = Q K^T, softmax, O += P V, output      |
+
+Pipelines (full/empty mbarrier pairs):
+
+    load --ring--> mma   coordinates and lengths of the next work tile
+    load --q-----> mma   all query rows of a tile
+    load --k-----> mma   one key block      (released when its S is complete)
+    load --v-----> mma   one value block    (released when its P V is complete)
+
+A warpgroup never waits for its own matrix products with idle hands: S of the next key block is issued together with
+P V of this one, so the tensor cores have P V to do while the exponentials of the next block are computed; and at the
+end of a work tile the last P V goes out together with the first S of the *next* tile, whose operands the load warp
+fetched meanwhile. The output is scaled, staged in shared memory and stored by TMA under that product. Warpgroups take
+turns to issue (FlashAttention-3's ping-pong), so that one computes exponentials while another multiplies.
+
+An empty walk (nothing visible) still visits one key block, all of it hidden: no role has a special case, the softmax
+of a row that saw nothing is O = 0, LSE = -inf.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+
+from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.core import softmax as softmax_math
+from flash_mask_cute.core import tile_scheduler
+from flash_mask_cute.core.softmax import LOG2_E, OnlineSoftmax
+from flash_mask_cute.core.tile_scheduler import ScheduleParams, WorkTile
+from flash_mask_cute.core.work_ring import Work, WorkRing
+from flash_mask_cute.masks.mask import BandMask, ScoreFragment
+from flash_mask_cute.seqlen_info import SeqlenInfoQK
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.flash_fwd_plan import (
+    RING_STAGES,
+    THREADS_PER_WARPGROUP,
+    Barrier,
+    FwdPlan,
+)
+
+# keys and values of the heads in flight should stay in the L2 cache (50 MB; half of it is a safe share)
+L2_SHARE = 24 * 1024 * 1024
+# bound of a ragged row coordinate: no sequence is longer (see `ragged_rows`)
+RAGGED_BOUND = 1 << 26
+
+
+class Operands(NamedTuple):
+    """TMA atoms with their coordinate tensors. q, o: ((head, row), head_dim, ...); k: (row, head_dim, head, ...);
+    v: (head_dim_v, row, head, ...); the last mode is the batch, absent where lengths vary."""
+
+    q_atom: cute.CopyAtom
+    q: cute.Tensor
+    k_atom: cute.CopyAtom
+    k: cute.Tensor
+    v_atom: cute.CopyAtom
+    v: cute.Tensor
+    o_atom: cute.CopyAtom
+    o: cute.Tensor
+
+
+class Lengths(NamedTuple):
+    """Where sequences start and how long they are; any of the tensors may be absent."""
+
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+
+class ScoreArgs(NamedTuple):
+    """What happens to a score: scale_log2 turns it into an exponent of two; before that, soft-capping multiplies by
+    cap_in, applies tanh. Window sides and the sink logits (heads_q,) may be absent."""
+
+    scale_log2: Float32
+    cap_in: Float32 | None
+    window_left: Int32 | None
+    window_right: Int32 | None
+    sink: cute.Tensor | None
+
+
+def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
+    """View ((heads, rows), d) as ((heads, RAGGED_BOUND), d, rows): the sum of both row coordinates addresses a row,
+    and the first one ends where the sequence ends, so TMA clips a tile there (the ragged trick of Triton, in its
+    form with a shifted base pointer)."""
+    (heads, _), dim = tensor.shape
+    (stride_h, stride_row), stride_d = tensor.stride
+    shifted = cute.domain_offset(((0, -RAGGED_BOUND), 0), tensor)
+    layout = cute.make_layout(
+        ((heads, RAGGED_BOUND), dim, (1 << 31) - 1),
+        stride=((stride_h, stride_row), stride_d, stride_row),
+    )
+    return cute.make_tensor(shifted.iterator, layout)
+
+
+def at_ragged_sequence(tensor: cute.Tensor, offset: Int32, length: Int32) -> cute.Tensor:
+    """The rows of one sequence of a `ragged_rows` view."""
+    return cute.domain_offset(
+        ((0, RAGGED_BOUND - length), 0), tensor[None, None, offset + length]
+    )
+
+
+class FlashAttentionForwardSm90:
+    """Forward kernel for Hopper, to be passed to `cute.compile`.
+
+    :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
+    :param head_dim, head_dim_v: multiples of 8 up to 256
+    :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
+    :param is_causal: bottom-right aligned causal masking
+    :param is_local: the call's window sides apply
+    :param pack_gqa: the query heads of a KV head share a tile's rows (qhead_per_kvhead must divide 64)
+    :param tile_m, tile_n: query rows and keys of a tile
+    :param num_stages: key and value blocks in flight
+    :param stages_q: query tiles in flight, 1 or 2
+    :param share_qo: the output is staged in the query's shared memory (needs stages_q=1)
+    :param num_sms: CTAs to launch at most
+    :raises NotImplementedError: for an option of other kernels that this one does not have
+    :raises ValueError: for a shape or configuration that cannot run
+    """
+
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        head_dim: int,
+        head_dim_v: int | None = None,
+        qhead_per_kvhead: int = 1,
+        is_causal: bool = False,
+        is_local: bool = False,
+        pack_gqa: bool = False,
+        tile_m: int = 128,
+        tile_n: int = 128,
+        num_stages: int = 2,
+        num_threads: int | None = None,
+        Q_in_regs: bool = False,
+        intra_wg_overlap: bool = True,
+        mma_pv_is_rs: bool = True,
+        mask_mod=None,
+        score_mod=None,
+        has_aux_tensors: bool = False,
+        stages_q: int = 2,
+        share_qo: bool = False,
+        num_sms: int = 132,
+    ):
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        self.plan = FwdPlan(
+            dtype,
+            head_dim,
+            head_dim_v,
+            tile_m,
+            tile_n,
+            qhead_per_kvhead if pack_gqa else 1,
+            num_stages,
+            stages_q,
+            share_qo,
+        )
+        refused = {
+            "Q_in_regs": Q_in_regs,
+            "intra_wg_overlap": not intra_wg_overlap,
+            "mma_pv_is_rs": not mma_pv_is_rs,
+            "mask_mod": mask_mod is not None,
+            "score_mod": score_mod is not None,
+            "has_aux_tensors": has_aux_tensors,
+        }
+        for name, given in refused.items():
+            if given:
+                raise NotImplementedError(f"FlashAttentionForwardSm90 does not support {name}")
+        if dtype not in (cutlass.BFloat16, cutlass.Float16):
+            raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
+        reason = self.plan.infeasible()
+        if reason is not None:
+            raise ValueError(reason)
+        if num_threads not in (None, self.plan.num_threads):
+            raise ValueError(
+                f"num_threads is {self.plan.num_threads} for tile_m={tile_m}, got {num_threads}"
+            )
+        self.is_causal = is_causal
+        self.is_local = is_local
+        self.num_sms = num_sms
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        softmax_scale: Float32,
+        stream,
+        mCuSeqlensQ: cute.Tensor | None = None,
+        mCuSeqlensK: cute.Tensor | None = None,
+        mSeqUsedQ: cute.Tensor | None = None,
+        mSeqUsedK: cute.Tensor | None = None,
+        mPageTable: cute.Tensor | None = None,
+        window_size_left: Int32 | None = None,
+        window_size_right: Int32 | None = None,
+        learnable_sink: cute.Tensor | None = None,
+        blocksparse_tensors=None,
+        aux_tensors=None,
+        softcap: Float32 | None = None,
+    ):
+        """Launch on `stream`. Shapes: mQ (batch, seqlen_q, heads_q, head_dim) or (total_q, heads_q, head_dim) with
+        mCuSeqlensQ; mK, mV alike; mO like mQ with head_dim_v; mLSE (batch, heads_q, seqlen_q) or (heads_q, total_q)."""
+        for name, arg in (
+            ("mPageTable", mPageTable),
+            ("blocksparse_tensors", blocksparse_tensors),
+            ("aux_tensors", aux_tensors),
+        ):
+            if const_expr(arg is not None):
+                raise NotImplementedError(f"FlashAttentionForwardSm90 does not support {name}")
+        plan = self.plan
+        varlen_q = const_expr(mCuSeqlensQ is not None)
+        heads_first = [1, 0, 2] if varlen_q else [2, 1, 3, 0]
+        q = cute.group_modes(cute.make_tensor(mQ.iterator, cute.select(mQ.layout, heads_first)), 0, 2)
+        o = cute.group_modes(cute.make_tensor(mO.iterator, cute.select(mO.layout, heads_first)), 0, 2)
+        if const_expr(varlen_q):
+            o = ragged_rows(o)
+        varlen_k = const_expr(mCuSeqlensK is not None)
+        k = cute.make_tensor(
+            mK.iterator, cute.select(mK.layout, [0, 2, 1] if varlen_k else [1, 3, 2, 0])
+        )
+        v = cute.make_tensor(
+            mV.iterator, cute.select(mV.layout, [2, 0, 1] if varlen_k else [3, 1, 2, 0])
+        )
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        q_tile, o_tile = (plan.row_tile, plan.tile_d), (plan.row_tile, plan.tile_dv)
+        q_tma = cpasync.make_tiled_tma_atom(load, q, _one_stage(plan.layout_q()), q_tile)
+        k_tma = cpasync.make_tiled_tma_atom(
+            load, k, _one_stage(plan.layout_k()), (plan.tile_n, plan.tile_d)
+        )
+        v_tma = cpasync.make_tiled_tma_atom(
+            load, v, _one_stage(plan.layout_v()), (plan.tile_dv, plan.tile_n)
+        )
+        o_tma = cpasync.make_tiled_tma_atom(store, o, _one_stage(plan.layout_o()), o_tile)
+        operands = Operands(
+            q_tma[0], q_tma[1], k_tma[0], k_tma[1], v_tma[0], v_tma[1], o_tma[0], o_tma[1]
+        )
+
+        seqlen_q = mQ.shape[0] if varlen_q else mQ.shape[1]
+        seqlen_k = mK.shape[0] if varlen_k else mK.shape[1]
+        lengths = Lengths(mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, seqlen_q, seqlen_k)
+        heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
+        heads_kv = mK.shape[1] if varlen_k else mK.shape[2]
+        num_heads = heads_q // plan.packed_heads
+        num_batch = mQ.shape[0]
+        if const_expr(varlen_q):
+            num_batch = mCuSeqlensQ.shape[0] - 1
+        num_m_blocks = cute.ceil_div(seqlen_q * plan.packed_heads, plan.tile_m)
+        # heads that share keys stay together, and no head alone is split
+        kv_bytes = cutlass.max(seqlen_k * ((plan.head_dim + plan.head_dim_v) * 2), 1)
+        shared_by = num_heads // heads_kv
+        group = Int32(1)
+        if const_expr(self.is_causal or window_size_right is not None):
+            group = cutlass.max(L2_SHARE // kv_bytes, 1)
+        schedule = ScheduleParams(num_m_blocks, num_heads, num_batch, group * shared_by)
+        grid = Int32(self.num_sms)
+        if const_expr(not varlen_q):
+            grid = cutlass.min(grid, num_m_blocks * num_heads * num_batch)
+        scale_log2 = softmax_scale * LOG2_E
+        cap_in = None
+        if const_expr(softcap is not None):
+            cap_in = softmax_scale / softcap
+            scale_log2 = softcap * LOG2_E
+        score_args = ScoreArgs(
+            scale_log2, cap_in, window_size_left, window_size_right, learnable_sink
+        )
+        self.kernel(operands, mLSE, lengths, score_args, schedule, shared_by).launch(
+            grid=(grid, 1, 1),
+            block=(plan.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: Operands,
+        mLSE: cute.Tensor | None,
+        lengths: Lengths,
+        score_args: ScoreArgs,
+        schedule: ScheduleParams,
+        heads_per_kv: Int32,
+    ):
+        plan = self.plan
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
+        pipeline_q = self._tma_pipeline(storage.q_barriers, plan.stages_q, plan.bytes_q)
+        pipeline_k = self._tma_pipeline(storage.k_barriers, plan.stages_kv, plan.bytes_k)
+        pipeline_v = self._tma_pipeline(storage.v_barriers, plan.stages_kv, plan.bytes_v)
+        ring = WorkRing.create(
+            storage.ring.data_ptr(), storage.ring_barriers.data_ptr(), RING_STAGES, plan.num_mma_warps
+        )
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        layout_q, layout_k, layout_v = plan.layout_q(), plan.layout_k(), plan.layout_v()
+        layout_o = plan.layout_o()
+        sQ = storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
+        sK = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)
+        sV = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)
+        o_storage = storage.q if const_expr(plan.share_qo) else storage.o
+        sO = o_storage.get_tensor(layout_o.outer, swizzle=layout_o.inner)
+        pipelines = (pipeline_q, pipeline_k, pipeline_v)
+
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(plan.load_registers)
+            if warp_idx == 0:
+                self.load(
+                    operands, (sQ, sK, sV), pipelines, ring, lengths, score_args, schedule, heads_per_kv
+                )
+        else:
+            cute.arch.setmaxregister_increase(plan.mma_registers)
+            self.mma(operands, (sQ, sK, sV, sO), pipelines, ring, mLSE, lengths, score_args)
+
+    def _tma_pipeline(self, barriers, stages: int, tx_count: int):
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers.data_ptr(),
+            num_stages=stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, self.plan.num_mma_warps
+            ),
+            tx_count=tx_count,
+            defer_sync=True,
+        )
+
+    def _block_info(self, score_args: ScoreArgs) -> BlockInfo:
+        return BlockInfo(
+            self.plan.tile_m,
+            self.plan.tile_n,
+            is_causal=self.is_causal,
+            is_local=self.is_local,
+            window_size_left=score_args.window_left,
+            window_size_right=score_args.window_right,
+            qhead_per_kvhead_packgqa=self.plan.packed_heads,
+        )
+
+    @cute.jit
+    def load(
+        self,
+        operands: Operands,
+        tiles,
+        pipelines,
+        ring: WorkRing,
+        lengths: Lengths,
+        score_args: ScoreArgs,
+        schedule: ScheduleParams,
+        heads_per_kv: Int32,
+    ):
+        """Load warp: decide on work tiles, announce them, and stream their operands."""
+        plan = self.plan
+        sQ, sK, sV = tiles
+        pipeline_q, pipeline_k, pipeline_v = pipelines
+        block_info = self._block_info(score_args)
+        producer = pipeline.PipelineUserType.Producer
+        q_state = pipeline.make_pipeline_state(producer, plan.stages_q)
+        k_state = pipeline.make_pipeline_state(producer, plan.stages_kv)
+        v_state = pipeline.make_pipeline_state(producer, plan.stages_kv)
+        ring_state = pipeline.make_pipeline_state(producer, RING_STAGES)
+        search = tile_scheduler.initial_state()
+        tile, search = self._next_tile(schedule, search, lengths)
+        work = _describe(tile, lengths)
+        while tile.is_valid:
+            ring_state = ring.write(ring_state, work)
+            n_block_min, n_block_max = block_info.get_n_block_min_max(work.seqlen, work.m_block)
+            num_n_blocks = cutlass.max(n_block_max - n_block_min, 1)
+            n_block_last = n_block_min + num_n_blocks - 1
+            head_kv = work.head_idx // heads_per_kv
+
+            gQ = operands.q
+            if const_expr(lengths.cu_seqlens_q is None):
+                gQ = gQ[None, None, work.batch_idx]
+            pipeline_q.producer_acquire(q_state)
+            for w in cutlass.range_constexpr(plan.num_mma_warpgroups):
+                tile_row = work.m_block * plan.tile_m + w * wgmma.ROWS_PER_WARPGROUP
+                first = (
+                    work.head_idx * plan.packed_heads,
+                    work.seqlen.offset_q + tile_row // plan.packed_heads,
+                )
+                src, dst = _tma_tile(operands.q_atom, gQ, first, (plan.row_tile, plan.tile_d), sQ)
+                cute.copy(
+                    operands.q_atom,
+                    src,
+                    dst[None, q_state.index * plan.num_mma_warpgroups + w],
+                    tma_bar_ptr=pipeline_q.producer_get_barrier(q_state),
+                )
+            q_state.advance()
+
+            gK, gV = operands.k, operands.v
+            if const_expr(lengths.cu_seqlens_k is None):
+                gK = gK[None, None, head_kv, work.batch_idx]
+                gV = gV[None, None, head_kv, work.batch_idx]
+            else:
+                gK = cute.domain_offset((work.seqlen.offset_k, 0), gK[None, None, head_kv])
+                gV = cute.domain_offset((0, work.seqlen.offset_k), gV[None, None, head_kv])
+            load_k = partial(
+                _load_block, operands.k_atom, pipeline_k, *_tma_blocks(
+                    operands.k_atom, cute.local_tile(gK, (plan.tile_n, plan.tile_d), (None, 0)), sK
+                )
+            )
+            load_v = partial(
+                _load_block, operands.v_atom, pipeline_v, *_tma_blocks(
+                    operands.v_atom, cute.local_tile(gV, (plan.tile_dv, plan.tile_n), (0, None)), sV
+                )
+            )
+            # values lag one block behind keys, as their consumers do
+            k_state = load_k(k_state, n_block_last)
+            for i in cutlass.range(num_n_blocks - 1, unroll=1):
+                k_state = load_k(k_state, n_block_last - i - 1)
+                v_state = load_v(v_state, n_block_last - i)
+            v_state = load_v(v_state, n_block_min)
+
+            tile, search = self._next_tile(schedule, search, lengths)
+            work = _describe(tile, lengths)
+        ring_state = ring.write_end(ring_state)
+        pipeline_q.producer_tail(q_state)
+        pipeline_k.producer_tail(k_state)
+        pipeline_v.producer_tail(v_state)
+
+    @cute.jit
+    def _next_tile(self, schedule: ScheduleParams, search, lengths: Lengths):
+        longest_last = const_expr(self.is_causal or self.is_local)
+        if const_expr(lengths.cu_seqlens_q is None):
+            tile = tile_scheduler.dense_tile(schedule, search.round, longest_last)
+        else:
+            num_m_blocks_of = partial(_num_m_blocks, self.plan, lengths.cu_seqlens_q)
+            tile, search = tile_scheduler.varlen_tile(
+                schedule, search, num_m_blocks_of, longest_last
+            )
+        return tile, search._replace(round=search.round + 1)
+
+    @cute.jit
+    def mma(
+        self,
+        operands: Operands,
+        tiles,
+        pipelines,
+        ring: WorkRing,
+        mLSE: cute.Tensor | None,
+        lengths: Lengths,
+        score_args: ScoreArgs,
+    ):
+        """MMA warpgroup: 64 query rows of every work tile."""
+        plan = self.plan
+        sQ, sK, sV, sO = tiles
+        pipeline_q, pipeline_k, pipeline_v = pipelines
+        block_info = self._block_info(score_args)
+        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+        # counted from the first MMA warpgroup; uniform, so descriptors live in uniform registers
+        warpgroup_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+
+        mma_qk, mma_pv = plan.mma_qk(), plan.mma_pv()
+        slice_qk, slice_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        tSrQ = mma_qk.make_fragment_A(slice_qk.partition_A(sQ))
+        tSrK = mma_qk.make_fragment_B(slice_qk.partition_B(sK))
+        tOrV = mma_pv.make_fragment_B(slice_pv.partition_B(sV))
+        acc_S = wgmma.make_accumulator(plan.tile_n)
+        acc_O = wgmma.make_accumulator(plan.tile_dv)
+        probs = cute.make_rmem_tensor(acc_S.layout, plan.dtype)
+        scores, output = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_O)
+        tOrP = wgmma.as_operand_a(probs)
+        softmax = OnlineSoftmax.create(score_args.scale_log2, wgmma.ROWS_PER_THREAD)
+
+        consumer = pipeline.PipelineUserType.Consumer
+        q_state = pipeline.make_pipeline_state(consumer, plan.stages_q)
+        k_state = pipeline.make_pipeline_state(consumer, plan.stages_kv)
+        v_state = pipeline.make_pipeline_state(consumer, plan.stages_kv)
+        ring_state = pipeline.make_pipeline_state(consumer, RING_STAGES)
+        self._first_turn(warpgroup_idx)
+
+        first_scores = partial(
+            self._first_scores, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx
+        )
+        work, ring_state = ring.read(ring_state)
+        q_state, k_state = first_scores(q_state, k_state, work.is_valid)
+        while work.is_valid:
+            n_block_min, n_block_max = block_info.get_n_block_min_max(work.seqlen, work.m_block)
+            num_n_blocks = cutlass.max(n_block_max - n_block_min, 1)
+            n_block = n_block_min + num_n_blocks - 1
+            mask = BandMask.create(block_info, work.seqlen, work.m_block, n_block_min)
+            row_0 = work.m_block * plan.tile_m + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
+            rows = tuple(row_0 + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
+            q_idx = tuple(row // plan.packed_heads for row in rows)
+            score = partial(self._score, scores, q_idx, wgmma.first_col_of(thread), mask, score_args)
+
+            score(n_block)
+            softmax.step(scores, is_first=True)
+            probs.store(acc_S.load().to(plan.dtype))
+            accumulate = Boolean(False)
+            q_stage = q_state.index * plan.num_mma_warpgroups + warpgroup_idx
+            for _ in cutlass.range(num_n_blocks - 1, unroll=1):
+                n_block -= 1
+                pipeline_k.consumer_wait(k_state)
+                self._wait_turn(warpgroup_idx)
+                k_tile = tSrK[None, None, None, k_state.index]
+                wgmma.issue(mma_qk, acc_S, tSrQ[None, None, None, q_stage], k_tile, False)
+                pipeline_v.consumer_wait(v_state)
+                v_tile = tOrV[None, None, None, v_state.index]
+                wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
+                self._pass_turn(warpgroup_idx)
+                warpgroup.wait_group(1)
+                pipeline_k.consumer_release(k_state)
+                k_state.advance()
+                score(n_block)
+                factors = softmax.step(scores, is_first=False)
+                warpgroup.wait_group(0)
+                pipeline_v.consumer_release(v_state)
+                v_state.advance()
+                probs.store(acc_S.load().to(plan.dtype))
+                softmax_math.rescale(output, factors)
+                accumulate = Boolean(True)
+
+            # the last P V of this tile, and with it the first S of the next
+            next_work, ring_state = ring.read(ring_state)
+            if const_expr(not plan.share_qo):
+                # before the turn: another warpgroup may wait in its own for the query that takes this one's place
+                pipeline_q.consumer_release(q_state)
+            pipeline_v.consumer_wait(v_state)
+            self._wait_turn(warpgroup_idx)
+            v_tile = tOrV[None, None, None, v_state.index]
+            wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
+            next_q_state = q_state
+            if const_expr(not plan.share_qo):
+                next_q_state = self._issue_next_scores(
+                    pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, q_state, k_state, v_state, next_work.is_valid
+                )
+            self._pass_turn(warpgroup_idx)
+            warpgroup.wait_group(0 if const_expr(plan.share_qo) else 1)
+            pipeline_v.consumer_release(v_state)
+            v_state.advance()
+            self._epilogue(
+                operands, sO, acc_O, softmax, mLSE, lengths, score_args.sink, work, rows, q_idx
+            )
+            if const_expr(plan.share_qo):
+                # the output has left, and with it the query's last reader
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                pipeline_q.consumer_release(q_state)
+                q_state.advance()
+                q_state, k_state = first_scores(q_state, k_state, next_work.is_valid)
+            else:
+                warpgroup.wait_group(0)
+                q_state = next_q_state
+                if next_work.is_valid:
+                    pipeline_k.consumer_release(k_state)
+                    k_state.advance()
+            work = next_work
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _first_scores(
+        self, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, q_state, k_state, is_valid: Boolean
+    ):
+        """S of a work tile's first key block, with nothing to overlap it; returns both states."""
+        pipeline_q, pipeline_k, _ = pipelines
+        if is_valid:
+            pipeline_q.consumer_wait(q_state)
+            pipeline_k.consumer_wait(k_state)
+            q_stage = q_state.index * self.plan.num_mma_warpgroups + warpgroup_idx
+            q_tile, k_tile = tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_state.index]
+            wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
+            warpgroup.wait_group(0)
+            pipeline_k.consumer_release(k_state)
+            k_state.advance()
+        return q_state, k_state
+
+    @cute.jit
+    def _issue_next_scores(
+        self, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, q_state, k_state, v_state, is_valid: Boolean
+    ):
+        """Issue S of the next tile's first key block; returns the next tile's query state.
+
+        Where there is no next tile the product is issued all the same, for nothing, on this tile's operands (the last
+        key block lies in the stage of the last value block): a product under a branch would make the compiler
+        serialise all of them.
+        """
+        pipeline_q, pipeline_k, _ = pipelines
+        q_index = q_state.index
+        k_index = v_state.index
+        q_state.advance()
+        if is_valid:
+            pipeline_q.consumer_wait(q_state)
+            pipeline_k.consumer_wait(k_state)
+            q_index = q_state.index
+            k_index = k_state.index
+        q_stage = q_index * self.plan.num_mma_warpgroups + warpgroup_idx
+        q_tile, k_tile = tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_index]
+        wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
+        return q_state
+
+    @cute.jit
+    def _score(self, scores, q_idx, first_col, mask: BandMask, score_args: ScoreArgs, n_block: Int32):
+        """Soft-cap and mask the scores of a key block."""
+        if const_expr(score_args.cap_in is not None):
+            for i in cutlass.range_constexpr(cute.size(scores)):
+                scores[i] = cute.math.tanh(scores[i] * score_args.cap_in, fastmath=True)
+        if mask.cuts(n_block):
+            offsets = tuple(wgmma.col_offset(c) for c in range(cute.size(scores, mode=[1])))
+            first_k_idx = n_block * self.plan.tile_n + first_col
+            mask.apply(ScoreFragment(scores, q_idx, offsets, first_k_idx))
+
+    @cute.jit
+    def _epilogue(
+        self,
+        operands: Operands,
+        sO: cute.Tensor,
+        acc_O: cute.Tensor,
+        softmax: OnlineSoftmax,
+        mLSE: cute.Tensor | None,
+        lengths: Lengths,
+        mSink: cute.Tensor | None,
+        work: Work,
+        rows,
+        q_idx,
+    ):
+        """Scale the accumulator, store it and the LSE of this warpgroup's rows."""
+        plan = self.plan
+        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup_idx = warp_idx // 4 - 1
+        heads = tuple(work.head_idx * plan.packed_heads + row % plan.packed_heads for row in rows)
+        sinks = None
+        if const_expr(mSink is not None):
+            sinks = tuple(mSink[head].to(Float32) for head in heads)
+        output = wgmma.rows_by_cols(acc_O)
+        for r, (factor, lse) in enumerate(softmax.finalize(sinks)):
+            if const_expr(lengths.seqused_q is not None):
+                used = q_idx[r] < work.seqlen_q
+                lse = cutlass.select_(used, lse, -Float32.inf)
+                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
+                    output[r, c] = cutlass.select_(used, output[r, c] * factor, Float32(0.0))
+            else:
+                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
+                    output[r, c] = output[r, c] * factor
+            if const_expr(mLSE is not None):
+                if thread % 4 == 0 and q_idx[r] < work.slot_q:
+                    if const_expr(lengths.cu_seqlens_q is None):
+                        mLSE[work.batch_idx, heads[r], q_idx[r]] = lse
+                    else:
+                        mLSE[heads[r], work.offset_q + q_idx[r]] = lse
+
+        # the previous tile's store must have read the staging memory, and all warps their queries
+        is_storing_warp = warp_idx % 4 == 0
+        if is_storing_warp:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self._warpgroup_sync(warpgroup_idx)
+        rounded = cute.make_rmem_tensor(acc_O.layout, plan.dtype)
+        rounded.store(acc_O.load().to(plan.dtype))
+        store_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
+        store = cute.make_tiled_copy_C(store_atom, plan.mma_pv()).get_slice(thread)
+        cute.copy(
+            store_atom, store.retile(rounded), store.partition_D(sO[None, None, warpgroup_idx])
+        )
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self._warpgroup_sync(warpgroup_idx)
+        if is_storing_warp:
+            tile_row = work.m_block * plan.tile_m + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
+            first = (work.head_idx * plan.packed_heads, tile_row // plan.packed_heads)
+            if const_expr(lengths.cu_seqlens_q is None):
+                gO = operands.o[None, None, work.batch_idx]
+            else:
+                gO = at_ragged_sequence(operands.o, work.offset_q, work.slot_q)
+            dst, src = _tma_tile(operands.o_atom, gO, first, (plan.row_tile, plan.tile_dv), sO)
+            cute.copy(operands.o_atom, src[None, warpgroup_idx], dst)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def _warpgroup_sync(self, warpgroup_idx: Int32):
+        cute.arch.barrier(
+            barrier_id=Barrier.EPILOGUE + warpgroup_idx, number_of_threads=THREADS_PER_WARPGROUP
+        )
+
+    # Turns: a warpgroup issues its products after the one before it has issued, in a circle.
+    @cute.jit
+    def _first_turn(self, warpgroup_idx: Int32):
+        if warpgroup_idx == self.plan.num_mma_warpgroups - 1:
+            self._pass_turn(warpgroup_idx)
+
+    def _wait_turn(self, warpgroup_idx: Int32):
+        cute.arch.barrier(
+            barrier_id=Barrier.TURN + warpgroup_idx, number_of_threads=2 * THREADS_PER_WARPGROUP
+        )
+
+    def _pass_turn(self, warpgroup_idx: Int32):
+        following = cutlass.select_(
+            warpgroup_idx == self.plan.num_mma_warpgroups - 1, Int32(0), warpgroup_idx + 1
+        )
+        cute.arch.barrier_arrive(
+            barrier_id=Barrier.TURN + following, number_of_threads=2 * THREADS_PER_WARPGROUP
+        )
+
+
+def _one_stage(layout):
+    return cute.select(layout, mode=[0, 1])
+
+
+def _tma_tile(atom: cute.CopyAtom, tensor: cute.Tensor, first, tile, smem: cute.Tensor):
+    """TMA partitions (global, shared with a stage mode) of the tile of rows starting at (head, row) `first`."""
+    gmem = cute.local_tile(cute.domain_offset((first, 0), tensor), tile, (0, 0))
+    s, g = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+    )
+    return g, s
+
+
+def _tma_blocks(atom: cute.CopyAtom, blocks: cute.Tensor, smem: cute.Tensor):
+    """TMA partitions (global with a block mode, shared with a stage mode) of (tile, tile, n_blocks)."""
+    s, g = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(blocks, 0, 2)
+    )
+    return g, s
+
+
+@cute.jit
+def _load_block(atom, pipe, gmem, smem, state, block: Int32):
+    """Fetch one block into the pipeline's next stage; returns the advanced producer state."""
+    pipe.producer_acquire(state)
+    cute.copy(
+        atom, gmem[None, block], smem[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state)
+    )
+    state.advance()
+    return state
+
+
+@cute.jit
+def _describe(tile: WorkTile, lengths: Lengths) -> Work:
+    """The ring entry of a work tile."""
+    batch_idx = cutlass.select_(tile.is_valid, tile.batch_idx, Int32(0))
+    slot = SeqlenInfoQK.create(
+        batch_idx, lengths.seqlen_q, lengths.seqlen_k, lengths.cu_seqlens_q, lengths.cu_seqlens_k
+    )
+    used = SeqlenInfoQK.create(
+        batch_idx,
+        lengths.seqlen_q,
+        lengths.seqlen_k,
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
+        lengths.seqused_q,
+        lengths.seqused_k,
+    )
+    return Work(
+        tile.m_block,
+        tile.head_idx,
+        batch_idx,
+        Int32(used.offset_q),
+        Int32(slot.seqlen_q),
+        Int32(used.seqlen_q),
+        Int32(used.offset_k),
+        Int32(used.seqlen_k),
+    )
+
+
+@cute.jit
+def _num_m_blocks(plan: cutlass.Constexpr, cu_seqlens_q: cute.Tensor, batch_idx: Int32) -> Int32:
+    slot = cu_seqlens_q[batch_idx + 1] - cu_seqlens_q[batch_idx]
+    return cute.ceil_div(slot * plan.packed_heads, plan.tile_m)

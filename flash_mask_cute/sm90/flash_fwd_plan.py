@@ -1,0 +1,197 @@
+"""Static facts of the Hopper forward: tiles, WGMMA shapes, shared memory, warps and registers.
+
+Everything here follows from Python ints, so a configuration can be judged without a GPU; layouts and MMA atoms are made
+afresh wherever they are needed (host function or kernel), because they are static and cost nothing.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+
+SMEM_CAPACITY = 232448
+THREADS_PER_WARPGROUP = 128
+# bytes kept for barriers and the work ring
+SMEM_BOOKKEEPING = 1024
+RING_STAGES = 2
+RING_FIELDS = 8
+
+
+class Barrier(IntEnum):
+    """Named barriers (0 is __syncthreads); one per MMA warpgroup counted from the given number."""
+
+    TURN = 1
+    EPILOGUE = 4
+
+
+@dataclass(frozen=True)
+class FwdPlan:
+    """Shape of one CTA's work. `stages_q` 2 and no `share_qo` let the next tile's query arrive, and its first scores
+    be computed, while this tile's output leaves."""
+
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    packed_heads: int
+    stages_kv: int = 2
+    stages_q: int = 2
+    share_qo: bool = False
+
+    @property
+    def tile_d(self) -> int:
+        return -(-self.head_dim // 16) * 16
+
+    @property
+    def tile_dv(self) -> int:
+        return -(-self.head_dim_v // 16) * 16
+
+    @property
+    def num_mma_warpgroups(self) -> int:
+        return self.tile_m // ROWS_PER_WARPGROUP
+
+    @property
+    def num_mma_warps(self) -> int:
+        return 4 * self.num_mma_warpgroups
+
+    @property
+    def num_threads(self) -> int:
+        return THREADS_PER_WARPGROUP * (1 + self.num_mma_warpgroups)
+
+    @property
+    def load_registers(self) -> int:
+        return {2: 24, 3: 32}[self.num_mma_warpgroups]
+
+    @property
+    def mma_registers(self) -> int:
+        return {2: 240, 3: 160}[self.num_mma_warpgroups]
+
+    @property
+    def row_tile(self):
+        """Query rows of a warpgroup as (packed heads, positions)."""
+        return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads)
+
+    @property
+    def bytes_q(self) -> int:
+        return self.tile_m * self.tile_d * 2
+
+    @property
+    def bytes_k(self) -> int:
+        return self.tile_n * self.tile_d * 2
+
+    @property
+    def bytes_v(self) -> int:
+        return self.tile_n * self.tile_dv * 2
+
+    @property
+    def bytes_o(self) -> int:
+        return self.tile_m * self.tile_dv * 2
+
+    @property
+    def smem_bytes(self) -> int:
+        query = self.stages_q * self.bytes_q
+        output = 0 if self.share_qo else self.bytes_o
+        if self.share_qo:
+            query = max(query, self.bytes_o)
+        return query + self.stages_kv * (self.bytes_k + self.bytes_v) + output + SMEM_BOOKKEEPING
+
+    def infeasible(self) -> str | None:
+        """Why this plan cannot run, or None."""
+        if self.tile_m not in (128, 192):
+            return f"tile_m must be 128 or 192, got {self.tile_m}"
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            return f"tile_n must be a multiple of 16 in 16..256, got {self.tile_n}"
+        if ROWS_PER_WARPGROUP % self.packed_heads:
+            return f"pack_gqa needs a group of heads that divides 64, got {self.packed_heads}"
+        if self.share_qo and (self.stages_q != 1 or self.tile_dv > self.tile_d):
+            return "share_qo needs one query stage and head_dim_v <= head_dim"
+        if self.smem_bytes > SMEM_CAPACITY:
+            return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
+        return None
+
+    def mma_qk(self) -> cute.TiledMma:
+        return hopper.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            (1, 1, 1),
+            (ROWS_PER_WARPGROUP, self.tile_n),
+        )
+
+    def mma_pv(self) -> cute.TiledMma:
+        return hopper.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            cutlass.Float32,
+            (1, 1, 1),
+            (ROWS_PER_WARPGROUP, self.tile_dv),
+            warpgroup.OperandSource.RMEM,
+        )
+
+    def layout_q(self):
+        """(64, tile_d, warpgroup * stages_q): a warpgroup's rows lie together."""
+        return hopper.make_smem_layout_a(
+            LayoutEnum.ROW_MAJOR,
+            (ROWS_PER_WARPGROUP, self.tile_n, self.tile_d),
+            self.dtype,
+            self.num_mma_warpgroups * self.stages_q,
+        )
+
+    def layout_k(self):
+        return hopper.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR,
+            (ROWS_PER_WARPGROUP, self.tile_n, self.tile_d),
+            self.dtype,
+            self.stages_kv,
+        )
+
+    def layout_v(self):
+        """(tile_dv, tile_n, stages_kv): V is the MN-major operand B of P V."""
+        return hopper.make_smem_layout_b(
+            LayoutEnum.COL_MAJOR,
+            (ROWS_PER_WARPGROUP, self.tile_dv, self.tile_n),
+            self.dtype,
+            self.stages_kv,
+        )
+
+    def layout_o(self):
+        return hopper.make_smem_layout_epi(
+            self.dtype,
+            LayoutEnum.ROW_MAJOR,
+            (ROWS_PER_WARPGROUP, self.tile_dv),
+            self.num_mma_warpgroups,
+        )
+
+    def storage(self):
+        """The shared memory of a CTA."""
+
+        def tile(layout, stages_bytes_zero=False):
+            size = 0 if stages_bytes_zero else cute.cosize(layout)
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
+
+        @cute.struct
+        class Storage:
+            q: tile(self.layout_q())
+            k: tile(self.layout_k())
+            v: tile(self.layout_v())
+            o: tile(self.layout_o(), self.share_qo)
+            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
+            k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_kv]
+            v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_kv]
+            ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
+            ring: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Int32, RING_FIELDS * RING_STAGES], 16
+            ]
+
+        return Storage

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device of compute capability 9.0")
+    config.addinivalue_line(
+        "markers", "sim: runs on the software GPU; start it as `pytest tests/sim`"
+    )
+    config.addinivalue_line("markers", "slow: takes minutes or tens of gigabytes")
+
+
+@lru_cache
+def _why_no_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device of capability 9.0, torch sees none"
+    capability = torch.cuda.get_device_capability()
+    return (
+        None
+        if capability == (9, 0)
+        else f"needs a CUDA device of capability 9.0, this one has {capability}"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that torch hands out uninitialised hold NaN (integers: the largest one), so that an
+    output or scratch buffer which the package allocates and does not fully write shows."""
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = allocate(*args, **kwargs)
+            if tensor.dtype.is_floating_point:
+                return tensor.fill_(float("nan"))
+            return (
+                tensor
+                if tensor.dtype == torch.bool
+                else tensor.fill_(torch.iinfo(tensor.dtype).max)
+            )
+
+        return allocate_poisoned
+
+    names = {
+        torch: ("empty", "empty_like", "empty_strided"),
+        torch.Tensor: ("new_empty", "new_empty_strided"),
+    }
+    for owner, functions in names.items():
+        for name in functions:
+            monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import pytest
+import torch
+from support import (
+    BF16,
+    FP32,
+    FP64,
+    QUICK_CASES,
+    Case,
+    GuardedOutputs,
+    Inputs,
+    assert_close_to_oracle,
+    make_inputs,
+    random_case,
+    reference_attention,
+)
+
+from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.cpu_path import flash_attn_fwd_cpu
+
+# The CPU path computes in float64 and rounds LSE once, so 2^-24 of the largest |lse|, about 20.
+LSE_ATOL = 2e-6
+
+kept_inputs = lru_cache(maxsize=8)(make_inputs)
+
+
+def run_cpu_path(
+    inputs: Inputs, tile_m: int = 128, tile_n: int = 128, pack_gqa: int = 1
+) -> GuardedOutputs:
+    case, keywords = inputs.case, inputs.keywords
+    window_right = case.window_right
+    if case.causal:
+        window_right = 0 if window_right is None else min(window_right, 0)
+    outputs = GuardedOutputs(inputs)
+    flash_attn_fwd_cpu(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        softmax_scale=case.scale,
+        window_left=case.window_left,
+        window_right=window_right,
+        softcap=case.softcap,
+        learnable_sink=keywords["learnable_sink"],
+        cu_seqlens_q=keywords.get("cu_seqlens_q"),
+        cu_seqlens_k=keywords.get("cu_seqlens_k"),
+        seqused_q=keywords["seqused_q"],
+        seqused_k=keywords["seqused_k"],
+        seqlen_q=case.seqlen_q,
+        seqlen_k=case.seqlen_k,
+        pack_gqa=pack_gqa,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        out=outputs.out,
+        lse=outputs.lse,
+    )
+    outputs.assert_guards_intact()
+    return outputs
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (64, 48)], ids=["128x128", "64x48"])
+@pytest.mark.parametrize("case", QUICK_CASES, ids=lambda case: case.id)
+def test_tile_walk_against_oracle(case: Case, tile: tuple[int, int]) -> None:
+    inputs = kept_inputs(case)
+    for pack_gqa in sorted({1, case.group}):
+        outputs = run_cpu_path(inputs, *tile, pack_gqa)
+        assert_close_to_oracle(
+            outputs.out, outputs.lse, inputs, lse_atol=LSE_ATOL, unused_rows=False
+        )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_fuzzed_feature_pairs(seed: int) -> None:
+    inputs = make_inputs(random_case(random.Random(seed)))
+    pack_gqa = inputs.case.group if inputs.case.pack_gqa else 1
+    outputs = run_cpu_path(inputs, pack_gqa=pack_gqa)
+    assert_close_to_oracle(outputs.out, outputs.lse, inputs, lse_atol=LSE_ATOL, unused_rows=False)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
+def test_development_dtypes(dtype: torch.dtype) -> None:
+    case = Case(f"{dtype}", 2, 127, 255, 4, 2, 40, 24, dtype=dtype, causal=True, window_left=90)
+    inputs = make_inputs(case)
+    outputs = run_cpu_path(inputs)
+    assert_close_to_oracle(outputs.out, outputs.lse, inputs, lse_atol=LSE_ATOL)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", QUICK_CASES, ids=lambda case: case.id)
+def test_public_call_against_oracle(case: Case) -> None:
+    from flash_mask_cute.interface import _flash_attn_fwd
+
+    inputs = kept_inputs(case)
+    out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **inputs.keywords)
+    assert_close_to_oracle(out, lse, inputs, lse_atol=LSE_ATOL)
+
+
+def test_public_call_writes_the_callers_outputs() -> None:
+    from flash_mask_cute.interface import _flash_attn_fwd
+
+    inputs = make_inputs(Case("callers-outputs", 2, 129, 255, 4, 2, causal=True, sink=FP32))
+    given = GuardedOutputs(inputs)
+    out, lse = _flash_attn_fwd(
+        inputs.q, inputs.k, inputs.v, **inputs.keywords, out=given.out, lse=given.lse
+    )
+    assert out.data_ptr() == given.out.data_ptr()
+    assert lse.data_ptr() == given.lse.data_ptr()
+    given.assert_guards_intact()
+    assert_close_to_oracle(given.out, given.lse, inputs, lse_atol=LSE_ATOL)
+
+
+WALK_CASES = (
+    Case("causal", 1, 500, 500, causal=True),
+    Case("window", 1, 300, 1000, window_left=127, window_right=128),
+    Case("packed", 1, 200, 300, 4, 1, causal=True, pack_gqa=True),
+    Case("varlen", lengths_q=(255, 63), lengths_k=(300, 200), causal=True),
+)
+WRONG_WALKS = {
+    "first block left out": lambda first, end: (first + 1, max(end, first + 1)),
+    "last block left out": lambda first, end: (first, max(end - 1, first)),
+    "one block early": lambda first, end: (max(first - 1, 0), max(end - 1, 0)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_WALKS)
+@pytest.mark.parametrize("case", WALK_CASES, ids=lambda case: case.id)
+def test_a_wrong_walk_is_caught(case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(case)
+    right_walk = BlockInfo.get_n_block_min_max
+
+    def wrong_walk(self: BlockInfo, *args: int) -> tuple[int, int]:
+        return WRONG_WALKS[wrong](*right_walk(self, *args))
+
+    monkeypatch.setattr(BlockInfo, "get_n_block_min_max", wrong_walk)
+    outputs = run_cpu_path(inputs, pack_gqa=case.group if case.pack_gqa else 1)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_close_to_oracle(outputs.out, outputs.lse, inputs)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_oracle_agrees_with_torch(causal: bool) -> None:
+    inputs = make_inputs(Case("square", 2, 65, 65, 4, 2, 16, dtype=FP64, causal=causal))
+    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=True
+    )
+    torch.testing.assert_close(inputs.reference[0], expected.transpose(1, 2))
+
+
+def test_oracle_by_hand() -> None:
+    """Three queries, two keys, d = 1, scale 1, window (0, 0): query 0 sees nothing, 1 sees key 0,
+    2 sees key 1. The sink is log 2, a term of 2 in every denominator."""
+    q = torch.tensor([1.0, 2.0, 3.0], dtype=FP64).view(1, 3, 1, 1)
+    k = torch.tensor([0.5, -1.0], dtype=FP64).view(1, 2, 1, 1)
+    v = torch.tensor([10.0, 100.0], dtype=FP64).view(1, 2, 1, 1)
+    terms = torch.tensor([0.0, 1.0, -3.0], dtype=FP64).exp() * torch.tensor([0.0, 1.0, 1.0])
+    values = torch.tensor([0.0, 10.0, 100.0], dtype=FP64)
+    rule = {"softmax_scale": 1.0, "window_size_left": 0, "window_size_right": 0}
+
+    out, lse = reference_attention(q, k, v, **rule)
+    torch.testing.assert_close(out.flatten(), values)
+    torch.testing.assert_close(lse.flatten(), terms.log())
+    sink = torch.tensor([2.0], dtype=FP64).log()
+    out, lse = reference_attention(q, k, v, **rule, learnable_sink=sink)
+    torch.testing.assert_close(out.flatten(), values * terms / (terms + 2))
+    torch.testing.assert_close(lse.flatten(), (terms + 2).log())
+
+
+def spoil(outputs: GuardedOutputs, how: str) -> None:
+    if how == "NaN left in out":
+        outputs.out[0, 5, 0, 3] = float("nan")
+    elif how == "empty row not 0":
+        outputs.out[0, 0, 0, 0] = 1e-30
+    elif how == "empty row of lse":
+        outputs.lse[0, 0, 0] = -1e30
+    elif how == "lse in base 2":
+        outputs.lse /= torch.tensor(2.0).log()
+    elif how == "one row unnormalised":
+        outputs.out[0, -1, 0] *= 1.05
+    elif how == "heads exchanged":
+        outputs.out.copy_(outputs.out.flip(-2))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "NaN left in out",
+        "empty row not 0",
+        "empty row of lse",
+        "lse in base 2",
+        "one row unnormalised",
+        "heads exchanged",
+    ],
+)
+def test_the_bound_can_fail(how: str) -> None:
+    inputs = make_inputs(Case("spoiled", 1, 200, 150, dtype=BF16, causal=True))
+    outputs = run_cpu_path(inputs)
+    assert_close_to_oracle(outputs.out, outputs.lse, inputs)
+    spoil(outputs, how)
+    with pytest.raises(AssertionError, match="spoiled"):
+        assert_close_to_oracle(outputs.out, outputs.lse, inputs)

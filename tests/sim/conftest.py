@@ -1,0 +1,55 @@
+"""The software GPU replaces CUDA in the whole process, from before the first `import cutlass`.
+
+So its tests have a process of their own, `pytest tests/sim`; in any other run they are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ARCH = "sm_90a"
+SMS = 2  # few, so that small problems give every persistent CTA several work tiles
+
+
+def _has_process_to_itself(config: pytest.Config) -> bool:
+    paths = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    return all(path.is_relative_to(HERE) for path in paths)
+
+
+def _simulator_parent() -> Path | None:
+    """Where the package `sim` is: in FLASH_MASK_SIM, else in `shared` beside the project."""
+    if named := os.environ.get("FLASH_MASK_SIM"):
+        if not (Path(named) / "sim" / "__init__.py").is_file():
+            raise pytest.UsageError(f"FLASH_MASK_SIM={named} holds no package `sim`")
+        return Path(named)
+    beside = HERE.parents[2] / "shared"
+    return beside if (beside / "sim" / "README.md").is_file() else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not _has_process_to_itself(config) or (parent := _simulator_parent()) is None:
+        return
+    if "cutlass" in sys.modules:
+        raise pytest.UsageError("cutlass was imported before the software GPU could be activated")
+    sys.path.insert(0, str(parent))
+    import sim
+
+    sim.activate(ARCH, sms=SMS)
+
+
+@pytest.fixture(scope="session")
+def simulator(pytestconfig: pytest.Config) -> ModuleType:
+    """The active `sim` package."""
+    if not _has_process_to_itself(pytestconfig):
+        pytest.skip("needs a process of its own: pytest tests/sim")
+    if _simulator_parent() is None:
+        pytest.skip(
+            "no software GPU: set FLASH_MASK_SIM to the directory that contains the package `sim`"
+        )
+    return sys.modules["sim"]

@@ -1,0 +1,65 @@
+"""The compiled forward kernel, executed instruction by instruction on the software GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+
+import pytest
+from support import BF16, FP16, FP32, Case, Inputs, assert_close_to_oracle, make_inputs
+from torch import Tensor
+
+pytestmark = pytest.mark.sim
+
+# None: asynchronous work completes at once. A seed: at random later points, with warps shuffled.
+DELAY_SEEDS = (None, 1, 2)
+
+# The software GPU has two SMs, so a case of more than two work tiles (query blocks x heads x batch)
+# gives a persistent CTA several.
+CASES = (
+    Case("dense-127x129", 1, 127, 129),
+    Case("dense-1x1", 1, 1, 1, 1, 1),
+    Case("dense-255x255-fused_qkv", 1, 255, 255, strided="fused_qkv"),
+    Case("causal-255x255", 2, 255, 255, causal=True),
+    Case("causal-63x257", 1, 63, 257, 3, 3, causal=True),
+    Case("causal-257x100-empty-rows", 1, 257, 100, causal=True),
+    Case("window-20-5-129x300", 1, 129, 300, window_left=20, window_right=5),
+    Case("window-20-10-257x65-empty-rows", 1, 257, 65, window_left=20, window_right=10),
+    Case("window-70-open-65x255", 1, 65, 255, window_left=70),
+    Case("window-open-9-129x129", 1, 129, 129, window_right=9),
+    Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=False),
+    Case("gqa4-packed-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=True),
+    Case("gqa4-packed-window-100x129", 1, 100, 129, 8, 2, window_left=30, pack_gqa=True),
+    Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 0, 129, 1), causal=True),
+    Case("varlen-cross", lengths_q=(130, 1, 65), lengths_k=(0, 255, 17)),
+    Case("seqused", 2, 129, 129, seqused_q=(100, 0), seqused_k=(129, 65), causal=True),
+    Case("softcap-129x129", 1, 129, 129, softcap=15.0),
+    Case("sink-257x65-empty-rows", 1, 257, 65, causal=True, sink=FP32),
+    Case("sink-bf16-gqa4-packed", 1, 65, 129, 4, 1, sink=BF16, pack_gqa=True),
+    Case("fp16-d64-causal", 1, 255, 255, head_dim=64, dtype=FP16, causal=True),
+    Case("d72-dv40", 1, 127, 129, head_dim=72, head_dim_v=40),
+)
+
+
+def launch_on_simulator(inputs: Inputs, case: Case) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError
+
+
+def run_sim(simulator: ModuleType, case: Case, seeds: Iterable[int | None] = DELAY_SEEDS) -> None:
+    inputs = make_inputs(case)
+    for seed in seeds:
+        simulator.OPTIONS.pop("delay", None)
+        if seed is not None:
+            simulator.OPTIONS["delay"] = seed
+        simulator.RESULTS.clear()
+        out, lse = launch_on_simulator(inputs, case)
+        assert simulator.RESULTS, "no kernel ran on the software GPU"
+        for result in simulator.RESULTS:
+            assert not result["warnings"], f"{case.id}, delay {seed}: {result}"
+        assert_close_to_oracle(out, lse, inputs)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_against_oracle(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, case)

@@ -1,0 +1,560 @@
+"""Cases, inputs, the float64 oracle and the error bound that every forward test uses.
+
+The oracle compares indices by itself: nothing here uses the package, so a wrong rule in the
+package cannot agree with itself. Layouts and keywords are those of
+`flash_mask_cute.interface._flash_attn_fwd`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NEG_INF = float("-inf")
+
+# What sits in the rows past seqused: large, so that reading a key there shows, yet finite,
+# because 0 * v is then 0.
+GARBAGE = 3000.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One forward problem.
+
+    With `lengths_*` that side is varlen, and `batch` and `seqlen_*` (the longest) follow from it.
+    `seqused_*` limits each slot of either layout. `head_dim_v` 0 means `head_dim`. `sink` is the
+    dtype of learnable_sink, None for no sink. `strided`: "fused_qkv" (q, k, v are slices of one
+    tensor), "transposed" (heads before sequence in memory) or None (contiguous).
+    """
+
+    id: str
+    batch: int = 0
+    seqlen_q: int = 0
+    seqlen_k: int = 0
+    heads_q: int = 2
+    heads_kv: int = 2
+    head_dim: int = 128
+    head_dim_v: int = 0
+    dtype: torch.dtype = BF16
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+    sink: torch.dtype | None = None
+    lengths_q: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    seqused_q: tuple[int, ...] | None = None
+    seqused_k: tuple[int, ...] | None = None
+    strided: str | None = None
+    pack_gqa: bool | None = None
+    tier: str = "quick"
+
+    def __post_init__(self) -> None:
+        derived: dict[str, int] = {"head_dim_v": self.head_dim_v or self.head_dim}
+        for lengths, seqlen in ((self.lengths_q, "seqlen_q"), (self.lengths_k, "seqlen_k")):
+            if lengths is not None:
+                derived.update({"batch": len(lengths), seqlen: max(lengths)})
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        per_batch = (self.lengths_q, self.lengths_k, self.seqused_q, self.seqused_k)
+        assert all(x is None or len(x) == self.batch for x in per_batch), self.id
+        assert self.heads_q % self.heads_kv == 0, self.id
+        assert self.strided in (None, "fused_qkv", "transposed"), self.id
+        assert self.tier in ("quick", "full"), self.id
+
+    @property
+    def group(self) -> int:
+        return self.heads_q // self.heads_kv
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+
+SELF = (1, 63, 0, 129, 255)
+DOCS = (17, 1000, 3, 511, 2049, 128, 1, 391)
+
+# Neighbours share what decides the generated code (dtype, head dims, group, layout, mask kind),
+# so that a run over the table compiles each kernel once.
+CASES = (
+    # bf16, d = 128, no mask; a peaked softmax (the running maximum moves) and a flat one
+    Case("dense-1x1", 1, 1, 1),
+    Case("dense-127x129", 2, 127, 129, 3, 3),
+    Case("dense-255x1000", 1, 255, 1000),
+    Case("dense-1x1000", 3, 1, 1000),
+    Case("dense-1000x63", 1, 1000, 63),
+    Case("dense-peaked-127x1000", 1, 127, 1000, softmax_scale=0.5),
+    Case("dense-flat-127x1000", 1, 127, 1000, softmax_scale=0.0),
+    Case("dense-129x129-fused_qkv", 2, 129, 129, strided="fused_qkv"),
+    Case("dense-255x129-transposed", 2, 255, 129, strided="transposed"),
+    Case("dense-2049x4097", 2, 2049, 4097, 4, 4, tier="full"),
+    # causal, both relations of the lengths; with more queries than keys some rows see nothing
+    Case("causal-1x1", 1, 1, 1, causal=True),
+    Case("causal-127x127", 2, 127, 127, causal=True),
+    Case("causal-129x129", 1, 129, 129, causal=True),
+    Case("causal-1x255", 2, 1, 255, causal=True),
+    Case("causal-255x1000", 1, 255, 1000, causal=True),
+    Case("causal-1000x255-empty-rows", 1, 1000, 255, causal=True),
+    Case("causal-129x63-empty-rows", 1, 129, 63, causal=True),
+    Case("causal-1000x1000-fused_qkv", 1, 1000, 1000, causal=True, strided="fused_qkv"),
+    Case("causal-4097x4097", 2, 4097, 4097, 4, 4, causal=True, tier="full"),
+    Case("causal-1023x8193", 1, 1023, 8193, causal=True, tier="full"),
+    # windows: both sides; one side open; the diagonal alone; together with causal
+    Case("window-37-5-255x255", 2, 255, 255, window_left=37, window_right=5),
+    Case("window-0-0-129x129", 1, 129, 129, window_left=0, window_right=0),
+    Case("window-127-128-300x1000", 1, 300, 1000, window_left=127, window_right=128),
+    Case("window-20-10-1000x255-empty-rows", 1, 1000, 255, window_left=20, window_right=10),
+    Case("window-1024-2049x4097", 1, 2049, 4097, window_left=1024, window_right=9, tier="full"),
+    Case("window-100-open-129x1000", 1, 129, 1000, window_left=100),
+    Case("window-0-open-1000x129", 1, 1000, 129, window_left=0),
+    Case("window-open-17-255x129", 1, 255, 129, window_right=17),
+    Case("window-open-129-127x1000", 1, 127, 1000, window_right=129),
+    Case("window-64-causal-1000x1000", 1, 1000, 1000, causal=True, window_left=64),
+    Case("window-90-9-causal-129x255", 1, 129, 255, causal=True, window_left=90, window_right=9),
+    Case("window-512-causal-8191x8191", 1, 8191, 8191, causal=True, window_left=512, tier="full"),
+    # softcap and sink
+    Case("softcap-30-129x1000", 1, 129, 1000, softcap=30.0),
+    Case("softcap-2-causal-255x255", 1, 255, 255, causal=True, softcap=2.0),
+    Case("sink-bf16-127x255", 2, 127, 255, 3, 3, sink=BF16),
+    Case("sink-fp32-causal-1000x255-empty-rows", 1, 1000, 255, causal=True, sink=FP32),
+    Case("sink-softcap-window", 1, 129, 129, window_left=31, softcap=20.0, sink=FP32),
+    # grouped heads, packed and not; groups that are no power of two
+    Case("gqa4-129x255", 2, 129, 255, 8, 2, pack_gqa=False),
+    Case("gqa4-causal-255x1000", 1, 255, 1000, 8, 2, causal=True, pack_gqa=False),
+    Case("gqa4-packed-129x255", 2, 129, 255, 8, 2, pack_gqa=True),
+    Case("gqa4-packed-transposed", 1, 129, 255, 8, 2, pack_gqa=True, strided="transposed"),
+    Case("gqa4-packed-causal-255x1000", 1, 255, 1000, 8, 2, causal=True, pack_gqa=True),
+    Case("gqa4-packed-causal-empty-rows", 1, 255, 63, 4, 1, causal=True, pack_gqa=True),
+    Case("gqa3-window-127x129", 1, 127, 129, 6, 2, window_left=40, window_right=3),
+    Case("gqa7-sink-1x1000", 2, 1, 1000, 7, 1, sink=BF16),
+    Case("gqa8-causal-1001x1001", 2, 1001, 1001, 16, 2, causal=True, tier="full"),
+    # varlen on both sides, with lengths of zero on either; on one side; slots in part used
+    Case("varlen-self", lengths_q=SELF, lengths_k=SELF),
+    Case("varlen-cross", lengths_q=(127, 5, 0, 64), lengths_k=(300, 0, 17, 1)),
+    Case("varlen-self-causal", lengths_q=SELF, lengths_k=SELF, causal=True),
+    Case("varlen-self-fused_qkv", lengths_q=SELF, lengths_k=SELF, causal=True, strided="fused_qkv"),
+    Case("varlen-cross-causal", lengths_q=(255, 63, 1), lengths_k=(129, 63, 500), causal=True),
+    Case("varlen-q-dense-k", seqlen_k=255, lengths_q=(127, 1, 0, 200), causal=True),
+    Case("dense-q-varlen-k", seqlen_q=129, lengths_k=(255, 1, 0, 200), causal=True),
+    Case("varlen-sink-window", lengths_q=SELF, lengths_k=SELF, window_left=40, sink=BF16),
+    Case(
+        "varlen-gqa4-packed-window",
+        heads_q=4,
+        heads_kv=1,
+        lengths_q=(129, 1, 255),
+        lengths_k=(255, 127, 100),
+        window_left=33,
+        window_right=7,
+        pack_gqa=True,
+    ),
+    Case(
+        "varlen-documents", 0, 0, 0, 8, 2, lengths_q=DOCS, lengths_k=DOCS, causal=True, tier="full"
+    ),
+    Case("seqused-k-causal", 3, 129, 300, seqused_k=(300, 65, 0), causal=True),
+    Case(
+        "seqused-both-window", 2, 255, 255, seqused_q=(130, 0), seqused_k=(255, 77), window_left=9
+    ),
+    Case(
+        "varlen-seqused-causal",
+        lengths_q=(129, 255),
+        lengths_k=(255, 300),
+        seqused_q=(100, 255),
+        seqused_k=(255, 131),
+        causal=True,
+    ),
+    # d = 64
+    Case("fp16-d64-255x1000", 1, 255, 1000, head_dim=64, dtype=FP16),
+    Case("fp16-d64-causal-1000x1000", 1, 1000, 1000, 4, 4, 64, dtype=FP16, causal=True),
+    Case("fp16-d64-gqa2-window", 1, 513, 513, 4, 2, 64, dtype=FP16, causal=True, window_left=127),
+    Case("fp16-d64-sink-fp16", 1, 127, 129, head_dim=64, dtype=FP16, sink=FP16, tier="full"),
+    Case("bf16-d64-causal-2049x2049", 1, 2049, 2049, 8, 8, 64, causal=True, tier="full"),
+    # other head dims, d != d_v, multiples of 8 that are none of 16
+    Case("d96-causal-129x255", 1, 129, 255, head_dim=96, causal=True),
+    Case("d72-dv40-127x129", 1, 127, 129, head_dim=72, head_dim_v=40),
+    Case("d192-dv128-causal-255x255", 1, 255, 255, 2, 2, 192, 128, causal=True),
+    Case("d256-gqa2-causal-129x300", 1, 129, 300, 2, 1, 256, causal=True),
+    Case("d8-255x129", 1, 255, 129, head_dim=8, tier="full"),
+    Case("d16-dv8-causal", 1, 129, 129, 2, 2, 16, 8, causal=True, tier="full"),
+    Case("d32-causal", 1, 129, 1000, head_dim=32, causal=True, tier="full"),
+    Case("d40-fp16-window", 1, 129, 129, 2, 2, 40, dtype=FP16, window_left=20, tier="full"),
+    Case("d64-dv128-causal", 1, 127, 255, 2, 2, 64, 128, causal=True, tier="full"),
+    Case("d128-dv64-causal", 1, 127, 255, 2, 2, 128, 64, causal=True, tier="full"),
+    Case("d64-dv256-causal", 1, 127, 255, 2, 2, 64, 256, causal=True, tier="full"),
+    Case("d160-causal", 1, 255, 255, head_dim=160, causal=True, tier="full"),
+    Case("d248-dv184-gqa2-packed", 1, 129, 255, 4, 2, 248, 184, pack_gqa=True, tier="full"),
+)
+QUICK_CASES = tuple(case for case in CASES if case.tier == "quick")
+
+
+FUZZ_BATCH = 3
+FUZZ_LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 255, 257, 383, 500, 641)
+
+
+def _fuzz_lengths(rng: random.Random) -> tuple[int, ...]:
+    return tuple(rng.choice((0, *FUZZ_LENGTHS)) for _ in range(FUZZ_BATCH))
+
+
+FUZZ_FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "causal": lambda rng: {"causal": True},
+    "window": lambda rng: {"window_left": rng.choice((0, 31, 200)), "window_right": 5},
+    "window_left": lambda rng: {"window_left": rng.choice((0, 17, 127, 129, 400))},
+    "window_right": lambda rng: {"window_right": rng.choice((0, 17, 127, 129, 400))},
+    "softcap": lambda rng: {"softcap": rng.choice((1.5, 15.0, 50.0))},
+    "scale": lambda rng: {"softmax_scale": rng.choice((0.01, 0.3))},
+    "sink": lambda rng: {"sink": rng.choice((BF16, FP16, FP32))},
+    "gqa": lambda rng: {"heads_q": 4, "heads_kv": rng.choice((1, 2)), "pack_gqa": False},
+    "packed_gqa": lambda rng: {"heads_q": 4, "heads_kv": rng.choice((1, 2)), "pack_gqa": True},
+    "varlen_q": lambda rng: {"lengths_q": _fuzz_lengths(rng)},
+    "varlen_k": lambda rng: {"lengths_k": _fuzz_lengths(rng)},
+    "seqused_q": lambda rng: {"seqused_q": ()},
+    "seqused_k": lambda rng: {"seqused_k": ()},
+    "transposed": lambda rng: {"strided": "transposed"},
+    "fused_qkv": lambda rng: {"strided": "fused_qkv"},
+}
+
+
+def random_case(rng: random.Random) -> Case:
+    """A small problem that joins two features drawn at random.
+
+    bf16 goes with d = 128 and fp16 with d = 64, so that a list of such cases does not ask for more
+    kernels than its features need.
+    """
+    features = rng.sample(sorted(FUZZ_FEATURES), 2)
+    head_dim, dtype = rng.choice(((128, BF16), (64, FP16)))
+    fields: dict[str, Any] = {"batch": FUZZ_BATCH, "head_dim": head_dim, "dtype": dtype}
+    fields.update(seqlen_q=rng.choice(FUZZ_LENGTHS), seqlen_k=rng.choice(FUZZ_LENGTHS))
+    for feature in features:
+        fields.update(FUZZ_FEATURES[feature](rng))
+    if fields.get("strided") == "fused_qkv":
+        fields["seqlen_k"] = fields["seqlen_q"]
+        if lengths := fields.get("lengths_q") or fields.get("lengths_k"):
+            fields["lengths_q"] = fields["lengths_k"] = lengths
+    for side in ("q", "k"):
+        if f"seqused_{side}" in fields:
+            slots = fields.get(f"lengths_{side}") or (fields[f"seqlen_{side}"],) * FUZZ_BATCH
+            fields[f"seqused_{side}"] = tuple(rng.randint(0, slot) for slot in slots)
+    return Case(f"{'+'.join(features)}-d{head_dim}-{rng.randrange(16**4):04x}", **fields)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of one call, `_flash_attn_fwd(x.q, x.k, x.v, **x.keywords)`, and the oracle's
+    results for it, computed when first asked for."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keywords: dict[str, Any]
+
+    @cached_property
+    def reference(self) -> tuple[Tensor, Tensor]:
+        return reference_attention(self.q, self.k, self.v, **self.keywords)
+
+    @cached_property
+    def eager(self) -> tuple[Tensor, Tensor]:
+        return eager_same_dtype(self.q, self.k, self.v, **self.keywords)
+
+    def rows_in_use(self, side: str) -> Tensor:
+        """Boolean, the shape of q ("q") or k ("k") without heads and d: false past seqused."""
+        x = self.q if side == "q" else self.k
+        lengths = getattr(self.case, f"lengths_{side}")
+        used = getattr(self.case, f"seqused_{side}")
+        in_use = torch.ones(x.shape[:-2], dtype=torch.bool, device=x.device)
+        if used is not None:
+            slots = in_use if lengths is None else in_use.split(lengths)
+            for slot, length in zip(slots, used, strict=True):
+                slot[length:] = False
+        return in_use
+
+
+def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+    """Normal q, k, v, the same on every device, and the keywords of the public call.
+
+    Rows past seqused hold GARBAGE.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype).to(device)
+
+    def int32(values: tuple[int, ...] | None) -> Tensor | None:
+        return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+    slots_q = (case.batch, case.seqlen_q) if case.lengths_q is None else (sum(case.lengths_q),)
+    slots_k = (case.batch, case.seqlen_k) if case.lengths_k is None else (sum(case.lengths_k),)
+    if case.strided == "fused_qkv":
+        assert slots_q == slots_k and case.head_dim == case.head_dim_v, case.id
+        fused = normal(*slots_q, case.heads_q + 2 * case.heads_kv, case.head_dim)
+        q, k, v = fused.split((case.heads_q, case.heads_kv, case.heads_kv), dim=-2)
+    else:
+        shapes = (
+            (*slots_q, case.heads_q, case.head_dim),
+            (*slots_k, case.heads_kv, case.head_dim),
+            (*slots_k, case.heads_kv, case.head_dim_v),
+        )
+        if case.strided == "transposed":
+            q, k, v = (normal(*s[:-3], s[-2], s[-3], s[-1]).transpose(-3, -2) for s in shapes)
+        else:
+            q, k, v = (normal(*s) for s in shapes)
+
+    keywords: dict[str, Any] = {
+        "softmax_scale": case.softmax_scale,
+        "causal": case.causal,
+        "window_size_left": case.window_left,
+        "window_size_right": case.window_right,
+        "softcap": case.softcap,
+        "learnable_sink": None if case.sink is None else normal(case.heads_q).to(case.sink),
+        "seqused_q": int32(case.seqused_q),
+        "seqused_k": int32(case.seqused_k),
+        "pack_gqa": case.pack_gqa,
+    }
+    for side, lengths in (("q", case.lengths_q), ("k", case.lengths_k)):
+        if lengths is not None:
+            keywords[f"cu_seqlens_{side}"] = int32((0, *accumulate(lengths)))
+            keywords[f"max_seqlen_{side}"] = max(lengths)
+    inputs = Inputs(case, q, k, v, keywords)
+    for side, tensors in (("q", (q,)), ("k", (k, v))):
+        for tensor in tensors:
+            tensor[~inputs.rows_in_use(side)] = GARBAGE
+    return inputs
+
+
+class _Rule(NamedTuple):
+    softmax_scale: float
+    causal: bool
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    sink: Tensor | None
+
+
+class _Sequence(NamedTuple):
+    """Views of one batch entry, out and lse to be written: q (seqlen_q, heads_q, d), k and v
+    (seqlen_k, heads_kv, .), out like q, lse (heads_q, seqlen_q)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def visible_mask(seqlen_q: int, seqlen_k: int, rule: _Rule, device: torch.device) -> Tensor:
+    """Boolean (seqlen_q, seqlen_k). `ahead` counts how far a key lies beyond the row's own key;
+    the last row's own key is the last one."""
+    row = torch.arange(seqlen_q, device=device)[:, None]
+    ahead = torch.arange(seqlen_k, device=device)[None, :] - (row + seqlen_k - seqlen_q)
+    visible = torch.ones_like(ahead, dtype=torch.bool)
+    if rule.causal:
+        visible &= ahead <= 0
+    if rule.window_left is not None:
+        visible &= ahead >= -rule.window_left
+    if rule.window_right is not None:
+        visible &= ahead <= rule.window_right
+    return visible
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
+    """Dense attention in float64 with the public call's keywords.
+
+    Returns out and lse, both float64, in the public layouts. Rows past seqused_q and rows that see
+    nothing hold 0 and -inf; with a sink the latter hold the sink as lse.
+    """
+    return _attend_each_sequence(_float64_sequence, FP64, q, k, v, **keywords)
+
+
+def eager_same_dtype(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
+    """What a torch user would write, whose error is the unit of the bound: both matmuls in the
+    dtype of the inputs, softmax in float32 (float64 for float64 inputs).
+
+    Returns like `reference_attention`, but out in the dtype of the inputs.
+    """
+    return _attend_each_sequence(_eager_sequence, q.dtype, q, k, v, **keywords)
+
+
+def _attend_each_sequence(
+    attend: Callable[[_Sequence, _Rule], None],
+    out_dtype: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    pack_gqa: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """max_seqlen_* and pack_gqa change nothing, as they should nowhere."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    rule = _Rule(scale, causal, window_size_left, window_size_right, softcap, learnable_sink)
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=out_dtype, device=q.device)
+    lse_by_row = torch.full(q.shape[:-1], NEG_INF, dtype=FP64, device=q.device)
+    slots_q = _slots((q, out, lse_by_row), cu_seqlens_q, seqused_q)
+    slots_k = _slots((k, v), cu_seqlens_k, seqused_k)
+    for (q_i, out_i, lse_i), (k_i, v_i) in zip(slots_q, slots_k, strict=True):
+        attend(_Sequence(q_i, k_i, v_i, out_i, lse_i.T), rule)
+    return out, lse_by_row.transpose(-1, -2)
+
+
+def _slots(
+    tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None, seqused: Tensor | None
+) -> Iterator[tuple[Tensor, ...]]:
+    """For every batch entry, the views of its used rows."""
+    if cu_seqlens is None:
+        slots = [tuple(t[i] for t in tensors) for i in range(tensors[0].shape[0])]
+    else:
+        edges = cu_seqlens.tolist()
+        slots = [tuple(t[a:b] for t in tensors) for a, b in zip(edges, edges[1:], strict=False)]
+    used = [slot[0].shape[0] for slot in slots] if seqused is None else seqused.tolist()
+    return (tuple(t[:n] for t in slot) for slot, n in zip(slots, used, strict=True))
+
+
+def _float64_sequence(x: _Sequence, rule: _Rule) -> None:
+    hidden = ~visible_mask(x.q.shape[0], x.k.shape[0], rule, x.q.device)
+    group = x.q.shape[1] // x.k.shape[1]
+    for head in range(x.q.shape[1]):  # one at a time: a long case would not fit otherwise
+        scores = x.q[:, head].double() @ x.k[:, head // group].double().T * rule.softmax_scale
+        if rule.softcap:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        scores = scores.masked_fill(hidden, NEG_INF)
+        sink = NEG_INF if rule.sink is None else rule.sink[head].item()
+        lse = torch.logsumexp(torch.nn.functional.pad(scores, (1, 0), value=sink), dim=-1)
+        probabilities = torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0)[:, None])
+        x.out[:, head] = probabilities @ x.v[:, head // group].double()
+        x.lse[head] = lse
+
+
+def _eager_sequence(x: _Sequence, rule: _Rule) -> None:
+    hidden = ~visible_mask(x.q.shape[0], x.k.shape[0], rule, x.q.device)
+    softmax_dtype = torch.promote_types(x.q.dtype, FP32)
+    group = x.q.shape[1] // x.k.shape[1]
+    k = x.k.repeat_interleave(group, dim=1)
+    v = x.v.repeat_interleave(group, dim=1)
+    scores = x.q.transpose(0, 1) @ k.permute(1, 2, 0) * rule.softmax_scale
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    logits = scores.masked_fill(hidden, NEG_INF).to(softmax_dtype)
+    if rule.sink is not None:
+        sink_column = rule.sink.to(softmax_dtype)[:, None, None].expand(-1, x.q.shape[0], 1)
+        logits = torch.cat([logits, sink_column], dim=-1)
+    probabilities = torch.softmax(logits, dim=-1)[..., : x.k.shape[0]]
+    probabilities = probabilities.nan_to_num(0.0).to(x.q.dtype)
+    x.out.copy_((probabilities @ v.transpose(0, 1)).transpose(0, 1))
+    x.lse.copy_(torch.logsumexp(logits, dim=-1))
+
+
+# Absolute bound on the float32 LSE of a kernel. The sum of n <= 8192 terms of one sign is off by at
+# most n * 2^-24 = 4.9e-4 of itself and in practice by far less; a score, by d * 2^-24 * sum|q k| *
+# scale < 1e-4; an exponential, by 2^-22 of itself (hardware) or 1e-4 (polynomial of degree 3).
+# It stays below 1e-3 so that losing one of a thousand equal keys shows.
+LSE_ATOL = 6e-4
+# tanh.approx.f32 is off by at most this much of its value (PTX ISA).
+TANH_APPROX = 2.0**-10.987
+
+
+def lse_tolerance(inputs: Inputs) -> float:
+    """LSE_ATOL; with softcap also the error of tanh.approx on the largest score there can be."""
+    if not inputs.case.softcap:
+        return LSE_ATOL
+    q_norm = inputs.q[inputs.rows_in_use("q")].double().norm(dim=-1).amax().item()
+    k_norm = inputs.k[inputs.rows_in_use("k")].double().norm(dim=-1).amax().item()
+    largest_score = min(inputs.case.softcap, inputs.case.scale * q_norm * k_norm)
+    return LSE_ATOL + TANH_APPROX * largest_score
+
+
+def assert_close_to_oracle(
+    out: Tensor,
+    lse: Tensor,
+    inputs: Inputs,
+    *,
+    lse_atol: float | None = None,
+    unused_rows: bool = True,
+) -> None:
+    """The error bound of the project, on O and on LSE.
+
+    Errors of O are measured in units of the largest value of their row (batch, query, head), so
+    that a row over a thousand keys is held to as much as a row over one. In these units the
+    largest error is at most twice that of `eager_same_dtype` plus one ulp, and the RMS error at
+    most twice the eager one plus 0.3 ulp (rounding to nearest alone makes 0.29). LSE is within
+    `lse_atol`, by default `lse_tolerance`. A row that sees nothing is exactly 0 and, without a
+    sink, has an LSE of exactly -inf. `unused_rows=False` leaves out the rows past seqused_q, which
+    need not be defined in outputs that the caller passed.
+    """
+    name = inputs.case.id
+    ref_out, ref_lse = inputs.reference
+    assert (out.dtype, lse.dtype) == (inputs.q.dtype, FP32), f"{name}: {out.dtype}, {lse.dtype}"
+    assert out.shape == ref_out.shape, f"{name}: out {tuple(out.shape)}"
+    assert lse.shape == ref_lse.shape, f"{name}: lse {tuple(lse.shape)}"
+
+    rows = torch.ones(out.shape[:-2], dtype=torch.bool, device=out.device)
+    if not unused_rows:
+        rows = inputs.rows_in_use("q")
+    out, ref_out, eager_out = (x[rows].double() for x in (out, ref_out, inputs.eager[0]))
+    lse, ref_lse = (x.transpose(-1, -2)[rows].double() for x in (lse, ref_lse))
+    assert not out.isnan().any(), f"{name}: NaN in out"
+    assert not lse.isnan().any(), f"{name}: NaN in lse"
+
+    empty = (ref_out == 0).all(dim=-1)
+    assert (out[empty] == 0).all(), f"{name}: out is not 0 in a row that sees nothing"
+    no_terms = ref_lse.isinf()
+    assert (lse[no_terms] == NEG_INF).all(), f"{name}: lse is not -inf in a row that sees nothing"
+    lse_atol = lse_tolerance(inputs) if lse_atol is None else lse_atol
+    lse_error = (lse - ref_lse)[~no_terms].abs()
+    worst = lse_error.amax().item() if lse_error.numel() else 0.0
+    assert worst <= lse_atol, f"{name}: lse is off by {worst:.3g}, allowed {lse_atol:.3g}"
+    if empty.all():
+        return
+
+    row_scale = ref_out[~empty].abs().amax(dim=-1, keepdim=True)
+    error = ((out - ref_out)[~empty] / row_scale).abs()
+    eager_error = ((eager_out - ref_out)[~empty] / row_scale).abs()
+    ulp = torch.finfo(inputs.q.dtype).eps
+    worst, rms = error.max().item(), error.square().mean().sqrt().item()
+    worst_allowed = 2 * eager_error.max().item() + ulp
+    rms_allowed = 2 * eager_error.square().mean().sqrt().item() + 0.3 * ulp
+    assert worst <= worst_allowed, f"{name}: out off by {worst:.3g}, allowed {worst_allowed:.3g}"
+    assert rms <= rms_allowed, f"{name}: RMS error of out {rms:.3g}, allowed {rms_allowed:.3g}"
+
+
+class GuardedOutputs:
+    """NaN-filled `out` and `lse` for a caller to pass, each inside a larger NaN-filled buffer."""
+
+    GUARD = 1024  # elements before and after
+
+    def __init__(self, inputs: Inputs) -> None:
+        out_shape = (*inputs.q.shape[:-1], inputs.v.shape[-1])
+        lse_shape = (*out_shape[:-3], out_shape[-2], out_shape[-3])
+        self._buffers: dict[str, Tensor] = {}
+        self.out = self._allocate("out", out_shape, inputs.q.dtype, inputs.q.device)
+        self.lse = self._allocate("lse", lse_shape, FP32, inputs.q.device)
+
+    def _allocate(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        numel = torch.Size(shape).numel() + 2 * self.GUARD
+        self._buffers[name] = torch.full((numel,), float("nan"), dtype=dtype, device=device)
+        return self._buffers[name][self.GUARD : -self.GUARD].view(shape)
+
+    def assert_guards_intact(self) -> None:
+        for name, buffer in self._buffers.items():
+            assert buffer[: self.GUARD].isnan().all(), f"the memory before {name} was written"
+            assert buffer[-self.GUARD :].isnan().all(), f"the memory after {name} was written"
