@@ -88,10 +88,9 @@ def format_table(rows: Sequence[Json]) -> str:
         for peer in [peer for peer in seen if peer != "ours"] or ["ours"]:
             parts = [f"{name:28} {peer:6}"]
             for variant, by_peer in variants.items():
-                shown = " / ".join(
-                    f"{by_peer[who]:.1f}" if who in by_peer else "-" for who in ("ours", peer)
-                )
-                if peer != "ours" and {"ours", peer} <= by_peer.keys():
+                pair = ("ours", peer) if peer != "ours" else ("ours",)
+                shown = " / ".join(f"{by_peer[p]:.1f}" if p in by_peer else "-" for p in pair)
+                if peer != "ours" and {*pair} <= by_peer.keys():
                     shown += f" = {by_peer['ours'] / by_peer[peer]:.3f}"
                 parts.append(f"{variant} {shown}")
             lines.append("  ".join(parts))

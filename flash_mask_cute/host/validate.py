@@ -136,6 +136,8 @@ def check_fwd_inputs(
         _check_seqused("seqused_q", seqused_q, batch, device)
     if seqused_k is not None:
         _check_seqused("seqused_k", seqused_k, batch, device)
+    seqlen_q, total_q = _extents(shape_q, cu_seqlens_q, max_seqlen_q)
+    seqlen_k, total_k = _extents(shape_k, cu_seqlens_k, max_seqlen_k)
     if not on_cuda:
         _check_lengths("q", shape_q, cu_seqlens_q, seqused_q, max_seqlen_q)
         _check_lengths("k", shape_k, cu_seqlens_k, seqused_k, max_seqlen_k)
@@ -157,24 +159,10 @@ def check_fwd_inputs(
         _check_learnable_sink(learnable_sink, heads_q, device)
     if out is not None:
         _check_out(out, (*shape_q[:-1], head_dim_v), q.dtype, device)
-    if lse is not None:
-        if cu_seqlens_q is None:
-            _check_lse(lse, (batch, heads_q, shape_q[1]), device)
-        else:
-            _check_lse(lse, (heads_q, shape_q[0]), device)
-
-    if cu_seqlens_q is None:
-        seqlen_q = shape_q[1]
-        total_q = batch * seqlen_q
-    else:
-        total_q = shape_q[0]
-        seqlen_q = total_q if max_seqlen_q is None else int(max_seqlen_q)
-    if cu_seqlens_k is None:
-        seqlen_k = shape_k[1]
-        total_k = batch * seqlen_k
-    else:
-        total_k = shape_k[0]
-        seqlen_k = total_k if max_seqlen_k is None else int(max_seqlen_k)
+    if lse is not None and cu_seqlens_q is None:
+        _check_lse(lse, (batch, heads_q, seqlen_q), device)
+    elif lse is not None:
+        _check_lse(lse, (heads_q, total_q), device)
     return FwdShapes(
         batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v
     )
@@ -348,6 +336,16 @@ def _check_seqused(name: str, value: torch.Tensor, batch: int, device: torch.dev
         raise ValueError(f"{name} must have shape (batch,) = ({batch},), got ({len(value)},)")
 
 
+def _extents(
+    shape: tuple[int, ...], cu_seqlens: torch.Tensor | None, max_seqlen: int | None
+) -> tuple[int, int]:
+    """Return the bound on one sequence's length, and the rows of all sequences together."""
+    if cu_seqlens is None:
+        return shape[1], shape[0] * shape[1]
+    total = shape[0]
+    return (total if max_seqlen is None else int(max_seqlen)), total
+
+
 def _check_lengths(
     side: str,
     shape: tuple[int, ...],
@@ -356,6 +354,8 @@ def _check_lengths(
     max_seqlen: int | None,
 ) -> None:
     """Check the contents of CPU length vectors of one side (q or k) against each other."""
+    if cu_seqlens is None and seqused is None:
+        return
     if cu_seqlens is None:
         slots = [shape[1]] * shape[0]
     else:
