@@ -171,14 +171,14 @@ def _read_sensors(device: int) -> str:
             return ""
 
 
-def load_note(call: Call, milliseconds: float, seconds: float = 0.6) -> str:
+def load_note(call: Call, milliseconds: float, seconds: float = 1.0) -> str:
     """Clock and power while `call` runs back to back; the driver averages power over a second."""
     import torch
 
     torch.cuda.synchronize()
     for _ in range(_calls_in(seconds, milliseconds)):
         call()
-    time.sleep(seconds / 2)
+    time.sleep(0.8 * seconds)
     note = _read_sensors(torch.cuda.current_device())
     torch.cuda.synchronize()
     return note

@@ -128,13 +128,17 @@ class OnlineSoftmax(NamedTuple):
         return tuple(results)
 
 
-@cute.jit
-def rescale(acc: cute.Tensor, factors):
-    """Multiply the rows of acc (rows, cols) by their factors, if any lane of the warp needs it."""
+def needs_rescale(factors) -> Boolean:
+    """Whether a row of this warp has a factor other than 1; a warp-uniform value."""
     needed = Boolean(False)
     for factor in factors:
         needed = needed | (factor != 1.0)
-    if cute.arch.vote_any_sync(needed):
-        for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
-            for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-                acc[r, c] = acc[r, c] * factors[r]
+    return cute.arch.vote_any_sync(needed)
+
+
+@cute.jit
+def rescale(acc: cute.Tensor, factors):
+    """Multiply the rows of acc (rows, cols) by their factors."""
+    for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+        for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+            acc[r, c] = acc[r, c] * factors[r]

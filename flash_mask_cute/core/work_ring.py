@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32
 
+from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 FIELDS = 8
@@ -29,16 +29,11 @@ class Work(NamedTuple):
     seqlen_k: Int32
 
     @property
-    def is_valid(self) -> Boolean:
-        return self.m_block >= 0
-
-    @property
     def seqlen(self) -> SeqlenInfoQK:
         return SeqlenInfoQK(self.offset_q, self.offset_k, self.seqlen_q, self.seqlen_k)
 
 
-def no_work() -> Work:
-    return Work(Int32(-1), *(Int32(0) for _ in range(FIELDS - 1)))
+NO_WORK = Work(-1, *[0] * (FIELDS - 1))
 
 
 class WorkRing(NamedTuple):
@@ -48,45 +43,51 @@ class WorkRing(NamedTuple):
     full: cute.Pointer
     empty: cute.Pointer
 
+    @property
+    def stages(self) -> int:
+        return cute.size(self.entries, mode=[1])
+
     @staticmethod
     def create(entries: cute.Pointer, barriers: cute.Pointer, stages: int, num_readers: int):
         """Make the ring and let warp 0 initialise its barriers. num_readers: warps that read every entry."""
         layout = cute.make_layout((FIELDS, stages))
         ring = WorkRing(cute.make_tensor(entries, layout), barriers, barriers + stages)
-        ring._init_barriers(stages, num_readers)
+        ring._init_barriers(num_readers)
         return ring
 
     @cute.jit
-    def _init_barriers(self, stages: cutlass.Constexpr, num_readers: cutlass.Constexpr):
+    def _init_barriers(self, num_readers: cutlass.Constexpr):
         if cute.arch.warp_idx() == 0:
             with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(stages):
+                for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(self.full + stage, 1)
                     cute.arch.mbarrier_init(self.empty + stage, num_readers)
 
     @cute.jit
-    def write(self, state: pipeline.PipelineState, work: Work) -> pipeline.PipelineState:
-        """Append an entry; run by one converged warp with a producer state, returns it advanced."""
-        cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
+    def write(self, number: Int32, work: Work):
+        """Write entry `number` (from 0); run by one converged warp."""
+        at = Cursor(number, self.stages, is_producer=True)
+        cute.arch.mbarrier_wait(self.empty + at.index, at.phase)
         if cute.arch.lane_idx() == 0:
             for field in cutlass.range_constexpr(FIELDS):
-                self.entries[field, state.index] = work[field]
-            cute.arch.mbarrier_arrive(self.full + state.index)
-        state.advance()
-        return state
+                self.entries[field, at.index] = Int32(work[field])
+            cute.arch.mbarrier_arrive(self.full + at.index)
+
+    def wait(self, number: Int32) -> Boolean:
+        """Wait for entry `number`; whether it holds work (False: there is no more)."""
+        at = Cursor(number, self.stages)
+        cute.arch.mbarrier_wait(self.full + at.index, at.phase)
+        return self.entries[0, at.index] >= 0
+
+    def read(self, number: Int32) -> Work:
+        """Entry `number`, between `wait` and `release`. Read it where it is used instead of keeping it: its loads are
+        cheap, registers are not."""
+        index = Cursor(number, self.stages).index
+        return Work(*(self.entries[field, index] for field in range(FIELDS)))
 
     @cute.jit
-    def write_end(self, state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """Append the entry that ends the work."""
-        return self.write(state, no_work())
-
-    @cute.jit
-    def read(self, state: pipeline.PipelineState):
-        """Next entry and the advanced consumer state; run by every reading warp."""
-        cute.arch.mbarrier_wait(self.full + state.index, state.phase)
-        work = Work(*(self.entries[field, state.index] for field in range(FIELDS)))
+    def release(self, number: Int32):
+        """This warp has read entry `number` for the last time."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.empty + state.index)
-        state.advance()
-        return work, state
+            cute.arch.mbarrier_arrive(self.empty + Cursor(number, self.stages).index)

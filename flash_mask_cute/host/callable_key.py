@@ -37,7 +37,6 @@ change between two calls, and the key then changes with them.
 from __future__ import annotations
 
 import abc
-import builtins
 import dataclasses
 import dis
 import enum
@@ -294,7 +293,6 @@ class _Walk:
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._seen: dict[int, tuple[int, object]] = {}  # holds the object, so ids stay unique
-        self._attributes_done: set[tuple[int, str]] = set()
         self._mentioned: tuple[str, ...] = ()
         self._trail: list[tuple[str, object]] = []
 
@@ -387,7 +385,6 @@ class _Walk:
         for member in obj:  # in an order that changes between processes: start each one alike
             branch = _Walk()
             branch._seen = dict(self._seen)
-            branch._attributes_done = set(self._attributes_done)
             branch._mentioned = self._mentioned
             branch._trail = [*self._trail, ("member", type(member).__name__)]
             branch._value(member)
@@ -432,7 +429,7 @@ class _Walk:
             if release is None:
                 self._state(fn, code)
                 self._globals(fn, facts)
-                self._attributes(fn, attributes)
+                self._attributes(attributes)
             else:
                 # A factory of a library made it: the version pins the code and its globals, but
                 # not what was bound when it was made.
@@ -442,7 +439,7 @@ class _Walk:
             self._mentioned = outer
             self._close()
         if release is None and attributes:
-            self._attributes(fn, attributes)
+            self._attributes(attributes)
 
     def _state(self, fn: types.FunctionType, code: types.CodeType) -> None:
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
@@ -464,10 +461,8 @@ class _Walk:
     def _globals(self, fn: types.FunctionType, facts: _CodeFacts) -> None:
         namespace = fn.__globals__
         for name in facts.global_names:
-            if name in namespace:
+            if name in namespace:  # else a builtin, and the code names it already
                 self._named("global", name, namespace[name])
-            else:
-                self._emit(b"builtin" if hasattr(builtins, name) else b"undefined", name)
         for level, name in facts.imports:
             self._import(namespace, level, name)
 
@@ -573,13 +568,12 @@ class _Walk:
             return
         if self._first_visit(module):
             self._emit(b"own module", module.__name__)
-        self._attributes(module, vars(module))
+        self._attributes(vars(module))
 
-    def _attributes(self, owner: object, attributes: dict[str, Any]) -> None:
-        """Write the attributes that the current function mentions, each at most once."""
+    def _attributes(self, attributes: dict[str, Any]) -> None:
+        """Write the attributes, of a module or a function, that the current function mentions."""
         for name in self._mentioned:
-            if name in attributes and (id(owner), name) not in self._attributes_done:
-                self._attributes_done.add((id(owner), name))
+            if name in attributes:
                 self._named("attribute", name, attributes[name])
 
     def _class(self, cls: type) -> None:

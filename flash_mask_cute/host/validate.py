@@ -221,8 +221,7 @@ def _refuse_unsupported(
             raise NotImplementedError(
                 f"{name} is not supported yet, got {_brief(value)}; it must be None"
             )
-    _check_int("num_splits", num_splits, "an int")
-    if num_splits != 1:
+    if _check_int("num_splits", num_splits, "an int") != 1:
         raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
 
 
@@ -398,9 +397,10 @@ def _check_bool(name: str, value: object, expected: str = "True or False") -> No
         raise TypeError(f"{name} must be {expected}, got {_brief(value)}")
 
 
-def _check_int(name: str, value: object, expected: str) -> None:
+def _check_int(name: str, value: object, expected: str) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be {expected}, got {_brief(value)}")
+    return int(value)
 
 
 def _check_max_seqlen(name: str, value: object) -> None:
@@ -409,14 +409,12 @@ def _check_max_seqlen(name: str, value: object) -> None:
             f"{name} must be a Python int, got {_brief(value)}; compute it on the host when the "
             f"batch is built, because reading it here would wait for the device"
         )
-    _check_int(name, value, "an int >= 0 or None")
-    if value < 0:  # type: ignore[operator]
+    if _check_int(name, value, "an int >= 0 or None") < 0:
         raise ValueError(f"{name} must be an int >= 0 or None, got {value}")
 
 
 def _check_window(name: str, value: object) -> None:
-    _check_int(name, value, "an int >= 0 or None (no limit on that side)")
-    if value < 0:  # type: ignore[operator]
+    if _check_int(name, value, "an int >= 0 or None (no limit on that side)") < 0:
         raise ValueError(f"{name} must be >= 0 or None (no limit on that side), got {value}")
 
 

@@ -38,31 +38,32 @@ class ScoreFragment(NamedTuple):
             self.values[r, c] = cutlass.select_(hidden, -Float32.inf, self.values[r, c])
 
 
-class BandMask(NamedTuple):
-    """The band of one work tile, and the key blocks [unmasked_min, unmasked_max) that lie wholly inside it."""
+class UnmaskedBlocks(NamedTuple):
+    """The key blocks lo <= n_block < hi of a work tile in which the band hides nothing (lo None: from the first)."""
 
-    band: Band
-    unmasked_min: Int32
-    unmasked_max: Int32
+    lo: Int32 | None
+    hi: Int32
 
     @staticmethod
     def create(block_info: BlockInfo, seqlen: SeqlenInfoQK, m_block: Int32, n_block_min: Int32):
-        return BandMask(
-            block_info.band(seqlen),
-            block_info.get_n_block_min_before_local_mask(seqlen, m_block, n_block_min),
-            block_info.get_n_block_min_causal_local_mask(seqlen, m_block, n_block_min),
-        )
+        lo = None
+        if const_expr(block_info.window_size_left is not None):
+            lo = block_info.get_n_block_min_before_local_mask(seqlen, m_block, n_block_min)
+        hi = block_info.get_n_block_min_causal_local_mask(seqlen, m_block, n_block_min)
+        return UnmaskedBlocks(lo, hi)
 
     def cuts(self, n_block: Int32) -> Boolean:
         """Whether some score of the block is hidden."""
-        cut = n_block >= self.unmasked_max
-        if const_expr(self.band.window_left is not None):
-            cut = cut | (n_block < self.unmasked_min)
+        cut = n_block >= self.hi
+        if const_expr(self.lo is not None):
+            cut = cut | (n_block < self.lo)
         return cut
 
-    @cute.jit
-    def apply(self, fragment: ScoreFragment):
-        for r in cutlass.range_constexpr(len(fragment.q_idx)):
-            lo, hi = self.band.k_range(fragment.q_idx[r])
-            bounded = const_expr(self.band.window_left is not None)
-            fragment.hide_outside(r, lo if bounded else None, hi)
+
+@cute.jit
+def apply_band(band: Band, fragment: ScoreFragment):
+    """Hide what lies outside a band, the end of the keys included."""
+    for r in cutlass.range_constexpr(len(fragment.q_idx)):
+        lo, hi = band.k_range(fragment.q_idx[r])
+        bounded = const_expr(band.window_left is not None)
+        fragment.hide_outside(r, lo if bounded else None, hi)

@@ -37,10 +37,11 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core import softmax as softmax_math
 from flash_mask_cute.core import tile_scheduler
+from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.softmax import LOG2_E, OnlineSoftmax
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, WorkTile
-from flash_mask_cute.core.work_ring import Work, WorkRing
-from flash_mask_cute.masks.mask import BandMask, ScoreFragment
+from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
+from flash_mask_cute.masks.mask import ScoreFragment, UnmaskedBlocks, apply_band
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_plan import (
@@ -369,16 +370,13 @@ class FlashAttentionForwardSm90:
         sQ, sK, sV = tiles
         pipeline_q, pipeline_k, pipeline_v = pipelines
         block_info = self._block_info(score_args)
-        producer = pipeline.PipelineUserType.Producer
-        q_state = pipeline.make_pipeline_state(producer, plan.stages_q)
-        k_state = pipeline.make_pipeline_state(producer, plan.stages_kv)
-        v_state = pipeline.make_pipeline_state(producer, plan.stages_kv)
-        ring_state = pipeline.make_pipeline_state(producer, RING_STAGES)
+        # fills so far: of the ring and the query pipeline, of the key and value pipelines
+        tiles_done, blocks_done = Int32(0), Int32(0)
         search = tile_scheduler.initial_state()
         tile, search = self._next_tile(schedule, search, lengths)
         work = _describe(tile, lengths)
         while tile.is_valid:
-            ring_state = ring.write(ring_state, work)
+            ring.write(tiles_done, work)
             n_block_min, n_block_max = block_info.get_n_block_min_max(work.seqlen, work.m_block)
             num_n_blocks = cutlass.max(n_block_max - n_block_min, 1)
             n_block_last = n_block_min + num_n_blocks - 1
@@ -387,7 +385,8 @@ class FlashAttentionForwardSm90:
             gQ = operands.q
             if const_expr(lengths.cu_seqlens_q is None):
                 gQ = gQ[None, None, work.batch_idx]
-            pipeline_q.producer_acquire(q_state)
+            q_fill = Cursor(tiles_done, plan.stages_q, is_producer=True)
+            pipeline_q.producer_acquire(q_fill)
             for w in cutlass.range_constexpr(plan.num_mma_warpgroups):
                 tile_row = work.m_block * plan.tile_m + w * wgmma.ROWS_PER_WARPGROUP
                 first = (
@@ -398,10 +397,9 @@ class FlashAttentionForwardSm90:
                 cute.copy(
                     operands.q_atom,
                     src,
-                    dst[None, q_state.index * plan.num_mma_warpgroups + w],
-                    tma_bar_ptr=pipeline_q.producer_get_barrier(q_state),
+                    dst[None, q_fill.index * plan.num_mma_warpgroups + w],
+                    tma_bar_ptr=pipeline_q.producer_get_barrier(q_fill),
                 )
-            q_state.advance()
 
             gK, gV = operands.k, operands.v
             if const_expr(lengths.cu_seqlens_k is None):
@@ -421,18 +419,20 @@ class FlashAttentionForwardSm90:
                 )
             )
             # values lag one block behind keys, as their consumers do
-            k_state = load_k(k_state, n_block_last)
-            for i in cutlass.range(num_n_blocks - 1, unroll=1):
-                k_state = load_k(k_state, n_block_last - i - 1)
-                v_state = load_v(v_state, n_block_last - i)
-            v_state = load_v(v_state, n_block_min)
+            load_k(self._kv_fill(blocks_done), n_block_last)
+            for i in cutlass.range(1, num_n_blocks, unroll=1):
+                load_k(self._kv_fill(blocks_done + i), n_block_last - i)
+                load_v(self._kv_fill(blocks_done + i - 1), n_block_last - i + 1)
+            blocks_done += num_n_blocks
+            load_v(self._kv_fill(blocks_done - 1), n_block_min)
+            tiles_done += 1
 
             tile, search = self._next_tile(schedule, search, lengths)
             work = _describe(tile, lengths)
-        ring_state = ring.write_end(ring_state)
-        pipeline_q.producer_tail(q_state)
-        pipeline_k.producer_tail(k_state)
-        pipeline_v.producer_tail(v_state)
+        ring.write(tiles_done, NO_WORK)
+
+    def _kv_fill(self, count: Int32) -> Cursor:
+        return Cursor(count, self.plan.stages_kv, is_producer=True)
 
     @cute.jit
     def _next_tile(self, schedule: ScheduleParams, search, lengths: Lengths):
@@ -471,149 +471,157 @@ class FlashAttentionForwardSm90:
         tSrQ = mma_qk.make_fragment_A(slice_qk.partition_A(sQ))
         tSrK = mma_qk.make_fragment_B(slice_qk.partition_B(sK))
         tOrV = mma_pv.make_fragment_B(slice_pv.partition_B(sV))
-        acc_S = wgmma.make_accumulator(plan.tile_n)
+        first_S = wgmma.make_accumulator(plan.tile_n)
         acc_O = wgmma.make_accumulator(plan.tile_dv)
-        probs = cute.make_rmem_tensor(acc_S.layout, plan.dtype)
-        scores, output = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_O)
+        probs = cute.make_rmem_tensor(first_S.layout, plan.dtype)
         tOrP = wgmma.as_operand_a(probs)
         softmax = OnlineSoftmax.create(score_args.scale_log2, wgmma.ROWS_PER_THREAD)
 
-        consumer = pipeline.PipelineUserType.Consumer
-        q_state = pipeline.make_pipeline_state(consumer, plan.stages_q)
-        k_state = pipeline.make_pipeline_state(consumer, plan.stages_kv)
-        v_state = pipeline.make_pipeline_state(consumer, plan.stages_kv)
-        ring_state = pipeline.make_pipeline_state(consumer, RING_STAGES)
+        # the work tile and the key/value block at hand, numbered from 0
+        tile, block = Int32(0), Int32(0)
         self._first_turn(warpgroup_idx)
-
         first_scores = partial(
-            self._first_scores, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx
+            self._first_scores, pipelines, mma_qk, first_S, tSrQ, tSrK, warpgroup_idx
         )
-        work, ring_state = ring.read(ring_state)
-        q_state, k_state = first_scores(q_state, k_state, work.is_valid)
-        while work.is_valid:
+        is_valid = ring.wait(tile)
+        first_scores(tile, block, is_valid)
+        while is_valid:
+            work = ring.read(tile)
             n_block_min, n_block_max = block_info.get_n_block_min_max(work.seqlen, work.m_block)
-            num_n_blocks = cutlass.max(n_block_max - n_block_min, 1)
-            n_block = n_block_min + num_n_blocks - 1
-            mask = BandMask.create(block_info, work.seqlen, work.m_block, n_block_min)
-            row_0 = work.m_block * plan.tile_m + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
-            rows = tuple(row_0 + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
-            q_idx = tuple(row // plan.packed_heads for row in rows)
-            score = partial(self._score, scores, q_idx, wgmma.first_col_of(thread), mask, score_args)
+            n_block = cutlass.max(n_block_max - 1, n_block_min)
+            unmasked = UnmaskedBlocks.create(block_info, work.seqlen, work.m_block, n_block_min)
+            score = partial(self._score, score_args, block_info, unmasked, ring, tile)
 
-            score(n_block)
+            scores = wgmma.rows_by_cols(first_S)
+            score(scores, n_block)
             softmax.step(scores, is_first=True)
-            probs.store(acc_S.load().to(plan.dtype))
+            probs.store(first_S.load().to(plan.dtype))
             accumulate = Boolean(False)
-            q_stage = q_state.index * plan.num_mma_warpgroups + warpgroup_idx
-            for _ in cutlass.range(num_n_blocks - 1, unroll=1):
+            while n_block > n_block_min:
                 n_block -= 1
-                pipeline_k.consumer_wait(k_state)
+                k_fill, v_fill = self._kv_read(block + 1), self._kv_read(block)
+                block += 1
+                pipeline_k.consumer_wait(k_fill)
                 self._wait_turn(warpgroup_idx)
-                k_tile = tSrK[None, None, None, k_state.index]
-                wgmma.issue(mma_qk, acc_S, tSrQ[None, None, None, q_stage], k_tile, False)
-                pipeline_v.consumer_wait(v_state)
-                v_tile = tOrV[None, None, None, v_state.index]
-                wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
+                q_tile = tSrQ[None, None, None, self._q_stage(tile, warpgroup_idx)]
+                # a tensor of its own: one that lived on across the loops would cost 64 more registers
+                acc_S = wgmma.make_accumulator(plan.tile_n)
+                wgmma.issue(mma_qk, acc_S, q_tile, tSrK[None, None, None, k_fill.index], False)
+                pipeline_v.consumer_wait(v_fill)
+                wgmma.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_fill.index], accumulate)
                 self._pass_turn(warpgroup_idx)
                 warpgroup.wait_group(1)
-                pipeline_k.consumer_release(k_state)
-                k_state.advance()
-                score(n_block)
+                pipeline_k.consumer_release(k_fill)
+                scores = wgmma.rows_by_cols(acc_S)
+                score(scores, n_block)
                 factors = softmax.step(scores, is_first=False)
+                # The wait stands behind a branch, with a copy inside it, because ptxas moves it up to the start of
+                # its basic block: above the exponentials that should overlap P V.
+                if softmax_math.needs_rescale(factors):
+                    warpgroup.wait_group(0)
+                    softmax_math.rescale(wgmma.rows_by_cols(acc_O), factors)
                 warpgroup.wait_group(0)
-                pipeline_v.consumer_release(v_state)
-                v_state.advance()
+                pipeline_v.consumer_release(v_fill)
                 probs.store(acc_S.load().to(plan.dtype))
-                softmax_math.rescale(output, factors)
                 accumulate = Boolean(True)
 
             # the last P V of this tile, and with it the first S of the next
-            next_work, ring_state = ring.read(ring_state)
+            next_is_valid = ring.wait(tile + 1)
             if const_expr(not plan.share_qo):
                 # before the turn: another warpgroup may wait in its own for the query that takes this one's place
-                pipeline_q.consumer_release(q_state)
-            pipeline_v.consumer_wait(v_state)
+                pipeline_q.consumer_release(Cursor(tile, plan.stages_q))
+            v_fill = self._kv_read(block)
+            pipeline_v.consumer_wait(v_fill)
             self._wait_turn(warpgroup_idx)
-            v_tile = tOrV[None, None, None, v_state.index]
-            wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
-            next_q_state = q_state
+            wgmma.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_fill.index], accumulate)
             if const_expr(not plan.share_qo):
-                next_q_state = self._issue_next_scores(
-                    pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, q_state, k_state, v_state, next_work.is_valid
+                self._issue_next_scores(
+                    pipelines, mma_qk, first_S, tSrQ, tSrK, warpgroup_idx, tile, block, next_is_valid
                 )
             self._pass_turn(warpgroup_idx)
             warpgroup.wait_group(0 if const_expr(plan.share_qo) else 1)
-            pipeline_v.consumer_release(v_state)
-            v_state.advance()
-            self._epilogue(
-                operands, sO, acc_O, softmax, mLSE, lengths, score_args.sink, work, rows, q_idx
-            )
+            pipeline_v.consumer_release(v_fill)
+            work = ring.read(tile)
+            self._epilogue(operands, sO, acc_O, softmax, mLSE, lengths, score_args.sink, work)
+            ring.release(tile)
             if const_expr(plan.share_qo):
                 # the output has left, and with it the query's last reader
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                pipeline_q.consumer_release(q_state)
-                q_state.advance()
-                q_state, k_state = first_scores(q_state, k_state, next_work.is_valid)
+                pipeline_q.consumer_release(Cursor(tile, plan.stages_q))
+                first_scores(tile + 1, block + 1, next_is_valid)
             else:
                 warpgroup.wait_group(0)
-                q_state = next_q_state
-                if next_work.is_valid:
-                    pipeline_k.consumer_release(k_state)
-                    k_state.advance()
-            work = next_work
+                if next_is_valid:
+                    pipeline_k.consumer_release(self._kv_read(block + 1))
+            tile += 1
+            block += 1
+            is_valid = next_is_valid
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _kv_read(self, count: Int32) -> Cursor:
+        return Cursor(count, self.plan.stages_kv)
+
+    def _q_stage(self, tile: Int32, warpgroup_idx: Int32) -> Int32:
+        return Cursor(tile, self.plan.stages_q).index * self.plan.num_mma_warpgroups + warpgroup_idx
 
     @cute.jit
     def _first_scores(
-        self, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, q_state, k_state, is_valid: Boolean
+        self, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, tile, block, is_valid: Boolean
     ):
-        """S of a work tile's first key block, with nothing to overlap it; returns both states."""
+        """S of a work tile's first key block, with nothing to overlap it."""
         pipeline_q, pipeline_k, _ = pipelines
+        # gives the registers a value on the other path, so that they need not live on from before
+        acc_S.fill(0.0)
         if is_valid:
-            pipeline_q.consumer_wait(q_state)
-            pipeline_k.consumer_wait(k_state)
-            q_stage = q_state.index * self.plan.num_mma_warpgroups + warpgroup_idx
-            q_tile, k_tile = tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_state.index]
-            wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
+            k_fill = self._kv_read(block)
+            pipeline_q.consumer_wait(Cursor(tile, self.plan.stages_q))
+            pipeline_k.consumer_wait(k_fill)
+            q_tile = tSrQ[None, None, None, self._q_stage(tile, warpgroup_idx)]
+            wgmma.issue(mma_qk, acc_S, q_tile, tSrK[None, None, None, k_fill.index], False)
             warpgroup.wait_group(0)
-            pipeline_k.consumer_release(k_state)
-            k_state.advance()
-        return q_state, k_state
+            pipeline_k.consumer_release(k_fill)
 
     @cute.jit
     def _issue_next_scores(
-        self, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, q_state, k_state, v_state, is_valid: Boolean
+        self, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, tile, block, next_is_valid: Boolean
     ):
-        """Issue S of the next tile's first key block; returns the next tile's query state.
+        """Issue S of the next tile's first key block.
 
-        Where there is no next tile the product is issued all the same, for nothing, on this tile's operands (the last
-        key block lies in the stage of the last value block): a product under a branch would make the compiler
-        serialise all of them.
+        Where there is no next tile the product is issued all the same, for nothing, on this tile's operands: a
+        product under a branch would make the compiler serialise all of them.
         """
         pipeline_q, pipeline_k, _ = pipelines
-        q_index = q_state.index
-        k_index = v_state.index
-        q_state.advance()
-        if is_valid:
-            pipeline_q.consumer_wait(q_state)
-            pipeline_k.consumer_wait(k_state)
-            q_index = q_state.index
-            k_index = k_state.index
-        q_stage = q_index * self.plan.num_mma_warpgroups + warpgroup_idx
-        q_tile, k_tile = tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_index]
+        if next_is_valid:
+            tile += 1
+            block += 1
+            pipeline_q.consumer_wait(Cursor(tile, self.plan.stages_q))
+            pipeline_k.consumer_wait(self._kv_read(block))
+        q_tile = tSrQ[None, None, None, self._q_stage(tile, warpgroup_idx)]
+        k_tile = tSrK[None, None, None, self._kv_read(block).index]
         wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
-        return q_state
 
     @cute.jit
-    def _score(self, scores, q_idx, first_col, mask: BandMask, score_args: ScoreArgs, n_block: Int32):
+    def _score(
+        self, score_args: ScoreArgs, block_info: BlockInfo, unmasked, ring: WorkRing, tile, scores, n_block
+    ):
         """Soft-cap and mask the scores of a key block."""
         if const_expr(score_args.cap_in is not None):
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = cute.math.tanh(scores[i] * score_args.cap_in, fastmath=True)
-        if mask.cuts(n_block):
+        if unmasked.cuts(n_block):
+            work = ring.read(tile)
+            thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+            q_idx = tuple(row // self.plan.packed_heads for row in self._tile_rows(work, thread))
             offsets = tuple(wgmma.col_offset(c) for c in range(cute.size(scores, mode=[1])))
-            first_k_idx = n_block * self.plan.tile_n + first_col
-            mask.apply(ScoreFragment(scores, q_idx, offsets, first_k_idx))
+            first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread)
+            fragment = ScoreFragment(scores, q_idx, offsets, first_k_idx)
+            apply_band(block_info.band(work.seqlen), fragment)
+
+    def _tile_rows(self, work: Work, thread: Int32):
+        """Rows, counted from the start of the sequence's (packed) rows, that a thread's accumulator holds."""
+        warpgroup_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        first = work.m_block * self.plan.tile_m + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
+        return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
 
     @cute.jit
     def _epilogue(
@@ -626,14 +634,14 @@ class FlashAttentionForwardSm90:
         lengths: Lengths,
         mSink: cute.Tensor | None,
         work: Work,
-        rows,
-        q_idx,
     ):
         """Scale the accumulator, store it and the LSE of this warpgroup's rows."""
         plan = self.plan
         thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup_idx = warp_idx // 4 - 1
+        rows = self._tile_rows(work, thread)
+        q_idx = tuple(row // plan.packed_heads for row in rows)
         heads = tuple(work.head_idx * plan.packed_heads + row % plan.packed_heads for row in rows)
         sinks = None
         if const_expr(mSink is not None):
@@ -727,14 +735,12 @@ def _tma_blocks(atom: cute.CopyAtom, blocks: cute.Tensor, smem: cute.Tensor):
 
 
 @cute.jit
-def _load_block(atom, pipe, gmem, smem, state, block: Int32):
-    """Fetch one block into the pipeline's next stage; returns the advanced producer state."""
-    pipe.producer_acquire(state)
+def _load_block(atom, pipe, gmem, smem, fill, block: Int32):
+    """Fetch a block as the pipeline's given fill."""
+    pipe.producer_acquire(fill)
     cute.copy(
-        atom, gmem[None, block], smem[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state)
+        atom, gmem[None, block], smem[None, fill.index], tma_bar_ptr=pipe.producer_get_barrier(fill)
     )
-    state.advance()
-    return state
 
 
 @cute.jit

@@ -19,7 +19,7 @@ SMEM_CAPACITY = 232448
 THREADS_PER_WARPGROUP = 128
 # bytes kept for barriers and the work ring
 SMEM_BOOKKEEPING = 1024
-RING_STAGES = 2
+RING_STAGES = 4
 RING_FIELDS = 8
 
 
@@ -67,7 +67,7 @@ class FwdPlan:
 
     @property
     def load_registers(self) -> int:
-        return {2: 24, 3: 32}[self.num_mma_warpgroups]
+        return 32
 
     @property
     def mma_registers(self) -> int:

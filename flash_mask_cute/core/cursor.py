@@ -1,0 +1,35 @@
+"""A position in a pipeline, kept as one counter.
+
+The pipelines of the kernels number their fills from 0; stage and phase follow from the number. One number serves every
+pipeline that is filled in step (a key block and its value block, a query tile and its ring entry), which saves
+registers and makes it impossible to advance one of them and forget the other.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32
+
+
+class Cursor(NamedTuple):
+    """The fill number `count` of a pipeline of `stages` stages, seen by a producer or a consumer. Has the `index` and
+    `phase` that the methods of cutlass.pipeline read."""
+
+    count: Int32
+    stages: int
+    is_producer: bool = False
+
+    @property
+    def index(self) -> Int32:
+        if self.stages & (self.stages - 1) == 0:
+            return self.count & (self.stages - 1)
+        return cutlass.Int32(cutlass.Uint32(self.count) % self.stages)
+
+    @property
+    def phase(self) -> Int32:
+        if self.stages & (self.stages - 1) == 0:
+            turn = (self.count >> (self.stages.bit_length() - 1)) & 1
+        else:
+            turn = cutlass.Int32(cutlass.Uint32(self.count) // self.stages) & 1
+        # a producer's first round finds every stage empty
+        return turn ^ 1 if self.is_producer else turn
