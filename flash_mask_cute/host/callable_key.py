@@ -29,9 +29,10 @@ The result depends neither on object addresses, nor on hash randomisation, nor o
 positions, so it is equal in two processes; it contains the Python minor version because bytecode
 does.
 
-Cost: about 10 microseconds for a function with a few constants, 5 to 10 more for each function that
-it reaches. Only facts about immutable code objects are kept between calls: globals and cells may
-change between two calls, and the key then changes with them.
+Cost on one core of a server: about 5 microseconds for a function, 3 to 6 more for each function or
+value that it reaches, 50 to 200 for an object of an own class, whose methods are all encoded. Only
+facts about immutable code objects are kept between calls: globals and cells may change between two
+calls, and the key then changes with them.
 """
 
 from __future__ import annotations

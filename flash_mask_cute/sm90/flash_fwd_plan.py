@@ -16,6 +16,7 @@ from cutlass.tensor_utils import LayoutEnum
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
 SMEM_CAPACITY = 232448
+REGISTER_FILE = 65536
 THREADS_PER_WARPGROUP = 128
 # bytes kept for barriers and the work ring
 SMEM_BOOKKEEPING = 1024
@@ -66,12 +67,14 @@ class FwdPlan:
         return THREADS_PER_WARPGROUP * (1 + self.num_mma_warpgroups)
 
     @property
-    def load_registers(self) -> int:
-        return 32
-
-    @property
     def mma_registers(self) -> int:
         return {2: 240, 3: 160}[self.num_mma_warpgroups]
+
+    @property
+    def load_registers(self) -> int:
+        # what the launch gave the CTA, less the share of the MMA warpgroups: asking for more would block for ever
+        pool = REGISTER_FILE // self.num_threads // 8 * 8 * (1 + self.num_mma_warpgroups)
+        return pool - self.mma_registers * self.num_mma_warpgroups
 
     @property
     def row_tile(self):

@@ -636,7 +636,8 @@ def test_lock_held_too_long(tmp_path: Path, builder: Builder) -> None:
 def test_lock_file_deleted_while_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last holder deletes the file between our open and our lock: we must not own a ghost."""
     entry = cache_module._Entry(tmp_path, "adder", "{}")
-    really_lock, calls = fcntl.flock, []
+    really_lock = fcntl.flock
+    calls: list[int] = []
 
     def lock(descriptor: int, operation: int) -> None:
         if not calls:

@@ -206,7 +206,7 @@ CALLER = """
 {head}
 SCALE = {scale}
 
-def helper(x):
+def callee(x):
     return x * SCALE + {offset}
 
 def mod(score, b, h, q, k, aux):
@@ -217,7 +217,7 @@ UNUSED = {unused}
 
 
 def _caller(import_source: Import, **change: object) -> str:
-    parts = {"head": "", "scale": 2, "offset": 1, "body": "helper(score)", "unused": 0} | change
+    parts = {"head": "", "scale": 2, "offset": 1, "body": "callee(score)", "unused": 0} | change
     return callable_key(import_source(CALLER.format(**parts)).mod)
 
 
@@ -227,8 +227,8 @@ def _caller(import_source: Import, **change: object) -> str:
         ({}, False),
         ({"scale": 3}, True),  # a global of the callee
         ({"offset": 2}, True),  # the callee itself
-        ({"body": "helper(score) + 1"}, True),
-        ({"body": "helper(k)"}, True),
+        ({"body": "callee(score) + 1"}, True),
+        ({"body": "callee(k)"}, True),
         ({"unused": 5}, False),
         ({"unused": "object()"}, False),
         ({"head": "\n# a comment\n\n"}, False),  # lines move
@@ -241,13 +241,13 @@ def test_what_a_module_change_does(
 
 
 def test_global_that_changes_later(import_source: Import) -> None:
-    module = import_source(CALLER.format(head="", scale=2, offset=1, body="helper(q)", unused=0))
+    module = import_source(CALLER.format(head="", scale=2, offset=1, body="callee(q)", unused=0))
     before = callable_key(module.mod)
     module.SCALE = 7
     assert callable_key(module.mod) != before
     module.SCALE = 2
     assert callable_key(module.mod) == before
-    module.helper = lambda x: x
+    module.callee = lambda x: x
     assert callable_key(module.mod) != before
 
 
@@ -341,12 +341,12 @@ def test_function_attributes(import_source: Import) -> None:
 
 def test_attributes_of_a_callee(import_source: Import) -> None:
     source = (
-        "def helper(q):\n    return q\nhelper.scale = 1\n"
-        "def mod(q):\n    return helper(q) * helper.scale\n"
+        "def callee(q):\n    return q\ncallee.scale = 1\n"
+        "def mod(q):\n    return callee(q) * callee.scale\n"
     )
     module = import_source(source)
     before = callable_key(module.mod)
-    module.helper.scale = 2
+    module.callee.scale = 2
     assert callable_key(module.mod) != before
 
 
@@ -412,10 +412,10 @@ class Mod(Base):
     def __call__(self, q):
         return self.rule(q) * self.slope
     def method(self, q):
-        return self.helper(q)
+        return self.callee(q)
     @staticmethod
-    def helper(q):
-        return q + {helper}
+    def callee(q):
+        return q + {callee}
     @functools.cached_property
     def table(self):
         return (1, 2)
@@ -423,7 +423,7 @@ class Mod(Base):
 mod = Mod({slope})
 """
 OBJECT_PARTS = dict.fromkeys(
-    ("near", "twice", "limit", "rule", "left", "hidden", "space", "helper", "slope"), 1
+    ("near", "twice", "limit", "rule", "left", "hidden", "space", "callee", "slope"), 1
 )
 
 
@@ -495,8 +495,8 @@ def test_tensor_in_a_closure_is_refused() -> None:
             "attribute 'w' of global 'c' of 'mod'",
         ),
         (
-            "def helper(q):\n    return W\nW = torch.zeros(1)\ndef mod(q):\n    return helper(q)\n",
-            "global 'W' of global 'helper' of 'mod'",
+            "def callee(q):\n    return W\nW = torch.zeros(1)\ndef mod(q):\n    return callee(q)\n",
+            "global 'W' of global 'callee' of 'mod'",
         ),
     ],
 )
@@ -590,7 +590,7 @@ from cutlass.cute.math import exp2
 WIDTH = 5
 
 @cute.jit
-def helper(x: {annotation}, y: cutlass.Int32):
+def callee(x: {annotation}, y: cutlass.Int32):
     r = y
     if x < WIDTH:
         r = y + {offset}
@@ -601,7 +601,7 @@ def plain(x):
     return x + cutlass.Int32({constant})
 
 def mod(b, h, q, k, aux):
-    return helper(q, k) + plain(q) if {static} else exp2(q)
+    return callee(q, k) + plain(q) if {static} else exp2(q)
 
 @cute.jit
 def launch(x: cute.Tensor, n: cutlass.Int32):
@@ -662,16 +662,16 @@ def test_tracing_does_not_change_the_key(import_source: Import) -> None:
     from cutlass import cute
 
     module = _cute_module(import_source)
-    before = [callable_key(fn) for fn in (module.mod, module.helper, module.launch)]
-    code = module.helper.__wrapped__.__code__
+    before = [callable_key(fn) for fn in (module.mod, module.callee, module.launch)]
+    code = module.callee.__wrapped__.__code__
     tensor = cute.runtime.make_fake_compact_tensor(
         cutlass.Int32, (cute.sym_int(),), memspace=cutlass.AddressSpace.generic
     )
     cute.compile(
         module.launch, tensor, cutlass.Int32(0), options="--enable-tvm-ffi --gpu-arch sm_90a"
     )
-    assert module.helper.__wrapped__.__code__ is not code
-    assert [callable_key(fn) for fn in (module.mod, module.helper, module.launch)] == before
+    assert module.callee.__wrapped__.__code__ is not code
+    assert [callable_key(fn) for fn in (module.mod, module.callee, module.launch)] == before
 
 
 # -- processes ----------------------------------------------------------------------------------
