@@ -47,60 +47,86 @@ def _add(a, b):
     return a + b
 
 
+def _row(scores: cute.Tensor, r: int):
+    return [scores[r, c] for c in range(cute.size(scores, mode=[1]))]
+
+
 class OnlineSoftmax(NamedTuple):
-    """Running maximum and sum of the accumulator rows a thread owns."""
+    """Running maximum and sum of the accumulator rows a thread owns.
+
+    row_max: the maximum in use (-inf while a row has seen nothing), row_limit: the score above which it is too old,
+    row_bias: what turns score * scale_log2 into the exponent, row_sum: this thread's share of the sum.
+    """
 
     scale_log2: Float32
     row_max: cute.Tensor
+    row_limit: cute.Tensor
+    row_bias: cute.Tensor
     row_sum: cute.Tensor
 
     @staticmethod
     def create(scale_log2: Float32, num_rows: int) -> "OnlineSoftmax":
         return OnlineSoftmax(
-            scale_log2,
-            cute.make_rmem_tensor((num_rows,), Float32),
-            cute.make_rmem_tensor((num_rows,), Float32),
+            scale_log2, *(cute.make_rmem_tensor((num_rows,), Float32) for _ in range(4))
         )
 
-    @cute.jit
-    def step(self, scores: cute.Tensor, is_first: cutlass.Constexpr):
-        """Replace scores (rows, cols) by probabilities; returns the factor per row for what was summed before.
+    @property
+    def num_rows(self) -> int:
+        return cute.size(self.row_sum)
 
-        Hidden scores are -inf. While a row has seen nothing its maximum is -inf and all its probabilities are 0.
-        """
-        num_rows, num_cols = cute.size(scores, mode=[0]), cute.size(scores, mode=[1])
+    @cute.jit
+    def start(self, scores: cute.Tensor):
+        """Begin rows anew with their first tile of scores (rows, cols): sets the maximum, empties the sum."""
+        for r in cutlass.range_constexpr(self.num_rows):
+            self._adopt(r, quad_reduce(_chained_reduce(_row(scores, r), cute.arch.fmax), cute.arch.fmax))
+            self.row_sum[r] = Float32(0.0)
+
+    def tile_max(self, scores: cute.Tensor):
+        """This thread's largest score of each row."""
+        return tuple(
+            _chained_reduce(_row(scores, r), cute.arch.fmax) for r in range(self.num_rows)
+        )
+
+    def outgrown(self, tile_max) -> Boolean:
+        """Whether some row of this warp needs a newer maximum; a warp-uniform value."""
+        grew = Boolean(False)
+        for r in range(self.num_rows):
+            grew = grew | (tile_max[r] > self.row_limit[r])
+        return cute.arch.vote_any_sync(grew)
+
+    @cute.jit
+    def renew(self, tile_max):
+        """Take newer maxima; returns the factor per row for what was accumulated under the old ones."""
         factors = []
-        for r in cutlass.range_constexpr(num_rows):
-            cols = [scores[r, c] for c in range(num_cols)]
-            tile_max = _chained_reduce(cols, cute.arch.fmax)
-            factor = Float32(1.0)
-            if const_expr(is_first):
-                new_max = quad_reduce(tile_max, cute.arch.fmax)
-            else:
-                old_max = self.row_max[r]
-                new_max = quad_reduce(cute.arch.fmax(tile_max, old_max), cute.arch.fmax)
-                # false for -inf - -inf = nan too: nothing was visible yet, take the new maximum
-                lag = (new_max - old_max) * self.scale_log2 <= RESCALE_THRESHOLD
-                new_max = cutlass.select_(lag, old_max, new_max)
-            finite_max = cutlass.select_(new_max == -Float32.inf, Float32(0.0), new_max)
-            bias = -(finite_max * self.scale_log2)
-            if const_expr(not is_first):
-                factor = cute.math.exp2(
-                    cute.math.fma(old_max, self.scale_log2, bias), fastmath=True
-                )
-            probs = [
-                cute.math.exp2(cute.math.fma(x, self.scale_log2, bias), fastmath=True) for x in cols
-            ]
-            for c in cutlass.range_constexpr(num_cols):
-                scores[r, c] = probs[c]
-            tile_sum = _chained_reduce(probs, _add)
-            self.row_max[r] = new_max
-            if const_expr(is_first):
-                self.row_sum[r] = tile_sum
-            else:
-                self.row_sum[r] = cute.math.fma(self.row_sum[r], factor, tile_sum)
+        for r in cutlass.range_constexpr(self.num_rows):
+            old_max = self.row_max[r]
+            new_max = quad_reduce(cute.arch.fmax(tile_max[r], old_max), cute.arch.fmax)
+            self._adopt(r, new_max)
+            factor = cute.math.exp2(
+                cute.math.fma(old_max, self.scale_log2, self.row_bias[r]), fastmath=True
+            )
+            self.row_sum[r] = self.row_sum[r] * factor
             factors.append(factor)
         return tuple(factors)
+
+    @cute.jit
+    def accumulate(self, scores: cute.Tensor):
+        """Replace scores by probabilities and add them to the sums. Hidden scores are -inf and become 0."""
+        for r in cutlass.range_constexpr(self.num_rows):
+            probs = []
+            for x in _row(scores, r):
+                exponent = cute.math.fma(x, self.scale_log2, self.row_bias[r])
+                probs.append(cute.math.exp2(exponent, fastmath=True))
+            for c in cutlass.range_constexpr(len(probs)):
+                scores[r, c] = probs[c]
+            self.row_sum[r] = self.row_sum[r] + _chained_reduce(probs, _add)
+
+    def _adopt(self, r: int, row_max: Float32):
+        # a row without a visible score has exponents of -inf whatever the bias; -inf * scale would make them nan
+        finite_max = cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max)
+        self.row_max[r] = row_max
+        self.row_limit[r] = row_max + cute.arch.rcp_approx(self.scale_log2) * RESCALE_THRESHOLD
+        self.row_bias[r] = -(finite_max * self.scale_log2)
 
     @cute.jit
     def finalize(self, sinks):
@@ -128,12 +154,12 @@ class OnlineSoftmax(NamedTuple):
         return tuple(results)
 
 
-def needs_rescale(factors) -> Boolean:
-    """Whether a row of this warp has a factor other than 1; a warp-uniform value."""
-    needed = Boolean(False)
+def differ_from_one(factors) -> Boolean:
+    """Whether some row of this warp has a factor other than 1; a warp-uniform value."""
+    differ = Boolean(False)
     for factor in factors:
-        needed = needed | (factor != 1.0)
-    return cute.arch.vote_any_sync(needed)
+        differ = differ | (factor != 1.0)
+    return cute.arch.vote_any_sync(differ)
 
 
 @cute.jit

@@ -1,14 +1,15 @@
 """Which work tile a persistent CTA computes next.
 
-A work tile is one block of tile_m query rows of one head of one sequence. CTAs take tiles of a fixed linear order in
-turns, back and forth (CTA c takes c in even rounds and the last minus c in odd ones), so that lists sorted by length
-come out balanced without an atomic counter.
+A work tile is one block of tile_m query rows of one head of one sequence. Tiles have a fixed linear order; a CTA starts
+with the tile of its own number and takes the next free one when it is done (an atomic counter), or, without a counter,
+every grid-th one.
 
 Linear order, dense: heads in groups whose keys and values fit the L2 cache together; inside a group the query blocks,
 longest walk first where masking makes them differ; inside a block the heads. Varlen: sequence by sequence, head by
 head. Only the load warp runs this; everyone else reads its decision from the ring (`work_ring`).
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -36,89 +37,111 @@ class ScheduleParams(NamedTuple):
     heads_per_group: Int32
 
 
-class SchedulerState(NamedTuple):
-    """Round of this CTA, and where the varlen search stands: first sequence of its window, tiles before that."""
+class Search(NamedTuple):
+    """Linear index of the tile at hand, and where the varlen search stands: the first sequence of its window and the
+    number of tiles before that."""
 
-    round: Int32
+    index: Int32
     batch_start: Int32
     tiles_before: Int32
 
 
-def initial_state() -> SchedulerState:
-    return SchedulerState(Int32(0), Int32(0), Int32(0))
+@dataclass(frozen=True)
+class TileScheduler:
+    """counter: (2,) int32 tiles handed out and CTAs finished, both 0 between launches, or None.
+    longest_last: later query blocks have longer walks, so start with them. varlen: blocks per sequence differ."""
 
+    params: ScheduleParams
+    counter: cute.Tensor | None
+    longest_last: cutlass.Constexpr[bool]
+    varlen: cutlass.Constexpr[bool]
 
-def _linear_index(round_: Int32) -> Int32:
-    cta, _, _ = cute.arch.block_idx()
-    ctas, _, _ = cute.arch.grid_dim()
-    backwards = round_ % 2 == 1
-    return round_ * ctas + cutlass.select_(backwards, ctas - 1 - cta, cta)
+    def start(self) -> Search:
+        return Search(cute.arch.block_idx()[0], Int32(0), Int32(0))
 
+    @cute.jit
+    def advance(self, search: Search) -> Search:
+        """Claim the next tile; call it early, its index arrives later. Run by a whole warp."""
+        ctas, _, _ = cute.arch.grid_dim()
+        index = search.index + ctas
+        if const_expr(self.counter is not None):
+            claimed = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                claimed = cute.arch.atomic_add(self.counter.iterator, Int32(1))
+            index = ctas + cute.arch.shuffle_sync(claimed, 0)
+        return search._replace(index=index)
 
-@cute.jit
-def dense_tile(params: ScheduleParams, round_: Int32, longest_last: cutlass.Constexpr) -> WorkTile:
-    """The tile of this CTA's round; `longest_last`: later query blocks have longer walks, so start with them."""
-    index = _linear_index(round_)
-    num_rows = params.num_heads * params.num_batch
-    is_valid = index < num_rows * params.num_m_blocks
-    group = index // (params.heads_per_group * params.num_m_blocks)
-    first_row = group * params.heads_per_group
-    in_group = index - first_row * params.num_m_blocks
-    group_size = cutlass.min(params.heads_per_group, cutlass.max(num_rows - first_row, 1))
-    m_block = in_group // group_size
-    row = first_row + in_group - m_block * group_size
-    if const_expr(longest_last):
-        m_block = params.num_m_blocks - 1 - m_block
-    batch_idx = row // params.num_heads
-    return WorkTile(m_block, row - batch_idx * params.num_heads, batch_idx, is_valid)
+    @cute.jit
+    def finish(self):
+        """To be called once by each CTA after its last claim: the last one clears the counter."""
+        if const_expr(self.counter is not None):
+            if cute.arch.lane_idx() == 0:
+                ctas, _, _ = cute.arch.grid_dim()
+                finished = cute.arch.atomic_add(self.counter.iterator + 1, Int32(1))
+                if finished == ctas - 1:
+                    self.counter[0] = Int32(0)
+                    self.counter[1] = Int32(0)
 
+    def locate(self, search: Search, num_m_blocks_of):
+        """The tile at hand, and the search moved up to it. num_m_blocks_of(batch_idx): query blocks of a sequence,
+        used where they differ. Run by a whole warp."""
+        if const_expr(self.varlen):
+            return self._locate_varlen(search, num_m_blocks_of)
+        return self._locate_dense(search.index), search
 
-@cute.jit
-def varlen_tile(
-    params: ScheduleParams,
-    state: SchedulerState,
-    num_m_blocks_of: cutlass.Constexpr,
-    longest_last: cutlass.Constexpr,
-):
-    """The tile of this CTA's round and the advanced search state. Run by a whole warp.
+    def _walk_order(self, m_block: Int32, num_m_blocks: Int32) -> Int32:
+        return num_m_blocks - 1 - m_block if self.longest_last else m_block
 
-    num_m_blocks_of(batch_idx) gives a sequence's query blocks; 32 sequences are looked at together, a lane each.
-    """
-    lane = cute.arch.lane_idx()
-    index = _linear_index(state.round)
-    batch_start, tiles_before = state.batch_start, state.tiles_before
-    blocks = _blocks_in_window(params, batch_start + lane, num_m_blocks_of)
-    ends = _inclusive_scan(blocks, lane) * params.num_heads
-    in_window = cute.arch.shuffle_sync(ends, WARP - 1)
-    while index >= tiles_before + in_window and batch_start + WARP < params.num_batch:
-        batch_start += WARP
-        tiles_before += in_window
-        blocks = _blocks_in_window(params, batch_start + lane, num_m_blocks_of)
+    def _locate_dense(self, index: Int32) -> WorkTile:
+        params = self.params
+        num_rows = params.num_heads * params.num_batch
+        is_valid = index < num_rows * params.num_m_blocks
+        group = index // (params.heads_per_group * params.num_m_blocks)
+        first_row = group * params.heads_per_group
+        in_group = index - first_row * params.num_m_blocks
+        group_size = cutlass.min(params.heads_per_group, cutlass.max(num_rows - first_row, 1))
+        m_block = in_group // group_size
+        row = first_row + in_group - m_block * group_size
+        batch_idx = row // params.num_heads
+        return WorkTile(
+            self._walk_order(m_block, params.num_m_blocks),
+            row - batch_idx * params.num_heads,
+            batch_idx,
+            is_valid,
+        )
+
+    @cute.jit
+    def _locate_varlen(self, search: Search, num_m_blocks_of: cutlass.Constexpr):
+        """32 sequences are looked at together, a lane each; indices only grow, so the search never goes back."""
+        params = self.params
+        lane = cute.arch.lane_idx()
+        index, batch_start, tiles_before = search
+        blocks = self._blocks_in_window(batch_start + lane, num_m_blocks_of)
         ends = _inclusive_scan(blocks, lane) * params.num_heads
         in_window = cute.arch.shuffle_sync(ends, WARP - 1)
-    offset = index - tiles_before
-    is_valid = offset < in_window
-    passed = cute.arch.vote_ballot_sync(offset >= ends)
-    owner = cutlass.min(cute.arch.popc(passed), WARP - 1)
-    num_blocks = cutlass.max(cute.arch.shuffle_sync(blocks, owner), 1)
-    tiles_end = cute.arch.shuffle_sync(ends, owner)
-    in_sequence = offset - (tiles_end - num_blocks * params.num_heads)
-    head_idx = in_sequence // num_blocks
-    m_block = in_sequence - head_idx * num_blocks
-    if const_expr(longest_last):
-        m_block = num_blocks - 1 - m_block
-    work = WorkTile(m_block, head_idx, batch_start + owner, is_valid)
-    return work, SchedulerState(state.round, batch_start, tiles_before)
+        while index >= tiles_before + in_window and batch_start + WARP < params.num_batch:
+            batch_start += WARP
+            tiles_before += in_window
+            blocks = self._blocks_in_window(batch_start + lane, num_m_blocks_of)
+            ends = _inclusive_scan(blocks, lane) * params.num_heads
+            in_window = cute.arch.shuffle_sync(ends, WARP - 1)
+        offset = index - tiles_before
+        passed = cute.arch.vote_ballot_sync(offset >= ends)
+        owner = cutlass.min(cute.arch.popc(passed), WARP - 1)
+        num_blocks = cutlass.max(cute.arch.shuffle_sync(blocks, owner), 1)
+        tiles_end = cute.arch.shuffle_sync(ends, owner)
+        in_sequence = offset - (tiles_end - num_blocks * params.num_heads)
+        head_idx = in_sequence // num_blocks
+        m_block = self._walk_order(in_sequence - head_idx * num_blocks, num_blocks)
+        work = WorkTile(m_block, head_idx, batch_start + owner, offset < in_window)
+        return work, Search(index, batch_start, tiles_before)
 
-
-@cute.jit
-def _blocks_in_window(
-    params: ScheduleParams, batch_idx: Int32, num_m_blocks_of: cutlass.Constexpr
-) -> Int32:
-    blocks = Int32(0)
-    if batch_idx < params.num_batch:
-        blocks = num_m_blocks_of(batch_idx)
-    return blocks
+    @cute.jit
+    def _blocks_in_window(self, batch_idx: Int32, num_m_blocks_of: cutlass.Constexpr) -> Int32:
+        blocks = Int32(0)
+        if batch_idx < self.params.num_batch:
+            blocks = num_m_blocks_of(batch_idx)
+        return blocks
 
 
 @cute.jit

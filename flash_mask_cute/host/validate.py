@@ -144,6 +144,8 @@ def check_fwd_inputs(
 
     if softmax_scale is not None:
         _check_finite("softmax_scale", softmax_scale)
+        if softmax_scale <= 0:
+            raise ValueError(f"softmax_scale must be positive or None, got {softmax_scale}")
     _check_bool("causal", causal)
     _check_bool("return_lse", return_lse)
     if pack_gqa is not None:

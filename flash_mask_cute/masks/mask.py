@@ -4,6 +4,7 @@ A `ScoreFragment` knows where its scores lie; a mask knows the rule. The rule it
 end of the keys); which key blocks need it at all is `BlockInfo`'s.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -38,11 +39,14 @@ class ScoreFragment(NamedTuple):
             self.values[r, c] = cutlass.select_(hidden, -Float32.inf, self.values[r, c])
 
 
-class UnmaskedBlocks(NamedTuple):
-    """The key blocks lo <= n_block < hi of a work tile in which the band hides nothing (lo None: from the first)."""
+@dataclass(frozen=True)
+class UnmaskedBlocks:
+    """The key blocks lo <= n_block < hi of a work tile in which the band hides nothing (lo None: from the first).
+    Without a right edge only the end of the keys masks anything on the right, hence only the last block."""
 
     lo: Int32 | None
     hi: Int32
+    has_right_edge: bool
 
     @staticmethod
     def create(block_info: BlockInfo, seqlen: SeqlenInfoQK, m_block: Int32, n_block_min: Int32):
@@ -50,7 +54,20 @@ class UnmaskedBlocks(NamedTuple):
         if const_expr(block_info.window_size_left is not None):
             lo = block_info.get_n_block_min_before_local_mask(seqlen, m_block, n_block_min)
         hi = block_info.get_n_block_min_causal_local_mask(seqlen, m_block, n_block_min)
-        return UnmaskedBlocks(lo, hi)
+        return UnmaskedBlocks(lo, hi, block_info.band(seqlen).window_right is not None)
+
+    def descending_runs(self, n_block_min: Int32):
+        """(is masked, last block) of the runs of equal treatment from the right end down to n_block_min; a run may be
+        empty. The right end itself, where the keys stop, is not part of a run."""
+        runs = []
+        if self.has_right_edge:
+            runs.append((True, cutlass.max(self.hi, n_block_min)))
+        if self.lo is None:
+            runs.append((False, n_block_min))
+        else:
+            runs.append((False, cutlass.max(self.lo, n_block_min)))
+            runs.append((True, n_block_min))
+        return runs
 
     def cuts(self, n_block: Int32) -> Boolean:
         """Whether some score of the block is hidden."""

@@ -36,10 +36,9 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core import softmax as softmax_math
-from flash_mask_cute.core import tile_scheduler
 from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.softmax import LOG2_E, OnlineSoftmax
-from flash_mask_cute.core.tile_scheduler import ScheduleParams, WorkTile
+from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler, WorkTile
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.masks.mask import ScoreFragment, UnmaskedBlocks, apply_band
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -212,8 +211,10 @@ class FlashAttentionForwardSm90:
         blocksparse_tensors=None,
         aux_tensors=None,
         softcap: Float32 | None = None,
+        tile_counter: cute.Tensor | None = None,
     ):
-        """Launch on `stream`. Shapes: mQ (batch, seqlen_q, heads_q, head_dim) or (total_q, heads_q, head_dim) with
+        """Launch on `stream`. tile_counter (2,) int32, zero before the launch and after it: CTAs take work tiles as
+        they get free instead of in turns; launches that may overlap need one each. Shapes: mQ (batch, seqlen_q, heads_q, head_dim) or (total_q, heads_q, head_dim) with
         mCuSeqlensQ; mK, mV alike; mO like mQ with head_dim_v; mLSE (batch, heads_q, seqlen_q) or (heads_q, total_q)."""
         for name, arg in (
             ("mPageTable", mPageTable),
@@ -279,7 +280,9 @@ class FlashAttentionForwardSm90:
         score_args = ScoreArgs(
             scale_log2, cap_in, window_size_left, window_size_right, learnable_sink
         )
-        self.kernel(operands, mLSE, lengths, score_args, schedule, shared_by).launch(
+        self.kernel(
+            operands, mLSE, lengths, score_args, schedule, shared_by, tile_counter
+        ).launch(
             grid=(grid, 1, 1),
             block=(plan.num_threads, 1, 1),
             stream=stream,
@@ -295,6 +298,7 @@ class FlashAttentionForwardSm90:
         score_args: ScoreArgs,
         schedule: ScheduleParams,
         heads_per_kv: Int32,
+        tile_counter: cute.Tensor | None,
     ):
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -323,8 +327,14 @@ class FlashAttentionForwardSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(plan.load_registers)
             if warp_idx == 0:
+                scheduler = TileScheduler(
+                    schedule,
+                    tile_counter,
+                    self.is_causal or self.is_local,
+                    lengths.cu_seqlens_q is not None,
+                )
                 self.load(
-                    operands, (sQ, sK, sV), pipelines, ring, lengths, score_args, schedule, heads_per_kv
+                    operands, (sQ, sK, sV), pipelines, ring, lengths, score_args, scheduler, heads_per_kv
                 )
         else:
             cute.arch.setmaxregister_increase(plan.mma_registers)
@@ -362,7 +372,7 @@ class FlashAttentionForwardSm90:
         ring: WorkRing,
         lengths: Lengths,
         score_args: ScoreArgs,
-        schedule: ScheduleParams,
+        scheduler: TileScheduler,
         heads_per_kv: Int32,
     ):
         """Load warp: decide on work tiles, announce them, and stream their operands."""
@@ -372,10 +382,12 @@ class FlashAttentionForwardSm90:
         block_info = self._block_info(score_args)
         # fills so far: of the ring and the query pipeline, of the key and value pipelines
         tiles_done, blocks_done = Int32(0), Int32(0)
-        search = tile_scheduler.initial_state()
-        tile, search = self._next_tile(schedule, search, lengths)
+        num_m_blocks_of = partial(_num_m_blocks, plan, lengths.cu_seqlens_q)
+        search = scheduler.start()
+        tile, search = scheduler.locate(search, num_m_blocks_of)
         work = _describe(tile, lengths)
         while tile.is_valid:
+            search = scheduler.advance(search)
             ring.write(tiles_done, work)
             n_block_min, n_block_max = block_info.get_n_block_min_max(work.seqlen, work.m_block)
             num_n_blocks = cutlass.max(n_block_max - n_block_min, 1)
@@ -427,24 +439,13 @@ class FlashAttentionForwardSm90:
             load_v(self._kv_fill(blocks_done - 1), n_block_min)
             tiles_done += 1
 
-            tile, search = self._next_tile(schedule, search, lengths)
+            tile, search = scheduler.locate(search, num_m_blocks_of)
             work = _describe(tile, lengths)
+        scheduler.finish()
         ring.write(tiles_done, NO_WORK)
 
     def _kv_fill(self, count: Int32) -> Cursor:
         return Cursor(count, self.plan.stages_kv, is_producer=True)
-
-    @cute.jit
-    def _next_tile(self, schedule: ScheduleParams, search, lengths: Lengths):
-        longest_last = const_expr(self.is_causal or self.is_local)
-        if const_expr(lengths.cu_seqlens_q is None):
-            tile = tile_scheduler.dense_tile(schedule, search.round, longest_last)
-        else:
-            num_m_blocks_of = partial(_num_m_blocks, self.plan, lengths.cu_seqlens_q)
-            tile, search = tile_scheduler.varlen_tile(
-                schedule, search, num_m_blocks_of, longest_last
-            )
-        return tile, search._replace(round=search.round + 1)
 
     @cute.jit
     def mma(
@@ -490,40 +491,49 @@ class FlashAttentionForwardSm90:
             n_block_min, n_block_max = block_info.get_n_block_min_max(work.seqlen, work.m_block)
             n_block = cutlass.max(n_block_max - 1, n_block_min)
             unmasked = UnmaskedBlocks.create(block_info, work.seqlen, work.m_block, n_block_min)
-            score = partial(self._score, score_args, block_info, unmasked, ring, tile)
+            score = partial(self._score, score_args, block_info, ring, tile)
 
             scores = wgmma.rows_by_cols(first_S)
-            score(scores, n_block)
-            softmax.step(scores, is_first=True)
+            score(scores, n_block, unmasked.cuts(n_block))
+            softmax.start(scores)
+            softmax.accumulate(scores)
             probs.store(first_S.load().to(plan.dtype))
             accumulate = Boolean(False)
-            while n_block > n_block_min:
-                n_block -= 1
-                k_fill, v_fill = self._kv_read(block + 1), self._kv_read(block)
-                block += 1
-                pipeline_k.consumer_wait(k_fill)
-                self._wait_turn(warpgroup_idx)
-                q_tile = tSrQ[None, None, None, self._q_stage(tile, warpgroup_idx)]
-                # a tensor of its own: one that lived on across the loops would cost 64 more registers
-                acc_S = wgmma.make_accumulator(plan.tile_n)
-                wgmma.issue(mma_qk, acc_S, q_tile, tSrK[None, None, None, k_fill.index], False)
-                pipeline_v.consumer_wait(v_fill)
-                wgmma.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_fill.index], accumulate)
-                self._pass_turn(warpgroup_idx)
-                warpgroup.wait_group(1)
-                pipeline_k.consumer_release(k_fill)
-                scores = wgmma.rows_by_cols(acc_S)
-                score(scores, n_block)
-                factors = softmax.step(scores, is_first=False)
-                # The wait stands behind a branch, with a copy inside it, because ptxas moves it up to the start of
-                # its basic block: above the exponentials that should overlap P V.
-                if softmax_math.needs_rescale(factors):
+            # The same loop for each run of blocks: one that asked every block whether it is masked would have a branch
+            # while P V is in flight, which ptxas answers by serialising all products.
+            for is_masked, n_block_stop in unmasked.descending_runs(n_block_min):
+                while n_block > n_block_stop:
+                    n_block -= 1
+                    k_fill, v_fill = self._kv_read(block + 1), self._kv_read(block)
+                    block += 1
+                    pipeline_k.consumer_wait(k_fill)
+                    self._wait_turn(warpgroup_idx)
+                    q_tile = tSrQ[None, None, None, self._q_stage(tile, warpgroup_idx)]
+                    # a tensor of its own: one that lived on across the loops would cost 64 more registers
+                    acc_S = wgmma.make_accumulator(plan.tile_n)
+                    wgmma.issue(mma_qk, acc_S, q_tile, tSrK[None, None, None, k_fill.index], False)
+                    pipeline_v.consumer_wait(v_fill)
+                    v_tile = tOrV[None, None, None, v_fill.index]
+                    wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
+                    self._pass_turn(warpgroup_idx)
+                    warpgroup.wait_group(1)
+                    pipeline_k.consumer_release(k_fill)
+                    scores = wgmma.rows_by_cols(acc_S)
+                    score(scores, n_block, is_masked)
+                    tile_max = softmax.tile_max(scores)
+                    factors = (Float32(1.0), Float32(1.0))
+                    if softmax.outgrown(tile_max):
+                        factors = softmax.renew(tile_max)
+                    softmax.accumulate(scores)
+                    # The wait stands behind a branch, with a copy inside it, because ptxas moves it up to the start
+                    # of its basic block: above the exponentials that should overlap P V.
+                    if softmax_math.differ_from_one(factors):
+                        warpgroup.wait_group(0)
+                        softmax_math.rescale(wgmma.rows_by_cols(acc_O), factors)
                     warpgroup.wait_group(0)
-                    softmax_math.rescale(wgmma.rows_by_cols(acc_O), factors)
-                warpgroup.wait_group(0)
-                pipeline_v.consumer_release(v_fill)
-                probs.store(acc_S.load().to(plan.dtype))
-                accumulate = Boolean(True)
+                    pipeline_v.consumer_release(v_fill)
+                    probs.store(acc_S.load().to(plan.dtype))
+                    accumulate = Boolean(True)
 
             # the last P V of this tile, and with it the first S of the next
             next_is_valid = ring.wait(tile + 1)
@@ -602,20 +612,26 @@ class FlashAttentionForwardSm90:
 
     @cute.jit
     def _score(
-        self, score_args: ScoreArgs, block_info: BlockInfo, unmasked, ring: WorkRing, tile, scores, n_block
+        self, score_args: ScoreArgs, block_info: BlockInfo, ring: WorkRing, tile, scores, n_block, is_masked
     ):
-        """Soft-cap and mask the scores of a key block."""
+        """Soft-cap the scores of a key block and, if `is_masked` (bool or Boolean), mask them."""
         if const_expr(score_args.cap_in is not None):
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = cute.math.tanh(scores[i] * score_args.cap_in, fastmath=True)
-        if unmasked.cuts(n_block):
-            work = ring.read(tile)
-            thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
-            q_idx = tuple(row // self.plan.packed_heads for row in self._tile_rows(work, thread))
-            offsets = tuple(wgmma.col_offset(c) for c in range(cute.size(scores, mode=[1])))
-            first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread)
-            fragment = ScoreFragment(scores, q_idx, offsets, first_k_idx)
-            apply_band(block_info.band(work.seqlen), fragment)
+        if const_expr(is_masked is True):
+            self._mask(block_info, ring, tile, scores, n_block)
+        elif const_expr(is_masked is not False):
+            if is_masked:
+                self._mask(block_info, ring, tile, scores, n_block)
+
+    def _mask(self, block_info: BlockInfo, ring: WorkRing, tile, scores, n_block):
+        work = ring.read(tile)
+        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+        q_idx = tuple(row // self.plan.packed_heads for row in self._tile_rows(work, thread))
+        offsets = tuple(wgmma.col_offset(c) for c in range(cute.size(scores, mode=[1])))
+        first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread)
+        fragment = ScoreFragment(scores, q_idx, offsets, first_k_idx)
+        apply_band(block_info.band(work.seqlen), fragment)
 
     def _tile_rows(self, work: Work, thread: Int32):
         """Rows, counted from the start of the sequence's (packed) rows, that a thread's accumulator holds."""
@@ -772,6 +788,6 @@ def _describe(tile: WorkTile, lengths: Lengths) -> Work:
 
 
 @cute.jit
-def _num_m_blocks(plan: cutlass.Constexpr, cu_seqlens_q: cute.Tensor, batch_idx: Int32) -> Int32:
+def _num_m_blocks(plan: cutlass.Constexpr, cu_seqlens_q, batch_idx: Int32) -> Int32:
     slot = cu_seqlens_q[batch_idx + 1] - cu_seqlens_q[batch_idx]
     return cute.ceil_div(slot * plan.packed_heads, plan.tile_m)

@@ -28,7 +28,7 @@ class Barrier(IntEnum):
     """Named barriers (0 is __syncthreads); one per MMA warpgroup counted from the given number."""
 
     TURN = 1
-    EPILOGUE = 4
+    EPILOGUE = 5
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class FwdPlan:
 
     @property
     def mma_registers(self) -> int:
-        return {2: 240, 3: 160}[self.num_mma_warpgroups]
+        return {2: 232, 3: 160, 4: 112}[self.num_mma_warpgroups]
 
     @property
     def load_registers(self) -> int:
@@ -107,8 +107,8 @@ class FwdPlan:
 
     def infeasible(self) -> str | None:
         """Why this plan cannot run, or None."""
-        if self.tile_m not in (128, 192):
-            return f"tile_m must be 128 or 192, got {self.tile_m}"
+        if self.tile_m not in (128, 192, 256):
+            return f"tile_m must be 128, 192 or 256, got {self.tile_m}"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n must be a multiple of 16 in 16..256, got {self.tile_n}"
         if ROWS_PER_WARPGROUP % self.packed_heads:

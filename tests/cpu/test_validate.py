@@ -370,6 +370,8 @@ REFUSALS = {
     "scale_inf": Refusal(
         "dense", {"softmax_scale": float("inf")}, ValueError, ("softmax_scale", "inf")
     ),
+    "scale_zero": Refusal("dense", {"softmax_scale": 0.0}, ValueError, ("softmax_scale", "0.0")),
+    "scale_negative": Refusal("dense", {"softmax_scale": -1}, ValueError, ("softmax_scale", "-1")),
     "scale_text": Refusal("dense", {"softmax_scale": "1"}, TypeError, ("softmax_scale", "'1'")),
     "scale_tensor": Refusal(
         "dense", {"softmax_scale": torch.tensor(1.0)}, TypeError, ("softmax_scale", "tensor")

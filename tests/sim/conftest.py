@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "cutlass" in sys.modules:
         raise pytest.UsageError("cutlass was imported before the software GPU could be activated")
     sys.path.insert(0, str(parent))
+    # what is compiled here runs nowhere else
+    os.environ["FLASH_MASK_CUTE_CACHE_DIR"] = "off"
     import sim
 
     sim.activate(ARCH, sms=SMS)

@@ -9,6 +9,11 @@ import pytest
 from support import BF16, FP16, FP32, Case, Inputs, assert_close_to_oracle, make_inputs
 from torch import Tensor
 
+from flash_mask_cute.host.compile import compile_fwd
+from flash_mask_cute.host.launch import Extras, KernelLaunch, Settings
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.interface import NotYet, _resolve
+
 pytestmark = pytest.mark.sim
 
 # None: asynchronous work completes at once. A seed: at random later points, with warps shuffled.
@@ -41,8 +46,18 @@ CASES = (
 )
 
 
-def launch_on_simulator(inputs: Inputs, case: Case) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError
+def launch_on_simulator(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The public call's own way to a kernel, for tensors on the CPU."""
+    extras, settings = (
+        bundle(**{name: x for name, x in inputs.keywords.items() if name in bundle._fields})
+        for bundle in (Extras, Settings)
+    )
+    q, k, v = inputs.q, inputs.k, inputs.v
+    call = _resolve(q, k, v, extras, settings, NotYet(), config=None)
+    compiled = compile_fwd(call.problem, call.choice.tiles, Target("sm_90a", num_sms=2))
+    out, lse = KernelLaunch(call, compiled.function, q, k, v, out=None)(q, k, v, extras)
+    assert lse is not None
+    return out, lse
 
 
 def run_sim(simulator: ModuleType, case: Case, seeds: Iterable[int | None] = DELAY_SEEDS) -> None:
@@ -52,7 +67,7 @@ def run_sim(simulator: ModuleType, case: Case, seeds: Iterable[int | None] = DEL
         if seed is not None:
             simulator.OPTIONS["delay"] = seed
         simulator.RESULTS.clear()
-        out, lse = launch_on_simulator(inputs, case)
+        out, lse = launch_on_simulator(inputs)
         assert simulator.RESULTS, "no kernel ran on the software GPU"
         for result in simulator.RESULTS:
             assert not result["warnings"], f"{case.id}, delay {seed}: {result}"

@@ -1,0 +1,46 @@
+# make demo   run the examples (on the GPU if there is one)
+# make test   CPU tests, the kernel on the software GPU where that is present, GPU tests where there is a Hopper GPU
+# make lint   ruff check, ruff format --check, mypy
+#
+# Which Python: PYTHON=... if given. Otherwise `python3`, if it already has every module that the target needs (so a
+# GPU machine with its own torch is used as it is, and needs no network); otherwise .venv, which is made when missing.
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+RUNTIME := torch cutlass tvm_ffi
+TOOLS := pytest xdist hypothesis numpy ruff mypy
+TORCH := torch==2.13.0
+WORKERS := 2
+
+PROBE := import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))
+python_with = $(shell python3 -c '$(PROBE)' $(1) 2>/dev/null && echo python3 || echo $(VENV)/bin/python)
+needs_venv = $(if $(filter $(VENV)/%,$(1)),venv)
+
+RUN := $(or $(PYTHON),$(call python_with,$(RUNTIME)))
+DEV := $(or $(PYTHON),$(call python_with,$(RUNTIME) $(TOOLS)))
+
+.PHONY: demo test lint venv
+
+demo: $(call needs_venv,$(RUN))
+	PYTHONPATH=. $(RUN) examples/01_causal.py
+	PYTHONPATH=. $(RUN) examples/02_varlen.py
+
+# Each folder has a process of its own: the software GPU takes the place of CUDA in its process.
+test: $(call needs_venv,$(DEV))
+	$(DEV) -m pytest tests/cpu -n $(WORKERS)
+	$(DEV) -m pytest tests/sim
+	$(DEV) -m pytest tests/gpu
+
+lint: $(call needs_venv,$(DEV))
+	$(DEV) -m ruff check .
+	$(DEV) -m ruff format --check .
+	$(DEV) -m mypy
+
+venv: $(STAMP)
+
+# torch goes first, so that whichever build of it the machine's pip offers (CPU or CUDA) is there when the rest resolves
+$(STAMP): pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -c constraints.txt "$(TORCH)"
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,cu13]"
+	touch $@

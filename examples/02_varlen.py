@@ -1,0 +1,96 @@
+"""Packed documents: sequences of different lengths in one tensor, without padding.
+
+    python examples/02_varlen.py
+
+Each document attends causally to itself, over a sliding window, and is checked against attention
+written out in float64 for that document alone. Runs on a Hopper GPU where there is one, else on the
+CPU. Ends with an error if the result is wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.interface import _flash_attn_fwd
+
+LENGTHS_GPU = (1, 4000, 129, 2048, 511, 7, 1496)
+LENGTHS_CPU = (1, 400, 129, 63)
+
+
+def pick_device() -> torch.device:
+    """A Hopper GPU if torch sees one, else the CPU; says which."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        print(f"device: {torch.cuda.get_device_name()}")
+        return torch.device("cuda")
+    print("device: CPU (no Hopper GPU here), in float64 over the tiles that the kernel would visit")
+    return torch.device("cpu")
+
+
+def attend_document(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """O of one document, (seqlen, heads, d): each token sees itself and `window` before it."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+    row = torch.arange(q.shape[1], device=q.device)
+    distance = row[:, None] - row[None, :]
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    scores = scores.masked_fill((distance < 0) | (distance > window), float("-inf"))
+    probabilities = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return (probabilities.to(q.dtype) @ v).transpose(0, 1)
+
+
+def main() -> None:
+    device = pick_device()
+    on_gpu = device.type == "cuda"
+    lengths = LENGTHS_GPU if on_gpu else LENGTHS_CPU
+    heads_q, heads_kv, d, window = (16, 4, 128, 1000) if on_gpu else (4, 2, 64, 100)
+    starts = (0, *accumulate(lengths))
+    torch.manual_seed(0)
+    q = torch.randn(starts[-1], heads_q, d, dtype=torch.bfloat16, device=device)
+    k = torch.randn(starts[-1], heads_kv, d, dtype=torch.bfloat16, device=device)
+    v = torch.randn_like(k)
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return _flash_attn_fwd(
+            q,
+            k,
+            v,
+            causal=True,
+            window_size_left=window,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=max(lengths),
+            max_seqlen_k=max(lengths),
+        )
+
+    out, _ = forward()
+    error = eager_error = 0.0
+    for first, end in pairwise(starts):
+        document = [x[first:end] for x in (q, k, v)]
+        exact = attend_document(*(x.double() for x in document), window)
+        eager = attend_document(*document, window)
+        error = max(error, (out[first:end].double() - exact).abs().max().item())
+        eager_error = max(eager_error, (eager.double() - exact).abs().max().item())
+
+    repeats = 100 if on_gpu else 3
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        forward()
+    if on_gpu:
+        torch.cuda.synchronize()
+    warm = (time.perf_counter() - begin) / repeats * 1e3
+    print(f"{len(lengths)} documents of {lengths} tokens, {heads_q} query and {heads_kv} KV heads")
+    print(f"causal, window of {window} tokens, head_dim {d}, bfloat16")
+    print(f"largest error of out {error:.2e} (plain bfloat16 torch: {eager_error:.2e})")
+    print(f"time of a warm call  {warm:.3f} ms")
+    if not error <= 2 * eager_error + torch.finfo(q.dtype).eps:
+        raise SystemExit("02_varlen: wrong result")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Forward kernels, for use with `cute.compile` directly."""
+
+from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
+
+__all__ = ["FlashAttentionForwardSm90"]

@@ -1,0 +1,187 @@
+"""Which tiles a forward kernel uses: a table row, made to fit, under the caller's override."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.host.tables import SM90_FWD, FwdRow
+from flash_mask_cute.host.validate import FwdShapes
+
+# query rows that one warpgroup holds; packed heads must fill them evenly
+ROWS_PER_WARPGROUP = 64
+_TILE_N_STEP = 16
+
+
+@dataclass(frozen=True)
+class FwdConfig:
+    """Tile shape of a forward kernel; None lets the library choose that field.
+
+    tile_m, tile_n: query rows (128, 192 or 256) and keys (a multiple of 16) of a tile.
+    num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
+    share_qo: the output is staged in the query's shared memory.
+    """
+
+    tile_m: int | None = None
+    tile_n: int | None = None
+    num_stages: int | None = None
+    stages_q: int | None = None
+    share_qo: bool | None = None
+
+    @staticmethod
+    def of(value: FwdConfig | Mapping[str, Any] | None) -> FwdConfig | None:
+        """What the argument `config` of the public call means.
+
+        Raises:
+            TypeError: it is neither a FwdConfig, nor a mapping, nor None, or a value's type is
+                wrong.
+            ValueError: a mapping has a key that is no field, or a number is not positive.
+        """
+        if value is None:
+            return None
+        if isinstance(value, Mapping):
+            unknown = sorted(set(map(str, value)) - set(_FIELDS))
+            if unknown:
+                raise ValueError(f"config has unknown keys {unknown}; it may have {list(_FIELDS)}")
+            value = FwdConfig(**value)
+        if not isinstance(value, FwdConfig):
+            raise TypeError(
+                f"config must be a FwdConfig, a mapping or None, got {type(value).__name__}"
+            )
+        for name, number in value.given().items():
+            kind = bool if name == "share_qo" else int
+            if type(number) is not kind:
+                raise TypeError(f"config.{name} must be of type {kind.__name__}, got {number!r}")
+            if kind is int and number < 1:
+                raise ValueError(f"config.{name} must be positive, got {number}")
+        return value
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+_FIELDS = tuple(field.name for field in fields(FwdConfig))
+
+
+@dataclass(frozen=True)
+class FwdTiles:
+    """A complete configuration that can run: no field is open."""
+
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    stages_q: int
+    share_qo: bool
+
+
+@dataclass(frozen=True)
+class FwdChoice:
+    """The tiles of a problem, the query heads packed into them, and why."""
+
+    tiles: FwdTiles
+    packed_heads: int
+    smem_bytes: int
+    reason: str
+
+
+def select_fwd_config(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    pack_gqa: bool | None = None,
+    override: FwdConfig | None = None,
+) -> FwdChoice:
+    """Choose tiles for the problem, and whether to pack heads for its shapes.
+
+    Raises:
+        ValueError: the override asks for what cannot run.
+        NotImplementedError: pack_gqa is True for a group of heads that does not divide 64.
+    """
+    tiles, smem_bytes, reason = _choose_tiles(problem.head_dim, problem.head_dim_v, override)
+    group = shapes.heads_q // shapes.heads_kv
+    packed = _choose_packing(group, shapes.seqlen_q, tiles.tile_m, pack_gqa)
+    if packed > 1:
+        cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < tile_m {tiles.tile_m}"
+        reason = f"{reason}; {packed} query heads share a tile: {cause}"
+    return FwdChoice(tiles, packed, smem_bytes, reason)
+
+
+def _choose_packing(group: int, seqlen_q: int, tile_m: int, pack_gqa: bool | None) -> int:
+    can_pack = ROWS_PER_WARPGROUP % group == 0
+    if pack_gqa and not can_pack:
+        raise NotImplementedError(
+            f"pack_gqa=True needs a group of query heads per KV head that divides "
+            f"{ROWS_PER_WARPGROUP}, got {group}"
+        )
+    if pack_gqa is None:
+        pack_gqa = can_pack and seqlen_q < tile_m
+    return group if pack_gqa else 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose_tiles(
+    head_dim: int, head_dim_v: int, override: FwdConfig | None
+) -> tuple[FwdTiles, int, str]:
+    """The first candidate that fits, its shared memory in bytes, and the reason."""
+    row = next(row for row in SM90_FWD if head_dim <= row.max_dim and head_dim_v <= row.max_dim_v)
+    given = {} if override is None else override.given()
+    refusal = ""
+    for tiles in _candidates(row, given):
+        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles)
+        if why_not is None:
+            return tiles, smem_bytes, _explain_choice(row, tiles, given, refusal)
+        refusal = refusal or why_not
+    raise ValueError(
+        f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
+    )
+
+
+def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
+    """The row under the override, then what is left when the fields not given are made smaller."""
+    wanted = replace(
+        FwdTiles(row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo), **given
+    )
+    queries = [(wanted.stages_q, wanted.share_qo), (1, False), (1, True)]
+    for tile_n in range(wanted.tile_n, 0, -_TILE_N_STEP):
+        for stages_q, share_qo in dict.fromkeys(queries):
+            smaller = {"tile_n": tile_n, "stages_q": stages_q, "share_qo": share_qo}
+            if all(given.get(name, value) == value for name, value in smaller.items()):
+                yield replace(wanted, **smaller)
+
+
+def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal: str) -> str:
+    parts = [f"row head_dim <= {row.max_dim}, head_dim_v <= {row.max_dim_v}: {row.reason}"]
+    if given:
+        parts.append("config= sets " + ", ".join(f"{name}={given[name]}" for name in given))
+    changed = {
+        name: value
+        for name, value in asdict(tiles).items()
+        if name not in given and value != getattr(row, name)
+    }
+    if changed:
+        text = ", ".join(f"{name}={value}" for name, value in changed.items())
+        parts.append(f"{text} because {refusal}")
+    return "; ".join(parts)
+
+
+def check_feasible(head_dim: int, head_dim_v: int, tiles: FwdTiles) -> tuple[int, str | None]:
+    """Shared memory in bytes, and why these tiles cannot run or None, from the kernel's own plan."""
+    from cutlass import BFloat16  # here: a package import must not wait for the compiler's
+
+    from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan
+
+    plan = FwdPlan(
+        BFloat16,
+        head_dim,
+        head_dim_v,
+        tiles.tile_m,
+        tiles.tile_n,
+        packed_heads=1,
+        stages_kv=tiles.num_stages,
+        stages_q=tiles.stages_q,
+        share_qo=tiles.share_qo,
+    )
+    return plan.smem_bytes, plan.infeasible()

@@ -1,0 +1,295 @@
+"""A call with everything resolved that its metadata decide; running one costs as little as can be.
+
+A launch is made once for a combination of shapes, strides, dtypes and settings, and run with the
+tensors of every later call that has the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.cpu_path import NEG_INF, flash_attn_fwd_cpu
+from flash_mask_cute.host.config import FwdChoice
+from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.host.validate import FwdShapes
+
+_STRIDE_STEP = 8
+_ADDRESS_MASK = 15
+
+
+class Extras(NamedTuple):
+    """The tensors of a call that may be absent."""
+
+    learnable_sink: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+
+
+class Settings(NamedTuple):
+    """The other arguments of a call, all of them hashable."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size_left: int | None = None
+    window_size_right: int | None = None
+    softcap: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    num_splits: int = 1
+    pack_gqa: bool | None = None
+    return_lse: bool = True
+
+
+@dataclass(frozen=True)
+class ResolvedFwd:
+    """A call after validation and all decisions, before anything is compiled.
+
+    problem includes the packing; window sides are None where they are open.
+    """
+
+    shapes: FwdShapes
+    problem: AttentionProblem
+    choice: FwdChoice
+    softmax_scale: float
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query can see a key, so that there is nothing to launch."""
+        return not (self.shapes.batch and self.shapes.total_q and self.shapes.total_k)
+
+    def outputs(self, q: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
+        """The caller's out and lse, or new ones that hold anything."""
+        out, lse = extras.out, extras.lse
+        if out is None:
+            out = q.new_empty(self.out_shape)
+        if lse is None and self.problem.needs_lse:
+            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        return out, lse
+
+
+Launch: TypeAlias = Callable[[Tensor, Tensor, Tensor, Extras], tuple[Tensor, Tensor | None]]
+
+
+class KernelLaunch:
+    """Runs a compiled kernel on the current stream."""
+
+    __slots__ = (
+        "_function", "_lse_shape", "_out_shape", "_restrides", "_scale", "_softcap", "_window_left",
+        "_window_right",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        resolved: ResolvedFwd,
+        function: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+    ) -> None:
+        self._function = function
+        self._out_shape = resolved.out_shape
+        self._lse_shape = resolved.lse_shape if resolved.problem.needs_lse else None
+        self._scale = resolved.softmax_scale
+        self._window_left = resolved.window_left
+        self._window_right = resolved.window_right
+        self._softcap = resolved.softcap if resolved.problem.has_softcap else None
+        strides = tuple(None if x is None else _tma_strides(x) for x in (q, k, v, out))
+        self._restrides = strides if any(strides) else None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+    ) -> tuple[Tensor, Tensor | None]:
+        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
+        if out is None:
+            out = q.new_empty(self._out_shape)
+        if lse is None and self._lse_shape is not None:
+            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        operands = (q, k, v, out)
+        if self._restrides is not None:
+            operands = _restride(operands, self._restrides)
+        with _on_device_of(q):
+            self._function(
+                *operands, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None,
+                self._window_left, self._window_right, sink, None, None, self._softcap,
+                _tile_counter(q),
+            )  # fmt: skip
+        return out, lse
+
+
+class EmptyLaunch:
+    """Fills the outputs of a problem without keys or without queries."""
+
+    def __init__(self, resolved: ResolvedFwd) -> None:
+        self._resolved = resolved
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+    ) -> tuple[Tensor, Tensor | None]:
+        out, lse = self._resolved.outputs(q, extras)
+        out.zero_()
+        if lse is None:
+            return out, lse
+        if extras.learnable_sink is None or self._resolved.shapes.batch == 0:
+            lse.fill_(NEG_INF)
+            return out, lse
+        lse_by_row = lse.transpose(-1, -2)
+        lse_by_row.copy_(extras.learnable_sink)
+        if extras.seqused_q is not None:
+            unused = _unused_rows(lse_by_row, extras.cu_seqlens_q, extras.seqused_q)
+            lse_by_row.masked_fill_(unused[..., None], NEG_INF)
+        return out, lse
+
+
+class CpuLaunch:
+    """Computes on CPU tensors, walking the tiles of the kernel's configuration."""
+
+    def __init__(self, resolved: ResolvedFwd) -> None:
+        self._resolved = resolved
+
+    @torch.no_grad()
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+    ) -> tuple[Tensor, Tensor | None]:
+        call = self._resolved
+        out, lse = call.outputs(q, extras)
+        # rows that no sequence uses, which the path leaves alone
+        out.zero_()
+        if lse is not None:
+            lse.fill_(NEG_INF)
+        flash_attn_fwd_cpu(
+            q,
+            k,
+            v,
+            softmax_scale=call.softmax_scale,
+            window_left=call.window_left,
+            window_right=0 if call.problem.is_causal else call.window_right,
+            softcap=call.softcap,
+            learnable_sink=extras.learnable_sink,
+            cu_seqlens_q=extras.cu_seqlens_q,
+            cu_seqlens_k=extras.cu_seqlens_k,
+            seqused_q=extras.seqused_q,
+            seqused_k=extras.seqused_k,
+            seqlen_q=call.shapes.seqlen_q,
+            seqlen_k=call.shapes.seqlen_k,
+            pack_gqa=call.problem.packed_heads,
+            tile_m=call.choice.tiles.tile_m,
+            tile_n=call.choice.tiles.tile_n,
+            out=out,
+            lse=lse,
+        )
+        return out, lse
+
+
+# -- what a kernel needs beside the caller's tensors --------------------------------------------
+
+_counters: dict[tuple[int, int], Tensor] = {}
+_same_device = contextlib.nullcontext()
+
+
+def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    index = tensor.get_device()
+    if index < 0 or index == torch.cuda.current_device():
+        return _same_device
+    return torch.cuda.device(index)
+
+
+def _tile_counter(q: Tensor) -> Tensor:
+    """Two zeros, which the kernel leaves as zeros; launches that may overlap get their own."""
+    index = q.get_device()
+    # A captured launch may overlap any other when its graph is replayed.
+    if index < 0 or torch.cuda.is_current_stream_capturing():
+        return q.new_zeros((2,), dtype=torch.int32)
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = q.new_zeros((2,), dtype=torch.int32)
+    return counter
+
+
+def _tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Strides that TMA takes, where an extent of 1 has one that it refuses; None: as they are.
+
+    PyTorch leaves the stride of such an extent to chance.
+    """
+    strides = tuple(
+        stride if size != 1 or (stride and stride % _STRIDE_STEP == 0) else tensor.shape[-1]
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+    return None if strides == tensor.stride()[:-1] else (*strides, 1)
+
+
+def _restride(
+    operands: tuple[Tensor, ...], strides: tuple[tuple[int, ...] | None, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, out = (
+        x if wanted is None else x.as_strided(x.shape, wanted)
+        for x, wanted in zip(operands, strides, strict=True)
+    )
+    return q, k, v, out
+
+
+def _unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor) -> Tensor:
+    """Boolean, (batch, seqlen_q) or (total_q,): which rows lie past seqused_q."""
+    row = torch.arange(lse_by_row.shape[-2], device=lse_by_row.device)
+    if cu_seqlens_q is None:
+        return row >= seqused_q[:, None]
+    owner = torch.searchsorted(cu_seqlens_q[1:].long(), row, right=True)
+    owner = owner.clamp_(max=len(seqused_q) - 1)
+    return row - cu_seqlens_q[owner] >= seqused_q[owner]
+
+
+# -- the key of a launch ------------------------------------------------------------------------
+
+
+def launch_key(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, *rest: object
+) -> tuple[Any, ...] | None:
+    """Equal for two calls only if one launch serves both: same metadata, and what else is given.
+
+    None where the data do not start on 16-byte boundaries, which kernels cannot do, or where an
+    argument is of no kind that a valid call has.
+    """
+    try:
+        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
+        address = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        if out is not None:
+            address |= out.data_ptr()
+        if address & _ADDRESS_MASK:
+            return None
+        key = (
+            q.shape, q.stride(), q.dtype, q.device,
+            k.shape, k.stride(), k.dtype, k.device,
+            v.shape, v.stride(), v.dtype, v.device,
+            sink if sink is None else _metadata(sink),
+            cu_seqlens_q if cu_seqlens_q is None else _metadata(cu_seqlens_q),
+            cu_seqlens_k if cu_seqlens_k is None else _metadata(cu_seqlens_k),
+            seqused_q if seqused_q is None else _metadata(seqused_q),
+            seqused_k if seqused_k is None else _metadata(seqused_k),
+            out if out is None else _metadata(out),
+            lse if lse is None else _metadata(lse),
+            rest,
+        )  # fmt: skip
+        hash(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return key
+
+
+def _metadata(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -1,0 +1,90 @@
+"""What the generated code depends on, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# A side as wide as this is open: no sequence is longer, and kernels add window sides to positions
+# in 32 bits.
+OPEN_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """A kind of forward problem: two problems that are equal share one compiled kernel.
+
+    dtype and sink_dtype are names of torch dtypes ("bfloat16"); sink_dtype None means no sink.
+    packed_heads: query heads of a KV head that share a tile's rows, 1 for no packing. Lengths,
+    batch, number of heads, strides and values are run-time arguments and not here.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    packed_heads: int = 1
+    is_causal: bool = False
+    has_window_left: bool = False
+    has_window_right: bool = False
+    varlen_q: bool = False
+    varlen_k: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+    has_softcap: bool = False
+    sink_dtype: str | None = None
+    needs_lse: bool = True
+
+    @property
+    def is_local(self) -> bool:
+        return self.has_window_left or self.has_window_right
+
+    @staticmethod
+    def of(
+        q: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        is_causal: bool,
+        window_left: int | None,
+        window_right: int | None,
+        softcap: float,
+        learnable_sink: torch.Tensor | None,
+        cu_seqlens_q: torch.Tensor | None,
+        cu_seqlens_k: torch.Tensor | None,
+        seqused_q: torch.Tensor | None,
+        seqused_k: torch.Tensor | None,
+        needs_lse: bool,
+    ) -> AttentionProblem:
+        """The problem, not packed yet, of arguments that were checked; window sides are those that
+        `fold_window` returned."""
+        return AttentionProblem(
+            dtype=dtype_name(q.dtype),
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            is_causal=is_causal,
+            has_window_left=window_left is not None,
+            has_window_right=window_right is not None,
+            varlen_q=cu_seqlens_q is not None,
+            varlen_k=cu_seqlens_k is not None,
+            has_seqused_q=seqused_q is not None,
+            has_seqused_k=seqused_k is not None,
+            has_softcap=softcap != 0,
+            sink_dtype=None if learnable_sink is None else dtype_name(learnable_sink.dtype),
+            needs_lse=needs_lse,
+        )
+
+
+def fold_window(
+    causal: bool, window_left: int | None, window_right: int | None
+) -> tuple[int | None, int | None]:
+    """Window sides that say something: no side is as wide as any sequence, none repeats causal.
+
+    Both sides are >= 0, so the nearer of causal's right edge and window_right is causal's.
+    """
+    left = None if window_left is None or window_left >= OPEN_WINDOW else int(window_left)
+    right = None if window_right is None or window_right >= OPEN_WINDOW else int(window_right)
+    return left, None if causal else right
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,202 @@
+"""The public calls.
+
+A call goes through validate, problem, config, compile and launch once; the result, a launch, is
+found again by the metadata of later calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flash_mask_cute.host.compile import compile_fwd
+from flash_mask_cute.host.config import FwdConfig, select_fwd_config
+from flash_mask_cute.host.explanation import Explanation, explain_fwd
+from flash_mask_cute.host.launch import (
+    CpuLaunch,
+    EmptyLaunch,
+    Extras,
+    KernelLaunch,
+    Launch,
+    ResolvedFwd,
+    Settings,
+    launch_key,
+)
+from flash_mask_cute.host.problem import AttentionProblem, fold_window
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.host.validate import check_fwd_inputs
+
+__all__ = ["FwdConfig", "_flash_attn_fwd", "explain"]
+
+_MAX_LAUNCHES = 4096
+_launches: dict[Any, Launch] = {}
+
+
+class NotYet(NamedTuple):
+    """Arguments that are known and not supported yet."""
+
+    page_table: Any = None
+    score_mod: Any = None
+    mask_mod: Any = None
+    aux_tensors: Any = None
+    block_sparse_tensors_torch: Any = None
+    startend_row_indices: Any = None
+
+
+def _flash_attn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: Any = None,
+    block_sparse_tensors_torch: Any = None,
+    startend_row_indices: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = True,
+    config: FwdConfig | Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
+
+    q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k with
+    head_dim_v. With cu_seqlens_q (int32, batch + 1) q is (total_q, heads_q, head_dim), with
+    cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the rows in use of each
+    slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
+
+    Key j is visible to query i when, with d = i + seqlen_k - seqlen_q, j <= d if causal,
+    j >= d - window_size_left and j <= d + window_size_right; None leaves a side open. softcap > 0
+    makes a score s into softcap * tanh(s / softcap). learnable_sink (heads_q,) is one more logit
+    per head, without a value. softmax_scale is head_dim ** -0.5 by default.
+
+    out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
+    (heads_q, total_q), and None if neither return_lse nor lse asks for it. A row that sees nothing
+    has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
+
+    pack_gqa: query heads of a KV head share tiles (None: where queries are few). config: a
+    `FwdConfig`, or a mapping of some of its fields, instead of the table's.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
+    """
+    extras = Extras(learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse)
+    settings = Settings(
+        softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
+        max_seqlen_k, num_splits, pack_gqa, return_lse,
+    )  # fmt: skip
+    not_yet = NotYet(
+        page_table, score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch,
+        startend_row_indices,
+    )  # fmt: skip
+    if config is not None:
+        config = FwdConfig.of(config)
+    key = launch_key(q, k, v, extras, settings, not_yet, config)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _prepare(_resolve(q, k, v, extras, settings, not_yet, config), q, k, v, extras)
+        _remember(key, launch)
+    return launch(q, k, v, extras)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
+    """What `_flash_attn_fwd(q, k, v, **keywords)` would run, and why; nothing is launched.
+
+    The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the call would.
+    """
+    config = FwdConfig.of(keywords.pop("config", None))
+    extras, settings, not_yet = (
+        bundle(**{name: keywords.pop(name) for name in bundle._fields if name in keywords})
+        for bundle in (Extras, Settings, NotYet)
+    )
+    if keywords:
+        raise TypeError(f"explain() got unexpected keyword arguments {sorted(keywords)}")
+    resolved = _resolve(q, k, v, extras, settings, not_yet, config)
+    target = Target.of(q.device) if q.is_cuda else Target.default()
+    return explain_fwd(resolved, extras, target, str(q.device))
+
+
+def _resolve(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    settings: Settings,
+    not_yet: NotYet,
+    config: FwdConfig | None,
+) -> ResolvedFwd:
+    """Validate, and decide everything that comes before compilation."""
+    shapes = check_fwd_inputs(
+        q, k, v, **extras._asdict(), **settings._asdict(), **not_yet._asdict()
+    )
+    window_left, window_right = fold_window(
+        settings.causal, settings.window_size_left, settings.window_size_right
+    )
+    problem = AttentionProblem.of(
+        q,
+        v,
+        is_causal=settings.causal,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=settings.softcap,
+        learnable_sink=extras.learnable_sink,
+        cu_seqlens_q=extras.cu_seqlens_q,
+        cu_seqlens_k=extras.cu_seqlens_k,
+        seqused_q=extras.seqused_q,
+        seqused_k=extras.seqused_k,
+        needs_lse=settings.return_lse or extras.lse is not None,
+    )
+    choice = select_fwd_config(problem, shapes, settings.pack_gqa, config)
+    scale = settings.softmax_scale
+    rows = tuple(q.shape[:-1])
+    return ResolvedFwd(
+        shapes,
+        replace(problem, packed_heads=choice.packed_heads),
+        choice,
+        shapes.head_dim**-0.5 if scale is None else float(scale),
+        window_left,
+        window_right,
+        float(settings.softcap),
+        out_shape=(*rows, shapes.head_dim_v),
+        lse_shape=(*rows[:-2], rows[-1], rows[-2]),
+    )
+
+
+def _prepare(resolved: ResolvedFwd, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Launch:
+    if not q.is_cuda:
+        return CpuLaunch(resolved)
+    target = Target.of(q.device)
+    if resolved.is_empty:
+        return EmptyLaunch(resolved)
+    compiled = compile_fwd(resolved.problem, resolved.choice.tiles, target)
+    return KernelLaunch(resolved, compiled.function, q, k, v, extras.out)
+
+
+def _remember(key: Any, launch: Launch) -> None:
+    # on the CPU the contents of cu_seqlens and seqused are checked in every call
+    if key is None or isinstance(launch, CpuLaunch):
+        return
+    if len(_launches) >= _MAX_LAUNCHES:
+        _launches.clear()
+    _launches[key] = launch

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flash_mask_cute.host.config import FwdChoice, FwdConfig, check_feasible, select_fwd_config
+from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.host.tables import SM90_FWD
+from flash_mask_cute.host.validate import FwdShapes
+
+HEAD_DIMS = range(8, 257, 8)
+
+
+def choose(
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    *,
+    heads_q: int = 4,
+    heads_kv: int = 4,
+    seqlen_q: int = 1000,
+    pack_gqa: bool | None = None,
+    override: FwdConfig | None = None,
+) -> FwdChoice:
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    problem = AttentionProblem("bfloat16", head_dim, head_dim_v)
+    shapes = FwdShapes(1, seqlen_q, 500, seqlen_q, 500, heads_q, heads_kv, head_dim, head_dim_v)
+    return select_fwd_config(problem, shapes, pack_gqa, override)
+
+
+def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
+    for head_dim in HEAD_DIMS:
+        for head_dim_v in HEAD_DIMS:
+            choice = choose(head_dim, head_dim_v)
+            smem_bytes, refusal = check_feasible(head_dim, head_dim_v, choice.tiles)
+            assert refusal is None, (head_dim, head_dim_v, refusal)
+            assert smem_bytes == choice.smem_bytes
+            # smaller key blocks than this leave the tensor cores mostly waiting
+            assert choice.tiles.tile_n >= 48, (head_dim, head_dim_v, choice)
+
+
+@pytest.mark.parametrize("row", SM90_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
+def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
+    choice = choose(row.max_dim, row.max_dim_v)
+    for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo"):
+        assert getattr(choice.tiles, field) == getattr(row, field)
+    assert row.reason in choice.reason
+    assert "because" not in choice.reason
+
+
+def test_rows_are_reachable() -> None:
+    """A row that an earlier one covers would never be used."""
+    for position, row in enumerate(SM90_FWD):
+        covered = any(
+            before.max_dim >= row.max_dim and before.max_dim_v >= row.max_dim_v
+            for before in SM90_FWD[:position]
+        )
+        assert not covered, row
+    assert (SM90_FWD[-1].max_dim, SM90_FWD[-1].max_dim_v) == (256, 256)
+
+
+def test_a_row_that_does_not_fit_is_made_smaller_and_says_so() -> None:
+    choice = choose(240, 256)
+    assert not choice.tiles.share_qo  # the output would not fit the query's place
+    assert choice.tiles.tile_n < 80
+    assert "shared memory" in choice.reason or "share_qo" in choice.reason
+
+
+# -- override -----------------------------------------------------------------------------------
+
+
+def test_override_is_merged_field_by_field() -> None:
+    plain = choose().tiles
+    changed = choose(override=FwdConfig(tile_n=64))
+    assert changed.tiles.tile_n == 64 != plain.tile_n
+    assert changed.tiles.tile_m == plain.tile_m
+    assert "tile_n=64" in changed.reason
+
+
+def test_fields_not_given_make_room_for_those_given() -> None:
+    choice = choose(128, override=FwdConfig(num_stages=3))
+    assert choice.tiles.num_stages == 3
+    assert choice.tiles.tile_n < 128
+    assert check_feasible(128, 128, choice.tiles)[1] is None
+
+
+def test_a_mapping_is_a_config() -> None:
+    assert FwdConfig.of({"tile_n": 64, "share_qo": False}) == FwdConfig(tile_n=64, share_qo=False)
+    assert FwdConfig.of(None) is None
+    config = FwdConfig(tile_m=128)
+    assert FwdConfig.of(config) is config
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "said"),
+    [
+        ({"tile_k": 3}, ValueError, "tile_k"),
+        ({"tile_n": "64"}, TypeError, "tile_n"),
+        ({"tile_n": True}, TypeError, "tile_n"),
+        ({"share_qo": 1}, TypeError, "share_qo"),
+        ({"tile_n": 0}, ValueError, "tile_n"),
+        ([64], TypeError, "list"),
+        (64, TypeError, "int"),
+    ],
+)
+def test_bad_config_values(value: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=f"config.*{said}"):
+        FwdConfig.of(value)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "config", "said"),
+    [
+        (128, FwdConfig(tile_m=100), "tile_m"),
+        (128, FwdConfig(tile_n=40), "tile_n"),
+        (128, FwdConfig(tile_n=512), "tile_n"),
+        (256, FwdConfig(tile_n=128), "bytes of shared memory"),
+        (256, FwdConfig(tile_n=80, share_qo=False), "bytes of shared memory"),
+        (128, FwdConfig(stages_q=2, share_qo=True), "share_qo"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused(head_dim: int, config: FwdConfig, said: str) -> None:
+    with pytest.raises(ValueError, match=f"config .*{said}"):
+        choose(head_dim, override=config)
+
+
+# -- packing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv", "seqlen_q", "pack_gqa", "expected"),
+    [
+        (8, 2, 1, None, 4),
+        (8, 2, 127, None, 4),
+        (8, 2, 128, None, 1),  # a whole tile of one head: nothing to gain
+        (8, 8, 1, None, 1),
+        (7, 1, 1, None, 1),  # 7 does not divide 64
+        (128, 1, 1, None, 1),
+        (64, 1, 1, None, 64),
+        (8, 2, 1, False, 1),
+        (8, 2, 5000, True, 4),
+        (8, 8, 5000, True, 1),
+    ],
+)
+def test_packing(
+    heads_q: int, heads_kv: int, seqlen_q: int, pack_gqa: bool | None, expected: int
+) -> None:
+    choice = choose(heads_q=heads_q, heads_kv=heads_kv, seqlen_q=seqlen_q, pack_gqa=pack_gqa)
+    assert choice.packed_heads == expected
+    assert ("share a tile" in choice.reason) == (expected > 1)
+
+
+@pytest.mark.parametrize("group", [3, 7, 128])
+def test_packing_that_cannot_be_is_refused(group: int) -> None:
+    with pytest.raises(NotImplementedError, match=f"pack_gqa=True .*{group}"):
+        choose(heads_q=2 * group, heads_kv=2, pack_gqa=True)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from support import BF16, FP16, FP32
+
+from flash_mask_cute.host.problem import OPEN_WINDOW, AttentionProblem, fold_window
+
+
+def problem_of(q: torch.Tensor, v: torch.Tensor, **changes: Any) -> AttentionProblem:
+    arguments: dict[str, Any] = {
+        "is_causal": False,
+        "window_left": None,
+        "window_right": None,
+        "softcap": 0.0,
+        "learnable_sink": None,
+        "cu_seqlens_q": None,
+        "cu_seqlens_k": None,
+        "seqused_q": None,
+        "seqused_k": None,
+        "needs_lse": True,
+    }
+    return AttentionProblem.of(q, v, **(arguments | changes))
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def test_plain_problem() -> None:
+    found = problem_of(tensor(2, 5, 4, 64), tensor(2, 9, 2, 48))
+    assert found == AttentionProblem("bfloat16", 64, 48)
+
+
+VECTOR = torch.zeros(3, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"is_causal": True}, "is_causal", True),
+        ({"window_left": 0}, "has_window_left", True),
+        ({"window_right": 0}, "has_window_right", True),
+        ({"softcap": 0.5}, "has_softcap", True),
+        ({"learnable_sink": tensor(4)}, "sink_dtype", "bfloat16"),
+        ({"learnable_sink": tensor(4, dtype=FP32)}, "sink_dtype", "float32"),
+        ({"cu_seqlens_q": VECTOR}, "varlen_q", True),
+        ({"cu_seqlens_k": VECTOR}, "varlen_k", True),
+        ({"seqused_q": VECTOR}, "has_seqused_q", True),
+        ({"seqused_k": VECTOR}, "has_seqused_k", True),
+        ({"needs_lse": False}, "needs_lse", False),
+    ],
+)
+def test_each_feature_changes_its_field_only(
+    changes: dict[str, Any], field: str, value: object
+) -> None:
+    plain = problem_of(tensor(2, 5, 4, 64), tensor(2, 9, 2, 48))
+    found = problem_of(tensor(2, 5, 4, 64), tensor(2, 9, 2, 48), **changes)
+    assert found == dataclasses.replace(plain, **{field: value})
+    assert hash(found) != hash(plain)
+
+
+def test_sizes_and_values_do_not_change_it() -> None:
+    first = problem_of(
+        tensor(2, 5, 4, 64), tensor(2, 9, 2, 64), window_left=3, softcap=2.0, seqused_k=VECTOR
+    )
+    second = problem_of(
+        tensor(7, 8, 6, 64), tensor(7, 1, 1, 64), window_left=9, softcap=30.0, seqused_k=VECTOR + 1
+    )
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+def test_dtype_and_head_dims_change_it() -> None:
+    kinds = {
+        problem_of(tensor(1, 1, 1, d, dtype=dtype), tensor(1, 1, 1, dv))
+        for d, dv, dtype in ((64, 64, BF16), (64, 64, FP16), (72, 64, BF16), (64, 72, BF16))
+    }
+    assert len(kinds) == 4
+
+
+@pytest.mark.parametrize(
+    ("causal", "left", "right", "expected"),
+    [
+        (False, None, None, (None, None)),
+        (False, 3, 4, (3, 4)),
+        (False, 0, 0, (0, 0)),
+        (True, None, None, (None, None)),
+        (True, 3, None, (3, None)),
+        (True, 3, 0, (3, None)),  # the nearer right edge is causal's
+        (True, None, 9, (None, None)),
+        (False, OPEN_WINDOW, OPEN_WINDOW, (None, None)),
+        (False, OPEN_WINDOW - 1, 2**40, (OPEN_WINDOW - 1, None)),
+    ],
+)
+def test_window_folding(
+    causal: bool, left: int | None, right: int | None, expected: tuple[int | None, int | None]
+) -> None:
+    assert fold_window(causal, left, right) == expected
