@@ -72,6 +72,7 @@ def main() -> None:
     v = torch.randn_like(k)
 
     out, lse = _flash_attn_fwd(q, k, v, causal=True)
+    assert lse is not None  # it is on request: return_lse=True, the default
 
     exact_out, exact_lse = causal_attention(q.double(), k.double(), v.double())
     eager_out, _ = causal_attention(q, k, v)

@@ -55,8 +55,8 @@ def main() -> None:
     v = torch.randn_like(k)
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
 
-    def forward() -> tuple[Tensor, Tensor]:
-        return _flash_attn_fwd(
+    def forward() -> Tensor:
+        out, _ = _flash_attn_fwd(
             q,
             k,
             v,
@@ -67,13 +67,14 @@ def main() -> None:
             max_seqlen_q=max(lengths),
             max_seqlen_k=max(lengths),
         )
+        return out
 
-    out, _ = forward()
+    out = forward()
     error = eager_error = 0.0
     for first, end in pairwise(starts):
-        document = [x[first:end] for x in (q, k, v)]
-        exact = attend_document(*(x.double() for x in document), window)
-        eager = attend_document(*document, window)
+        q_i, k_i, v_i = (x[first:end] for x in (q, k, v))
+        exact = attend_document(q_i.double(), k_i.double(), v_i.double(), window)
+        eager = attend_document(q_i, k_i, v_i, window)
         error = max(error, (out[first:end].double() - exact).abs().max().item())
         eager_error = max(eager_error, (eager.double() - exact).abs().max().item())
 

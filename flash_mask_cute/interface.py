@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from flash_mask_cute.host.launch import (
     Launch,
     ResolvedFwd,
     Settings,
-    launch_key,
+    find_launch,
 )
 from flash_mask_cute.host.problem import AttentionProblem, fold_window
 from flash_mask_cute.host.target import Target
@@ -33,17 +33,6 @@ __all__ = ["FwdConfig", "_flash_attn_fwd", "explain"]
 
 _MAX_LAUNCHES = 4096
 _launches: dict[Any, Launch] = {}
-
-
-class NotYet(NamedTuple):
-    """Arguments that are known and not supported yet."""
-
-    page_table: Any = None
-    score_mod: Any = None
-    mask_mod: Any = None
-    aux_tensors: Any = None
-    block_sparse_tensors_torch: Any = None
-    startend_row_indices: Any = None
 
 
 def _flash_attn_fwd(
@@ -78,8 +67,8 @@ def _flash_attn_fwd(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
 
-    q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k with
-    head_dim_v. With cu_seqlens_q (int32, batch + 1) q is (total_q, heads_q, head_dim), with
+    q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
+    with head_dim_v. With cu_seqlens_q (int32, batch + 1) q is (total_q, heads_q, head_dim), with
     cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the rows in use of each
     slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
@@ -99,20 +88,16 @@ def _flash_attn_fwd(
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
     """
     extras = Extras(learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse)
-    settings = Settings(
+    rest = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, num_splits, pack_gqa, return_lse,
-    )  # fmt: skip
-    not_yet = NotYet(
         page_table, score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch,
         startend_row_indices,
+        None if config is None else FwdConfig.of(config),
     )  # fmt: skip
-    if config is not None:
-        config = FwdConfig.of(config)
-    key = launch_key(q, k, v, extras, settings, not_yet, config)
-    launch = _launches.get(key)
+    launch, key = find_launch(_launches, q, k, v, extras, rest)
     if launch is None:
-        launch = _prepare(_resolve(q, k, v, extras, settings, not_yet, config), q, k, v, extras)
+        launch = _prepare(_resolve(q, k, v, extras, Settings._make(rest)), q, k, v, extras)
         _remember(key, launch)
     return launch(q, k, v, extras)
 
@@ -125,31 +110,31 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
     Raises:
         TypeError, ValueError, NotImplementedError: as the call would.
     """
-    config = FwdConfig.of(keywords.pop("config", None))
-    extras, settings, not_yet = (
-        bundle(**{name: keywords.pop(name) for name in bundle._fields if name in keywords})
-        for bundle in (Extras, Settings, NotYet)
-    )
-    if keywords:
-        raise TypeError(f"explain() got unexpected keyword arguments {sorted(keywords)}")
-    resolved = _resolve(q, k, v, extras, settings, not_yet, config)
+    extras, settings = bundle(keywords)
+    resolved = _resolve(q, k, v, extras, settings)
     target = Target.of(q.device) if q.is_cuda else Target.default()
     return explain_fwd(resolved, extras, target, str(q.device))
 
 
-def _resolve(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: Extras,
-    settings: Settings,
-    not_yet: NotYet,
-    config: FwdConfig | None,
-) -> ResolvedFwd:
+def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Settings]:
+    """Keywords of the public call in the form that the host path passes on.
+
+    Raises:
+        TypeError: a keyword is none of the call's, or config is no configuration.
+    """
+    unknown = sorted(keywords.keys() - {*Extras._fields, *Settings._fields})
+    if unknown:
+        raise TypeError(f"unexpected keyword arguments {unknown}")
+    extras = Extras(**{name: keywords[name] for name in Extras._fields if name in keywords})
+    settings = Settings(**{name: keywords[name] for name in Settings._fields if name in keywords})
+    return extras, settings._replace(config=FwdConfig.of(settings.config))
+
+
+def _resolve(q: Tensor, k: Tensor, v: Tensor, extras: Extras, settings: Settings) -> ResolvedFwd:
     """Validate, and decide everything that comes before compilation."""
-    shapes = check_fwd_inputs(
-        q, k, v, **extras._asdict(), **settings._asdict(), **not_yet._asdict()
-    )
+    arguments = extras._asdict() | settings._asdict()
+    config = arguments.pop("config")
+    shapes = check_fwd_inputs(q, k, v, **arguments)
     window_left, window_right = fold_window(
         settings.causal, settings.window_size_left, settings.window_size_right
     )

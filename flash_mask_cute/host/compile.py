@@ -101,7 +101,7 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
     rank_q, rank_k = (3 if varlen else 4 for varlen in (problem.varlen_q, problem.varlen_k))
     lse = None
     if problem.needs_lse:
-        strides = (*(cute.sym_int64() for _ in range(rank_q - 2)), 1)
+        strides: Any = (*(cute.sym_int64() for _ in range(rank_q - 2)), 1)
         lse = make_fake_tensor(cutlass.Float32, extents(rank_q - 1), strides, assumed_align=4)
     return [
         operand(rank_q, problem.head_dim),

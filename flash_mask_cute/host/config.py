@@ -147,7 +147,7 @@ def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
     queries = [(wanted.stages_q, wanted.share_qo), (1, False), (1, True)]
     for tile_n in range(wanted.tile_n, 0, -_TILE_N_STEP):
         for stages_q, share_qo in dict.fromkeys(queries):
-            smaller = {"tile_n": tile_n, "stages_q": stages_q, "share_qo": share_qo}
+            smaller: dict[str, Any] = {"tile_n": tile_n, "stages_q": stages_q, "share_qo": share_qo}
             if all(given.get(name, value) == value for name, value in smaller.items()):
                 yield replace(wanted, **smaller)
 
@@ -168,7 +168,7 @@ def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal
 
 
 def check_feasible(head_dim: int, head_dim_v: int, tiles: FwdTiles) -> tuple[int, str | None]:
-    """Shared memory in bytes, and why these tiles cannot run or None, from the kernel's own plan."""
+    """Shared memory in bytes, and why these tiles cannot run, if they cannot: the kernel's plan."""
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
     from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan

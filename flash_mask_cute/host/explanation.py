@@ -69,9 +69,7 @@ def _known(value: int | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{value} {unit}".rstrip()
 
 
-def explain_fwd(
-    resolved: ResolvedFwd, extras: Extras, target: Target, device: str
-) -> Explanation:
+def explain_fwd(resolved: ResolvedFwd, extras: Extras, target: Target, device: str) -> Explanation:
     """Explain a resolved call, compiling its kernel if need be."""
     notes = []
     work_tiles = visible = skipped = None

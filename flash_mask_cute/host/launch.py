@@ -6,8 +6,7 @@ tensors of every later call that has the same.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.cpu_path import NEG_INF, flash_attn_fwd_cpu
-from flash_mask_cute.host.config import FwdChoice
+from flash_mask_cute.host.config import FwdChoice, FwdConfig
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
 
@@ -36,7 +35,7 @@ class Extras(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The other arguments of a call, all of them hashable."""
+    """The other arguments of a call; those from page_table on are known but not supported yet."""
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -48,6 +47,13 @@ class Settings(NamedTuple):
     num_splits: int = 1
     pack_gqa: bool | None = None
     return_lse: bool = True
+    page_table: Any = None
+    score_mod: Any = None
+    mask_mod: Any = None
+    aux_tensors: Any = None
+    block_sparse_tensors_torch: Any = None
+    startend_row_indices: Any = None
+    config: FwdConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,8 @@ class KernelLaunch:
     """Runs a compiled kernel on the current stream."""
 
     __slots__ = (
-        "_function", "_lse_shape", "_out_shape", "_restrides", "_scale", "_softcap", "_window_left",
-        "_window_right",
+        "_function", "_is_out_like_q", "_lse_shape", "_out_shape", "_restrides", "_scale",
+        "_softcap", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +110,9 @@ class KernelLaunch:
     ) -> None:
         self._function = function
         self._out_shape = resolved.out_shape
+        self._is_out_like_q = (
+            q.is_contiguous() and q.shape == resolved.out_shape and _tma_strides(q) is None
+        )
         self._lse_shape = resolved.lse_shape if resolved.problem.needs_lse else None
         self._scale = resolved.softmax_scale
         self._window_left = resolved.window_left
@@ -117,19 +126,23 @@ class KernelLaunch:
     ) -> tuple[Tensor, Tensor | None]:
         sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
         if out is None:
-            out = q.new_empty(self._out_shape)
+            # the same, but `empty_like` takes half the time
+            out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
         if lse is None and self._lse_shape is not None:
             lse = q.new_empty(self._lse_shape, dtype=torch.float32)
-        operands = (q, k, v, out)
+        result = out, lse
         if self._restrides is not None:
-            operands = _restride(operands, self._restrides)
-        with _on_device_of(q):
-            self._function(
-                *operands, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None,
-                self._window_left, self._window_right, sink, None, None, self._softcap,
-                _tile_counter(q),
-            )  # fmt: skip
-        return out, lse
+            q, k, v, out = _restride((q, k, v, out), self._restrides)
+        index = q.get_device()
+        if index >= 0 and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self(q, k, v, extras._replace(out=result[0], lse=lse))
+        self._function(
+            q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None,
+            self._window_left, self._window_right, sink, None, None, self._softcap,
+            _tile_counter(q, index),
+        )  # fmt: skip
+        return result
 
 
 class EmptyLaunch:
@@ -199,19 +212,11 @@ class CpuLaunch:
 # -- what a kernel needs beside the caller's tensors --------------------------------------------
 
 _counters: dict[tuple[int, int], Tensor] = {}
-_same_device = contextlib.nullcontext()
 
 
-def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    index = tensor.get_device()
-    if index < 0 or index == torch.cuda.current_device():
-        return _same_device
-    return torch.cuda.device(index)
-
-
-def _tile_counter(q: Tensor) -> Tensor:
-    """Two zeros, which the kernel leaves as zeros; launches that may overlap get their own."""
-    index = q.get_device()
+def _tile_counter(q: Tensor, index: int) -> Tensor:
+    """Two zeros on q's device, the current one, which the kernel leaves as zeros; launches that may
+    overlap get their own."""
     # A captured launch may overlap any other when its graph is replayed.
     if index < 0 or torch.cuda.is_current_stream_capturing():
         return q.new_zeros((2,), dtype=torch.int32)
@@ -257,21 +262,27 @@ def _unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Ten
 # -- the key of a launch ------------------------------------------------------------------------
 
 
-def launch_key(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, *rest: object
-) -> tuple[Any, ...] | None:
-    """Equal for two calls only if one launch serves both: same metadata, and what else is given.
+def find_launch(
+    launches: Mapping[Any, Launch],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    rest: tuple[object, ...],
+) -> tuple[Launch | None, Any]:
+    """The launch for these arguments, if there is one, and its key.
 
-    None where the data do not start on 16-byte boundaries, which kernels cannot do, or where an
-    argument is of no kind that a valid call has.
+    Calls have equal keys only if one launch serves them: the same metadata of all tensors, and
+    the same other arguments. The key is None where the data do not start on 16-byte boundaries,
+    which kernels cannot do, or where an argument is of no kind that a valid call has.
     """
+    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
     try:
-        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
         address = q.data_ptr() | k.data_ptr() | v.data_ptr()
         if out is not None:
             address |= out.data_ptr()
         if address & _ADDRESS_MASK:
-            return None
+            return None, None
         key = (
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.device,
@@ -285,10 +296,9 @@ def launch_key(
             lse if lse is None else _metadata(lse),
             rest,
         )  # fmt: skip
-        hash(key)
+        return launches.get(key), key
     except (AttributeError, RuntimeError, TypeError):
-        return None
-    return key
+        return None, None
 
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:

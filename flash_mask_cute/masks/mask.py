@@ -4,6 +4,7 @@ A `ScoreFragment` knows where its scores lie; a mask knows the rule. The rule it
 end of the keys); which key blocks need it at all is `BlockInfo`'s.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,27 +17,40 @@ from flash_mask_cute.masks.band import Band
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 
+# columns whose visibility is held in one word; the compiler turns tests of its bits into register-to-predicate moves
+WORD = 16
+
+
 class ScoreFragment(NamedTuple):
-    """A thread's scores of one tile: values (rows, cols), the query index of each row, the key index of the first
-    column, and the static distance of each column from it."""
+    """A thread's scores of one tile: values (rows, cols), the query index of each row, and the key index of the first
+    column. count_below(x) tells how many columns lie less than x keys from the first, up to any x (an
+    architecture's column layout)."""
 
     values: cute.Tensor
     q_idx: tuple
-    col_offsets: tuple
     first_k_idx: Int32
+    count_below: Callable
 
     @cute.jit
     def hide_outside(self, r: cutlass.Constexpr, lo: Int32 | None, hi: Int32):
         """Row r keeps keys lo <= k < hi (lo None: from the start), the others become -inf."""
-        last = hi - self.first_k_idx
-        first = None
+        num_cols = cute.size(self.values, mode=[1])
+        end = self.count_below(hi - self.first_k_idx)
+        start = None
         if const_expr(lo is not None):
-            first = lo - self.first_k_idx
-        for c in cutlass.range_constexpr(len(self.col_offsets)):
-            hidden = self.col_offsets[c] >= last
+            start = self.count_below(lo - self.first_k_idx)
+        for first in cutlass.range_constexpr(0, num_cols, WORD):
+            visible = _low_bits(end - first)
             if const_expr(lo is not None):
-                hidden = hidden | (self.col_offsets[c] < first)
-            self.values[r, c] = cutlass.select_(hidden, -Float32.inf, self.values[r, c])
+                visible = visible & (_low_bits(start - first) ^ -1)
+            for c in cutlass.range_constexpr(first, min(first + WORD, num_cols)):
+                keep = (visible & (1 << (c - first))) != 0
+                self.values[r, c] = cutlass.select_(keep, self.values[r, c], -Float32.inf)
+
+
+def _low_bits(count: Int32) -> Int32:
+    """A word with its lowest `count` bits set, count clamped into 0..WORD."""
+    return (Int32(1) << cutlass.min(cutlass.max(count, 0), WORD)) - 1
 
 
 @dataclass(frozen=True)

@@ -389,9 +389,8 @@ class FlashAttentionForwardSm90:
         while tile.is_valid:
             search = scheduler.advance(search)
             ring.write(tiles_done, work)
-            n_block_min, n_block_max = block_info.get_n_block_min_max(work.seqlen, work.m_block)
-            num_n_blocks = cutlass.max(n_block_max - n_block_min, 1)
-            n_block_last = n_block_min + num_n_blocks - 1
+            n_block_min, n_block_last = _block_range(block_info, work)
+            num_n_blocks = n_block_last - n_block_min + 1
             head_kv = work.head_idx // heads_per_kv
 
             gQ = operands.q
@@ -484,20 +483,18 @@ class FlashAttentionForwardSm90:
         first_scores = partial(
             self._first_scores, pipelines, mma_qk, first_S, tSrQ, tSrK, warpgroup_idx
         )
+        first_probs = partial(
+            self._first_probs, softmax, wgmma.rows_by_cols(first_S), score_args, block_info, ring
+        )
         is_valid = ring.wait(tile)
         first_scores(tile, block, is_valid)
+        first_probs(tile)
+        probs.store(first_S.load().to(plan.dtype))
         while is_valid:
             work = ring.read(tile)
-            n_block_min, n_block_max = block_info.get_n_block_min_max(work.seqlen, work.m_block)
-            n_block = cutlass.max(n_block_max - 1, n_block_min)
+            n_block_min, n_block = _block_range(block_info, work)
             unmasked = UnmaskedBlocks.create(block_info, work.seqlen, work.m_block, n_block_min)
             score = partial(self._score, score_args, block_info, ring, tile)
-
-            scores = wgmma.rows_by_cols(first_S)
-            score(scores, n_block, unmasked.cuts(n_block))
-            softmax.start(scores)
-            softmax.accumulate(scores)
-            probs.store(first_S.load().to(plan.dtype))
             accumulate = Boolean(False)
             # The same loop for each run of blocks: one that asked every block whether it is masked would have a branch
             # while P V is in flight, which ptxas answers by serialising all products.
@@ -535,34 +532,40 @@ class FlashAttentionForwardSm90:
                     probs.store(acc_S.load().to(plan.dtype))
                     accumulate = Boolean(True)
 
-            # the last P V of this tile, and with it the first S of the next
+            # The last P V of this tile, and with it the first S of the next: the work tiles follow each other as
+            # the blocks of one tile do, the output of the old one leaves where the accumulator would be rescaled.
             next_is_valid = ring.wait(tile + 1)
+            v_fill = self._kv_read(block)
             if const_expr(not plan.share_qo):
                 # before the turn: another warpgroup may wait in its own for the query that takes this one's place
                 pipeline_q.consumer_release(Cursor(tile, plan.stages_q))
-            v_fill = self._kv_read(block)
-            pipeline_v.consumer_wait(v_fill)
-            self._wait_turn(warpgroup_idx)
-            wgmma.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_fill.index], accumulate)
-            if const_expr(not plan.share_qo):
                 self._issue_next_scores(
                     pipelines, mma_qk, first_S, tSrQ, tSrK, warpgroup_idx, tile, block, next_is_valid
                 )
+            else:
+                self._wait_turn(warpgroup_idx)
+            pipeline_v.consumer_wait(v_fill)
+            wgmma.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_fill.index], accumulate)
             self._pass_turn(warpgroup_idx)
-            warpgroup.wait_group(0 if const_expr(plan.share_qo) else 1)
+            row_results = self._finish_rows(softmax, mLSE, lengths, score_args.sink, ring, tile)
+            if const_expr(not plan.share_qo):
+                warpgroup.wait_group(1)
+                if next_is_valid:
+                    pipeline_k.consumer_release(self._kv_read(block + 1))
+                first_probs(tile + 1)
+            warpgroup.wait_group(0)
             pipeline_v.consumer_release(v_fill)
-            work = ring.read(tile)
-            self._epilogue(operands, sO, acc_O, softmax, mLSE, lengths, score_args.sink, work)
+            if const_expr(not plan.share_qo):
+                probs.store(first_S.load().to(plan.dtype))
+            self._store_output(operands, sO, acc_O, row_results, lengths, ring, tile)
             ring.release(tile)
             if const_expr(plan.share_qo):
                 # the output has left, and with it the query's last reader
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 pipeline_q.consumer_release(Cursor(tile, plan.stages_q))
                 first_scores(tile + 1, block + 1, next_is_valid)
-            else:
-                warpgroup.wait_group(0)
-                if next_is_valid:
-                    pipeline_k.consumer_release(self._kv_read(block + 1))
+                first_probs(tile + 1)
+                probs.store(first_S.load().to(plan.dtype))
             tile += 1
             block += 1
             is_valid = next_is_valid
@@ -595,7 +598,7 @@ class FlashAttentionForwardSm90:
     def _issue_next_scores(
         self, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, tile, block, next_is_valid: Boolean
     ):
-        """Issue S of the next tile's first key block.
+        """In this warpgroup's turn, issue S of the next tile's first key block.
 
         Where there is no next tile the product is issued all the same, for nothing, on this tile's operands: a
         product under a branch would make the compiler serialise all of them.
@@ -606,9 +609,22 @@ class FlashAttentionForwardSm90:
             block += 1
             pipeline_q.consumer_wait(Cursor(tile, self.plan.stages_q))
             pipeline_k.consumer_wait(self._kv_read(block))
+        self._wait_turn(warpgroup_idx)
         q_tile = tSrQ[None, None, None, self._q_stage(tile, warpgroup_idx)]
         k_tile = tSrK[None, None, None, self._kv_read(block).index]
         wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
+
+    @cute.jit
+    def _first_probs(
+        self, softmax: OnlineSoftmax, scores, score_args: ScoreArgs, block_info: BlockInfo, ring: WorkRing, tile
+    ):
+        """Begin the softmax of a work tile with the scores of its first block (of no meaning past the last tile)."""
+        work = ring.read(tile)
+        n_block_min, n_block = _block_range(block_info, work)
+        unmasked = UnmaskedBlocks.create(block_info, work.seqlen, work.m_block, n_block_min)
+        self._score(score_args, block_info, ring, tile, scores, n_block, unmasked.cuts(n_block))
+        softmax.start(scores)
+        softmax.accumulate(scores)
 
     @cute.jit
     def _score(
@@ -628,9 +644,8 @@ class FlashAttentionForwardSm90:
         work = ring.read(tile)
         thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
         q_idx = tuple(row // self.plan.packed_heads for row in self._tile_rows(work, thread))
-        offsets = tuple(wgmma.col_offset(c) for c in range(cute.size(scores, mode=[1])))
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread)
-        fragment = ScoreFragment(scores, q_idx, offsets, first_k_idx)
+        fragment = ScoreFragment(scores, q_idx, first_k_idx, wgmma.count_cols_below)
         apply_band(block_info.band(work.seqlen), fragment)
 
     def _tile_rows(self, work: Work, thread: Int32):
@@ -640,44 +655,62 @@ class FlashAttentionForwardSm90:
         return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
 
     @cute.jit
-    def _epilogue(
+    def _finish_rows(
         self,
-        operands: Operands,
-        sO: cute.Tensor,
-        acc_O: cute.Tensor,
         softmax: OnlineSoftmax,
         mLSE: cute.Tensor | None,
         lengths: Lengths,
         mSink: cute.Tensor | None,
-        work: Work,
+        ring: WorkRing,
+        tile: Int32,
     ):
-        """Scale the accumulator, store it and the LSE of this warpgroup's rows."""
-        plan = self.plan
+        """Store the LSE; returns what the accumulator rows must be multiplied by."""
+        packed_heads = self.plan.packed_heads
+        work = ring.read(tile)
         thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warpgroup_idx = warp_idx // 4 - 1
         rows = self._tile_rows(work, thread)
-        q_idx = tuple(row // plan.packed_heads for row in rows)
-        heads = tuple(work.head_idx * plan.packed_heads + row % plan.packed_heads for row in rows)
+        q_idx = tuple(row // packed_heads for row in rows)
+        heads = tuple(work.head_idx * packed_heads + row % packed_heads for row in rows)
         sinks = None
         if const_expr(mSink is not None):
             sinks = tuple(mSink[head].to(Float32) for head in heads)
-        output = wgmma.rows_by_cols(acc_O)
-        for r, (factor, lse) in enumerate(softmax.finalize(sinks)):
-            if const_expr(lengths.seqused_q is not None):
-                used = q_idx[r] < work.seqlen_q
-                lse = cutlass.select_(used, lse, -Float32.inf)
-                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
-                    output[r, c] = cutlass.select_(used, output[r, c] * factor, Float32(0.0))
-            else:
-                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
-                    output[r, c] = output[r, c] * factor
-            if const_expr(mLSE is not None):
+        results = softmax.finalize(sinks)
+        if const_expr(mLSE is not None):
+            for r in cutlass.range_constexpr(len(rows)):
+                lse = results[r][1]
+                if const_expr(lengths.seqused_q is not None):
+                    lse = cutlass.select_(q_idx[r] < work.seqlen_q, lse, -Float32.inf)
                 if thread % 4 == 0 and q_idx[r] < work.slot_q:
                     if const_expr(lengths.cu_seqlens_q is None):
                         mLSE[work.batch_idx, heads[r], q_idx[r]] = lse
                     else:
                         mLSE[heads[r], work.offset_q + q_idx[r]] = lse
+        return tuple(factor for factor, _ in results)
+
+    @cute.jit
+    def _store_output(
+        self,
+        operands: Operands,
+        sO: cute.Tensor,
+        acc_O: cute.Tensor,
+        factors,
+        lengths: Lengths,
+        ring: WorkRing,
+        tile: Int32,
+    ):
+        """Scale the accumulator rows and send this warpgroup's rows to global memory."""
+        plan = self.plan
+        work = ring.read(tile)
+        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup_idx = warp_idx // 4 - 1
+        output = wgmma.rows_by_cols(acc_O)
+        softmax_math.rescale(output, factors)
+        if const_expr(lengths.seqused_q is not None):
+            for r, row in enumerate(self._tile_rows(work, thread)):
+                is_used = row // plan.packed_heads < work.seqlen_q
+                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
+                    output[r, c] = cutlass.select_(is_used, output[r, c], Float32(0.0))
 
         # the previous tile's store must have read the staging memory, and all warps their queries
         is_storing_warp = warp_idx % 4 == 0
@@ -727,6 +760,12 @@ class FlashAttentionForwardSm90:
         cute.arch.barrier_arrive(
             barrier_id=Barrier.TURN + following, number_of_threads=2 * THREADS_PER_WARPGROUP
         )
+
+
+def _block_range(block_info: BlockInfo, work: Work):
+    """First and last key block of a work tile's walk, which visits at least one."""
+    n_block_min, n_block_max = block_info.get_n_block_min_max(work.seqlen, work.m_block)
+    return n_block_min, cutlass.max(n_block_max - 1, n_block_min)
 
 
 def _one_stage(layout):

@@ -31,13 +31,14 @@ def row_of(thread: Int32, r: int) -> Int32:
 
 
 def first_col_of(thread: Int32) -> Int32:
-    """First column a thread owns; `col_offset` gives the rest."""
+    """First column a thread owns; pairs of columns follow, 8 apart."""
     return (thread % 4) * 2
 
 
-def col_offset(c: int) -> int:
-    """Static distance of a thread's c-th column from its first."""
-    return (c // 2) * 8 + c % 2
+def count_cols_below(distance: Int32) -> Int32:
+    """How many of a thread's columns, taken to go on for ever, lie less than `distance` from its first; not positive
+    if none."""
+    return (distance // 8) * 2 + cutlass.min(distance & 7, 2)
 
 
 def as_operand_a(values: cute.Tensor) -> cute.Tensor:

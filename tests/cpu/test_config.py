@@ -80,7 +80,8 @@ def test_override_is_merged_field_by_field() -> None:
 def test_fields_not_given_make_room_for_those_given() -> None:
     choice = choose(128, override=FwdConfig(num_stages=3))
     assert choice.tiles.num_stages == 3
-    assert choice.tiles.tile_n < 128
+    assert choice.tiles.stages_q == 1
+    assert choose(128).tiles.stages_q == 2
     assert check_feasible(128, 128, choice.tiles)[1] is None
 
 

@@ -10,9 +10,9 @@ from support import BF16, FP16, FP32, Case, Inputs, assert_close_to_oracle, make
 from torch import Tensor
 
 from flash_mask_cute.host.compile import compile_fwd
-from flash_mask_cute.host.launch import Extras, KernelLaunch, Settings
+from flash_mask_cute.host.launch import KernelLaunch
 from flash_mask_cute.host.target import Target
-from flash_mask_cute.interface import NotYet, _resolve
+from flash_mask_cute.interface import _resolve, bundle
 
 pytestmark = pytest.mark.sim
 
@@ -48,12 +48,9 @@ CASES = (
 
 def launch_on_simulator(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The public call's own way to a kernel, for tensors on the CPU."""
-    extras, settings = (
-        bundle(**{name: x for name, x in inputs.keywords.items() if name in bundle._fields})
-        for bundle in (Extras, Settings)
-    )
+    extras, settings = bundle(inputs.keywords)
     q, k, v = inputs.q, inputs.k, inputs.v
-    call = _resolve(q, k, v, extras, settings, NotYet(), config=None)
+    call = _resolve(q, k, v, extras, settings)
     compiled = compile_fwd(call.problem, call.choice.tiles, Target("sm_90a", num_sms=2))
     out, lse = KernelLaunch(call, compiled.function, q, k, v, out=None)(q, k, v, extras)
     assert lse is not None

@@ -1,0 +1,134 @@
+"""Every kernel that the table names, compiled for sm_90a without a GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass.cute.runtime import from_dlpack
+
+from flash_mask_cute.host.cache import CompileCache, compile_count, compile_lock
+from flash_mask_cute.host.compile import build_fwd, compile_fwd
+from flash_mask_cute.host.config import FwdConfig, select_fwd_config
+from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.host.tables import SM90_FWD
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.utils import scalar_to_ssa
+
+TARGET = Target.default()
+
+
+def shapes_of(problem: AttentionProblem) -> FwdShapes:
+    return FwdShapes(1, 1000, 1000, 1000, 1000, 8, 8, problem.head_dim, problem.head_dim_v)
+
+
+def build(problem: AttentionProblem, folder: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """(meta, counts of machine instructions, empty where there is no disassembler)."""
+    choice = select_fwd_config(problem, shapes_of(problem))
+    with compile_lock():
+        compiled = build_fwd(problem, choice.tiles, TARGET, f"--keep-cubin --dump-dir={folder}")
+    function: Any = compiled.function
+    return dict(compiled.meta), opcodes(function.__cubin__, folder)
+
+
+def disassembler() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return shutil.which("cuobjdump")
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+
+
+def opcodes(cubin: bytes, folder: Path) -> dict[str, int]:
+    program = disassembler()
+    if program is None:
+        return {}
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    text = subprocess.run(
+        [program, "-sass", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    counts: dict[str, int] = {}
+    line = r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_]+)"
+    for match in re.finditer(line, text, re.MULTILINE):
+        counts[match[1]] = counts.get(match[1], 0) + 1
+    return counts
+
+
+PLAIN = AttentionProblem("bfloat16", 128, 128)
+ROWS = tuple(
+    AttentionProblem("bfloat16", row.max_dim, row.max_dim_v, is_causal=causal)
+    for row in SM90_FWD
+    for causal in (False, True)
+)
+FEATURES = {
+    "window": {"has_window_left": True, "has_window_right": True},
+    "window-left-causal": {"has_window_left": True, "is_causal": True},
+    "varlen-causal": {"varlen_q": True, "varlen_k": True, "is_causal": True},
+    "varlen-q-seqused": {"varlen_q": True, "has_seqused_q": True, "has_seqused_k": True},
+    "packed-sink": {"packed_heads": 8, "sink_dtype": "bfloat16", "is_causal": True},
+    "softcap-no-lse": {"has_softcap": True, "needs_lse": False},
+    "fp16-d64-varlen": {"dtype": "float16", "head_dim": 64, "head_dim_v": 64, "varlen_k": True},
+}
+ODD_DIMS = ((8, 8), (72, 40), (64, 256), (256, 64), (240, 256), (16, 128))
+VARIANTS = {
+    **{f"d{p.head_dim}-dv{p.head_dim_v}-{'causal' if p.is_causal else 'full'}": p for p in ROWS},
+    **{name: replace(PLAIN, **fields) for name, fields in FEATURES.items()},
+    **{f"d{d}-dv{dv}": replace(PLAIN, head_dim=d, head_dim_v=dv) for d, dv in ODD_DIMS},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiles_well(name: str, tmp_path: Path) -> None:
+    meta, counts = build(VARIANTS[name], tmp_path)
+    facts = f"{name}: {meta}, {counts}"
+    assert meta["registers"], facts
+    assert meta["spill_bytes"] == 0, facts
+    assert not meta["warnings"], facts
+    assert meta["smem_bytes"] <= 232448, facts
+    if counts:
+        assert counts["USETMAXREG"] == 2, facts
+        assert counts["HGMMA"] and counts["UTMALDG"] and counts["UTMASTG"], facts
+        assert "LDL" not in counts and "STL" not in counts, facts
+
+
+def test_one_kernel_per_problem() -> None:
+    """Sizes are not part of a problem, and equal problems compile once."""
+    cache = CompileCache(directory=None)
+    config = FwdConfig(tile_n=32)
+    tiles = select_fwd_config(PLAIN, shapes_of(PLAIN), override=config).tiles
+    first = compile_fwd(PLAIN, tiles, TARGET, cache)
+    count = compile_count()
+    assert compile_fwd(replace(PLAIN), replace(tiles), TARGET, cache) is first
+    assert compile_count() == count
+
+
+def test_scalar_to_ssa() -> None:
+    @cute.jit
+    def write(values: cute.Tensor, offset: cutlass.Int32):  # type: ignore[no-untyped-def]
+        three = scalar_to_ssa(3, cutlass.Int32)
+        sum_ = three + scalar_to_ssa(offset, cutlass.Int32)
+        values[0] = sum_[0]
+        values[1] = (scalar_to_ssa(values[1], cutlass.Int32) * three)[0]
+        values[2] = cutlass.Int32((three <= sum_)[0])
+
+    values = torch.tensor([0, 5, 0], dtype=torch.int32)
+    with compile_lock():
+        write(from_dlpack(values), 4)
+    assert values.tolist() == [7, 15, 1]
+
+
+def test_public_paths() -> None:
+    from flash_mask_cute import flash_fwd
+    from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
+
+    assert flash_fwd.FlashAttentionForwardSm90 is FlashAttentionForwardSm90

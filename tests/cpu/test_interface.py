@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import BF16, FP32, FP64, Case, assert_close_to_oracle, make_inputs
+from torch import Tensor
+
+import flash_mask_cute
+from flash_mask_cute import interface
+from flash_mask_cute.host.launch import EmptyLaunch, Extras, KernelLaunch, ResolvedFwd, Settings
+from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
+
+NEG_INF = float("-inf")
+
+
+def qkv(
+    batch: int = 1, seqlen: int = 40, heads: int = 4, dim: int = 64, dtype: torch.dtype = BF16
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, seqlen, heads, dim, generator=generator) for _ in range(3))
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+# -- the public call on the CPU -----------------------------------------------------------------
+
+
+def test_settings_have_the_defaults_of_the_call() -> None:
+    parameters = dict(list(inspect.signature(_flash_attn_fwd).parameters.items())[3:])
+    defaults = Extras._field_defaults | Settings._field_defaults
+    assert {name: parameter.default for name, parameter in parameters.items()} == defaults
+
+
+def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positional bundles: a distinct value for each keyword must come out under its name."""
+    names = [*Extras._fields, *(name for name in Settings._fields if name != "config")]
+    given = {name: object() for name in names}
+    found: dict[str, object] = {}
+
+    def resolve(*args: Any) -> None:
+        found.update(args[3]._asdict() | args[4]._asdict())
+
+    monkeypatch.setattr(interface, "_resolve", resolve)
+    monkeypatch.setattr(interface, "_prepare", lambda *args: lambda *args: (None, None))
+    monkeypatch.setattr(interface, "_remember", lambda *args: None)
+    config = FwdConfig(tile_n=64)
+    _flash_attn_fwd(*qkv(), config=config, **given)  # type: ignore[arg-type]
+    assert found == given | {"config": config}
+
+
+def test_without_lse() -> None:
+    tensors = qkv()
+    out, lse = _flash_attn_fwd(*tensors, return_lse=False)
+    assert lse is None
+    assert torch.equal(out, _flash_attn_fwd(*tensors)[0])
+    buffer = torch.full((1, 4, 40), float("nan"))
+    _, lse = _flash_attn_fwd(*tensors, return_lse=False, lse=buffer)
+    assert lse is buffer
+    assert not buffer.isnan().any()
+
+
+def test_no_graph_is_recorded() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(dtype=FP32))
+    out, lse = _flash_attn_fwd(q, k, v)
+    assert not out.requires_grad
+    assert lse is not None and not lse.requires_grad
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+def test_rows_in_no_use(packed: bool) -> None:
+    used = torch.tensor([3, 0], dtype=torch.int32)
+    sink = torch.zeros(2)
+    if packed:
+        q, k, v = (torch.randn(12, 2, 16) for _ in range(3))
+        edges = torch.tensor([0, 5, 10], dtype=torch.int32)  # two rows at the end belong to none
+        more = {"cu_seqlens_q": edges, "cu_seqlens_k": edges}
+        unused = torch.tensor([False] * 3 + [True] * 9)
+    else:
+        q, k, v = (torch.randn(2, 5, 2, 16) for _ in range(3))
+        more, unused = {}, torch.arange(5) >= used[:, None]
+    out, lse = _flash_attn_fwd(q, k, v, seqused_q=used, learnable_sink=sink, **more)
+    assert lse is not None
+    assert (out[unused] == 0).all()
+    assert (lse.mT[unused] == NEG_INF).all()
+    assert lse.mT[~unused].isfinite().all()
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "seqlen_k"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)]
+)
+def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int) -> None:
+    q = torch.randn(batch, seqlen_q, 4, 16)
+    k = v = torch.randn(batch, seqlen_k, 2, 16)
+    out, lse = _flash_attn_fwd(q, k, v, causal=True)
+    assert lse is not None
+    assert out.shape == q.shape and lse.shape == (batch, 4, seqlen_q)
+    assert (out == 0).all() and (lse == NEG_INF).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"softmax_scale": 0.0}, ValueError, "softmax_scale"),
+        ({"score_mod": lambda *x: x}, NotImplementedError, "score_mod"),
+        ({"aux_tensors": [torch.zeros(1)]}, NotImplementedError, "aux_tensors"),
+        ({"window_size_left": [3]}, TypeError, "window_size_left"),
+        ({"pack_gqa": True}, NotImplementedError, "pack_gqa"),
+        ({"config": {"tile_n": 40}}, ValueError, "tile_n"),
+        ({"config": {"tile": 40}}, ValueError, "config"),
+        ({"config": 128}, TypeError, "config"),
+        ({"max_seqlen_q": torch.tensor(3)}, TypeError, "max_seqlen_q"),
+    ],
+)
+def test_errors_come_before_anything_runs(
+    change: dict[str, Any], error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise AssertionError("something was prepared")
+
+    monkeypatch.setattr(interface, "_prepare", fail)
+    q, k, v = qkv(heads=6)
+    with pytest.raises(error, match=said):
+        _flash_attn_fwd(q, k[:, :, :2], v[:, :, :2], **change)
+    with pytest.raises(TypeError, match="q must be"):
+        _flash_attn_fwd(q.numpy() if q.dtype == FP32 else "q", k, v)  # type: ignore[arg-type]
+
+
+def test_contents_on_the_cpu_are_checked_in_every_call() -> None:
+    q = torch.randn(10, 2, 16)
+    edges = torch.tensor([0, 4, 10], dtype=torch.int32)
+    _flash_attn_fwd(q, q, q, cu_seqlens_q=edges, cu_seqlens_k=edges)
+    edges[1] = 11
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        _flash_attn_fwd(q, q, q, cu_seqlens_q=edges, cu_seqlens_k=edges)
+
+
+def test_config_reaches_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_mask_cute.block_info import BlockInfo
+
+    seen = set()
+    walk = BlockInfo.get_n_block_min_max
+
+    def watch(self: BlockInfo, *args: Any) -> Any:
+        seen.add((self.tile_m, self.tile_n, self.qhead_per_kvhead_packgqa))
+        return walk(self, *args)
+
+    monkeypatch.setattr(BlockInfo, "get_n_block_min_max", watch)
+    q, k, v = qkv(seqlen=300)
+    inputs_k = k[:, :, :1], v[:, :, :1]
+    _flash_attn_fwd(q, *inputs_k, config=FwdConfig(tile_n=48), pack_gqa=True)
+    _flash_attn_fwd(q, *inputs_k, config={"tile_m": 128, "tile_n": 64}, pack_gqa=False)
+    assert {(n, pack) for _, n, pack in seen} == {(48, 4), (64, 1)}
+    assert (128, 64, 1) in seen
+
+
+@pytest.mark.parametrize("config", [None, FwdConfig(tile_m=128, tile_n=32)])
+def test_any_config_gives_the_same_result(config: FwdConfig | None) -> None:
+    inputs = make_inputs(
+        Case("tiles", 2, 129, 255, 4, 2, 64, dtype=FP64, causal=True, window_left=70)
+    )
+    out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **inputs.keywords, config=config)
+    assert lse is not None
+    assert_close_to_oracle(out, lse, inputs)
+
+
+def run_python(program: str) -> str:
+    root = Path(flash_mask_cute.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_importing_the_package_imports_no_compiler() -> None:
+    program = (
+        "import sys, flash_mask_cute; print([m for m in ('torch', 'cutlass') if m in sys.modules])"
+    )
+    assert run_python(program).strip() == "[]"
+    program = "import sys, flash_mask_cute.interface; print('cutlass' in sys.modules)"
+    assert run_python(program).strip() == "False"
+
+
+def test_the_cpu_path_compiles_nothing() -> None:
+    program = (
+        "import torch, flash_mask_cute; from flash_mask_cute.interface import _flash_attn_fwd\n"
+        "q = torch.randn(1, 9, 2, 16); _flash_attn_fwd(q, q, q, causal=True)\n"
+        "print(flash_mask_cute.compile_count())"
+    )
+    assert run_python(program).strip() == "0"
+
+
+# -- launches, with a function that only takes notes --------------------------------------------
+
+
+class Recorder:
+    """Stands for the compiled kernel. `prepared` counts misses."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.prepared: list[ResolvedFwd] = []
+
+    def __call__(self, *args: Any) -> None:
+        self.calls.append(args)
+
+    def prepare(
+        self, resolved: ResolvedFwd, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+    ) -> KernelLaunch:
+        self.prepared.append(resolved)
+        return KernelLaunch(resolved, self, q, k, v, extras.out)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    recorder = Recorder()
+    monkeypatch.setattr(interface, "_launches", {})
+    monkeypatch.setattr(interface, "_prepare", recorder.prepare)
+    yield recorder
+
+
+def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
+    q, k, v = qkv(batch=2)
+    used_q, used_k = (torch.tensor([n, 40], dtype=torch.int32) for n in (5, 6))
+    sink = torch.zeros(4)
+    out, lse = _flash_attn_fwd(
+        q, k, v, softmax_scale=0.5, window_size_left=7, window_size_right=3, softcap=20,
+        learnable_sink=sink, seqused_q=used_q, seqused_k=used_k,
+    )  # fmt: skip
+    (args,) = recorder.calls
+    expected = (
+        q, k, v, out, lse, 0.5, None, None, used_q, used_k, None, 7, 3, sink, None, None, 20.0,
+    )  # fmt: skip
+    assert len(args) == len(expected) + 1
+    assert all(got is wanted or got == wanted for got, wanted in zip(args, expected, strict=False))
+    counter = args[-1]
+    assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
+
+
+def test_causal_and_open_windows_pass_no_side(recorder: Recorder) -> None:
+    q, k, v = qkv()
+    _flash_attn_fwd(q, k, v, causal=True, window_size_right=5, window_size_left=1 << 30)
+    assert recorder.calls[0][11:13] == (None, None)
+    assert recorder.prepared[0].problem.is_causal
+    assert not recorder.prepared[0].problem.is_local
+
+
+def test_a_second_call_prepares_nothing(recorder: Recorder) -> None:
+    first, second = qkv(), qkv()
+    _flash_attn_fwd(*first, causal=True)
+    out, lse = _flash_attn_fwd(*second, causal=True)
+    assert len(recorder.prepared) == 1
+    assert recorder.calls[1][0] is second[0]
+    assert recorder.calls[1][3] is out is not recorder.calls[0][3]
+    assert out.shape == second[0].shape and out.dtype == BF16
+    assert lse is not None and lse.shape == (1, 4, 40) and lse.dtype == FP32
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+WARM: dict[str, Any] = {"seqused_k": int32(40), "window_size_left": 9}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"softmax_scale": 0.3},
+        {"causal": True},
+        {"window_size_left": 8},
+        {"window_size_right": 8},
+        {"softcap": 3.0},
+        {"learnable_sink": torch.zeros(4)},
+        {"learnable_sink": torch.zeros(4, dtype=BF16)},
+        {"seqused_q": int32(40)},
+        {"seqused_k": None},
+        {"max_seqlen_q": 40},
+        {"pack_gqa": False},
+        {"return_lse": False},
+        {"lse": torch.zeros(1, 4, 40)},
+        {"out": torch.zeros(1, 40, 4, 64, dtype=BF16)},
+        {"config": {"tile_n": 64}},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_what_differs_is_prepared_anew(change: dict[str, Any], recorder: Recorder) -> None:
+    tensors = qkv()
+    _flash_attn_fwd(*tensors, **WARM)
+    for _ in range(2):
+        _flash_attn_fwd(*tensors, **(WARM | change))
+    assert len(recorder.prepared) == 2
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_each_operands_layout_counts(which: int, recorder: Recorder) -> None:
+    tensors = list(qkv(batch=2))
+    _flash_attn_fwd(*tensors)
+    tensors[which] = tensors[which].transpose(1, 2).contiguous().transpose(1, 2)
+    _flash_attn_fwd(*tensors)
+    assert len(recorder.prepared) == 2
+
+
+def test_bad_calls_after_a_good_one_still_fail(recorder: Recorder) -> None:
+    q, k, v = qkv()
+    _flash_attn_fwd(q, k, v)
+    with pytest.raises(TypeError, match="k must have the dtype"):
+        _flash_attn_fwd(q, k.half(), v)
+    with pytest.raises(ValueError, match="head_dim"):
+        _flash_attn_fwd(q, k[..., :32], v)
+    with pytest.raises(NotImplementedError, match="mask_mod"):
+        _flash_attn_fwd(q, k, v, mask_mod=lambda *x: x[2] >= x[3])
+    assert len(recorder.calls) == 1
+
+
+def test_misaligned_data_never_hits(recorder: Recorder) -> None:
+    q, k, v = qkv()
+    _flash_attn_fwd(q, k, v)
+    shifted = torch.zeros(q.numel() + 1, dtype=BF16)[1:].view(q.shape)
+    assert shifted.stride() == q.stride()
+    # here on the CPU validation lets it pass; on a GPU it refuses it
+    _flash_attn_fwd(shifted, k, v)
+    assert len(recorder.prepared) == 2
+
+
+def test_launches_do_not_pile_up(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "_MAX_LAUNCHES", 4)
+    tensors = qkv()
+    for scale in range(1, 10):
+        _flash_attn_fwd(*tensors, softmax_scale=scale)
+        assert 1 <= len(interface._launches) <= 4
+
+
+def test_extents_of_one_get_strides_that_tma_takes(recorder: Recorder) -> None:
+    q, k, v = (x.as_strided(x.shape, (3, *x.stride()[1:])) for x in qkv())
+    out, _ = _flash_attn_fwd(q, k, v)
+    for x, original in zip(recorder.calls[0][:4], (q, k, v, out), strict=True):
+        assert all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:-1])
+        assert x.data_ptr() == original.data_ptr() and x.shape == original.shape
+    buffer = torch.zeros_like(out)
+    given = buffer.as_strided(buffer.shape, (0, *buffer.stride()[1:]))
+    out, _ = _flash_attn_fwd(q, k, v, out=given)
+    assert out is given
+    assert recorder.calls[1][3].stride()[0] % 8 == 0 < recorder.calls[1][3].stride()[0]
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+def test_empty_launch(packed: bool, sink: bool) -> None:
+    """What the GPU path does where there are no keys, against the CPU path."""
+    keywords: dict[str, Any] = {"seqused_q": int32(2, 0, 4)}
+    if sink:
+        keywords["learnable_sink"] = torch.randn(4)
+    q, k = torch.randn(3, 4, 4, 16), torch.randn(3, 0, 2, 16)
+    if packed:
+        q, k = q.flatten(0, 1), k.flatten(0, 1)
+        keywords |= {"cu_seqlens_q": int32(0, 3, 7, 11), "cu_seqlens_k": int32(0, 0, 0, 0)}
+    extras, settings = interface.bundle(keywords)
+    resolved = interface._resolve(q, k, k, extras, settings)
+    assert resolved.is_empty
+    out, lse = EmptyLaunch(resolved)(q, k, k, extras)
+    expected_out, expected_lse = _flash_attn_fwd(q, k, k, **keywords)
+    assert lse is not None and expected_lse is not None
+    assert torch.equal(out, expected_out)
+    assert torch.equal(lse, expected_lse)
+
+
+# -- explain ------------------------------------------------------------------------------------
+
+
+def brute_force_tiles(
+    seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int, causal: bool, left: int | None
+) -> int:
+    row = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k)
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if causal:
+        visible &= key <= row
+    if left is not None:
+        visible &= key >= row - left
+    blocks = (block.any() for rows in visible.split(tile_m) for block in rows.split(tile_n, dim=1))
+    return sum(map(int, blocks))
+
+
+@pytest.mark.parametrize(("causal", "left"), [(False, None), (True, None), (True, 100)], ids=str)
+def test_explain_counts_tiles(causal: bool, left: int | None) -> None:
+    q = torch.randn(3, 1000, 4, 32, dtype=FP32)
+    k = torch.randn(3, 1300, 2, 32, dtype=FP32)
+    found = explain(q, k, k, causal=causal, window_size_left=left, config={"tile_m": 128})
+    blocks_q, blocks_k = -(-1000 // 128), -(-1300 // found.tiles.tile_n)
+    visible = 3 * brute_force_tiles(1000, 1300, 128, found.tiles.tile_n, causal, left)
+    assert found.visible_key_tiles == visible
+    assert found.skipped_key_tiles == 3 * blocks_q * blocks_k - visible
+    assert found.work_tiles == blocks_q * 4 * 3
+    assert (found.where, found.grid, found.packed_heads) == ("cpu", 96, 1)
+    assert found.registers is None and "float32" in found.note
+
+
+def test_explain_varlen_and_packing() -> None:
+    q, k = torch.randn(50, 8, 32), torch.randn(600, 2, 32)
+    found = explain(
+        q, k, k, cu_seqlens_q=int32(0, 20, 50), cu_seqlens_k=int32(0, 200, 600), pack_gqa=True,
+        config={"tile_m": 128, "tile_n": 128}, seqused_k=int32(129, 0),
+    )  # fmt: skip
+    assert found.packed_heads == 4
+    assert found.work_tiles == 2 * 2  # 80 and 120 packed rows are a tile each, for 2 KV heads
+    assert (found.visible_key_tiles, found.skipped_key_tiles) == (2, 0)
+    assert found.grid == 132
+
+
+def test_explain_reports_the_compiled_kernel() -> None:
+    found = explain(*qkv(), causal=True, config={"tile_n": 64})
+    assert found.kernel == "FlashAttentionForwardSm90"
+    assert found.registers is not None and 0 < found.registers <= 255
+    assert found.spill_bytes == 0
+    assert 0 < found.smem_bytes <= 232448
+    text = str(found)
+    for part in (
+        "x 64 keys",
+        "registers",
+        "config= sets tile_n=64",
+        "sm_90a",
+        str(found.smem_bytes),
+    ):
+        assert part in text, text
+
+
+def test_explain_takes_the_calls_keywords_only() -> None:
+    with pytest.raises(TypeError, match="windows"):
+        explain(*qkv(), windows=3)
+    with pytest.raises(ValueError, match="window_size_left"):
+        explain(*qkv(), window_size_left=-1)
+    assert flash_mask_cute.explain is explain
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = flash_mask_cute.nothing
