@@ -19,17 +19,20 @@ needs_venv = $(if $(filter $(VENV)/%,$(1)),venv)
 RUN := $(or $(PYTHON),$(call python_with,$(RUNTIME)))
 DEV := $(or $(PYTHON),$(call python_with,$(RUNTIME) $(TOOLS)))
 
-.PHONY: demo test lint venv
+.PHONY: demo test test-cpu test-sim test-gpu lint venv
 
 demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/01_causal.py
 	PYTHONPATH=. $(RUN) examples/02_varlen.py
 
 # Each folder has a process of its own: the software GPU takes the place of CUDA in its process.
-test: $(call needs_venv,$(DEV))
+test: test-cpu test-sim test-gpu
+
+test-cpu: $(call needs_venv,$(DEV))
 	$(DEV) -m pytest tests/cpu -n $(WORKERS)
-	$(DEV) -m pytest tests/sim
-	$(DEV) -m pytest tests/gpu
+
+test-sim test-gpu: test-%: $(call needs_venv,$(DEV))
+	$(DEV) -m pytest tests/$*
 
 lint: $(call needs_venv,$(DEV))
 	$(DEV) -m ruff check .

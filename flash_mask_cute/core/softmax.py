@@ -78,14 +78,14 @@ class OnlineSoftmax(NamedTuple):
     def start(self, scores: cute.Tensor):
         """Begin rows anew with their first tile of scores (rows, cols): sets the maximum, empties the sum."""
         for r in cutlass.range_constexpr(self.num_rows):
-            self._adopt(r, quad_reduce(_chained_reduce(_row(scores, r), cute.arch.fmax), cute.arch.fmax))
+            self._adopt(
+                r, quad_reduce(_chained_reduce(_row(scores, r), cute.arch.fmax), cute.arch.fmax)
+            )
             self.row_sum[r] = Float32(0.0)
 
     def tile_max(self, scores: cute.Tensor):
         """This thread's largest score of each row."""
-        return tuple(
-            _chained_reduce(_row(scores, r), cute.arch.fmax) for r in range(self.num_rows)
-        )
+        return tuple(_chained_reduce(_row(scores, r), cute.arch.fmax) for r in range(self.num_rows))
 
     def outgrown(self, tile_max) -> Boolean:
         """Whether some row of this warp needs a newer maximum; a warp-uniform value."""

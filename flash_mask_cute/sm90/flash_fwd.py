@@ -108,9 +108,7 @@ def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 def at_ragged_sequence(tensor: cute.Tensor, offset: Int32, length: Int32) -> cute.Tensor:
     """The rows of one sequence of a `ragged_rows` view."""
-    return cute.domain_offset(
-        ((0, RAGGED_BOUND - length), 0), tensor[None, None, offset + length]
-    )
+    return cute.domain_offset(((0, RAGGED_BOUND - length), 0), tensor[None, None, offset + length])
 
 
 class FlashAttentionForwardSm90:
@@ -226,8 +224,12 @@ class FlashAttentionForwardSm90:
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
         heads_first = [1, 0, 2] if varlen_q else [2, 1, 3, 0]
-        q = cute.group_modes(cute.make_tensor(mQ.iterator, cute.select(mQ.layout, heads_first)), 0, 2)
-        o = cute.group_modes(cute.make_tensor(mO.iterator, cute.select(mO.layout, heads_first)), 0, 2)
+        q = cute.group_modes(
+            cute.make_tensor(mQ.iterator, cute.select(mQ.layout, heads_first)), 0, 2
+        )
+        o = cute.group_modes(
+            cute.make_tensor(mO.iterator, cute.select(mO.layout, heads_first)), 0, 2
+        )
         if const_expr(varlen_q):
             o = ragged_rows(o)
         varlen_k = const_expr(mCuSeqlensK is not None)
@@ -262,13 +264,14 @@ class FlashAttentionForwardSm90:
         if const_expr(varlen_q):
             num_batch = mCuSeqlensQ.shape[0] - 1
         num_m_blocks = cute.ceil_div(seqlen_q * plan.packed_heads, plan.tile_m)
-        # heads that share keys stay together, and no head alone is split
-        kv_bytes = cutlass.max(seqlen_k * ((plan.head_dim + plan.head_dim_v) * 2), 1)
-        shared_by = num_heads // heads_kv
-        group = Int32(1)
+        # heads that share keys stay together
+        heads_per_kv = num_heads // heads_kv
+        heads_per_group = heads_per_kv
         if const_expr(self.is_causal or window_size_right is not None):
-            group = cutlass.max(L2_SHARE // kv_bytes, 1)
-        schedule = ScheduleParams(num_m_blocks, num_heads, num_batch, group * shared_by)
+            kv_bytes = Int64(cutlass.max(seqlen_k, 1)) * ((plan.head_dim + plan.head_dim_v) * 2)
+            fitting = Int32(cutlass.max(cutlass.min(L2_SHARE // kv_bytes, heads_kv * num_batch), 1))
+            heads_per_group = fitting * heads_per_kv
+        schedule = ScheduleParams(num_m_blocks, num_heads, num_batch, heads_per_group)
         grid = Int32(self.num_sms)
         if const_expr(not varlen_q):
             grid = cutlass.min(grid, num_m_blocks * num_heads * num_batch)
@@ -281,7 +284,7 @@ class FlashAttentionForwardSm90:
             scale_log2, cap_in, window_size_left, window_size_right, learnable_sink
         )
         self.kernel(
-            operands, mLSE, lengths, score_args, schedule, shared_by, tile_counter
+            operands, mLSE, lengths, score_args, schedule, heads_per_kv, tile_counter
         ).launch(
             grid=(grid, 1, 1),
             block=(plan.num_threads, 1, 1),
@@ -310,7 +313,10 @@ class FlashAttentionForwardSm90:
         pipeline_k = self._tma_pipeline(storage.k_barriers, plan.stages_kv, plan.bytes_k)
         pipeline_v = self._tma_pipeline(storage.v_barriers, plan.stages_kv, plan.bytes_v)
         ring = WorkRing.create(
-            storage.ring.data_ptr(), storage.ring_barriers.data_ptr(), RING_STAGES, plan.num_mma_warps
+            storage.ring.data_ptr(),
+            storage.ring_barriers.data_ptr(),
+            RING_STAGES,
+            plan.num_mma_warps,
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -334,7 +340,14 @@ class FlashAttentionForwardSm90:
                     lengths.cu_seqlens_q is not None,
                 )
                 self.load(
-                    operands, (sQ, sK, sV), pipelines, ring, lengths, score_args, scheduler, heads_per_kv
+                    operands,
+                    (sQ, sK, sV),
+                    pipelines,
+                    ring,
+                    lengths,
+                    score_args,
+                    scheduler,
+                    heads_per_kv,
                 )
         else:
             cute.arch.setmaxregister_increase(plan.mma_registers)
@@ -375,73 +388,115 @@ class FlashAttentionForwardSm90:
         scheduler: TileScheduler,
         heads_per_kv: Int32,
     ):
-        """Load warp: decide on work tiles, announce them, and stream their operands."""
+        """Load warp: decide on work tiles, announce them, and stream their operands.
+
+        Values lag one block behind keys, as their consumers do, across work tiles too: the next tile's query and
+        first keys go out before this tile's last values.
+        """
         plan = self.plan
-        sQ, sK, sV = tiles
-        pipeline_q, pipeline_k, pipeline_v = pipelines
+        _, pipeline_k, pipeline_v = pipelines
         block_info = self._block_info(score_args)
         # fills so far: of the ring and the query pipeline, of the key and value pipelines
         tiles_done, blocks_done = Int32(0), Int32(0)
         num_m_blocks_of = partial(_num_m_blocks, plan, lengths.cu_seqlens_q)
+        open_tile = partial(
+            self._load_first, operands, tiles, pipelines, ring, lengths, block_info, heads_per_kv
+        )
         search = scheduler.start()
         tile, search = scheduler.locate(search, num_m_blocks_of)
         work = _describe(tile, lengths)
+        open_tile(tiles_done, blocks_done, work, tile.is_valid)
         while tile.is_valid:
             search = scheduler.advance(search)
-            ring.write(tiles_done, work)
             n_block_min, n_block_last = _block_range(block_info, work)
             num_n_blocks = n_block_last - n_block_min + 1
-            head_kv = work.head_idx // heads_per_kv
+            gK, gV = self._kv_blocks(operands, lengths, work, heads_per_kv)
+            load_k = partial(
+                _load_block,
+                operands.k_atom,
+                pipeline_k,
+                *_tma_blocks(operands.k_atom, gK, tiles[1]),
+            )
+            load_v = partial(
+                _load_block,
+                operands.v_atom,
+                pipeline_v,
+                *_tma_blocks(operands.v_atom, gV, tiles[2]),
+            )
+            for i in cutlass.range(1, num_n_blocks, unroll=1):
+                load_k(self._kv_fill(blocks_done + i), n_block_last - i)
+                load_v(self._kv_fill(blocks_done + i - 1), n_block_last - i + 1)
+            blocks_done += num_n_blocks
+            tiles_done += 1
+            if const_expr(plan.share_qo):
+                # the next query has to wait for the output, which has to wait for these
+                load_v(self._kv_fill(blocks_done - 1), n_block_min)
+            tile, search = scheduler.locate(search, num_m_blocks_of)
+            work = _describe(tile, lengths)
+            open_tile(tiles_done, blocks_done, work, tile.is_valid)
+            if const_expr(not plan.share_qo):
+                load_v(self._kv_fill(blocks_done - 1), n_block_min)
+        scheduler.finish()
+        ring.write(tiles_done, NO_WORK)
 
+    @cute.jit
+    def _load_first(
+        self,
+        operands: Operands,
+        tiles,
+        pipelines,
+        ring,
+        lengths,
+        block_info,
+        heads_per_kv,
+        number,
+        block,
+        work,
+        is_valid,
+    ):
+        """Announce work tile `number`, load its query and its first key block, the pipeline's `block`-th."""
+        plan = self.plan
+        sQ, sK, _ = tiles
+        pipeline_q, pipeline_k, _ = pipelines
+        if is_valid:
+            ring.write(number, work)
             gQ = operands.q
             if const_expr(lengths.cu_seqlens_q is None):
                 gQ = gQ[None, None, work.batch_idx]
-            q_fill = Cursor(tiles_done, plan.stages_q, is_producer=True)
-            pipeline_q.producer_acquire(q_fill)
+            fill = Cursor(number, plan.stages_q, is_producer=True)
+            pipeline_q.producer_acquire(fill)
             for w in cutlass.range_constexpr(plan.num_mma_warpgroups):
                 tile_row = work.m_block * plan.tile_m + w * wgmma.ROWS_PER_WARPGROUP
                 first = (
                     work.head_idx * plan.packed_heads,
-                    work.seqlen.offset_q + tile_row // plan.packed_heads,
+                    work.offset_q + tile_row // plan.packed_heads,
                 )
                 src, dst = _tma_tile(operands.q_atom, gQ, first, (plan.row_tile, plan.tile_d), sQ)
                 cute.copy(
                     operands.q_atom,
                     src,
-                    dst[None, q_fill.index * plan.num_mma_warpgroups + w],
-                    tma_bar_ptr=pipeline_q.producer_get_barrier(q_fill),
+                    dst[None, fill.index * plan.num_mma_warpgroups + w],
+                    tma_bar_ptr=pipeline_q.producer_get_barrier(fill),
                 )
+            gK, _ = self._kv_blocks(operands, lengths, work, heads_per_kv)
+            _, n_block_last = _block_range(block_info, work)
+            gmem, smem = _tma_blocks(operands.k_atom, gK, sK)
+            _load_block(operands.k_atom, pipeline_k, gmem, smem, self._kv_fill(block), n_block_last)
 
-            gK, gV = operands.k, operands.v
-            if const_expr(lengths.cu_seqlens_k is None):
-                gK = gK[None, None, head_kv, work.batch_idx]
-                gV = gV[None, None, head_kv, work.batch_idx]
-            else:
-                gK = cute.domain_offset((work.seqlen.offset_k, 0), gK[None, None, head_kv])
-                gV = cute.domain_offset((0, work.seqlen.offset_k), gV[None, None, head_kv])
-            load_k = partial(
-                _load_block, operands.k_atom, pipeline_k, *_tma_blocks(
-                    operands.k_atom, cute.local_tile(gK, (plan.tile_n, plan.tile_d), (None, 0)), sK
-                )
-            )
-            load_v = partial(
-                _load_block, operands.v_atom, pipeline_v, *_tma_blocks(
-                    operands.v_atom, cute.local_tile(gV, (plan.tile_dv, plan.tile_n), (0, None)), sV
-                )
-            )
-            # values lag one block behind keys, as their consumers do
-            load_k(self._kv_fill(blocks_done), n_block_last)
-            for i in cutlass.range(1, num_n_blocks, unroll=1):
-                load_k(self._kv_fill(blocks_done + i), n_block_last - i)
-                load_v(self._kv_fill(blocks_done + i - 1), n_block_last - i + 1)
-            blocks_done += num_n_blocks
-            load_v(self._kv_fill(blocks_done - 1), n_block_min)
-            tiles_done += 1
-
-            tile, search = scheduler.locate(search, num_m_blocks_of)
-            work = _describe(tile, lengths)
-        scheduler.finish()
-        ring.write(tiles_done, NO_WORK)
+    def _kv_blocks(self, operands: Operands, lengths: Lengths, work: Work, heads_per_kv: Int32):
+        """Global K (tile_n, tile_d, n_blocks) and V (tile_dv, tile_n, n_blocks) of a work tile."""
+        plan = self.plan
+        head_kv = work.head_idx // heads_per_kv
+        if const_expr(lengths.cu_seqlens_k is None):
+            gK = operands.k[None, None, head_kv, work.batch_idx]
+            gV = operands.v[None, None, head_kv, work.batch_idx]
+        else:
+            gK = cute.domain_offset((work.offset_k, 0), operands.k[None, None, head_kv])
+            gV = cute.domain_offset((0, work.offset_k), operands.v[None, None, head_kv])
+        return (
+            cute.local_tile(gK, (plan.tile_n, plan.tile_d), (None, 0)),
+            cute.local_tile(gV, (plan.tile_dv, plan.tile_n), (0, None)),
+        )
 
     def _kv_fill(self, count: Int32) -> Cursor:
         return Cursor(count, self.plan.stages_kv, is_producer=True)
@@ -483,18 +538,19 @@ class FlashAttentionForwardSm90:
         first_scores = partial(
             self._first_scores, pipelines, mma_qk, first_S, tSrQ, tSrK, warpgroup_idx
         )
-        first_probs = partial(
-            self._first_probs, softmax, wgmma.rows_by_cols(first_S), score_args, block_info, ring
-        )
         is_valid = ring.wait(tile)
         first_scores(tile, block, is_valid)
-        first_probs(tile)
-        probs.store(first_S.load().to(plan.dtype))
         while is_valid:
             work = ring.read(tile)
             n_block_min, n_block = _block_range(block_info, work)
             unmasked = UnmaskedBlocks.create(block_info, work.seqlen, work.m_block, n_block_min)
             score = partial(self._score, score_args, block_info, ring, tile)
+
+            scores = wgmma.rows_by_cols(first_S)
+            score(scores, n_block, unmasked.cuts(n_block))
+            softmax.start(scores)
+            softmax.accumulate(scores)
+            probs.store(first_S.load().to(plan.dtype))
             accumulate = Boolean(False)
             # The same loop for each run of blocks: one that asked every block whether it is masked would have a branch
             # while P V is in flight, which ptxas answers by serialising all products.
@@ -532,40 +588,42 @@ class FlashAttentionForwardSm90:
                     probs.store(acc_S.load().to(plan.dtype))
                     accumulate = Boolean(True)
 
-            # The last P V of this tile, and with it the first S of the next: the work tiles follow each other as
-            # the blocks of one tile do, the output of the old one leaves where the accumulator would be rescaled.
+            # the last P V of this tile, and with it the first S of the next
             next_is_valid = ring.wait(tile + 1)
-            v_fill = self._kv_read(block)
             if const_expr(not plan.share_qo):
                 # before the turn: another warpgroup may wait in its own for the query that takes this one's place
                 pipeline_q.consumer_release(Cursor(tile, plan.stages_q))
-                self._issue_next_scores(
-                    pipelines, mma_qk, first_S, tSrQ, tSrK, warpgroup_idx, tile, block, next_is_valid
-                )
-            else:
-                self._wait_turn(warpgroup_idx)
+            v_fill = self._kv_read(block)
             pipeline_v.consumer_wait(v_fill)
+            self._wait_turn(warpgroup_idx)
             wgmma.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_fill.index], accumulate)
+            if const_expr(not plan.share_qo):
+                self._issue_next_scores(
+                    pipelines,
+                    mma_qk,
+                    first_S,
+                    tSrQ,
+                    tSrK,
+                    warpgroup_idx,
+                    tile,
+                    block,
+                    next_is_valid,
+                )
             self._pass_turn(warpgroup_idx)
-            row_results = self._finish_rows(softmax, mLSE, lengths, score_args.sink, ring, tile)
-            if const_expr(not plan.share_qo):
-                warpgroup.wait_group(1)
-                if next_is_valid:
-                    pipeline_k.consumer_release(self._kv_read(block + 1))
-                first_probs(tile + 1)
-            warpgroup.wait_group(0)
+            warpgroup.wait_group(0 if const_expr(plan.share_qo) else 1)
             pipeline_v.consumer_release(v_fill)
-            if const_expr(not plan.share_qo):
-                probs.store(first_S.load().to(plan.dtype))
-            self._store_output(operands, sO, acc_O, row_results, lengths, ring, tile)
+            work = ring.read(tile)
+            self._epilogue(operands, sO, acc_O, softmax, mLSE, lengths, score_args.sink, work)
             ring.release(tile)
             if const_expr(plan.share_qo):
                 # the output has left, and with it the query's last reader
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 pipeline_q.consumer_release(Cursor(tile, plan.stages_q))
                 first_scores(tile + 1, block + 1, next_is_valid)
-                first_probs(tile + 1)
-                probs.store(first_S.load().to(plan.dtype))
+            else:
+                warpgroup.wait_group(0)
+                if next_is_valid:
+                    pipeline_k.consumer_release(self._kv_read(block + 1))
             tile += 1
             block += 1
             is_valid = next_is_valid
@@ -596,9 +654,18 @@ class FlashAttentionForwardSm90:
 
     @cute.jit
     def _issue_next_scores(
-        self, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, tile, block, next_is_valid: Boolean
+        self,
+        pipelines,
+        mma_qk,
+        acc_S,
+        tSrQ,
+        tSrK,
+        warpgroup_idx,
+        tile,
+        block,
+        next_is_valid: Boolean,
     ):
-        """In this warpgroup's turn, issue S of the next tile's first key block.
+        """Issue S of the next tile's first key block.
 
         Where there is no next tile the product is issued all the same, for nothing, on this tile's operands: a
         product under a branch would make the compiler serialise all of them.
@@ -609,26 +676,20 @@ class FlashAttentionForwardSm90:
             block += 1
             pipeline_q.consumer_wait(Cursor(tile, self.plan.stages_q))
             pipeline_k.consumer_wait(self._kv_read(block))
-        self._wait_turn(warpgroup_idx)
         q_tile = tSrQ[None, None, None, self._q_stage(tile, warpgroup_idx)]
         k_tile = tSrK[None, None, None, self._kv_read(block).index]
         wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
 
     @cute.jit
-    def _first_probs(
-        self, softmax: OnlineSoftmax, scores, score_args: ScoreArgs, block_info: BlockInfo, ring: WorkRing, tile
-    ):
-        """Begin the softmax of a work tile with the scores of its first block (of no meaning past the last tile)."""
-        work = ring.read(tile)
-        n_block_min, n_block = _block_range(block_info, work)
-        unmasked = UnmaskedBlocks.create(block_info, work.seqlen, work.m_block, n_block_min)
-        self._score(score_args, block_info, ring, tile, scores, n_block, unmasked.cuts(n_block))
-        softmax.start(scores)
-        softmax.accumulate(scores)
-
-    @cute.jit
     def _score(
-        self, score_args: ScoreArgs, block_info: BlockInfo, ring: WorkRing, tile, scores, n_block, is_masked
+        self,
+        score_args: ScoreArgs,
+        block_info: BlockInfo,
+        ring: WorkRing,
+        tile,
+        scores,
+        n_block,
+        is_masked,
     ):
         """Soft-cap the scores of a key block and, if `is_masked` (bool or Boolean), mask them."""
         if const_expr(score_args.cap_in is not None):
@@ -655,62 +716,44 @@ class FlashAttentionForwardSm90:
         return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
 
     @cute.jit
-    def _finish_rows(
+    def _epilogue(
         self,
+        operands: Operands,
+        sO: cute.Tensor,
+        acc_O: cute.Tensor,
         softmax: OnlineSoftmax,
         mLSE: cute.Tensor | None,
         lengths: Lengths,
         mSink: cute.Tensor | None,
-        ring: WorkRing,
-        tile: Int32,
+        work: Work,
     ):
-        """Store the LSE; returns what the accumulator rows must be multiplied by."""
-        packed_heads = self.plan.packed_heads
-        work = ring.read(tile)
+        """Scale the accumulator, store it and the LSE of this warpgroup's rows."""
+        plan = self.plan
         thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup_idx = warp_idx // 4 - 1
         rows = self._tile_rows(work, thread)
-        q_idx = tuple(row // packed_heads for row in rows)
-        heads = tuple(work.head_idx * packed_heads + row % packed_heads for row in rows)
+        q_idx = tuple(row // plan.packed_heads for row in rows)
+        heads = tuple(work.head_idx * plan.packed_heads + row % plan.packed_heads for row in rows)
         sinks = None
         if const_expr(mSink is not None):
             sinks = tuple(mSink[head].to(Float32) for head in heads)
-        results = softmax.finalize(sinks)
-        if const_expr(mLSE is not None):
-            for r in cutlass.range_constexpr(len(rows)):
-                lse = results[r][1]
-                if const_expr(lengths.seqused_q is not None):
-                    lse = cutlass.select_(q_idx[r] < work.seqlen_q, lse, -Float32.inf)
+        output = wgmma.rows_by_cols(acc_O)
+        for r, (factor, lse) in enumerate(softmax.finalize(sinks)):
+            if const_expr(lengths.seqused_q is not None):
+                used = q_idx[r] < work.seqlen_q
+                lse = cutlass.select_(used, lse, -Float32.inf)
+                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
+                    output[r, c] = cutlass.select_(used, output[r, c] * factor, Float32(0.0))
+            else:
+                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
+                    output[r, c] = output[r, c] * factor
+            if const_expr(mLSE is not None):
                 if thread % 4 == 0 and q_idx[r] < work.slot_q:
                     if const_expr(lengths.cu_seqlens_q is None):
                         mLSE[work.batch_idx, heads[r], q_idx[r]] = lse
                     else:
                         mLSE[heads[r], work.offset_q + q_idx[r]] = lse
-        return tuple(factor for factor, _ in results)
-
-    @cute.jit
-    def _store_output(
-        self,
-        operands: Operands,
-        sO: cute.Tensor,
-        acc_O: cute.Tensor,
-        factors,
-        lengths: Lengths,
-        ring: WorkRing,
-        tile: Int32,
-    ):
-        """Scale the accumulator rows and send this warpgroup's rows to global memory."""
-        plan = self.plan
-        work = ring.read(tile)
-        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warpgroup_idx = warp_idx // 4 - 1
-        output = wgmma.rows_by_cols(acc_O)
-        softmax_math.rescale(output, factors)
-        if const_expr(lengths.seqused_q is not None):
-            for r, row in enumerate(self._tile_rows(work, thread)):
-                is_used = row // plan.packed_heads < work.seqlen_q
-                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
-                    output[r, c] = cutlass.select_(is_used, output[r, c], Float32(0.0))
 
         # the previous tile's store must have read the staging memory, and all warps their queries
         is_storing_warp = warp_idx % 4 == 0

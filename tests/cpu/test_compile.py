@@ -101,15 +101,19 @@ def test_compiles_well(name: str, tmp_path: Path) -> None:
         assert "LDL" not in counts and "STL" not in counts, facts
 
 
-def test_one_kernel_per_problem() -> None:
+def test_one_kernel_per_problem(tmp_path: Path) -> None:
     """Sizes are not part of a problem, and equal problems compile once."""
-    cache = CompileCache(directory=None)
+    cache = CompileCache(tmp_path)
     config = FwdConfig(tile_n=32)
     tiles = select_fwd_config(PLAIN, shapes_of(PLAIN), override=config).tiles
     first = compile_fwd(PLAIN, tiles, TARGET, cache)
     count = compile_count()
     assert compile_fwd(replace(PLAIN), replace(tiles), TARGET, cache) is first
     assert compile_count() == count
+    other_process = CompileCache(tmp_path)
+    loaded = compile_fwd(PLAIN, tiles, TARGET, other_process)
+    assert compile_count() == count
+    assert dict(loaded.meta) == dict(first.meta)
 
 
 def test_scalar_to_ssa() -> None:

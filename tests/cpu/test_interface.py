@@ -415,7 +415,10 @@ def test_explain_varlen_and_packing() -> None:
     assert found.grid == 132
 
 
-def test_explain_reports_the_compiled_kernel() -> None:
+def test_explain_reports_the_compiled_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_MASK_CUTE_CACHE_DIR", str(tmp_path))
     found = explain(*qkv(), causal=True, config={"tile_n": 64})
     assert found.kernel == "FlashAttentionForwardSm90"
     assert found.registers is not None and 0 < found.registers <= 255
