@@ -152,7 +152,10 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, extras: Extras, settings: Settings
         seqused_k=extras.seqused_k,
         needs_lse=settings.return_lse or extras.lse is not None,
     )
-    choice = select_fwd_config(problem, shapes, settings.pack_gqa, config)
+    window = None
+    if window_left is not None and (settings.causal or window_right is not None):
+        window = window_left + (window_right or 0) + 1
+    choice = select_fwd_config(problem, shapes, settings.pack_gqa, config, window)
     scale = settings.softmax_scale
     rows = tuple(q.shape[:-1])
     return ResolvedFwd(

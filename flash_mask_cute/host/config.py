@@ -13,6 +13,8 @@ from flash_mask_cute.host.validate import FwdShapes
 
 # query rows that one warpgroup holds; packed heads must fill them evenly
 ROWS_PER_WARPGROUP = 64
+# fewer queries than this leave most of a tile empty unless heads share it
+SHORT_QUERY = 128
 _TILE_N_STEP = 16
 
 
@@ -93,23 +95,27 @@ def select_fwd_config(
     shapes: FwdShapes,
     pack_gqa: bool | None = None,
     override: FwdConfig | None = None,
+    window: int | None = None,
 ) -> FwdChoice:
-    """Choose tiles for the problem, and whether to pack heads for its shapes.
+    """Choose tiles for the problem, and whether to pack heads for its shapes. window: the keys
+    that a query sees at most, if the mask has both a left and a right edge.
 
     Raises:
         ValueError: the override asks for what cannot run.
         NotImplementedError: pack_gqa is True for a group of heads that does not divide 64.
     """
-    tiles, smem_bytes, reason = _choose_tiles(problem.head_dim, problem.head_dim_v, override)
+    tiles, smem_bytes, reason = _choose_tiles(
+        problem.head_dim, problem.head_dim_v, problem.is_full, window, override
+    )
     group = shapes.heads_q // shapes.heads_kv
-    packed = _choose_packing(group, shapes.seqlen_q, tiles.tile_m, pack_gqa)
+    packed = _choose_packing(group, shapes.seqlen_q, pack_gqa)
     if packed > 1:
-        cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < tile_m {tiles.tile_m}"
+        cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < {SHORT_QUERY}"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
 
 
-def _choose_packing(group: int, seqlen_q: int, tile_m: int, pack_gqa: bool | None) -> int:
+def _choose_packing(group: int, seqlen_q: int, pack_gqa: bool | None) -> int:
     can_pack = ROWS_PER_WARPGROUP % group == 0
     if pack_gqa and not can_pack:
         raise NotImplementedError(
@@ -117,16 +123,27 @@ def _choose_packing(group: int, seqlen_q: int, tile_m: int, pack_gqa: bool | Non
             f"{ROWS_PER_WARPGROUP}, got {group}"
         )
     if pack_gqa is None:
-        pack_gqa = can_pack and seqlen_q < tile_m
+        pack_gqa = can_pack and seqlen_q < SHORT_QUERY
     return group if pack_gqa else 1
 
 
 @functools.lru_cache(maxsize=1024)
 def _choose_tiles(
-    head_dim: int, head_dim_v: int, override: FwdConfig | None
+    head_dim: int,
+    head_dim_v: int,
+    is_full: bool,
+    window: int | None,
+    override: FwdConfig | None,
 ) -> tuple[FwdTiles, int, str]:
     """The first candidate that fits, its shared memory in bytes, and the reason."""
-    row = next(row for row in SM90_FWD if head_dim <= row.max_dim and head_dim_v <= row.max_dim_v)
+    row = next(
+        row
+        for row in SM90_FWD
+        if head_dim <= row.max_dim
+        and head_dim_v <= row.max_dim_v
+        and (is_full or not row.full_only)
+        and (row.max_window is None or (window is not None and window <= row.max_window))
+    )
     given = {} if override is None else override.given()
     refusal = ""
     for tiles in _candidates(row, given):
@@ -153,7 +170,12 @@ def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
 
 
 def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal: str) -> str:
-    parts = [f"row head_dim <= {row.max_dim}, head_dim_v <= {row.max_dim_v}: {row.reason}"]
+    conditions = f"head_dim <= {row.max_dim}, head_dim_v <= {row.max_dim_v}"
+    if row.full_only:
+        conditions += ", nothing masked"
+    if row.max_window is not None:
+        conditions += f", window <= {row.max_window}"
+    parts = [f"row {conditions}: {row.reason}"]
     if given:
         parts.append("config= sets " + ", ".join(f"{name}={given[name]}" for name in given))
     changed = {

@@ -39,6 +39,12 @@ class AttentionProblem:
     def is_local(self) -> bool:
         return self.has_window_left or self.has_window_right
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees every key of inputs whose lengths do not vary."""
+        varying = self.varlen_q or self.varlen_k or self.has_seqused_q or self.has_seqused_k
+        return not (self.is_causal or self.is_local or varying)
+
     @staticmethod
     def of(
         q: torch.Tensor,

@@ -1,4 +1,8 @@
-"""Tile shapes by head dimension, as data. The first row that both head dimensions fit is used."""
+"""Tile shapes by head dimension and mask, as data. The first row that a problem fits is used.
+
+The rows for head dimensions 64, 128 and 256 were measured on an H200 (docs/measured_facts.md), the others follow from
+what fits.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,11 @@ from typing import NamedTuple
 
 
 class FwdRow(NamedTuple):
-    """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, and why these."""
+    """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, and why these.
+
+    full_only: for problems in which every query sees every key of dense inputs. max_window: for
+    windows, closed on both sides, of at most so many keys.
+    """
 
     max_dim: int
     max_dim_v: int
@@ -16,12 +24,30 @@ class FwdRow(NamedTuple):
     stages_q: int
     share_qo: bool
     reason: str
+    full_only: bool = False
+    max_window: int | None = None
 
 
 SM90_FWD = (
-    FwdRow(64, 64, 192, 128, 2, 2, False, "three warpgroups share every key block's arrival"),
+    FwdRow(
+        *(64, 64, 128, 128, 4, 2, False),
+        "a narrow window wastes less of a small tile, and short walks want keys early",
+        max_window=1024,
+    ),
+    FwdRow(
+        *(64, 64, 192, 128, 3, 2, False),
+        "three warpgroups hide the latency of the exponentials",
+    ),
     FwdRow(96, 96, 128, 128, 2, 2, False, "two warpgroups take turns; the next query waits ready"),
-    FwdRow(128, 128, 128, 128, 2, 2, False, "the largest square tile with a second query stage"),
+    FwdRow(
+        *(128, 128, 192, 80, 3, 1, False),
+        "three warpgroups hide the latency of the exponentials, and each key serves more queries",
+        full_only=True,
+    ),
+    FwdRow(
+        *(128, 128, 128, 128, 2, 2, False),
+        "square tiles waste least along a mask's edge; the next query waits ready",
+    ),
     FwdRow(192, 128, 128, 112, 2, 1, False, "the largest key block beside a separate output"),
     FwdRow(192, 192, 128, 96, 2, 1, True, "the output takes the query's place in shared memory"),
     FwdRow(256, 256, 128, 80, 2, 1, True, "the largest key block with two stages of K and V"),

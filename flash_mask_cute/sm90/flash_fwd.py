@@ -1,28 +1,29 @@
-"""FlashAttention forward for Hopper: O = softmax(mask(Q K^T * scale)) V, one work tile of tile_m query rows at a time.
+"""FlashAttention forward for Hopper: O = softmax(mask(Q K^T * scale)) V.
 
-Roles of a persistent CTA:
+A persistent CTA computes one work tile of tile_m query rows after another. Its roles:
 
-| warps                   | role | registers | work                                                         |
-|-------------------------|------|-----------|--------------------------------------------------------------|
-| 0 of warpgroup 0        | load | 24 / 32   | choose work tiles, TMA of Q, K, V                             |
-| 1-3 of warpgroup 0      | -    | 24 / 32   | nothing                                                      |
-| warpgroups 1..tile_m/64 | mma  | 240 / 160 | 64 query rows each: S = Q K^T, softmax, O += P V, output      |
+| warps                   | role | registers | work                                           |
+|-------------------------|------|-----------|------------------------------------------------|
+| 0 of warpgroup 0        | load | 40 / 32   | choose work tiles, TMA of Q, K, V              |
+| 1-3 of warpgroup 0      | -    | 40 / 32   | nothing                                        |
+| warpgroups 1..tile_m/64 | mma  | 232 / 160 | 64 rows each: S = Q K^T, softmax, P V, output  |
 
-Pipelines (full/empty mbarrier pairs):
+(registers for tile_m = 128 / 192). Pipelines (full/empty mbarrier pairs):
 
     load --ring--> mma   coordinates and lengths of the next work tile
     load --q-----> mma   all query rows of a tile
     load --k-----> mma   one key block      (released when its S is complete)
     load --v-----> mma   one value block    (released when its P V is complete)
 
-A warpgroup never waits for its own matrix products with idle hands: S of the next key block is issued together with
-P V of this one, so the tensor cores have P V to do while the exponentials of the next block are computed; and at the
-end of a work tile the last P V goes out together with the first S of the *next* tile, whose operands the load warp
-fetched meanwhile. The output is scaled, staged in shared memory and stored by TMA under that product. Warpgroups take
-turns to issue (FlashAttention-3's ping-pong), so that one computes exponentials while another multiplies.
+S of the next key block is issued together with P V of this one, so the tensor cores have P V to do
+while the exponentials of the next block are computed. At the end of a work tile the last P V goes
+out together with the first S of the *next* tile, whose operands the load warp fetched meanwhile;
+the output is scaled, staged in shared memory and stored by TMA under that product. Warpgroups take
+turns to issue (FlashAttention-3's ping-pong), so that one computes exponentials while another
+multiplies.
 
-An empty walk (nothing visible) still visits one key block, all of it hidden: no role has a special case, the softmax
-of a row that saw nothing is O = 0, LSE = -inf.
+An empty walk (nothing visible) still visits one key block, all of it hidden: no role has a special
+case, the softmax of a row that saw nothing is O = 0, LSE = -inf.
 """
 
 from functools import partial
@@ -50,15 +51,17 @@ from flash_mask_cute.sm90.flash_fwd_plan import (
     FwdPlan,
 )
 
-# keys and values of the heads in flight should stay in the L2 cache (50 MB; half of it is a safe share)
+# Keys and values of the heads in flight should stay in the L2 cache of 50 MB. Measured on an H200: 12
+# and 48 MB are slower.
 L2_SHARE = 24 * 1024 * 1024
 # bound of a ragged row coordinate: no sequence is longer (see `ragged_rows`)
 RAGGED_BOUND = 1 << 26
 
 
 class Operands(NamedTuple):
-    """TMA atoms with their coordinate tensors. q, o: ((head, row), head_dim, ...); k: (row, head_dim, head, ...);
-    v: (head_dim_v, row, head, ...); the last mode is the batch, absent where lengths vary."""
+    """TMA atoms with their coordinate tensors. q, o: ((head, row), head_dim, ...); k: (row, head_dim,
+    head, ...); v: (head_dim_v, row, head, ...); the last mode is the batch, absent where lengths
+    vary."""
 
     q_atom: cute.CopyAtom
     q: cute.Tensor
@@ -82,8 +85,8 @@ class Lengths(NamedTuple):
 
 
 class ScoreArgs(NamedTuple):
-    """What happens to a score: scale_log2 turns it into an exponent of two; before that, soft-capping multiplies by
-    cap_in, applies tanh. Window sides and the sink logits (heads_q,) may be absent."""
+    """What happens to a score: scale_log2 turns it into an exponent of two; before that, soft-capping
+    multiplies by cap_in and applies tanh. Window sides and sink logits (heads_q,) may be absent."""
 
     scale_log2: Float32
     cap_in: Float32 | None
@@ -93,9 +96,12 @@ class ScoreArgs(NamedTuple):
 
 
 def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
-    """View ((heads, rows), d) as ((heads, RAGGED_BOUND), d, rows): the sum of both row coordinates addresses a row,
-    and the first one ends where the sequence ends, so TMA clips a tile there (the ragged trick of Triton, in its
-    form with a shifted base pointer)."""
+    """View ((heads, rows), d) as ((heads, RAGGED_BOUND), d, rows).
+
+    The sum of both row coordinates addresses a row, and the first one ends where the sequence ends,
+    so TMA clips a tile there (the ragged tensors of Triton, in the form with a shifted base pointer
+    that quack uses for stores).
+    """
     (heads, _), dim = tensor.shape
     (stride_h, stride_row), stride_d = tensor.stride
     shifted = cute.domain_offset(((0, -RAGGED_BOUND), 0), tensor)
@@ -211,9 +217,13 @@ class FlashAttentionForwardSm90:
         softcap: Float32 | None = None,
         tile_counter: cute.Tensor | None = None,
     ):
-        """Launch on `stream`. tile_counter (2,) int32, zero before the launch and after it: CTAs take work tiles as
-        they get free instead of in turns; launches that may overlap need one each. Shapes: mQ (batch, seqlen_q, heads_q, head_dim) or (total_q, heads_q, head_dim) with
-        mCuSeqlensQ; mK, mV alike; mO like mQ with head_dim_v; mLSE (batch, heads_q, seqlen_q) or (heads_q, total_q)."""
+        """Launch on `stream`.
+
+        Shapes: mQ (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with
+        mCuSeqlensQ; mK, mV alike; mO like mQ with head_dim_v; mLSE (batch, heads_q, seqlen_q) or
+        (heads_q, total_q). tile_counter (2,) int32, zero before the launch and after it: CTAs take
+        work tiles as they get free instead of in turns; launches that may overlap need one each.
+        """
         for name, arg in (
             ("mPageTable", mPageTable),
             ("blocksparse_tensors", blocksparse_tensors),
@@ -390,39 +400,30 @@ class FlashAttentionForwardSm90:
     ):
         """Load warp: decide on work tiles, announce them, and stream their operands.
 
-        Values lag one block behind keys, as their consumers do, across work tiles too: the next tile's query and
-        first keys go out before this tile's last values.
+        Values lag one block behind keys, as their consumers do, across work tiles too: the next
+        tile's query and first keys go out before this tile's last values.
         """
         plan = self.plan
-        _, pipeline_k, pipeline_v = pipelines
+        sQ, sK, sV = tiles
+        pipeline_q, pipeline_k, pipeline_v = pipelines
         block_info = self._block_info(score_args)
         # fills so far: of the ring and the query pipeline, of the key and value pipelines
         tiles_done, blocks_done = Int32(0), Int32(0)
+        load_q = partial(self._load_query, operands, sQ, pipeline_q, lengths)
+        k_loader = partial(self._k_loader, operands, sK, pipeline_k, lengths, heads_per_kv)
+        v_loader = partial(self._v_loader, operands, sV, pipeline_v, lengths, heads_per_kv)
         num_m_blocks_of = partial(_num_m_blocks, plan, lengths.cu_seqlens_q)
-        open_tile = partial(
-            self._load_first, operands, tiles, pipelines, ring, lengths, block_info, heads_per_kv
-        )
+        open_tile = partial(_open_tile, ring, load_q, k_loader, block_info)
+
         search = scheduler.start()
         tile, search = scheduler.locate(search, num_m_blocks_of)
         work = _describe(tile, lengths)
-        open_tile(tiles_done, blocks_done, work, tile.is_valid)
+        open_tile(tiles_done, self._kv_fill(blocks_done), work, tile.is_valid)
         while tile.is_valid:
             search = scheduler.advance(search)
             n_block_min, n_block_last = _block_range(block_info, work)
             num_n_blocks = n_block_last - n_block_min + 1
-            gK, gV = self._kv_blocks(operands, lengths, work, heads_per_kv)
-            load_k = partial(
-                _load_block,
-                operands.k_atom,
-                pipeline_k,
-                *_tma_blocks(operands.k_atom, gK, tiles[1]),
-            )
-            load_v = partial(
-                _load_block,
-                operands.v_atom,
-                pipeline_v,
-                *_tma_blocks(operands.v_atom, gV, tiles[2]),
-            )
+            load_k, load_v = k_loader(work), v_loader(work)
             for i in cutlass.range(1, num_n_blocks, unroll=1):
                 load_k(self._kv_fill(blocks_done + i), n_block_last - i)
                 load_v(self._kv_fill(blocks_done + i - 1), n_block_last - i + 1)
@@ -433,70 +434,55 @@ class FlashAttentionForwardSm90:
                 load_v(self._kv_fill(blocks_done - 1), n_block_min)
             tile, search = scheduler.locate(search, num_m_blocks_of)
             work = _describe(tile, lengths)
-            open_tile(tiles_done, blocks_done, work, tile.is_valid)
+            open_tile(tiles_done, self._kv_fill(blocks_done), work, tile.is_valid)
             if const_expr(not plan.share_qo):
                 load_v(self._kv_fill(blocks_done - 1), n_block_min)
         scheduler.finish()
         ring.write(tiles_done, NO_WORK)
 
-    @cute.jit
-    def _load_first(
-        self,
-        operands: Operands,
-        tiles,
-        pipelines,
-        ring,
-        lengths,
-        block_info,
-        heads_per_kv,
-        number,
-        block,
-        work,
-        is_valid,
+    def _load_query(
+        self, operands: Operands, sQ, pipeline_q, lengths: Lengths, number: Int32, work: Work
     ):
-        """Announce work tile `number`, load its query and its first key block, the pipeline's `block`-th."""
+        """Fetch the query rows of work tile `number`."""
         plan = self.plan
-        sQ, sK, _ = tiles
-        pipeline_q, pipeline_k, _ = pipelines
-        if is_valid:
-            ring.write(number, work)
-            gQ = operands.q
-            if const_expr(lengths.cu_seqlens_q is None):
-                gQ = gQ[None, None, work.batch_idx]
-            fill = Cursor(number, plan.stages_q, is_producer=True)
-            pipeline_q.producer_acquire(fill)
-            for w in cutlass.range_constexpr(plan.num_mma_warpgroups):
-                tile_row = work.m_block * plan.tile_m + w * wgmma.ROWS_PER_WARPGROUP
-                first = (
-                    work.head_idx * plan.packed_heads,
-                    work.offset_q + tile_row // plan.packed_heads,
-                )
-                src, dst = _tma_tile(operands.q_atom, gQ, first, (plan.row_tile, plan.tile_d), sQ)
-                cute.copy(
-                    operands.q_atom,
-                    src,
-                    dst[None, fill.index * plan.num_mma_warpgroups + w],
-                    tma_bar_ptr=pipeline_q.producer_get_barrier(fill),
-                )
-            gK, _ = self._kv_blocks(operands, lengths, work, heads_per_kv)
-            _, n_block_last = _block_range(block_info, work)
-            gmem, smem = _tma_blocks(operands.k_atom, gK, sK)
-            _load_block(operands.k_atom, pipeline_k, gmem, smem, self._kv_fill(block), n_block_last)
+        gQ = operands.q
+        if const_expr(lengths.cu_seqlens_q is None):
+            gQ = gQ[None, None, work.batch_idx]
+        fill = Cursor(number, plan.stages_q, is_producer=True)
+        pipeline_q.producer_acquire(fill)
+        for w in range(plan.num_mma_warpgroups):
+            tile_row = work.m_block * plan.tile_m + w * wgmma.ROWS_PER_WARPGROUP
+            first = (
+                work.head_idx * plan.packed_heads,
+                work.offset_q + tile_row // plan.packed_heads,
+            )
+            src, dst = _tma_tile(operands.q_atom, gQ, first, (plan.row_tile, plan.tile_d), sQ)
+            cute.copy(
+                operands.q_atom,
+                src,
+                dst[None, fill.index * plan.num_mma_warpgroups + w],
+                tma_bar_ptr=pipeline_q.producer_get_barrier(fill),
+            )
 
-    def _kv_blocks(self, operands: Operands, lengths: Lengths, work: Work, heads_per_kv: Int32):
-        """Global K (tile_n, tile_d, n_blocks) and V (tile_dv, tile_n, n_blocks) of a work tile."""
-        plan = self.plan
+    def _k_loader(self, operands: Operands, sK, pipeline_k, lengths: Lengths, heads_per_kv, work):
+        """load(fill, n_block) for the keys of a work tile."""
         head_kv = work.head_idx // heads_per_kv
         if const_expr(lengths.cu_seqlens_k is None):
             gK = operands.k[None, None, head_kv, work.batch_idx]
-            gV = operands.v[None, None, head_kv, work.batch_idx]
         else:
             gK = cute.domain_offset((work.offset_k, 0), operands.k[None, None, head_kv])
+        blocks = cute.local_tile(gK, (self.plan.tile_n, self.plan.tile_d), (None, 0))
+        return _block_loader(operands.k_atom, pipeline_k, blocks, sK)
+
+    def _v_loader(self, operands: Operands, sV, pipeline_v, lengths: Lengths, heads_per_kv, work):
+        """load(fill, n_block) for the values of a work tile."""
+        head_kv = work.head_idx // heads_per_kv
+        if const_expr(lengths.cu_seqlens_k is None):
+            gV = operands.v[None, None, head_kv, work.batch_idx]
+        else:
             gV = cute.domain_offset((0, work.offset_k), operands.v[None, None, head_kv])
-        return (
-            cute.local_tile(gK, (plan.tile_n, plan.tile_d), (None, 0)),
-            cute.local_tile(gV, (plan.tile_dv, plan.tile_n), (0, None)),
-        )
+        blocks = cute.local_tile(gV, (self.plan.tile_dv, self.plan.tile_n), (0, None))
+        return _block_loader(operands.v_atom, pipeline_v, blocks, sV)
 
     def _kv_fill(self, count: Int32) -> Cursor:
         return Cursor(count, self.plan.stages_kv, is_producer=True)
@@ -517,10 +503,6 @@ class FlashAttentionForwardSm90:
         sQ, sK, sV, sO = tiles
         pipeline_q, pipeline_k, pipeline_v = pipelines
         block_info = self._block_info(score_args)
-        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
-        # counted from the first MMA warpgroup; uniform, so descriptors live in uniform registers
-        warpgroup_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-
         mma_qk, mma_pv = plan.mma_qk(), plan.mma_pv()
         slice_qk, slice_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         tSrQ = mma_qk.make_fragment_A(slice_qk.partition_A(sQ))
@@ -532,12 +514,11 @@ class FlashAttentionForwardSm90:
         tOrP = wgmma.as_operand_a(probs)
         softmax = OnlineSoftmax.create(score_args.scale_log2, wgmma.ROWS_PER_THREAD)
 
+        issue_scores = partial(self._issue_scores, mma_qk, tSrQ, tSrK)
+        first_scores = partial(self._first_scores, pipelines, issue_scores, first_S)
         # the work tile and the key/value block at hand, numbered from 0
         tile, block = Int32(0), Int32(0)
-        self._first_turn(warpgroup_idx)
-        first_scores = partial(
-            self._first_scores, pipelines, mma_qk, first_S, tSrQ, tSrK, warpgroup_idx
-        )
+        self._first_turn()
         is_valid = ring.wait(tile)
         first_scores(tile, block, is_valid)
         while is_valid:
@@ -552,23 +533,24 @@ class FlashAttentionForwardSm90:
             softmax.accumulate(scores)
             probs.store(first_S.load().to(plan.dtype))
             accumulate = Boolean(False)
-            # The same loop for each run of blocks: one that asked every block whether it is masked would have a branch
-            # while P V is in flight, which ptxas answers by serialising all products.
+            # The same loop for each run of blocks: one that asked every block whether it is masked
+            # would have one branch more while P V is in flight, which ptxas answers by serialising
+            # all products.
             for is_masked, n_block_stop in unmasked.descending_runs(n_block_min):
                 while n_block > n_block_stop:
                     n_block -= 1
-                    k_fill, v_fill = self._kv_read(block + 1), self._kv_read(block)
+                    v_fill, k_fill = self._kv_read(block), self._kv_read(block + 1)
                     block += 1
                     pipeline_k.consumer_wait(k_fill)
-                    self._wait_turn(warpgroup_idx)
-                    q_tile = tSrQ[None, None, None, self._q_stage(tile, warpgroup_idx)]
-                    # a tensor of its own: one that lived on across the loops would cost 64 more registers
+                    self._wait_turn()
+                    # a tensor of its own: one that lived on across the loops would cost as many
+                    # registers again
                     acc_S = wgmma.make_accumulator(plan.tile_n)
-                    wgmma.issue(mma_qk, acc_S, q_tile, tSrK[None, None, None, k_fill.index], False)
+                    issue_scores(acc_S, tile, block)
                     pipeline_v.consumer_wait(v_fill)
                     v_tile = tOrV[None, None, None, v_fill.index]
                     wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
-                    self._pass_turn(warpgroup_idx)
+                    self._pass_turn()
                     warpgroup.wait_group(1)
                     pipeline_k.consumer_release(k_fill)
                     scores = wgmma.rows_by_cols(acc_S)
@@ -578,8 +560,9 @@ class FlashAttentionForwardSm90:
                     if softmax.outgrown(tile_max):
                         factors = softmax.renew(tile_max)
                     softmax.accumulate(scores)
-                    # The wait stands behind a branch, with a copy inside it, because ptxas moves it up to the start
-                    # of its basic block: above the exponentials that should overlap P V.
+                    # The wait stands behind a branch, with a copy inside it, because ptxas moves it
+                    # up to the start of its basic block: above the exponentials that should
+                    # overlap P V.
                     if softmax_math.differ_from_one(factors):
                         warpgroup.wait_group(0)
                         softmax_math.rescale(wgmma.rows_by_cols(acc_O), factors)
@@ -591,25 +574,18 @@ class FlashAttentionForwardSm90:
             # the last P V of this tile, and with it the first S of the next
             next_is_valid = ring.wait(tile + 1)
             if const_expr(not plan.share_qo):
-                # before the turn: another warpgroup may wait in its own for the query that takes this one's place
+                # before the turn: another warpgroup may wait, in its own, for the query that takes
+                # this one's place
                 pipeline_q.consumer_release(Cursor(tile, plan.stages_q))
             v_fill = self._kv_read(block)
             pipeline_v.consumer_wait(v_fill)
-            self._wait_turn(warpgroup_idx)
+            self._wait_turn()
             wgmma.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_fill.index], accumulate)
             if const_expr(not plan.share_qo):
                 self._issue_next_scores(
-                    pipelines,
-                    mma_qk,
-                    first_S,
-                    tSrQ,
-                    tSrK,
-                    warpgroup_idx,
-                    tile,
-                    block,
-                    next_is_valid,
+                    pipelines, issue_scores, first_S, tile, block, next_is_valid
                 )
-            self._pass_turn(warpgroup_idx)
+            self._pass_turn()
             warpgroup.wait_group(0 if const_expr(plan.share_qo) else 1)
             pipeline_v.consumer_release(v_fill)
             work = ring.read(tile)
@@ -632,13 +608,16 @@ class FlashAttentionForwardSm90:
     def _kv_read(self, count: Int32) -> Cursor:
         return Cursor(count, self.plan.stages_kv)
 
-    def _q_stage(self, tile: Int32, warpgroup_idx: Int32) -> Int32:
-        return Cursor(tile, self.plan.stages_q).index * self.plan.num_mma_warpgroups + warpgroup_idx
+    def _issue_scores(self, mma_qk, tSrQ, tSrK, acc_S: cute.Tensor, tile: Int32, block: Int32):
+        """Start S = Q K^T of this warpgroup's rows of a work tile and a key block."""
+        plan = self.plan
+        q_stage = Cursor(tile, plan.stages_q).index * plan.num_mma_warpgroups + _warpgroup_idx()
+        q_tile = tSrQ[None, None, None, q_stage]
+        k_tile = tSrK[None, None, None, self._kv_read(block).index]
+        wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
 
     @cute.jit
-    def _first_scores(
-        self, pipelines, mma_qk, acc_S, tSrQ, tSrK, warpgroup_idx, tile, block, is_valid: Boolean
-    ):
+    def _first_scores(self, pipelines, issue_scores, acc_S, tile, block, is_valid: Boolean):
         """S of a work tile's first key block, with nothing to overlap it."""
         pipeline_q, pipeline_k, _ = pipelines
         # gives the registers a value on the other path, so that they need not live on from before
@@ -647,38 +626,24 @@ class FlashAttentionForwardSm90:
             k_fill = self._kv_read(block)
             pipeline_q.consumer_wait(Cursor(tile, self.plan.stages_q))
             pipeline_k.consumer_wait(k_fill)
-            q_tile = tSrQ[None, None, None, self._q_stage(tile, warpgroup_idx)]
-            wgmma.issue(mma_qk, acc_S, q_tile, tSrK[None, None, None, k_fill.index], False)
+            issue_scores(acc_S, tile, block)
             warpgroup.wait_group(0)
             pipeline_k.consumer_release(k_fill)
 
     @cute.jit
-    def _issue_next_scores(
-        self,
-        pipelines,
-        mma_qk,
-        acc_S,
-        tSrQ,
-        tSrK,
-        warpgroup_idx,
-        tile,
-        block,
-        next_is_valid: Boolean,
-    ):
+    def _issue_next_scores(self, pipelines, issue_scores, acc_S, tile, block, is_valid: Boolean):
         """Issue S of the next tile's first key block.
 
-        Where there is no next tile the product is issued all the same, for nothing, on this tile's operands: a
-        product under a branch would make the compiler serialise all of them.
+        Where there is no next tile the product is issued all the same, for nothing, on this tile's
+        operands: a product under a branch would make the compiler serialise all of them.
         """
         pipeline_q, pipeline_k, _ = pipelines
-        if next_is_valid:
+        if is_valid:
             tile += 1
             block += 1
             pipeline_q.consumer_wait(Cursor(tile, self.plan.stages_q))
             pipeline_k.consumer_wait(self._kv_read(block))
-        q_tile = tSrQ[None, None, None, self._q_stage(tile, warpgroup_idx)]
-        k_tile = tSrK[None, None, None, self._kv_read(block).index]
-        wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
+        issue_scores(acc_S, tile, block)
 
     @cute.jit
     def _score(
@@ -697,22 +662,21 @@ class FlashAttentionForwardSm90:
                 scores[i] = cute.math.tanh(scores[i] * score_args.cap_in, fastmath=True)
         if const_expr(is_masked is True):
             self._mask(block_info, ring, tile, scores, n_block)
-        elif const_expr(is_masked is not False):
+        elif const_expr(is_masked is not False):  # noqa: SIM102 (decided while tracing)
             if is_masked:
                 self._mask(block_info, ring, tile, scores, n_block)
 
     def _mask(self, block_info: BlockInfo, ring: WorkRing, tile, scores, n_block):
         work = ring.read(tile)
-        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+        thread = _thread_in_warpgroup()
         q_idx = tuple(row // self.plan.packed_heads for row in self._tile_rows(work, thread))
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread)
         fragment = ScoreFragment(scores, q_idx, first_k_idx, wgmma.count_cols_below)
         apply_band(block_info.band(work.seqlen), fragment)
 
     def _tile_rows(self, work: Work, thread: Int32):
-        """Rows, counted from the start of the sequence's (packed) rows, that a thread's accumulator holds."""
-        warpgroup_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        first = work.m_block * self.plan.tile_m + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
+        """Rows of the sequence (of its packed rows) that a thread's accumulator holds."""
+        first = work.m_block * self.plan.tile_m + _warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
         return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
 
     @cute.jit
@@ -729,7 +693,7 @@ class FlashAttentionForwardSm90:
     ):
         """Scale the accumulator, store it and the LSE of this warpgroup's rows."""
         plan = self.plan
-        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+        thread = _thread_in_warpgroup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup_idx = warp_idx // 4 - 1
         rows = self._tile_rows(work, thread)
@@ -748,7 +712,7 @@ class FlashAttentionForwardSm90:
             else:
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = output[r, c] * factor
-            if const_expr(mLSE is not None):
+            if const_expr(mLSE is not None):  # noqa: SIM102 (decided while tracing)
                 if thread % 4 == 0 and q_idx[r] < work.slot_q:
                     if const_expr(lengths.cu_seqlens_q is None):
                         mLSE[work.batch_idx, heads[r], q_idx[r]] = lse
@@ -759,7 +723,7 @@ class FlashAttentionForwardSm90:
         is_storing_warp = warp_idx % 4 == 0
         if is_storing_warp:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        self._warpgroup_sync(warpgroup_idx)
+        _warpgroup_sync()
         rounded = cute.make_rmem_tensor(acc_O.layout, plan.dtype)
         rounded.store(acc_O.load().to(plan.dtype))
         store_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
@@ -768,7 +732,7 @@ class FlashAttentionForwardSm90:
             store_atom, store.retile(rounded), store.partition_D(sO[None, None, warpgroup_idx])
         )
         cute.arch.fence_proxy("async.shared", space="cta")
-        self._warpgroup_sync(warpgroup_idx)
+        _warpgroup_sync()
         if is_storing_warp:
             tile_row = work.m_block * plan.tile_m + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
             first = (work.head_idx * plan.packed_heads, tile_row // plan.packed_heads)
@@ -780,29 +744,39 @@ class FlashAttentionForwardSm90:
             cute.copy(operands.o_atom, src[None, warpgroup_idx], dst)
             cute.arch.cp_async_bulk_commit_group()
 
-    def _warpgroup_sync(self, warpgroup_idx: Int32):
-        cute.arch.barrier(
-            barrier_id=Barrier.EPILOGUE + warpgroup_idx, number_of_threads=THREADS_PER_WARPGROUP
-        )
-
     # Turns: a warpgroup issues its products after the one before it has issued, in a circle.
     @cute.jit
-    def _first_turn(self, warpgroup_idx: Int32):
-        if warpgroup_idx == self.plan.num_mma_warpgroups - 1:
-            self._pass_turn(warpgroup_idx)
+    def _first_turn(self):
+        if _warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
+            self._pass_turn()
 
-    def _wait_turn(self, warpgroup_idx: Int32):
+    def _wait_turn(self):
         cute.arch.barrier(
-            barrier_id=Barrier.TURN + warpgroup_idx, number_of_threads=2 * THREADS_PER_WARPGROUP
+            barrier_id=Barrier.TURN + _warpgroup_idx(), number_of_threads=2 * THREADS_PER_WARPGROUP
         )
 
-    def _pass_turn(self, warpgroup_idx: Int32):
-        following = cutlass.select_(
-            warpgroup_idx == self.plan.num_mma_warpgroups - 1, Int32(0), warpgroup_idx + 1
-        )
+    def _pass_turn(self):
+        warpgroup_idx = _warpgroup_idx()
+        is_last = warpgroup_idx == self.plan.num_mma_warpgroups - 1
+        following = cutlass.select_(is_last, Int32(0), warpgroup_idx + 1)
         cute.arch.barrier_arrive(
             barrier_id=Barrier.TURN + following, number_of_threads=2 * THREADS_PER_WARPGROUP
         )
+
+
+def _warpgroup_idx() -> Int32:
+    """This MMA warpgroup, counted from the first; uniform, so that descriptors are too."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+
+
+def _thread_in_warpgroup() -> Int32:
+    return cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+
+
+def _warpgroup_sync():
+    cute.arch.barrier(
+        barrier_id=Barrier.EPILOGUE + _warpgroup_idx(), number_of_threads=THREADS_PER_WARPGROUP
+    )
 
 
 def _block_range(block_info: BlockInfo, work: Work):
@@ -816,7 +790,7 @@ def _one_stage(layout):
 
 
 def _tma_tile(atom: cute.CopyAtom, tensor: cute.Tensor, first, tile, smem: cute.Tensor):
-    """TMA partitions (global, shared with a stage mode) of the tile of rows starting at (head, row) `first`."""
+    """TMA partitions (global, shared with a stage mode) of the tile of rows from (head, row) `first`."""
     gmem = cute.local_tile(cute.domain_offset((first, 0), tensor), tile, (0, 0))
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
@@ -824,21 +798,30 @@ def _tma_tile(atom: cute.CopyAtom, tensor: cute.Tensor, first, tile, smem: cute.
     return g, s
 
 
-def _tma_blocks(atom: cute.CopyAtom, blocks: cute.Tensor, smem: cute.Tensor):
-    """TMA partitions (global with a block mode, shared with a stage mode) of (tile, tile, n_blocks)."""
+def _block_loader(atom: cute.CopyAtom, pipe, blocks: cute.Tensor, smem: cute.Tensor):
+    """load(fill, n_block), which fetches one of `blocks` (tile, tile, n_blocks) for a pipeline."""
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(blocks, 0, 2)
     )
-    return g, s
+    return partial(_load_block, atom, pipe, g, s)
 
 
 @cute.jit
-def _load_block(atom, pipe, gmem, smem, fill, block: Int32):
-    """Fetch a block as the pipeline's given fill."""
+def _load_block(atom, pipe, gmem, smem, fill: Cursor, block: Int32):
     pipe.producer_acquire(fill)
     cute.copy(
         atom, gmem[None, block], smem[None, fill.index], tma_bar_ptr=pipe.producer_get_barrier(fill)
     )
+
+
+@cute.jit
+def _open_tile(ring: WorkRing, load_q, k_loader, block_info, number, fill, work, is_valid):
+    """Announce work tile `number`, fetch its query, and its first key block as `fill`."""
+    if is_valid:
+        ring.write(number, work)
+        load_q(number, work)
+        _, n_block_last = _block_range(block_info, work)
+        k_loader(work)(fill, n_block_last)
 
 
 @cute.jit

@@ -21,11 +21,20 @@ def choose(
     seqlen_q: int = 1000,
     pack_gqa: bool | None = None,
     override: FwdConfig | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
 ) -> FwdChoice:
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    problem = AttentionProblem("bfloat16", head_dim, head_dim_v)
+    problem = AttentionProblem(
+        "bfloat16",
+        head_dim,
+        head_dim_v,
+        is_causal=is_causal,
+        has_window_left=window is not None,
+        has_window_right=window is not None and not is_causal,
+    )
     shapes = FwdShapes(1, seqlen_q, 500, seqlen_q, 500, heads_q, heads_kv, head_dim, head_dim_v)
-    return select_fwd_config(problem, shapes, pack_gqa, override)
+    return select_fwd_config(problem, shapes, pack_gqa, override, window)
 
 
 def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
@@ -41,7 +50,9 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
 
 @pytest.mark.parametrize("row", SM90_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
-    choice = choose(row.max_dim, row.max_dim_v)
+    choice = choose(
+        row.max_dim, row.max_dim_v, is_causal=not row.full_only, window=row.max_window
+    )
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo"):
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason
@@ -52,7 +63,10 @@ def test_rows_are_reachable() -> None:
     """A row that an earlier one covers would never be used."""
     for position, row in enumerate(SM90_FWD):
         covered = any(
-            before.max_dim >= row.max_dim and before.max_dim_v >= row.max_dim_v
+            before.max_dim >= row.max_dim
+            and before.max_dim_v >= row.max_dim_v
+            and (row.full_only or not before.full_only)
+            and before.max_window is None
             for before in SM90_FWD[:position]
         )
         assert not covered, row
@@ -78,10 +92,10 @@ def test_override_is_merged_field_by_field() -> None:
 
 
 def test_fields_not_given_make_room_for_those_given() -> None:
-    choice = choose(128, override=FwdConfig(num_stages=3))
+    choice = choose(128, is_causal=True, override=FwdConfig(num_stages=3))
     assert choice.tiles.num_stages == 3
     assert choice.tiles.stages_q == 1
-    assert choose(128).tiles.stages_q == 2
+    assert choose(128, is_causal=True).tiles.stages_q == 2
     assert check_feasible(128, 128, choice.tiles)[1] is None
 
 
