@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flash_mask_cute.host.compile import compile_fwd
+from flash_mask_cute.host.compile import compile_fwd, preload
 from flash_mask_cute.host.config import FwdConfig, select_fwd_config
 from flash_mask_cute.host.explanation import Explanation, explain_fwd
 from flash_mask_cute.host.launch import (
@@ -30,6 +31,9 @@ from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import check_fwd_inputs
 
 __all__ = ["FwdConfig", "_flash_attn_fwd", "explain"]
+
+if torch.cuda.is_available():
+    preload()
 
 _MAX_LAUNCHES = 4096
 _launches: dict[Any, Launch] = {}

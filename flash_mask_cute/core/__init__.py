@@ -1,1 +1,1 @@
-"""Device code that knows neither an architecture nor a mask: softmax, scheduling, small intrinsics."""
+"""Device code that knows neither an architecture nor a mask: softmax, scheduling, pipelines."""

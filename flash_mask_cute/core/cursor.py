@@ -1,8 +1,9 @@
 """A position in a pipeline, kept as one counter.
 
-The pipelines of the kernels number their fills from 0; stage and phase follow from the number. One number serves every
-pipeline that is filled in step (a key block and its value block, a query tile and its ring entry), which saves
-registers and makes it impossible to advance one of them and forget the other.
+The pipelines of the kernels number their fills from 0; stage and phase follow from the number. One
+number serves every pipeline that is filled in step (a key block and its value block, a query tile
+and its ring entry), which saves registers and makes it impossible to advance one of them and forget
+the other.
 """
 
 from typing import NamedTuple
@@ -12,8 +13,10 @@ from cutlass import Int32
 
 
 class Cursor(NamedTuple):
-    """The fill number `count` of a pipeline of `stages` stages, seen by a producer or a consumer. Has the `index` and
-    `phase` that the methods of cutlass.pipeline read."""
+    """The fill number `count` of a pipeline of `stages` stages, seen by a producer or a consumer.
+
+    Has the `index` and `phase` that the methods of cutlass.pipeline read.
+    """
 
     count: Int32
     stages: int

@@ -1,15 +1,18 @@
 """Online softmax over score tiles held in registers.
 
-Value domains: scores arrive as the raw product Q K^T (or after soft-capping, already scaled); `scale_log2` turns them
-into exponents of two. `row_max` is kept in the units of the scores, `row_sum` is the sum of exp2(score * scale_log2 -
-max * scale_log2) over the columns this thread owns; columns of one row are spread over the four lanes of a quad.
+Value domains: scores arrive as the raw product Q K^T (or after soft-capping, already scaled);
+`scale_log2` turns them into exponents of two. `row_max` is kept in the units of the scores,
+`row_sum` is the sum of exp2(score * scale_log2 - max * scale_log2) over the columns this thread
+owns; columns of one row are spread over the four lanes of a quad.
 
-Method: Milakov and Gimelshein 2018 (online normaliser), in the base-2 form of FlashAttention-2 (Dao 2023). The maximum
-is allowed to lag: as long as it grew by less than `RESCALE_THRESHOLD` in the exponent, the old one stays in use and the
-accumulator needs no rescaling (the idea of FlashAttention-4). Probabilities are then at most 2**RESCALE_THRESHOLD,
-which bf16, fp16 and the fp32 sums hold with the same relative precision.
+Method: Milakov and Gimelshein 2018 (online normaliser), in the base-2 form of FlashAttention-2
+(Dao 2023). The maximum is allowed to lag: as long as it grew by less than `RESCALE_THRESHOLD` in
+the exponent, the old one stays in use and the accumulator needs no rescaling (the idea of
+FlashAttention-4). Probabilities are then at most 2**RESCALE_THRESHOLD, which bf16, fp16 and the
+fp32 sums hold with the same relative precision.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import cutlass
@@ -22,8 +25,10 @@ RESCALE_THRESHOLD = 8.0
 # independent chains per row for max and sum, so that their latency overlaps
 CHAINS = 4
 
+BinaryOp = Callable[[Float32, Float32], Float32]
 
-def _chained_reduce(values, op):
+
+def _chained_reduce(values: Sequence[Float32], op: BinaryOp) -> Float32:
     """Reduce a Python list of scalars with CHAINS interleaved partial results."""
     partial = list(values[:CHAINS])
     for i in range(CHAINS, len(values)):
@@ -37,25 +42,26 @@ def _chained_reduce(values, op):
     return partial[0]
 
 
-def quad_reduce(value: Float32, op) -> Float32:
+def quad_reduce(value: Float32, op: BinaryOp) -> Float32:
     """Combine a value over the four lanes that share an accumulator row."""
     value = op(value, cute.arch.shuffle_sync_bfly(value, offset=1))
     return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
 
 
-def _add(a, b):
+def _add(a: Float32, b: Float32) -> Float32:
     return a + b
 
 
-def _row(scores: cute.Tensor, r: int):
+def _row(scores: cute.Tensor, r: int) -> list[Float32]:
     return [scores[r, c] for c in range(cute.size(scores, mode=[1]))]
 
 
 class OnlineSoftmax(NamedTuple):
     """Running maximum and sum of the accumulator rows a thread owns.
 
-    row_max: the maximum in use (-inf while a row has seen nothing), row_limit: the score above which it is too old,
-    row_bias: what turns score * scale_log2 into the exponent, row_sum: this thread's share of the sum.
+    row_max: the maximum in use (-inf while a row has seen nothing), row_limit: the score above
+    which it is too old, row_bias: what turns score * scale_log2 into the exponent, row_sum: this
+    thread's share of the sum.
     """
 
     scale_log2: Float32
@@ -75,19 +81,22 @@ class OnlineSoftmax(NamedTuple):
         return cute.size(self.row_sum)
 
     @cute.jit
-    def start(self, scores: cute.Tensor):
-        """Begin rows anew with their first tile of scores (rows, cols): sets the maximum, empties the sum."""
+    def start(self, scores: cute.Tensor) -> None:
+        """Begin rows anew with their first tile of scores (rows, cols).
+
+        Sets the maximum, empties the sum.
+        """
         for r in cutlass.range_constexpr(self.num_rows):
             self._adopt(
                 r, quad_reduce(_chained_reduce(_row(scores, r), cute.arch.fmax), cute.arch.fmax)
             )
             self.row_sum[r] = Float32(0.0)
 
-    def tile_max(self, scores: cute.Tensor):
+    def tile_max(self, scores: cute.Tensor) -> tuple:
         """This thread's largest score of each row."""
         return tuple(_chained_reduce(_row(scores, r), cute.arch.fmax) for r in range(self.num_rows))
 
-    def outgrown(self, tile_max) -> Boolean:
+    def outgrown(self, tile_max: tuple) -> Boolean:
         """Whether some row of this warp needs a newer maximum; a warp-uniform value."""
         grew = Boolean(False)
         for r in range(self.num_rows):
@@ -95,8 +104,8 @@ class OnlineSoftmax(NamedTuple):
         return cute.arch.vote_any_sync(grew)
 
     @cute.jit
-    def renew(self, tile_max):
-        """Take newer maxima; returns the factor per row for what was accumulated under the old ones."""
+    def renew(self, tile_max: tuple) -> tuple:
+        """Take newer maxima; returns the factor per row for what the old ones accumulated."""
         factors = []
         for r in cutlass.range_constexpr(self.num_rows):
             old_max = self.row_max[r]
@@ -110,8 +119,8 @@ class OnlineSoftmax(NamedTuple):
         return tuple(factors)
 
     @cute.jit
-    def accumulate(self, scores: cute.Tensor):
-        """Replace scores by probabilities and add them to the sums. Hidden scores are -inf and become 0."""
+    def accumulate(self, scores: cute.Tensor) -> None:
+        """Replace scores by probabilities and add them to the sums; hidden scores (-inf) give 0."""
         for r in cutlass.range_constexpr(self.num_rows):
             probs = []
             for x in _row(scores, r):
@@ -121,16 +130,20 @@ class OnlineSoftmax(NamedTuple):
                 scores[r, c] = probs[c]
             self.row_sum[r] = self.row_sum[r] + _chained_reduce(probs, _add)
 
-    def _adopt(self, r: int, row_max: Float32):
-        # a row without a visible score has exponents of -inf whatever the bias; -inf * scale would make them nan
+    def _adopt(self, r: int, row_max: Float32) -> None:
+        # a row without a visible score has exponents of -inf whatever the bias; -inf * scale would
+        # make them nan
         finite_max = cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max)
         self.row_max[r] = row_max
         self.row_limit[r] = row_max + cute.arch.rcp_approx(self.scale_log2) * RESCALE_THRESHOLD
         self.row_bias[r] = -(finite_max * self.scale_log2)
 
     @cute.jit
-    def finalize(self, sinks):
-        """Returns per row (factor for the accumulator, natural-log LSE). sinks: a logit per row, or None."""
+    def finalize(self, sinks: tuple | None) -> tuple:
+        """Returns per row (factor for the accumulator, natural-log LSE).
+
+        sinks: a logit per row, or None.
+        """
         results = []
         for r in cutlass.range_constexpr(cute.size(self.row_sum)):
             total = quad_reduce(self.row_sum[r], _add)
@@ -154,7 +167,7 @@ class OnlineSoftmax(NamedTuple):
         return tuple(results)
 
 
-def differ_from_one(factors) -> Boolean:
+def differ_from_one(factors: tuple) -> Boolean:
     """Whether some row of this warp has a factor other than 1; a warp-uniform value."""
     differ = Boolean(False)
     for factor in factors:
@@ -163,7 +176,7 @@ def differ_from_one(factors) -> Boolean:
 
 
 @cute.jit
-def rescale(acc: cute.Tensor, factors):
+def rescale(acc: cute.Tensor, factors: tuple) -> None:
     """Multiply the rows of acc (rows, cols) by their factors."""
     for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):

@@ -1,14 +1,16 @@
 """Which work tile a persistent CTA computes next.
 
-A work tile is one block of tile_m query rows of one head of one sequence. Tiles have a fixed linear order; a CTA starts
-with the tile of its own number and takes the next free one when it is done (an atomic counter), or, without a counter,
-every grid-th one.
+A work tile is one block of tile_m query rows of one head of one sequence. Tiles have a fixed linear
+order; a CTA starts with the tile of its own number and takes the next free one when it is done (an
+atomic counter), or, without a counter, every grid-th one.
 
-Linear order, dense: heads in groups whose keys and values fit the L2 cache together; inside a group the query blocks,
-longest walk first where masking makes them differ; inside a block the heads. Varlen: sequence by sequence, head by
-head. Only the load warp runs this; everyone else reads its decision from the ring (`work_ring`).
+Linear order, dense: heads in groups whose keys and values fit the L2 cache together; inside a group
+the query blocks, longest walk first where masking makes them differ; inside a block the heads.
+Varlen: sequence by sequence, head by head. Only the load warp runs this; everyone else reads its
+decision from the ring (`work_ring`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,8 +40,10 @@ class ScheduleParams(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Linear index of the tile at hand, and where the varlen search stands: the first sequence of its window and the
-    number of tiles before that."""
+    """Linear index of the tile at hand, and where the varlen search stands.
+
+    That is the first sequence of its window and the number of tiles before it.
+    """
 
     index: Int32
     batch_start: Int32
@@ -48,8 +52,12 @@ class Search(NamedTuple):
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """counter: (2,) int32 tiles handed out and CTAs finished, both 0 between launches, or None.
-    longest_last: later query blocks have longer walks, so start with them. varlen: blocks per sequence differ."""
+    """Hands out the work tiles of a launch.
+
+    counter: (2,) int32 tiles handed out and CTAs finished, both 0 between launches, or None.
+    longest_last: later query blocks have longer walks, so start with them.
+    varlen: blocks per sequence differ.
+    """
 
     params: ScheduleParams
     counter: cute.Tensor | None
@@ -71,20 +79,27 @@ class TileScheduler:
             index = ctas + cute.arch.shuffle_sync(claimed, 0)
         return search._replace(index=index)
 
-    @cute.jit
-    def finish(self):
+    def finish(self) -> None:
         """To be called once by each CTA after its last claim: the last one clears the counter."""
         if const_expr(self.counter is not None):
-            if cute.arch.lane_idx() == 0:
-                ctas, _, _ = cute.arch.grid_dim()
-                finished = cute.arch.atomic_add(self.counter.iterator + 1, Int32(1))
-                if finished == ctas - 1:
-                    self.counter[0] = Int32(0)
-                    self.counter[1] = Int32(0)
+            self._finish_counter()
 
-    def locate(self, search: Search, num_m_blocks_of):
-        """The tile at hand, and the search moved up to it. num_m_blocks_of(batch_idx): query blocks of a sequence,
-        used where they differ. Run by a whole warp."""
+    @cute.jit
+    def _finish_counter(self) -> None:
+        if cute.arch.lane_idx() == 0:
+            ctas, _, _ = cute.arch.grid_dim()
+            finished = cute.arch.atomic_add(self.counter.iterator + 1, Int32(1))
+            if finished == ctas - 1:
+                self.counter[0] = Int32(0)
+                self.counter[1] = Int32(0)
+
+    def locate(
+        self, search: Search, num_m_blocks_of: Callable[[Int32], Int32]
+    ) -> tuple[WorkTile, Search]:
+        """The tile at hand, and the search moved up to it. Run by a whole warp.
+
+        num_m_blocks_of(batch_idx): query blocks of a sequence, used where they differ.
+        """
         if const_expr(self.varlen):
             return self._locate_varlen(search, num_m_blocks_of)
         return self._locate_dense(search.index), search
@@ -111,8 +126,12 @@ class TileScheduler:
         )
 
     @cute.jit
-    def _locate_varlen(self, search: Search, num_m_blocks_of: cutlass.Constexpr):
-        """32 sequences are looked at together, a lane each; indices only grow, so the search never goes back."""
+    def _locate_varlen(self, search: Search, num_m_blocks_of: cutlass.Constexpr) -> tuple:
+        """`locate` where sequences differ in their number of blocks.
+
+        32 sequences are looked at together, a lane each; indices only grow, so the search never
+        goes back.
+        """
         params = self.params
         lane = cute.arch.lane_idx()
         index, batch_start, tiles_before = search

@@ -19,6 +19,12 @@ _STRIDE_STEP = 8  # elements of 16 bits, as TMA wants
 _BASE_ALIGNMENT = 16  # bytes
 
 
+def preload() -> None:
+    """Import the compiler now, so that a first call does not wait for it."""
+    import cutlass.cute.runtime
+    import tvm_ffi  # noqa: F401
+
+
 def compile_fwd(
     problem: AttentionProblem, tiles: FwdTiles, target: Target, cache: CompileCache = CACHE
 ) -> Compiled:

@@ -1,7 +1,7 @@
 """Applying masks to score tiles held in registers.
 
-A `ScoreFragment` knows where its scores lie; a mask knows the rule. The rule itself is `Band` (causal, window and the
-end of the keys); which key blocks need it at all is `BlockInfo`'s.
+A `ScoreFragment` knows where its scores lie; a mask knows the rule. The rule itself is `Band`
+(causal, window and the end of the keys); which key blocks need it at all is `BlockInfo`'s.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,18 @@ from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.masks.band import Band
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
-
-# columns whose visibility is held in one word; the compiler turns tests of its bits into register-to-predicate moves
+# columns whose visibility is held in one word; the compiler turns tests of its bits into
+# register-to-predicate moves
 WORD = 16
 
 
 class ScoreFragment(NamedTuple):
-    """A thread's scores of one tile: values (rows, cols), the query index of each row, and the key index of the first
-    column. count_below(x) tells how many columns lie less than x keys from the first, up to any x (an
-    architecture's column layout)."""
+    """A thread's scores of one tile.
+
+    These are the values (rows, cols), the query index of each row, and the key index of the first
+    column. count_below(x) tells how many columns lie less than x keys from the first, up to any x
+    (an architecture's column layout).
+    """
 
     values: cute.Tensor
     q_idx: tuple
@@ -32,7 +35,7 @@ class ScoreFragment(NamedTuple):
     count_below: Callable
 
     @cute.jit
-    def hide_outside(self, r: cutlass.Constexpr, lo: Int32 | None, hi: Int32):
+    def hide_outside(self, r: cutlass.Constexpr, lo: Int32 | None, hi: Int32) -> None:
         """Row r keeps keys lo <= k < hi (lo None: from the start), the others become -inf."""
         num_cols = cute.size(self.values, mode=[1])
         end = self.count_below(hi - self.first_k_idx)
@@ -55,24 +58,32 @@ def _low_bits(count: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class UnmaskedBlocks:
-    """The key blocks lo <= n_block < hi of a work tile in which the band hides nothing (lo None: from the first).
-    Without a right edge only the end of the keys masks anything on the right, hence only the last block."""
+    """The key blocks lo <= n_block < hi of a work tile in which the band hides nothing.
+
+    lo None: from the first. Without a right edge only the end of the keys masks anything on the
+    right, hence only the last block.
+    """
 
     lo: Int32 | None
     hi: Int32
     has_right_edge: bool
 
     @staticmethod
-    def create(block_info: BlockInfo, seqlen: SeqlenInfoQK, m_block: Int32, n_block_min: Int32):
+    def create(
+        block_info: BlockInfo, seqlen: SeqlenInfoQK, m_block: Int32, n_block_min: Int32
+    ) -> "UnmaskedBlocks":
         lo = None
         if const_expr(block_info.window_size_left is not None):
             lo = block_info.get_n_block_min_before_local_mask(seqlen, m_block, n_block_min)
         hi = block_info.get_n_block_min_causal_local_mask(seqlen, m_block, n_block_min)
         return UnmaskedBlocks(lo, hi, block_info.band(seqlen).window_right is not None)
 
-    def descending_runs(self, n_block_min: Int32):
-        """(is masked, last block) of the runs of equal treatment from the right end down to n_block_min; a run may be
-        empty. The right end itself, where the keys stop, is not part of a run."""
+    def descending_runs(self, n_block_min: Int32) -> list[tuple[bool, Int32]]:
+        """Runs of equal treatment from the right end down to n_block_min.
+
+        Each is (is masked, last block) and may be empty. The right end itself, where the keys stop,
+        is not part of a run.
+        """
         runs = []
         if self.has_right_edge:
             runs.append((True, cutlass.max(self.hi, n_block_min)))
@@ -92,7 +103,7 @@ class UnmaskedBlocks:
 
 
 @cute.jit
-def apply_band(band: Band, fragment: ScoreFragment):
+def apply_band(band: Band, fragment: ScoreFragment) -> None:
     """Hide what lies outside a band, the end of the keys included."""
     for r in cutlass.range_constexpr(len(fragment.q_idx)):
         lo, hi = band.k_range(fragment.q_idx[r])

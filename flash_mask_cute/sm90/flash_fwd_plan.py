@@ -1,7 +1,8 @@
 """Static facts of the Hopper forward: tiles, WGMMA shapes, shared memory, warps and registers.
 
-Everything here follows from Python ints, so a configuration can be judged without a GPU; layouts and MMA atoms are made
-afresh wherever they are needed (host function or kernel), because they are static and cost nothing.
+Everything here follows from Python ints, so a configuration can be judged without a GPU; layouts
+and MMA atoms are made afresh wherever they are needed (host function or kernel), because they are
+static and cost nothing.
 """
 
 from dataclasses import dataclass
@@ -33,8 +34,11 @@ class Barrier(IntEnum):
 
 @dataclass(frozen=True)
 class FwdPlan:
-    """Shape of one CTA's work. `stages_q` 2 and no `share_qo` let the next tile's query arrive, and its first scores
-    be computed, while this tile's output leaves."""
+    """Shape of one CTA's work.
+
+    `stages_q` 2 and no `share_qo` let the next tile's query arrive, and its first scores be
+    computed, while this tile's output leaves.
+    """
 
     dtype: type[cutlass.Numeric]
     head_dim: int
@@ -72,12 +76,13 @@ class FwdPlan:
 
     @property
     def load_registers(self) -> int:
-        # what the launch gave the CTA, less the share of the MMA warpgroups: asking for more would block for ever
+        # what the launch gave the CTA, less the share of the MMA warpgroups: asking for more would
+        # block for ever
         pool = REGISTER_FILE // self.num_threads // 8 * 8 * (1 + self.num_mma_warpgroups)
         return pool - self.mma_registers * self.num_mma_warpgroups
 
     @property
-    def row_tile(self):
+    def row_tile(self) -> tuple[int, int]:
         """Query rows of a warpgroup as (packed heads, positions)."""
         return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads)
 
@@ -100,10 +105,8 @@ class FwdPlan:
     @property
     def smem_bytes(self) -> int:
         query = self.stages_q * self.bytes_q
-        output = 0 if self.share_qo else self.bytes_o
-        if self.share_qo:
-            query = max(query, self.bytes_o)
-        return query + self.stages_kv * (self.bytes_k + self.bytes_v) + output + SMEM_BOOKKEEPING
+        query_output = max(query, self.bytes_o) if self.share_qo else query + self.bytes_o
+        return query_output + self.stages_kv * (self.bytes_k + self.bytes_v) + SMEM_BOOKKEEPING
 
     def infeasible(self) -> str | None:
         """Why this plan cannot run, or None."""
@@ -142,7 +145,7 @@ class FwdPlan:
             warpgroup.OperandSource.RMEM,
         )
 
-    def layout_q(self):
+    def layout_q(self) -> cute.ComposedLayout:
         """(64, tile_d, warpgroup * stages_q): a warpgroup's rows lie together."""
         return hopper.make_smem_layout_a(
             LayoutEnum.ROW_MAJOR,
@@ -151,7 +154,7 @@ class FwdPlan:
             self.num_mma_warpgroups * self.stages_q,
         )
 
-    def layout_k(self):
+    def layout_k(self) -> cute.ComposedLayout:
         return hopper.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR,
             (ROWS_PER_WARPGROUP, self.tile_n, self.tile_d),
@@ -159,7 +162,7 @@ class FwdPlan:
             self.stages_kv,
         )
 
-    def layout_v(self):
+    def layout_v(self) -> cute.ComposedLayout:
         """(tile_dv, tile_n, stages_kv): V is the MN-major operand B of P V."""
         return hopper.make_smem_layout_b(
             LayoutEnum.COL_MAJOR,
@@ -168,7 +171,7 @@ class FwdPlan:
             self.stages_kv,
         )
 
-    def layout_o(self):
+    def layout_o(self) -> cute.ComposedLayout:
         return hopper.make_smem_layout_epi(
             self.dtype,
             LayoutEnum.ROW_MAJOR,
@@ -176,19 +179,21 @@ class FwdPlan:
             self.num_mma_warpgroups,
         )
 
-    def storage(self):
+    def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
 
-        def tile(layout, stages_bytes_zero=False):
-            size = 0 if stages_bytes_zero else cute.cosize(layout)
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
+        def elements(count: int) -> type:
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, count], 1024]
+
+        # an output that shares the query's memory has none of its own
+        size_o = 0 if self.share_qo else cute.cosize(self.layout_o())
 
         @cute.struct
         class Storage:
-            q: tile(self.layout_q())
-            k: tile(self.layout_k())
-            v: tile(self.layout_v())
-            o: tile(self.layout_o(), self.share_qo)
+            q: elements(cute.cosize(self.layout_q()))
+            k: elements(cute.cosize(self.layout_k()))
+            v: elements(cute.cosize(self.layout_v()))
+            o: elements(size_o)
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_kv]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_kv]

@@ -1,12 +1,13 @@
 """WGMMA: one warpgroup's products, and the shape of its accumulator.
 
-A warpgroup (4 warps) computes 64 x N tiles. The accumulator of a thread is ((2, 2, N/8), 1, 1) fp32 values: pairs of
-adjacent columns, two rows 8 apart, N/8 column groups of 8 (PTX ISA, "wgmma.mma_async D fragment").
+A warpgroup (4 warps) computes 64 x N tiles. The accumulator of a thread is ((2, 2, N/8), 1, 1) fp32
+values: pairs of adjacent columns, two rows 8 apart, N/8 column groups of 8 (PTX ISA,
+"wgmma.mma_async D fragment").
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 ROWS_PER_WARPGROUP = 64
@@ -36,8 +37,10 @@ def first_col_of(thread: Int32) -> Int32:
 
 
 def count_cols_below(distance: Int32) -> Int32:
-    """How many of a thread's columns, taken to go on for ever, lie less than `distance` from its first; not positive
-    if none."""
+    """How many of a thread's columns lie less than `distance` from its first; not positive if none.
+
+    The columns are taken to go on for ever.
+    """
     return (distance // 8) * 2 + cutlass.min(distance & 7, 2)
 
 
@@ -52,8 +55,14 @@ def as_operand_a(values: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate):
-    """Start acc (+)= a b as one commit group; `accumulate` (bool or Boolean) False overwrites acc."""
+def issue(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    accumulate: bool | Boolean,
+) -> None:
+    """Start acc (+)= a b as one commit group; `accumulate` False overwrites acc."""
     # an atom of its own, so that the flag set here is not carried out of a dynamic region
     mma = cute.make_mma_atom(tiled_mma.op)
     mma.set(warpgroup.Field.ACCUMULATE, accumulate)
