@@ -21,7 +21,6 @@ _BASE_ALIGNMENT = 16  # bytes
 
 def preload() -> None:
     """Import the compiler now, so that a first call does not wait for it."""
-    import cutlass.cute.runtime
     import tvm_ffi  # noqa: F401
 
 

@@ -1,7 +1,7 @@
 """Tile shapes by head dimension and mask, as data. The first row that a problem fits is used.
 
-The rows for head dimensions 64, 128 and 256 were measured on an H200 (docs/measured_facts.md), the others follow from
-what fits.
+The rows for head dimensions 64, 128 and 256 were measured on an H200 (docs/measured_facts.md), the
+others follow from what fits.
 """
 
 from __future__ import annotations

@@ -51,17 +51,19 @@ from flash_mask_cute.sm90.flash_fwd_plan import (
     FwdPlan,
 )
 
-# Keys and values of the heads in flight should stay in the L2 cache of 50 MB. Measured on an H200: 12
-# and 48 MB are slower.
+# Keys and values of the heads in flight should stay in the L2 cache of 50 MB. Measured on an H200:
+# 12 and 48 MB are slower.
 L2_SHARE = 24 * 1024 * 1024
 # bound of a ragged row coordinate: no sequence is longer (see `ragged_rows`)
 RAGGED_BOUND = 1 << 26
 
 
 class Operands(NamedTuple):
-    """TMA atoms with their coordinate tensors. q, o: ((head, row), head_dim, ...); k: (row, head_dim,
-    head, ...); v: (head_dim_v, row, head, ...); the last mode is the batch, absent where lengths
-    vary."""
+    """TMA atoms with their coordinate tensors.
+
+    q, o: ((head, row), head_dim, ...); k: (row, head_dim, head, ...); v: (head_dim_v, row, head,
+    ...); the last mode is the batch, absent where lengths vary.
+    """
 
     q_atom: cute.CopyAtom
     q: cute.Tensor
@@ -85,8 +87,11 @@ class Lengths(NamedTuple):
 
 
 class ScoreArgs(NamedTuple):
-    """What happens to a score: scale_log2 turns it into an exponent of two; before that, soft-capping
-    multiplies by cap_in and applies tanh. Window sides and sink logits (heads_q,) may be absent."""
+    """What happens to a score.
+
+    scale_log2 turns it into an exponent of two; before that, soft-capping multiplies by cap_in and
+    applies tanh. Window sides and sink logits (heads_q,) may be absent.
+    """
 
     scale_log2: Float32
     cap_in: Float32 | None
@@ -125,7 +130,7 @@ class FlashAttentionForwardSm90:
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
-    :param pack_gqa: the query heads of a KV head share a tile's rows (qhead_per_kvhead must divide 64)
+    :param pack_gqa: the query heads of a KV head (a divisor of 64) share a tile's rows
     :param tile_m, tile_n: query rows and keys of a tile
     :param num_stages: key and value blocks in flight
     :param stages_q: query tiles in flight, 1 or 2
@@ -790,7 +795,7 @@ def _one_stage(layout):
 
 
 def _tma_tile(atom: cute.CopyAtom, tensor: cute.Tensor, first, tile, smem: cute.Tensor):
-    """TMA partitions (global, shared with a stage mode) of the tile of rows from (head, row) `first`."""
+    """TMA partitions (global, shared with stages) of the tile of rows from (head, row) `first`."""
     gmem = cute.local_tile(cute.domain_offset((first, 0), tensor), tile, (0, 0))
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)

@@ -14,15 +14,17 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_mask_cute.core import work_ring
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
 SMEM_CAPACITY = 232448
 REGISTER_FILE = 65536
+# what a thread needs besides the fragments of S, P and O, or ptxas serialises the products
+SCALAR_REGISTERS = 28
 THREADS_PER_WARPGROUP = 128
 # bytes kept for barriers and the work ring
 SMEM_BOOKKEEPING = 1024
 RING_STAGES = 4
-RING_FIELDS = 8
 
 
 class Barrier(IntEnum):
@@ -120,6 +122,9 @@ class FwdPlan:
             return "share_qo needs one query stage and head_dim_v <= head_dim"
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
+        registers = self.tile_n // 2 + self.tile_n // 4 + self.tile_dv // 2 + SCALAR_REGISTERS
+        if registers > self.mma_registers:
+            return f"{registers} registers a thread exceed {self.mma_registers}"
         return None
 
     def mma_qk(self) -> cute.TiledMma:
@@ -199,7 +204,7 @@ class FwdPlan:
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_kv]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
             ring: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int32, RING_FIELDS * RING_STAGES], 16
+                cute.struct.MemRange[cutlass.Int32, work_ring.FIELDS * RING_STAGES], 16
             ]
 
         return Storage

@@ -50,9 +50,7 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
 
 @pytest.mark.parametrize("row", SM90_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
-    choice = choose(
-        row.max_dim, row.max_dim_v, is_causal=not row.full_only, window=row.max_window
-    )
+    choice = choose(row.max_dim, row.max_dim_v, is_causal=not row.full_only, window=row.max_window)
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo"):
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason
