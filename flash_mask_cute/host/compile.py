@@ -21,6 +21,7 @@ _BASE_ALIGNMENT = 16  # bytes
 
 def preload() -> None:
     """Import the compiler now, so that a first call does not wait for it."""
+    import cutlass.cute.runtime  # noqa: F401
     import tvm_ffi  # noqa: F401
 
 

@@ -105,7 +105,7 @@ def select_fwd_config(
         NotImplementedError: pack_gqa is True for a group of heads that does not divide 64.
     """
     tiles, smem_bytes, reason = _choose_tiles(
-        problem.head_dim, problem.head_dim_v, problem.is_full, window, override
+        problem.head_dim, problem.head_dim_v, problem.mask_kind, shapes.seqlen_k, window, override
     )
     group = shapes.heads_q // shapes.heads_kv
     packed = _choose_packing(group, shapes.seqlen_q, pack_gqa)
@@ -127,11 +127,11 @@ def _choose_packing(group: int, seqlen_q: int, pack_gqa: bool | None) -> int:
     return group if pack_gqa else 1
 
 
-@functools.lru_cache(maxsize=1024)
 def _choose_tiles(
     head_dim: int,
     head_dim_v: int,
-    is_full: bool,
+    mask_kind: str,
+    seqlen_k: int,
     window: int | None,
     override: FwdConfig | None,
 ) -> tuple[FwdTiles, int, str]:
@@ -141,9 +141,17 @@ def _choose_tiles(
         for row in SM90_FWD
         if head_dim <= row.max_dim
         and head_dim_v <= row.max_dim_v
-        and (is_full or not row.full_only)
+        and mask_kind in (row.masks or (mask_kind,))
+        and seqlen_k >= row.min_seqlen_k
         and (row.max_window is None or (window is not None and window <= row.max_window))
     )
+    return _fit(row, head_dim, head_dim_v, override)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fit(
+    row: FwdRow, head_dim: int, head_dim_v: int, override: FwdConfig | None
+) -> tuple[FwdTiles, int, str]:
     given = {} if override is None else override.given()
     refusal = ""
     for tiles in _candidates(row, given):
@@ -171,8 +179,10 @@ def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
 
 def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal: str) -> str:
     conditions = f"head_dim <= {row.max_dim}, head_dim_v <= {row.max_dim_v}"
-    if row.full_only:
-        conditions += ", nothing masked"
+    if row.masks:
+        conditions += f", {' or '.join(row.masks)}"
+    if row.min_seqlen_k:
+        conditions += f", seqlen_k >= {row.min_seqlen_k}"
     if row.max_window is not None:
         conditions += f", window <= {row.max_window}"
     parts = [f"row {conditions}: {row.reason}"]

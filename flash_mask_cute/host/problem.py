@@ -40,10 +40,12 @@ class AttentionProblem:
         return self.has_window_left or self.has_window_right
 
     @property
-    def is_full(self) -> bool:
-        """Whether every query sees every key of inputs whose lengths do not vary."""
-        varying = self.varlen_q or self.varlen_k or self.has_seqused_q or self.has_seqused_k
-        return not (self.is_causal or self.is_local or varying)
+    def mask_kind(self) -> str:
+        """What masks, if it is one of the simple cases: "full" or "causal", otherwise "other"."""
+        varying = (self.varlen_q, self.varlen_k, self.has_seqused_q, self.has_seqused_k)
+        if self.is_local or any(varying):
+            return "other"
+        return "causal" if self.is_causal else "full"
 
     @staticmethod
     def of(

@@ -12,8 +12,8 @@ from typing import NamedTuple
 class FwdRow(NamedTuple):
     """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, and why these.
 
-    full_only: for problems in which every query sees every key of dense inputs. max_window: for
-    windows, closed on both sides, of at most so many keys.
+    masks: the `AttentionProblem.mask_kind`s it is for, all if empty. max_window: for windows,
+    closed on both sides, of at most so many keys. min_seqlen_k: for at least so many keys.
     """
 
     max_dim: int
@@ -24,8 +24,9 @@ class FwdRow(NamedTuple):
     stages_q: int
     share_qo: bool
     reason: str
-    full_only: bool = False
+    masks: tuple[str, ...] = ()
     max_window: int | None = None
+    min_seqlen_k: int = 0
 
 
 SM90_FWD = (
@@ -42,7 +43,13 @@ SM90_FWD = (
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
         "three warpgroups hide the latency of the exponentials, and each key serves more queries",
-        full_only=True,
+        masks=("full",),
+    ),
+    FwdRow(
+        *(128, 128, 192, 80, 3, 1, False),
+        "as above; in long walks what its tiles waste along the diagonal weighs little",
+        masks=("causal",),
+        min_seqlen_k=32768,
     ),
     FwdRow(
         *(128, 128, 128, 128, 2, 2, False),

@@ -19,6 +19,7 @@ def choose(
     heads_q: int = 4,
     heads_kv: int = 4,
     seqlen_q: int = 1000,
+    seqlen_k: int = 500,
     pack_gqa: bool | None = None,
     override: FwdConfig | None = None,
     is_causal: bool = False,
@@ -33,7 +34,9 @@ def choose(
         has_window_left=window is not None,
         has_window_right=window is not None and not is_causal,
     )
-    shapes = FwdShapes(1, seqlen_q, 500, seqlen_q, 500, heads_q, heads_kv, head_dim, head_dim_v)
+    shapes = FwdShapes(
+        1, seqlen_q, seqlen_k, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
+    )
     return select_fwd_config(problem, shapes, pack_gqa, override, window)
 
 
@@ -50,7 +53,13 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
 
 @pytest.mark.parametrize("row", SM90_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
-    choice = choose(row.max_dim, row.max_dim_v, is_causal=not row.full_only, window=row.max_window)
+    choice = choose(
+        row.max_dim,
+        row.max_dim_v,
+        seqlen_k=row.min_seqlen_k or 500,
+        is_causal="full" not in row.masks,
+        window=row.max_window,
+    )
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo"):
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason
@@ -63,8 +72,9 @@ def test_rows_are_reachable() -> None:
         covered = any(
             before.max_dim >= row.max_dim
             and before.max_dim_v >= row.max_dim_v
-            and (row.full_only or not before.full_only)
+            and (not before.masks or (row.masks and set(row.masks) <= set(before.masks)))
             and before.max_window is None
+            and before.min_seqlen_k <= row.min_seqlen_k
             for before in SM90_FWD[:position]
         )
         assert not covered, row
