@@ -153,12 +153,12 @@ class OnlineSoftmax(NamedTuple):
             if const_expr(sinks is not None):
                 sink_log2 = sinks[r] * LOG2_E
                 new_max = cute.arch.fmax(max_log2, sink_log2)
+                new_max = cutlass.select_(new_max == -Float32.inf, Float32(0.0), new_max)
                 shift = cute.math.exp2(max_log2 - new_max, fastmath=True)
                 total = cute.math.fma(
                     total, shift, cute.math.exp2(sink_log2 - new_max, fastmath=True)
                 )
-                max_log2 = new_max
-                lse = (max_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+                lse = (new_max + cute.math.log2(total, fastmath=True)) * LN_2
             else:
                 lse = (max_log2 + cute.math.log2(total, fastmath=True)) * LN_2
                 lse = cutlass.select_(empty, -Float32.inf, lse)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import asdict
 from types import ModuleType
+from typing import Any
 
 import pytest
 from support import BF16, FP16, FP32, Case, Inputs, assert_close_to_oracle, make_inputs
 from torch import Tensor
 
 from flash_mask_cute.host.compile import compile_fwd
+from flash_mask_cute.host.config import FwdConfig
 from flash_mask_cute.host.launch import KernelLaunch
+from flash_mask_cute.host.tables import SM90_FWD, FwdRow
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _resolve, bundle
 
@@ -46,9 +49,9 @@ CASES = (
 )
 
 
-def launch_on_simulator(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def launch_on_simulator(inputs: Inputs, **more: Any) -> tuple[Tensor, Tensor]:
     """The public call's own way to a kernel, for tensors on the CPU."""
-    extras, settings = bundle(inputs.keywords)
+    extras, settings = bundle(inputs.keywords | more)
     q, k, v = inputs.q, inputs.k, inputs.v
     call = _resolve(q, k, v, extras, settings)
     compiled = compile_fwd(call.problem, call.choice.tiles, Target("sm_90a", num_sms=2))
@@ -57,21 +60,40 @@ def launch_on_simulator(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def run_sim(simulator: ModuleType, case: Case, seeds: Iterable[int | None] = DELAY_SEEDS) -> None:
-    inputs = make_inputs(case)
-    for seed in seeds:
+def run_sim(simulator: ModuleType, inputs: Inputs, **more: Any) -> None:
+    for seed in DELAY_SEEDS:
         simulator.OPTIONS.pop("delay", None)
         if seed is not None:
             simulator.OPTIONS["delay"] = seed
         simulator.RESULTS.clear()
-        out, lse = launch_on_simulator(inputs)
+        out, lse = launch_on_simulator(inputs, **more)
         assert simulator.RESULTS, "no kernel ran on the software GPU"
         for result in simulator.RESULTS:
-            assert not result["warnings"], f"{case.id}, delay {seed}: {result}"
+            assert not result["warnings"], f"delay {seed}: {result}"
         assert_close_to_oracle(out, lse, inputs)
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_oracle(simulator: ModuleType, case: Case) -> None:
-    run_sim(simulator, case)
+    run_sim(simulator, make_inputs(case))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize(
+    "row", SM90_FWD, ids=lambda row: f"{row.max_dim}-{row.tile_m}x{row.tile_n}"
+)
+def test_the_tiles_of_every_table_row(simulator: ModuleType, row: FwdRow) -> None:
+    """Also those that only long inputs or wide heads would choose."""
+    case = Case(
+        "row", 1, 200, 230, 2, 1, head_dim=row.max_dim, head_dim_v=row.max_dim_v, causal=True
+    )
+    tiles = {name: getattr(row, name) for name in asdict(FwdConfig())}
+    run_sim(simulator, make_inputs(case), config=tiles)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_a_sink_of_minus_infinity_is_no_sink(simulator: ModuleType) -> None:
+    inputs = make_inputs(Case("sink-none", 1, 200, 65, causal=True, sink=FP32))
+    inputs.keywords["learnable_sink"].fill_(float("-inf"))
+    run_sim(simulator, inputs)
