@@ -51,8 +51,8 @@ from flash_mask_cute.sm90.flash_fwd_plan import (
     FwdPlan,
 )
 
-# Keys and values of the heads in flight should stay in the L2 cache of 50 MB. Measured on an H200:
-# 12 and 48 MB are slower.
+# Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
+# 48 MB are slower for causal at 8K (docs/measured_facts.md).
 L2_SHARE = 24 * 1024 * 1024
 # bound of a ragged row coordinate: no sequence is longer (see `ragged_rows`)
 RAGGED_BOUND = 1 << 26

@@ -93,6 +93,13 @@ def test_the_tiles_of_every_table_row(simulator: ModuleType, row: FwdRow) -> Non
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
+def test_four_warpgroups(simulator: ModuleType) -> None:
+    """Tiles that no row has, but config= may ask for."""
+    case = Case("four", 1, 300, 230, 2, 1, head_dim=64, causal=True)
+    run_sim(simulator, make_inputs(case), config={"tile_m": 256, "tile_n": 64})
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
 def test_a_sink_of_minus_infinity_is_no_sink(simulator: ModuleType) -> None:
     inputs = make_inputs(Case("sink-none", 1, 200, 65, causal=True, sink=FP32))
     inputs.keywords["learnable_sink"].fill_(float("-inf"))
