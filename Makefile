@@ -24,6 +24,11 @@ DEV := $(or $(PYTHON),$(call python_with,$(RUNTIME) $(TOOLS)))
 demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/01_causal.py
 	PYTHONPATH=. $(RUN) examples/02_varlen.py
+	PYTHONPATH=. $(RUN) examples/03_column_intervals.py
+	PYTHONPATH=. $(RUN) examples/04_block_sparse.py
+	PYTHONPATH=. $(RUN) examples/05_score_mod.py
+	PYTHONPATH=. $(RUN) examples/06_mask_mod_prefix_lm.py
+	PYTHONPATH=. $(RUN) examples/07_native_api.py
 
 # Each folder has a process of its own: the software GPU takes the place of CUDA in its process.
 test: test-cpu test-sim test-gpu

@@ -1,10 +1,17 @@
 """Speed of flash_mask_cute against its peers, on one GPU.
 
-cases    what is measured: shapes, masks, inputs
-flops    how many operations a case is charged for (numpy only)
-peers    who is measured, and the check that each of them computes the case's function
-timing   how time is taken
-run      `python -m bench.run`: gates, times, appends rows to bench/results/<gpu>.jsonl
+masks      the twelve masks, as a definition and as column intervals (numpy only)
+cases      what is measured: shapes, masks, inputs
+flops      how many operations a case is charged for, block lists (numpy only)
+mods       masks and biases as callables of the kernels' languages
+gate       the check that a result is the case's function
+peers      who is measured
+timing     how time is taken
+sweep      the draws of a sweep; prep: what preparing a mask means
+measure    one case, from inputs to rows
+run        `python -m bench.run`: appends rows to bench/results/<gpu>.jsonl
+report     `python -m bench.report`: the table of rows, and `--bars`, what they must reach
+linearity  `python -m bench.linearity`: latency against sparsity
 
 Here: the rows themselves, where they come from, and the table of a run. A row is one figure, one
 JSON object on a line; it is appended, never edited. Its `note` starts with the name of its case.
@@ -55,16 +62,25 @@ def commit_here() -> str:
         return "unknown"
 
 
-def row_of(case: BenchCase, peer: str, variant: str, value: float, remarks: Sequence[str]) -> Json:
-    """The row of one figure (ms for attention, else us), less what a run has in common."""
+def row_of(
+    case: BenchCase, peer: str, variant: str, value: float | None, remarks: Sequence[str]
+) -> Json:
+    """The row of one figure (ms for attention, else us), less what a run has in common.
+
+    Without a value there is no figure: the remarks say why.
+    """
     extra = [f"d_v={case.d_v}"] if case.d_v != case.d else []
     extra += [f"window={case.window}"] if case.window is not None else []
     extra += [f"softcap={case.softcap}"] if case.softcap else []
+    extra += [f"score_mod={case.score_mod}"] if case.score_mod else []
+    extra += [case.form] if case.form != "native" and peer == "ours" else []
     row = {key: getattr(case, key) for key in ("kind", "mask", "d", "n", "tokens")}
     row |= {key: getattr(case, key) for key in ("heads", "heads_kv", "dtype")}
     row |= {"peer": peer, "variant": variant, "deterministic": False}
     row["sparsity"] = round(sparsity(case), 4)
-    if case.kind == "attention":
+    if value is None:
+        pass
+    elif case.kind == "attention":
         row |= {"fwd_ms": round(value, 5), "fwd": round(tflops(case, value), 2)}
     else:
         row["us"] = round(value, 2)
@@ -72,16 +88,23 @@ def row_of(case: BenchCase, peer: str, variant: str, value: float, remarks: Sequ
     return row
 
 
+def name_of(row: Json) -> str:
+    """The case of a row."""
+    name: str = row["note"].partition(";")[0]
+    return name
+
+
 def format_table(rows: Sequence[Json]) -> str:
     """A line for each case and peer: `variant ours / peer = ratio`, TFLOP/s or us.
 
-    Rows of different runs never meet in one line.
+    Rows of different runs never meet in one line. Rows of sweeps and without a figure are left out.
     """
     cells: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for row in rows:
-        variants = cells.setdefault((row["run"], row["note"].partition(";")[0]), {})
-        value = row["fwd"] if "fwd" in row else row["us"]
-        variants.setdefault(row["variant"], {})[row["peer"]] = value
+        value = row.get("fwd", row.get("us"))
+        if value is not None and row["variant"] != "sweep":
+            variants = cells.setdefault((row["run"], name_of(row)), {})
+            variants.setdefault(row["variant"], {})[row["peer"]] = value
     lines = []
     for (_, name), variants in cells.items():
         seen = dict.fromkeys(peer for by_peer in variants.values() for peer in by_peer)

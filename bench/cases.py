@@ -6,16 +6,25 @@ import fnmatch
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bench import masks
+from bench.masks import Draw, Mask, make_mask, paper_draw
 
 if TYPE_CHECKING:
     import torch
 
 HIDDEN = 4096
 TOKENS = 131072
-KINDS = ("attention", "host", "cold")
-MASKS = ("full", "causal", "sliding_window", "varlen_causal")
+KINDS = ("attention", "host", "cold", "prep", "sweep")
+# Masks that a kernel can be asked for by flags and lengths.
+NATIVE = ("full", "causal", "sliding_window", "varlen_causal")
+MASKS = (*masks.MASKS, "varlen_causal")
+FORMS = ("native", "columns", "mask_mod")
 DTYPES = ("bfloat16", "float16")
+SWEPT = ("causal_document", "share_question", "document")
+PREPARED = (*SWEPT, "global_sliding_window", "random_eviction")
+SCORE_MODS = ("", "alibi", "t5_bias", "softcap")
 
 
 @dataclass(frozen=True)
@@ -24,8 +33,13 @@ class BenchCase:
 
     n: tokens of a sequence; with `doc_lengths`, of the longest document.
     tokens: tokens of the whole batch, so the batch is tokens // n, or the number of documents.
-    window: keys visible before the query's own (sliding_window is causal as well).
-    kind: "attention" (device time), "host" (host time of a warm call), "cold" (start-up seconds).
+    window: keys visible before the query's own (sliding_window is causal as well; the global one
+        is not, and sees as many after it).
+    form: how our kernel is told: "native" flags and lengths, column intervals, or a mask_mod with
+        block lists. Peers have one way each.
+    draw: the documents and the like of a mask that has them; every sequence of the batch has these.
+    kind: "attention" (device time), "host" (host time of a warm call), "cold" (start-up seconds),
+        "prep" (preparing the metadata of the mask), "sweep" (latency over many draws).
     Raises ValueError where the fields contradict each other.
     """
 
@@ -42,9 +56,13 @@ class BenchCase:
     doc_lengths: tuple[int, ...] = ()
     softcap: float = 0.0
     kind: str = "attention"
+    form: str = "native"
+    draw: Draw | None = None
+    score_mod: str = ""
 
     def __post_init__(self) -> None:
-        for field, known in (("kind", KINDS), ("mask", MASKS), ("dtype", DTYPES)):
+        known_values = {"kind": KINDS, "mask": MASKS, "dtype": DTYPES, "form": FORMS}
+        for field, known in {**known_values, "score_mod": SCORE_MODS}.items():
             if getattr(self, field) not in known:
                 raise ValueError(f"{self.name}: {field}={getattr(self, field)!r} is not in {known}")
         if self.tokens != sum(self.lengths):
@@ -53,10 +71,14 @@ class BenchCase:
             raise ValueError(f"{self.name}: n={self.n}, longest sequence {max(self.lengths)}")
         if self.heads % self.heads_kv:
             raise ValueError(f"{self.name}: heads={self.heads}, heads_kv={self.heads_kv}")
-        if (self.window is not None) != (self.mask == "sliding_window"):
+        if (self.window is not None) != self.mask.endswith("sliding_window"):
             raise ValueError(f"{self.name}: window={self.window} with mask={self.mask!r}")
         if bool(self.doc_lengths) != self.mask.startswith("varlen"):
             raise ValueError(f"{self.name}: doc_lengths and mask={self.mask!r} contradict")
+        if self.form == "native" and self.mask not in NATIVE:
+            raise ValueError(f"{self.name}: mask={self.mask!r} has no native form")
+        if self.draw and sum(map(sum, self.draw.documents)) != self.n:
+            raise ValueError(f"{self.name}: the documents of draw do not hold n={self.n} tokens")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -69,7 +91,13 @@ class BenchCase:
 
     @property
     def causal(self) -> bool:
-        return self.mask != "full"
+        """Whether k > q is hidden, whatever else is."""
+        return self.mask == "varlen_causal" or self.mask in masks.CAUSAL
+
+    def mask_of(self, length: int) -> Mask:
+        """The mask of one sequence of `length` tokens."""
+        name = "causal" if self.varlen else self.mask
+        return make_mask(name, length, self.window, self.draw)
 
     @property
     def varlen(self) -> bool:
@@ -159,6 +187,33 @@ def _tiny(name: str, kind: str) -> BenchCase:
     return BenchCase(name, "causal", 128, 128, 128, 128, 32, 32, kind=kind)
 
 
+def _masked(name: str, d: int, mask: str, n: int, **fields: Any) -> BenchCase:
+    """A case of the FlashMask paper's size; `mask` is not native unless it says so."""
+    fields = {"form": "native" if mask in ("full", "causal") else "columns"} | fields
+    return BenchCase(
+        name=name,
+        mask=mask,
+        d=d,
+        d_v=d,
+        n=n,
+        tokens=TOKENS,
+        heads=HIDDEN // d,
+        heads_kv=HIDDEN // d,
+        window=n // 16 if mask.endswith("sliding_window") else None,
+        draw=None if mask in NATIVE else paper_draw(n, mask),
+        **fields,
+    )
+
+
+def _mods(d: int) -> tuple[BenchCase, ...]:
+    by_score = ((mod, "causal", mod, "native") for mod in SCORE_MODS if mod)
+    by_mask = ((mask, mask, "", "mask_mod") for mask in ("document", "random_eviction"))
+    return tuple(
+        _masked(f"mod-d{d}-8k-{name}", d, mask, 8192, score_mod=mod, form=form)
+        for name, mask, mod, form in (*by_score, *by_mask)
+    )
+
+
 _ALL = (
     *(_dense(128, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
     *(_dense(64, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
@@ -173,6 +228,15 @@ _ALL = (
     _dense(128, "causal", 8192, dtype="float16", name="extra-d128-fp16-causal-8k"),
     _dense(128, "causal", 8192, softcap=30.0, name="extra-d128-softcap-causal-8k"),
     _tiny("cold-128", "cold"),
+    *(
+        _masked(f"mask-d{d}-{_size(n)}-{mask}", d, mask, n)
+        for d in (128, 64)
+        for n in (8192, 32768, 131072)
+        for mask in masks.MASKS
+    ),
+    *(case for d in (128, 64) for case in _mods(d)),
+    *(_masked(f"meta-128k-{mask}", 128, mask, 131072, kind="prep") for mask in PREPARED),
+    *(_masked(f"sweep-32k-{mask}", 128, mask, 32768, kind="sweep") for mask in SWEPT),
 )
 CASES: dict[str, BenchCase] = {case.name: case for case in _ALL}
 

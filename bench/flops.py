@@ -5,51 +5,76 @@ operations = 2 * (d + d_v) * heads * 128 * 128 * (visible tiles of all sequences
 which is 4 * heads * d * ... where d == d_v: two products (scores, output), a multiply and an add
 each. A tile is visible when it holds at least one visible (query, key) pair; it is charged whole,
 also where a sequence ends inside it. Tiles are counted from each sequence's own start. The counting
-is plain index arithmetic on numpy arrays and shares nothing with the package that it measures.
+is interval arithmetic on numpy arrays and shares nothing with the package that it measures.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from bench.cases import CASES, BenchCase
+from bench.masks import BoolArray, IntArray, Mask
 
 TILE = 128
-IntArray = npt.NDArray[np.int64]
 
 
-def key_bounds(
-    rows: IntArray, length: int, causal: bool, window: int | None
-) -> tuple[IntArray, IntArray]:
-    """First and last visible key of each query row of one sequence with as many keys as queries."""
-    first = np.zeros_like(rows) if window is None else np.maximum(rows - window, 0)
-    last = rows.copy() if causal else np.full_like(rows, length - 1)
-    return first, last
+def touched(begins: IntArray, ends: IntArray, tile_m: int = TILE, tile_n: int = TILE) -> BoolArray:
+    """Which tiles (query blocks, key blocks) hold a row of the intervals of their keys.
+
+    begins, ends: (n, intervals), the rows [begin, end) of each key, none where begin >= end. Time
+    is that of the keys plus that of the tiles: block rows are counted by where intervals start and
+    stop.
+    """
+    n, intervals = begins.shape
+    blocks_m, blocks_n = -(-n // tile_m), -(-n // tile_n)
+    some = begins < ends
+    column = (np.arange(n) // tile_n).repeat(intervals).reshape(n, intervals)[some]
+    shape = (blocks_n, blocks_m + 1)
+    starts, stops = (
+        np.bincount(column * shape[1] + row, minlength=shape[0] * shape[1]).reshape(shape)
+        for row in (begins[some] // tile_m, (ends[some] - 1) // tile_m + 1)
+    )
+    return (np.cumsum(starts - stops, axis=1)[:, :-1] > 0).T
+
+
+class BlockLists(NamedTuple):
+    """For each query block (int32): how many key blocks, and which, first those in use, then 0."""
+
+    partial_count: IntArray
+    partial_index: IntArray
+    full_count: IntArray
+    full_index: IntArray
+
+
+def block_lists(mask: Mask, tile_m: int = TILE, tile_n: int = TILE) -> BlockLists:
+    """Key blocks of `mask` that hold something visible: partial, and full ones apart."""
+    visible = touched(*mask.visible_rows(), tile_m, tile_n)
+    cut = touched(*mask.hidden_rows(), tile_m, tile_n)
+    lists = []
+    for chosen in (visible & cut, visible & ~cut):
+        count = chosen.sum(axis=1)
+        order = (~chosen).argsort(axis=1, kind="stable")
+        index = np.where(np.arange(chosen.shape[1]) < count[:, None], order, 0)
+        lists += [count.astype(np.int32), index.astype(np.int32)]
+    return BlockLists(*lists)
 
 
 @lru_cache(maxsize=256)
-def _tiles(length: int, causal: bool, window: int | None) -> tuple[int, int]:
-    """(visible, all) tiles of one sequence of `length` queries and keys."""
-    blocks = -(-length // TILE)
-    starts = np.arange(blocks, dtype=np.int64) * TILE
-    ends = np.minimum(starts + TILE, length)
-    visible = 0
-    for start, end in zip(starts, ends, strict=True):
-        first, last = key_bounds(np.arange(start, end), length, causal, window)
-        touches = (first[:, None] < ends[None, :]) & (last[:, None] >= starts[None, :])
-        visible += int(touches.any(axis=0).sum())
-    return visible, blocks * blocks
+def _tiles(mask: Mask) -> tuple[int, int]:
+    """(visible, all) tiles of one sequence."""
+    visible = touched(*mask.visible_rows())
+    return int(visible.sum()), visible.size
 
 
 def tile_counts(case: BenchCase) -> tuple[int, int]:
     """(visible, all) 128x128 tiles of one head, summed over the sequences of the batch."""
     visible = total = 0
     for length, times in Counter(case.lengths).items():
-        seen, every = _tiles(length, case.causal, case.window)
+        seen, every = _tiles(case.mask_of(length))
         visible += times * seen
         total += times * every
     return visible, total
@@ -76,7 +101,7 @@ def listing() -> str:
     """One line for each case."""
     lines = []
     for case in CASES.values():
-        shape = f"{case.kind:9} {case.mask:14} d {case.d:3}/{case.d_v:3} n {case.n:5}"
+        shape = f"{case.kind:9} {case.mask:21} d {case.d:3}/{case.d_v:3} n {case.n:6}"
         heads = f"batch {case.batch:3} heads {case.heads:2}/{case.heads_kv:2} {case.dtype}"
-        lines.append(f"{case.name:28} {shape} {heads} {attention_flops(case) / 1e12:8.4f} TFLOP")
+        lines.append(f"{case.name:34} {shape} {heads} {attention_flops(case) / 1e12:8.4f} TFLOP")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The implementations that are compared, and the check that each computes the case's function.
+"""The implementations that are compared.
 
 A peer is called the way its own users would call it; what it cannot do, it says in `supports`.
 """
@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from bench.cases import BenchCase, CaseTensors
-from bench.flops import TILE, key_bounds
+from bench.cases import NATIVE, BenchCase, CaseTensors
+from bench.flops import TILE, block_lists
+from bench.masks import Mask
+from bench.mods import (
+    cute_mask_mod,
+    cute_score_mod,
+    mask_tables,
+    score_tables,
+    torch_mask_mod,
+    torch_score_mod,
+)
 
 if TYPE_CHECKING:
     import torch
 
 Call = Callable[[], Any]
-# fp32 exponentials and logarithms by hardware approximation stay well under this.
-LSE_FLOOR = 2e-4
-# tanh.approx is good to 2^-11 of a score; 4 is about the largest score of normal inputs.
-LSE_FLOOR_SOFTCAP = LSE_FLOOR + 4 * 2.0**-11
-RULE = 2.0
-# A peer's rounding is its own affair; this only catches a call that means another function.
-PEER_RULE = 8.0
+DENSE_TOKENS = 8192
 
 
 class Peer(Protocol):
@@ -50,26 +52,74 @@ class Peer(Protocol):
         """out (.., heads, d_v) as q is laid out; lse (batch, heads, n) or (heads, tokens)."""
 
 
+def list_tensors(mask: Mask, tile_m: int, tile_n: int, device: torch.device) -> list[torch.Tensor]:
+    """Partial count and index, full count and index, for all batches and heads: (1, 1, ...)."""
+    import torch
+
+    lists = block_lists(mask, tile_m, tile_n)
+    return [torch.from_numpy(array)[None, None].to(device) for array in lists]
+
+
+def column_tensor(mask: Mask, device: torch.device) -> torch.Tensor:
+    """startend_row_indices (1, 1, n, vectors), int32."""
+    import torch
+
+    return torch.from_numpy(mask.hidden.astype(np.int32))[None, None].to(device)
+
+
+def column_mask(mask: Mask, device: torch.device) -> Any:
+    """The package's object that owns the intervals and what is computed from them."""
+    module = importlib.import_module("flash_mask_cute.masks.column_mask")
+    return module.ColumnMask(column_tensor(mask, device), mask.causal)
+
+
 @dataclass(frozen=True)
 class CutePeer:
-    """A module with `_flash_attn_fwd(q, k, v, ...)`: flash_mask_cute and flash-attn-4 alike."""
+    """A package with `interface._flash_attn_fwd`: flash_mask_cute and flash-attn-4 alike.
+
+    form: how the mask is told; None: as the case says.
+    lists_keyword, list_rows_64: its keyword for block lists, and the query rows of their blocks at
+        d=64. A block of flash-attn-4 is best a tile of its kernel, which has 192 rows there.
+    """
 
     name: str
-    module: str
+    package: str
+    form: str | None
+    lists_keyword: str
+    list_rows_64: int = TILE
 
     def load(self) -> None:
-        importlib.import_module(self.module)
+        importlib.import_module(f"{self.package}.interface")
 
     def supports(self, case: BenchCase) -> str | None:
-        package = self.module.partition(".")[0]
-        return None if importlib.util.find_spec(package) else f"{package} is not installed"
+        top = self.package.partition(".")[0]
+        if not importlib.util.find_spec(top):
+            return f"{top} is not installed"
+        if self.form == "native" and case.mask not in NATIVE:
+            return f"no flag means {case.mask}"
+        if self.form == "mask_mod" and case.form == "native":
+            return f"{case.mask} needs no mask_mod"
+        return None
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
-        forward = importlib.import_module(self.module)._flash_attn_fwd
+        forward = importlib.import_module(f"{self.package}.interface")._flash_attn_fwd
         q, k, v, cu_seqlens = tensors
-        options: dict[str, Any] = {"causal": case.causal, "return_lse": True}
-        if case.window is not None:
-            options["window_size_left"] = case.window
+        form = self.form or case.form
+        options: dict[str, Any] = {"return_lse": True}
+        if form == "native":
+            options["causal"] = case.causal
+            if case.window is not None:
+                options["window_size_left"] = case.window
+        elif form == "columns":
+            mask = case.mask_of(case.n)
+            options |= {"startend_row_indices": column_mask(mask, q.device), "causal": mask.causal}
+        else:
+            options |= self._mask_mod(case, q.device)
+        if case.score_mod:
+            tables = score_tables(case, q.device)
+            options["score_mod"] = cute_score_mod(case, tuple(tables))
+            if tables:
+                options["aux_tensors"] = list(tables.values())
         if case.softcap:
             options["softcap"] = case.softcap
         if cu_seqlens is not None:
@@ -77,30 +127,87 @@ class CutePeer:
             options |= {"max_seqlen_q": case.n, "max_seqlen_k": case.n}
         return partial(forward, q, k, v, **options)
 
+    def _mask_mod(self, case: BenchCase, device: torch.device) -> dict[str, Any]:
+        mask = case.mask_of(case.n)
+        tile = (self.list_rows_64 if case.d == 64 else TILE, TILE)
+        lists = importlib.import_module(f"{self.package}.block_sparsity").BlockSparseTensorsTorch
+        options: dict[str, Any] = {
+            "mask_mod": cute_mask_mod(mask),
+            self.lists_keyword: lists(*list_tensors(mask, *tile, device=device), block_size=tile),
+        }
+        if mask.tables:
+            options["aux_tensors"] = list(mask_tables(mask, device).values())
+        return options
+
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return raw[0], raw[1]
 
 
 @dataclass(frozen=True)
+class FlexPeer:
+    """torch's compiled FlexAttention (Triton), its block mask made of our exact block lists."""
+
+    name: str
+
+    def load(self) -> None:
+        importlib.import_module("torch.nn.attention.flex_attention")
+
+    def supports(self, case: BenchCase) -> str | None:
+        measured = case.kind in ("attention", "prep") and not case.varlen and not case.softcap
+        return None if measured else "not measured for varlen, softcap, host time and sweeps"
+
+    def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
+        import torch
+        from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+        # Beyond a limit of recompilations torch would run uncompiled.
+        torch._dynamo.reset()
+        device = tensors.q.device
+        options: dict[str, Any] = {"enable_gqa": case.heads != case.heads_kv}
+        options["return_aux"] = AuxRequest(lse=True)
+        if case.score_mod:
+            options["score_mod"] = torch_score_mod(case, score_tables(case, device))
+        if case.mask != "full":
+            mask = case.mask_of(case.n)
+            mod = torch_mask_mod(mask, mask_tables(mask, device))
+            partial_count, partial_index, *full = list_tensors(mask, TILE, TILE, device)
+            options["block_mask"] = BlockMask.from_kv_blocks(
+                partial_count, partial_index, full[0], full[1], TILE, mod, (case.n, case.n)
+            )
+        q, k, v = (t.transpose(1, 2) for t in tensors[:3])
+        return partial(torch.compile(flex_attention, dynamic=False), q, k, v, **options)
+
+    def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return raw[0].transpose(1, 2), raw[1].lse
+
+
+@dataclass(frozen=True)
 class SdpaPeer:
-    """torch scaled_dot_product_attention; `backend` names an SDPBackend, None lets torch choose."""
+    """torch scaled_dot_product_attention; `backend` names an SDPBackend, None lets torch choose.
+
+    dense: the mask is a boolean tensor, else the flag is_causal.
+    """
 
     name: str
     backend: str | None
     kind: str
+    dense: bool = False
 
     def load(self) -> None:
         importlib.import_module("torch.nn.attention")
 
     def supports(self, case: BenchCase) -> str | None:
+        call = "scaled_dot_product_attention"
         if case.kind != self.kind:
             return f"{self.name} is measured for kind {self.kind!r} only"
         if case.varlen:
-            return "scaled_dot_product_attention takes no cu_seqlens"
-        if case.window is not None:
-            return "scaled_dot_product_attention takes no window"
-        if case.softcap:
-            return "scaled_dot_product_attention takes no softcap"
+            return f"{call} takes no cu_seqlens"
+        if case.softcap or case.score_mod:
+            return f"{call} takes no softcap and no score_mod"
+        if not self.dense and case.mask not in ("full", "causal"):
+            return f"{call} takes no {case.mask} mask"
+        if self.dense and (case.n > DENSE_TOKENS or case.mask == "full"):
+            return f"a dense mask is measured up to {DENSE_TOKENS} tokens, where there is a mask"
         return None
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
@@ -108,13 +215,18 @@ class SdpaPeer:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         q, k, v = (t.transpose(1, 2) for t in tensors[:3])
+        options: dict[str, Any] = {"is_causal": case.causal}
+        if self.dense:
+            rows = np.arange(case.n)
+            seen = case.mask_of(case.n).sees(rows[:, None], rows[None, :])
+            options = {"attn_mask": torch.from_numpy(seen).to(q.device)}
         attention = partial(
             torch.nn.functional.scaled_dot_product_attention,
             q,
             k,
             v,
-            is_causal=case.causal,
             enable_gqa=case.heads != case.heads_kv,
+            **options,
         )
         if self.backend is None:
             return attention
@@ -131,117 +243,14 @@ class SdpaPeer:
 
 
 _ALL: tuple[Peer, ...] = (
-    CutePeer("ours", "flash_mask_cute.interface"),
-    CutePeer("fa4", "flash_attn.cute.interface"),
+    CutePeer("ours", "flash_mask_cute", None, "block_sparse_tensors_torch"),
+    CutePeer("fa4", "flash_attn.cute", "native", "block_sparse_tensors"),
+    CutePeer("fa4_mask_mod", "flash_attn.cute", "mask_mod", "block_sparse_tensors", 192),
     SdpaPeer("cudnn", "CUDNN_ATTENTION", "attention"),
     SdpaPeer("sdpa", None, "host"),
+    SdpaPeer("sdpa_dense", None, "attention", dense=True),
+    FlexPeer("flex"),
 )
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
-
-
-class Verdict(NamedTuple):
-    ok: bool
-    text: str
-
-
-class Row(NamedTuple):
-    """One query: its sequence, its head, and its index inside the sequence."""
-
-    sequence: int
-    head: int
-    query: int
-
-
-def sample_rows(case: BenchCase, seed: int, count: int = 64) -> list[Row]:
-    """First, last and tile-edge rows of the outer sequences (varlen: of all), and random ones."""
-    rng = random.Random(seed)
-    lengths = case.lengths
-    outer = range(case.batch) if case.varlen else sorted({0, case.batch - 1})
-    rows = []
-    for sequence in outer:
-        last = lengths[sequence] - 1
-        for query in sorted({0, min(TILE - 1, last), min(TILE, last), last}):
-            rows.append(Row(sequence, rng.randrange(case.heads), query))
-    for _ in range(count):
-        sequence = rng.randrange(case.batch)
-        query = rng.randrange(lengths[sequence])
-        rows.append(Row(sequence, rng.randrange(case.heads), query))
-    return rows
-
-
-def _attend(
-    case: BenchCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """O (d_v,) and LSE () of one query over its visible keys, in the dtype of the arguments."""
-    scores = (k @ q) * case.d**-0.5
-    if case.softcap:
-        scores = case.softcap * (scores / case.softcap).tanh()
-    return scores.softmax(0) @ v, scores.double().logsumexp(0)
-
-
-def check(
-    case: BenchCase,
-    tensors: CaseTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    *,
-    rule: float,
-    seed: int,
-) -> Verdict:
-    """Compare `out` and `lse` with float64 attention on sampled rows of the very input.
-
-    A row passes when its largest error is at most `rule` times that of eager attention in the
-    case's dtype on the same row, plus one unit in the last place; all rows together likewise by
-    RMS. Every element of `out` and `lse` must be finite.
-    """
-    import torch
-
-    if not bool(out.isfinite().all()) or (lse is not None and not bool(lse.isfinite().all())):
-        return Verdict(False, "out or lse is not finite, or was not written")
-    q, k, v = (t.reshape(-1, *t.shape[-2:]) for t in tensors[:3])
-    flat = out.reshape(-1, *out.shape[-2:])
-    starts = np.concatenate(([0], np.cumsum(case.lengths)))
-    rows = sample_rows(case, seed)
-    got, exact, eager = [], [], []
-    for sequence, head, query in rows:
-        start = int(starts[sequence])
-        at = np.array([query], dtype=np.int64)
-        first, last = key_bounds(at, case.lengths[sequence], case.causal, case.window)
-        keys = slice(start + int(first[0]), start + int(last[0]) + 1)
-        head_kv = head // (case.heads // case.heads_kv)
-        row = q[start + query, head], k[keys, head_kv], v[keys, head_kv]
-        exact.append(_attend(case, *(t.double() for t in row)))
-        eager.append(_attend(case, *row))
-        value = exact[-1][1]
-        if lse is not None:
-            value = lse[head, start + query] if case.varlen else lse[sequence, head, query]
-        got.append((flat[start + query, head], value))
-
-    def stack(pairs: list[tuple[torch.Tensor, torch.Tensor]], part: int) -> torch.Tensor:
-        return torch.stack([pair[part].double() for pair in pairs])
-
-    truth, ulp = stack(exact, 0), torch.finfo(out.dtype).eps
-    error, eager_error = (stack(pairs, 0) - truth for pairs in (got, eager))
-    allowed = rule * eager_error.abs().amax(1) + ulp * truth.abs().amax(1)
-    share = (error.abs().amax(1) / allowed.clamp_min(1e-30)).amax()
-    rms, eager_rms, truth_rms = (t.square().mean().sqrt() for t in (error, eager_error, truth))
-    share_rms = rms / (rule * eager_rms + ulp * truth_rms)
-    lse_error, lse_eager = ((stack(p, 1) - stack(exact, 1)).abs() for p in (got, eager))
-    floor = LSE_FLOOR_SOFTCAP if case.softcap else LSE_FLOOR
-    share_lse = (lse_error / (rule * lse_eager + floor)).amax()
-    shares = {"O": float(share), "O rms": float(share_rms), "LSE": float(share_lse)}
-    text = ", ".join(f"{name} {value:.2f}" for name, value in shares.items())
-    return Verdict(all(value <= 1.0 for value in shares.values()), f"of the allowed error: {text}")
-
-
-def poison(case: BenchCase, tensors: CaseTensors) -> None:
-    """Leave NaN in the cached blocks that the next outputs of this size are cut from."""
-    import torch
-
-    q, _, v, _ = tensors
-    shape = (*q.shape[:-1], v.shape[-1])
-    held = (
-        torch.full(shape, torch.nan, dtype=q.dtype, device=q.device),
-        torch.full(shape[:-1], torch.nan, dtype=torch.float32, device=q.device),
-    )
-    del held
+# flex compiles for seconds in every case; dense masks are slow.
+DEFAULT_PEERS = ("ours", "fa4", "fa4_mask_mod", "cudnn", "sdpa")

@@ -1,7 +1,7 @@
 """python -m bench.run [PATTERN ...]: gate, time, append rows, print a table. See --help.
 
-A case is timed only after our result passed `bench.peers.check` on the very input; a red case
-writes no row and makes the exit code 1. Cases run in a worker process. When it dies (a CUDA error,
+A case is timed only after our result passed `bench.gate.check` on the very input; a red case writes
+no row and makes the exit code 1. Cases run in a worker process. When it dies (a CUDA error,
 a hang longer than --case-seconds) a new one goes on with the cases that are left, as a run of its
 own: figures of different runs are never compared.
 """
@@ -18,15 +18,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from bench import ROOT, Json, commit_here, format_table, row_of, timing, versions
-from bench.cases import CASES, BenchCase, make_tensors, select
+from bench import ROOT, Json, commit_here, format_table, versions
+from bench.cases import CASES, select
 from bench.flops import listing
-from bench.peers import PEER_RULE, PEERS, RULE, Call, Verdict, check, poison
+from bench.linearity import summary
+from bench.measure import Options, measure, say
+from bench.peers import DEFAULT_PEERS, PEERS
 
 RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
 FIRST_CASE_S = 30.0
@@ -35,88 +37,10 @@ DIED = 3
 Report = dict[str, str]
 
 
-class Refused(Exception):
-    """Our result is wrong on this input, so its speed means nothing."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a worker is told; `deadline` is in seconds since the epoch."""
-
-    names: tuple[str, ...]
-    peers: tuple[str, ...]
-    repeats: int
-    singles: int
-    burst_s: float
-    case_s: float
-    deadline: float
-    seed: int
-    out: str
-    commit: str
-    run: str
-    report: str = ""
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def append(path: str, value: Json | list[str]) -> None:
     """One more line of JSON."""
     with open(path, "a") as file:
         file.write(json.dumps(value) + "\n")
-
-
-def admit(case: BenchCase, options: Options) -> tuple[dict[str, Call], dict[str, Verdict]]:
-    """Ready calls of the peers that compute this case. Raises Refused where ours does not."""
-    import torch
-
-    tensors = make_tensors(case, "cuda", options.seed)
-    calls: dict[str, Call] = {}
-    verdicts: dict[str, Verdict] = {}
-    for name in sorted(options.peers, key=lambda name: name != "ours"):
-        peer, rule = PEERS[name], RULE if name == "ours" else PEER_RULE
-        try:
-            if reason := peer.supports(case):
-                raise NotImplementedError(reason)
-            call = peer.prepare(case, tensors)
-            poison(case, tensors)
-            out, lse = peer.unpack(call())
-            torch.cuda.synchronize()
-            verdict = check(case, tensors, out, lse, rule=rule, seed=options.seed)
-            if not verdict.ok:
-                raise Refused(verdict.text)
-            calls[name], verdicts[name] = call, verdict
-        except Exception as error:
-            torch.cuda.synchronize()
-            if name == "ours":
-                raise
-            say(f"    {name} left out: {type(error).__name__}: {error}")
-    return calls, verdicts
-
-
-def measure(case: BenchCase, options: Options) -> Iterator[Json]:
-    """Gate and time one case; each row as soon as it is known."""
-    calls, verdicts = admit(case, options)
-    if case.kind == "cold":
-        for name in calls:
-            for variant, seconds in timing.time_cold(name, case.name).items():
-                yield row_of(case, name, variant, seconds * 1e6, ())
-        return
-    modes: dict[str, Callable[[], timing.Samples]] = {
-        "loop": lambda: timing.time_loop(calls, options.repeats, options.burst_s),
-        "single": lambda: timing.time_single(calls, options.singles),
-    }
-    if case.kind == "host":
-        modes = {"warm": lambda: timing.time_host(calls)}
-    for variant, take in modes.items():
-        for name, values in take().items():
-            if values:
-                middle = timing.median(values)
-                load = timing.load_note(calls[name], middle) if variant == "loop" else ""
-                remarks = (f"spread {timing.spread(values):.1%}", load, verdicts[name].text)
-                yield row_of(case, name, variant, middle, remarks)
 
 
 def work(told: str) -> int:
@@ -167,12 +91,23 @@ def work(told: str) -> int:
     return 0
 
 
+def references(left: Sequence[str], done: Sequence[str]) -> tuple[str, ...]:
+    """Those of `done` that rows of `left` are compared with: full and causal of the same size."""
+    sizes = {name.rpartition("-")[0] for name in left if name.startswith("mask-")}
+    kept = {f"{size}-{mask}" for size in sizes for mask in ("full", "causal")}
+    return tuple(name for name in done if name in kept)
+
+
 def supervise(names: Sequence[str], launch: Callable[[tuple[str, ...], int], Report]) -> Report:
-    """Launch workers until every case has an outcome; one that reports nothing ends it."""
+    """Launch workers until every case has an outcome; one that reports nothing ends it.
+
+    A new worker is a run of its own, so it measures the references of its cases again.
+    """
     outcomes: Report = {}
     attempt = 0
     while left := tuple(name for name in names if name not in outcomes):
-        reported = launch(left, attempt)
+        done = [name for name, outcome in outcomes.items() if outcome == DONE]
+        reported = launch((*references(left, done), *left), attempt)
         outcomes |= reported or dict.fromkeys(left, "the worker could not start")
         attempt += 1
     return outcomes
@@ -195,10 +130,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("patterns", nargs="*", default=["*"], help="globs over case names")
     add("--list", action="store_true", help="print the cases and stop")
-    add("--peers", default=",".join(PEERS), help="default: %(default)s")
+    others = ", ".join(name for name in PEERS if name not in DEFAULT_PEERS)
+    add("--peers", default=",".join(DEFAULT_PEERS), help=f"default: %(default)s; also {others}")
     add("--repeats", type=int, default=5, help="rounds of loop; 0: none")
     add("--singles", type=int, default=10, help="rounds of single; 0: none")
     add("--burst", type=float, default=0.4, help="seconds of one loop burst")
+    add("--load", type=float, default=1.0, help="seconds of load to read clock and power; 0: none")
     add("--seconds", type=float, default=math.inf, help="time for everything; stops cleanly")
     add("--case-seconds", type=float, default=240.0, help="longest a case may take")
     add("--seed", type=int, default=random.randrange(2**31), help="of the inputs; else random")
@@ -225,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Options(
         **{key: getattr(args, key) for key in taken},
         burst_s=args.burst,
+        load_s=args.load,
         case_s=args.case_seconds,
         deadline=time.time() + args.seconds,
         commit=args.commit or commit_here(),
@@ -236,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"run {run}, commit {options.commit}, seed {options.seed}, rows to {out}")
     outcomes = supervise(options.names, lambda names, n: launch_worker(options, names, n))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    say(format_table([row for row in rows if row["run"].partition(".")[0] == run]))
+    rows = [row for row in rows if row["run"].partition(".")[0] == run]
+    say("\n".join((format_table(rows), *summary(rows))))
     unfinished = {name: outcome for name, outcome in outcomes.items() if outcome != DONE}
     for name, outcome in unfinished.items():
         say(f"{name}: {outcome}")

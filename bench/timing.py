@@ -15,6 +15,8 @@ single  One call after an idle gap of `idle_s`, clocks high. A spin kernel of ab
         holds the device while the host enqueues event, call, event; so the host is not timed.
 host    Wall time of a warm call without synchronisation, in chunks of 100 calls; the device is
         drained between chunks, outside the timed part, so that the launch queue never fills.
+sweep   Milliseconds of one call of two that follow an untimed one, in turns over all draws.
+wall    Microseconds from a call on an idle device until the device is idle again.
 cold    Seconds in fresh processes: importing torch, importing the peer, the first call up to its
         synchronised end. Caches on disk are empty in the first process and kept for the second. An
         earlier process, not reported, pays for the bytecode of newly installed packages.
@@ -116,6 +118,51 @@ def time_single(calls: Mapping[str, Call], rounds: int, idle_s: float = 0.05) ->
             end.synchronize()
             samples[name].append(begin.elapsed_time(end))
     return samples
+
+
+def time_sweep(calls: Mapping[str, Call], rounds: int) -> Samples:
+    """Milliseconds a call, one sample a round of each of many calls."""
+    samples: Samples = {name: [] for name in calls}
+    for order in rotations(list(calls), rounds):
+        for name in order:
+            calls[name]()
+            begin, end = _events()
+            begin.record()
+            calls[name]()
+            calls[name]()
+            end.record()
+            end.synchronize()
+            samples[name].append(begin.elapsed_time(end) / 2)
+    return samples
+
+
+def time_wall(call: Call, rounds: int = 30) -> list[float]:
+    """Microseconds of a call up to its synchronised end, after three untimed ones."""
+    import torch
+
+    samples = []
+    for number in range(3 + rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        call()
+        torch.cuda.synchronize()
+        if number >= 3:
+            samples.append((time.perf_counter_ns() - begin) / 1e3)
+    return samples
+
+
+def count_launches(call: Call) -> int:
+    """Kernels, copies and fills that a warm call puts on the device, as torch's profiler sees."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    events = seen.events() or ()
+    return sum(event.device_type == DeviceType.CUDA for event in events)
 
 
 def time_host(calls: Mapping[str, Call], total: int = 2000) -> Samples:

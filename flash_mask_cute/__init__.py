@@ -1,23 +1,46 @@
 """Exact attention with masks as first-class citizens, in CuTe DSL, for NVIDIA GPUs.
 
-Importing this package imports neither torch nor the compiler.
+Importing this package imports neither torch nor the compiler; what stands in `__all__` is imported
+when it is first used.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flash_mask_cute.host.cache import compile_count
 
 if TYPE_CHECKING:
+    from flash_mask_cute import plot
+    from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_mask_cute.compute_block_sparsity import create_block_mask
     from flash_mask_cute.interface import explain
+    from flash_mask_cute.masks import builders
+    from flash_mask_cute.masks.column_mask import ColumnMask
 
-__all__ = ["compile_count", "explain"]
+__all__ = [
+    "BlockSparseTensorsTorch",
+    "ColumnMask",
+    "builders",
+    "compile_count",
+    "create_block_mask",
+    "explain",
+    "plot",
+]
+
+_MODULES = {"builders": "flash_mask_cute.masks.builders", "plot": "flash_mask_cute.plot"}
+_HOME = {
+    "BlockSparseTensorsTorch": "flash_mask_cute.block_sparsity",
+    "ColumnMask": "flash_mask_cute.masks.column_mask",
+    "create_block_mask": "flash_mask_cute.compute_block_sparsity",
+    "explain": "flash_mask_cute.interface",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "explain":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flash_mask_cute.interface import explain
-
-    return explain
+    if name in _MODULES:
+        return import_module(_MODULES[name])
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

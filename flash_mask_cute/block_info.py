@@ -114,7 +114,7 @@ class BlockInfo:
         ceil(count / num_splits) blocks, of which the last may be shorter or empty. Without it
         the split arguments have no effect.
         """
-        first, end = self._query_range(seqlen_info, m_block)
+        first, end = self.query_range(seqlen_info, m_block)
         lo, hi = _union(self.band(seqlen_info).k_range, first, end)
         n_block_min, n_block_max = _tiles_touched(lo, hi, self.tile_n)
         if self.is_split_kv:
@@ -170,7 +170,7 @@ class BlockInfo:
         block that straddles `seqlen_k` needs masking even if the right side is open. At most
         the n_block_max of a whole, non-empty range; clamp it to that of a split.
         """
-        first, _ = self._query_range(seqlen_info, m_block)
+        first, _ = self.query_range(seqlen_info, m_block)
         _, hi = self.band(seqlen_info).k_range(first)
         return imax(hi // self.tile_n, n_block_min)
 
@@ -187,7 +187,7 @@ class BlockInfo:
         clamp it to that of a split. It may exceed `get_n_block_min_causal_local_mask`: blocks
         between the two are crossed by both edges.
         """
-        _, end = self._query_range(seqlen_info, m_block)
+        _, end = self.query_range(seqlen_info, m_block)
         lo, _ = self.band(seqlen_info).k_range(end - 1)
         return imax(_ceil_div(lo, self.tile_n), n_block_min)
 
@@ -196,7 +196,7 @@ class BlockInfo:
             return self.window_size_right
         return 0 if self.window_size_right is None else imin(self.window_size_right, 0)
 
-    def _query_range(
+    def query_range(
         self, seqlen_info: SeqlenInfoQK | SeqlenInfoQKNewK, m_block: IntLike
     ) -> tuple[IntLike, IntLike]:
         """Query positions [first, end) of the valid rows of `m_block`."""

@@ -1,19 +1,33 @@
 """Forward attention on CPU tensors: the tiles that the GPU kernel walks, one by one, in float64.
 
-The walk is the kernel's own (`BlockInfo`), and a tile that it leaves out is not looked at here
-either, so a wrong walk gives a wrong answer without a GPU. The walk does not depend on the head:
-all heads of a batch entry take a step together.
+The walk is the kernel's own: `BlockInfo`, the classification of column intervals by their smallest
+and largest values, the block lists. A tile that these leave out is not looked at here either, and
+one that a mask is said not to cut is not masked by it, so a wrong walk or a wrong classification
+gives a wrong answer without a GPU. `score_mod` and `mask_mod` are the user's own, compiled for the
+host. All heads of a batch entry take a step together, but for those that the tile is hidden from.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
-from flash_mask_cute.masks.band import Band
+from flash_mask_cute.block_sparsity import (
+    ABSENT,
+    FULL,
+    PARTIAL,
+    BlockSparseTensorsTorch,
+    dense_states,
+)
+from flash_mask_cute.host.host_mods import eval_mask_mod, eval_score_mod
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 NEG_INF = float("-inf")
@@ -40,17 +54,38 @@ def flash_attn_fwd_cpu(
     tile_n: int,
     out: Tensor,
     lse: Tensor | None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: Sequence[Tensor] | None = None,
+    column_mask: ColumnMask | None = None,
+    block_lists: BlockSparseTensorsTorch | None = None,
+    skip_blocks: bool = True,
 ) -> None:
     """Write `out` and, if given, `lse`, from arguments that the caller has validated.
 
     q, k, v: (batch, seqlen, heads, d), or (total, heads, d) with the cu_seqlens of that side; any
-    floating dtype. window_*: tokens, None for an open side, causal already in window_right.
-    pack_gqa: how many query heads of a KV head share a tile; row r of such a tile's heads is then
-    query r // pack_gqa of head r % pack_gqa. seqlen_*: the length of a dense side.
+    floating dtype. window_*: tokens, None for an open side, causal already in window_right (that of
+    column_mask is added here). pack_gqa: how many query heads of a KV head share a tile; row r of
+    such a tile's heads is then query r // pack_gqa of head r % pack_gqa. seqlen_*: the length of a
+    dense side.
+
+    score_mod, mask_mod: CuTe callables, aux_tensors what they index (`host/host_mods.py`); the
+    score that score_mod sees is scaled and soft-capped. column_mask: startend_row_indices
+    (batch | 1, 1 | heads_kv | heads_q, seqlen_k, n), with cu_seqlens_k (1, ..., total_k, n).
+    block_lists: with block_size; blocks count from the start of a sequence. All masks apply
+    together. skip_blocks False visits every tile of a sequence and applies every mask to it, to
+    the same result bit for bit.
+
     out is laid out like q; lse is float32, (batch, heads_q, seqlen_q) or varlen (heads_q, total_q),
     natural log. A row that sees nothing gets 0 and -inf (the sink, if there is one). Rows past
     seqused_q are not written.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
+            on the CPU, see `eval_mask_mod`.
     """
+    if column_mask is not None and column_mask.causal:
+        window_right = 0 if window_right is None else min(window_right, 0)
     block_info = BlockInfo(
         tile_m,
         tile_n,
@@ -59,6 +94,8 @@ def flash_attn_fwd_cpu(
         window_size_right=window_right,
         qhead_per_kvhead_packgqa=pack_gqa,
     )
+    bounds = None if column_mask is None else column_mask.bounds(tile_n, cu_seqlens_k)
+    states = None if block_lists is None else dense_states(block_lists)
     lengths = [
         None if x is None else x.tolist()
         for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -68,6 +105,30 @@ def flash_attn_fwd_cpu(
         seqlen_info = SeqlenInfoQK.create(batch_idx, seqlen_q, seqlen_k, *lengths)
         slot_q = _slot(batch_idx, seqlen_info.offset_q, seqlen_info.seqlen_q, cu_seqlens_q)
         slot_k = _slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, cu_seqlens_k)
+        masks: list[_Mask] = [_BandMask(block_info, seqlen_info)]
+        if column_mask is not None and bounds is not None:
+            masks.append(
+                _ColumnIntervals.create(
+                    column_mask, bounds, batch_idx, seqlen_info, tile_n, q.shape[-2]
+                )
+            )
+        if block_lists is not None or mask_mod is not None:
+            masks.append(
+                _ListsAndMod(
+                    None if states is None else _of_batch(states, batch_idx),
+                    None if block_lists is None else block_lists.block_size,
+                    mask_mod,
+                    aux_tensors,
+                    batch_idx,
+                )
+            )
+        rules = _ScoreRules(
+            softmax_scale,
+            softcap,
+            None if score_mod is None else partial(_modify, score_mod, aux_tensors, batch_idx),
+            masks,
+            skip_blocks,
+        )
         sequence_out, sequence_lse = _attend_sequence(
             _to_rows(q[slot_q].double(), k.shape[-2], pack_gqa),
             _to_rows(k[slot_k].double(), k.shape[-2], 1),
@@ -75,12 +136,49 @@ def flash_attn_fwd_cpu(
             _sink_of_rows(learnable_sink, seqlen_info.seqlen_q, k.shape[-2], pack_gqa),
             block_info,
             seqlen_info,
-            softmax_scale,
-            softcap,
+            rules,
         )
         out[slot_q] = _from_rows(sequence_out, pack_gqa).to(out.dtype)
         if lse_by_row is not None:
             lse_by_row[slot_q] = _from_rows(sequence_lse, pack_gqa).to(lse_by_row.dtype)
+
+
+class _Tile(NamedTuple):
+    """One score tile, its ranges cut off where the sequence ends.
+
+    rows are those of `pack` interleaved heads, queries the positions that they touch.
+    """
+
+    m_block: int
+    n_block: int
+    rows: range
+    queries: range
+    keys: range
+    pack: int
+
+
+class _Mask(Protocol):
+    """A mask of one batch entry, read by tile and by score.
+
+    Heads are query heads; one entry stands for all of them.
+    """
+
+    def classify(self, tile: _Tile) -> tuple[Tensor, Tensor]:
+        """(hidden, cut), bool (heads | 1,): whether it hides all of the tile, or some of it."""
+
+    def visible(self, tile: _Tile, heads: Tensor) -> Tensor:
+        """Bool (heads | 1, queries, keys). What it says of a head that `heads`, bool (heads_q,),
+        does not have is not used."""
+
+
+class _ScoreRules(NamedTuple):
+    """What becomes of the scores of a sequence. modify(scores, tile, heads) works in place."""
+
+    softmax_scale: float
+    softcap: float
+    modify: Callable[[Tensor, _Tile, Tensor], None] | None
+    masks: list[_Mask]
+    skip_blocks: bool
 
 
 def _attend_sequence(
@@ -90,42 +188,208 @@ def _attend_sequence(
     sink: Tensor | None,
     block_info: BlockInfo,
     seqlen_info: SeqlenInfoQK,
-    softmax_scale: float,
-    softcap: float,
+    rules: _ScoreRules,
 ) -> tuple[Tensor, Tensor]:
     """One batch entry: q (heads_kv, lanes, rows, d), k and v (heads_kv, 1, seqlen_k, .), sink
     (heads_kv, lanes, rows). Returns out and lse of q's rows."""
     tile_m, tile_n = block_info.tile_m, block_info.tile_n
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], NEG_INF)
-    band = block_info.band(seqlen_info)
-    num_rows = q.shape[-2]
-    for m_block in range(-(-num_rows // tile_m)):
-        rows = slice(m_block * tile_m, min((m_block + 1) * tile_m, num_rows))
-        q_idx = torch.arange(rows.start, rows.stop)[:, None] // block_info.qhead_per_kvhead_packgqa
+    for m_block in range(_ceil_div(q.shape[-2], tile_m)):
+        rows = slice(m_block * tile_m, min((m_block + 1) * tile_m, q.shape[-2]))
         softmax = _OnlineSoftmax(out[..., rows, :])
-        for n_block in range(*block_info.get_n_block_min_max(seqlen_info, m_block)):
+        n_blocks = range(_ceil_div(seqlen_info.seqlen_k, tile_n))
+        if rules.skip_blocks:
+            n_blocks = range(*block_info.get_n_block_min_max(seqlen_info, m_block))
+        for n_block in n_blocks:
             keys = slice(n_block * tile_n, min((n_block + 1) * tile_n, seqlen_info.seqlen_k))
-            k_idx = torch.arange(keys.start, keys.stop)[None, :]
-            scores = _score_tile(q[..., rows, :], k[..., keys, :], softmax_scale, softcap)
-            scores.masked_fill_(~_visible(band, q_idx, k_idx), NEG_INF)
-            softmax.add(scores, v[..., keys, :])
+            tile = _tile(block_info, m_block, n_block, rows, keys)
+            heads, visible = _mask_tile(tile, rules, q.shape[0] * q.shape[1] * tile.pack)
+            if heads.any():
+                scores = _score_tile(q[..., rows, :], k[..., keys, :], tile, heads, rules)
+                scores.masked_fill_(~_visible_rows(visible, tile, q.shape[0]), NEG_INF)
+                softmax.add(scores, v[..., keys, :])
         out[..., rows, :], lse[..., rows] = softmax.finalize(
             None if sink is None else sink[..., rows]
         )
     return out, lse
 
 
-def _score_tile(q: Tensor, k: Tensor, softmax_scale: float, softcap: float) -> Tensor:
+def _tile(block_info: BlockInfo, m_block: int, n_block: int, rows: slice, keys: slice) -> _Tile:
+    pack = block_info.qhead_per_kvhead_packgqa
+    return _Tile(
+        m_block,
+        n_block,
+        range(rows.start, rows.stop),
+        range(rows.start // pack, _ceil_div(rows.stop, pack)),
+        range(keys.start, keys.stop),
+        pack,
+    )
+
+
+def _score_tile(q: Tensor, k: Tensor, tile: _Tile, heads: Tensor, rules: _ScoreRules) -> Tensor:
     """Scores of one tile, before masking."""
-    scores = q @ k.mT * softmax_scale
-    return softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = q @ k.mT * rules.softmax_scale
+    if rules.softcap:
+        scores = rules.softcap * torch.tanh(scores / rules.softcap)
+    if rules.modify is not None:
+        rules.modify(scores, tile, heads)
+    return scores
 
 
-def _visible(band: Band, q_idx: Tensor, k_idx: Tensor) -> Tensor:
-    """Which elements of one tile count, from positions q_idx (rows, 1) and k_idx (1, keys)."""
-    first, end = band.k_range(q_idx)
-    return (first <= k_idx) & (k_idx < end)
+def _mask_tile(tile: _Tile, rules: _ScoreRules, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Which heads have anything to see in a tile, bool (heads,), and what they see, bool (heads,
+    queries | 1, keys | 1). A mask is evaluated only for the heads that it cuts the tile for."""
+    heads = torch.ones(num_heads, dtype=torch.bool)
+    cuts = [heads for _ in rules.masks]
+    if rules.skip_blocks:
+        for i, mask in enumerate(rules.masks):
+            hidden, cuts[i] = mask.classify(tile)
+            heads = heads & ~hidden
+    visible = heads[:, None, None]
+    for mask, cut in zip(rules.masks, cuts, strict=True):
+        asked = heads & cut
+        if asked.any():
+            visible = visible & (mask.visible(tile, asked) | ~asked[:, None, None])
+    return heads, visible
+
+
+def _visible_rows(visible: Tensor, tile: _Tile, heads_kv: int) -> Tensor:
+    """From (heads_q, queries | 1, keys | 1) to (heads_kv, lanes, rows, keys)."""
+    by_query = visible.expand(-1, len(tile.queries), len(tile.keys)).movedim(1, 0)
+    first = tile.rows.start - tile.queries.start * tile.pack
+    return _to_rows(by_query, heads_kv, tile.pack)[:, :, first : first + len(tile.rows)]
+
+
+def _modify(
+    score_mod: Callable[..., Any],
+    aux_tensors: Sequence[Tensor] | None,
+    batch_idx: int,
+    scores: Tensor,
+    tile: _Tile,
+    heads: Tensor,
+) -> None:
+    """Apply score_mod to scores (heads_kv, lanes, rows, keys) of the given heads, in float32."""
+    k_idx = _int32(tile.keys)
+    of_lanes = scores.flatten(0, 1)
+    for head_idx in heads.nonzero().flatten().tolist():
+        lane, head_in_lane = divmod(head_idx, tile.pack)
+        rows = slice((head_in_lane - tile.rows.start) % tile.pack, None, tile.pack)
+        of_lanes[lane, rows] = eval_score_mod(
+            score_mod,
+            of_lanes[lane, rows].float(),
+            aux_tensors,
+            batch_idx,
+            head_idx,
+            _int32(tile.rows[rows]) // tile.pack,
+            k_idx,
+        ).double()
+
+
+@dataclass(frozen=True)
+class _BandMask:
+    """Causal and window. Which tiles they hide is the walk's own range."""
+
+    block_info: BlockInfo
+    seqlen_info: SeqlenInfoQK
+
+    def classify(self, tile: _Tile) -> tuple[Tensor, Tensor]:
+        info, seqlen = self.block_info, self.seqlen_info
+        cut = tile.n_block >= info.get_n_block_min_causal_local_mask(seqlen, tile.m_block, 0)
+        if info.window_size_left is not None:
+            cut |= tile.n_block < info.get_n_block_min_before_local_mask(seqlen, tile.m_block, 0)
+        return torch.tensor([False]), torch.tensor([cut])
+
+    def visible(self, tile: _Tile, heads: Tensor) -> Tensor:
+        k_idx = _int32(tile.keys)
+        lo, hi = self.block_info.band(self.seqlen_info).k_range(_int32(tile.queries)[:, None])
+        return ((lo <= k_idx) & (k_idx < hi))[None]
+
+
+@dataclass(frozen=True)
+class _ColumnIntervals:
+    """columns (heads_q, seqlen_k, n), bounds (heads_q, 2n, blocks) of one sequence."""
+
+    intervals: Intervals
+    columns: Tensor
+    bounds: Tensor
+    seqlen_q: int
+
+    @staticmethod
+    def create(
+        mask: ColumnMask,
+        bounds: Tensor,
+        batch_idx: int,
+        seqlen_info: SeqlenInfoQK,
+        tile_n: int,
+        heads_q: int,
+    ) -> _ColumnIntervals:
+        columns = _of_batch(mask.startend_row_indices, batch_idx)
+        bounds = _of_batch(bounds, batch_idx)
+        if seqlen_info.has_cu_seqlens_k:
+            columns = columns[:, seqlen_info.offset_k :]
+            bounds = bounds[..., seqlen_info.offset_k // tile_n + batch_idx :]
+        return _ColumnIntervals(
+            Intervals(mask.num_vectors, mask.causal),
+            columns.repeat_interleave(heads_q // columns.shape[0], dim=0),
+            bounds.repeat_interleave(heads_q // columns.shape[0], dim=0),
+            seqlen_info.seqlen_q,
+        )
+
+    def classify(self, tile: _Tile) -> tuple[Tensor, Tensor]:
+        bounds = self.bounds[..., tile.n_block].unbind(-1)
+        return self.intervals.classify(bounds, tile.queries.start, tile.queries.stop, self.seqlen_q)
+
+    def visible(self, tile: _Tile, heads: Tensor) -> Tensor:
+        q_idx = _int32(tile.queries)[:, None]
+        columns = self.columns[:, None, tile.keys.start : tile.keys.stop].unbind(-1)
+        visible = torch.ones((1, 1, 1), dtype=torch.bool)
+        for start, end in self.intervals.hidden_rows(columns, self.seqlen_q):
+            visible = visible & ((q_idx < start) | (q_idx >= end))
+        return visible
+
+
+@dataclass(frozen=True)
+class _ListsAndMod:
+    """Block lists and mask_mod, at least one of them, which together say what a block shows.
+
+    states (heads | 1, num_q_blocks, num_k_blocks) is that of `dense_states` for one batch entry, in
+    blocks of block_size scores; None: all are partial.
+    """
+
+    states: Tensor | None
+    block_size: tuple[int, int] | None
+    mask_mod: Callable[..., Any] | None
+    aux_tensors: Sequence[Tensor] | None
+    batch_idx: int
+
+    def classify(self, tile: _Tile) -> tuple[Tensor, Tensor]:
+        if self.states is None or self.block_size is None:
+            return torch.tensor([False]), torch.tensor([True])
+        block_q, block_k = self.block_size
+        states = self.states[
+            :,
+            tile.queries.start // block_q : _ceil_div(tile.queries.stop, block_q),
+            tile.keys.start // block_k : _ceil_div(tile.keys.stop, block_k),
+        ].flatten(1)
+        cutting = states == ABSENT if self.mask_mod is None else states != FULL
+        return (states == ABSENT).all(dim=1), cutting.any(dim=1)
+
+    def visible(self, tile: _Tile, heads: Tensor) -> Tensor:
+        q_idx, k_idx = _int32(tile.queries), _int32(tile.keys)
+        states = torch.full((1, len(q_idx), len(k_idx)), PARTIAL)
+        if self.states is not None and self.block_size is not None:
+            q_block, k_block = q_idx // self.block_size[0], k_idx // self.block_size[1]
+            states = self.states[:, q_block[:, None], k_block]
+        if self.mask_mod is None:
+            return states != ABSENT
+        visible = (states == FULL).repeat(len(heads) // len(states), 1, 1)
+        is_partial = (states == PARTIAL).expand_as(visible)
+        for head_idx in heads.nonzero().flatten().tolist():
+            visible[head_idx] |= is_partial[head_idx] & eval_mask_mod(
+                self.mask_mod, self.aux_tensors, self.batch_idx, head_idx, q_idx, k_idx
+            )
+        return visible
 
 
 class _OnlineSoftmax:
@@ -153,6 +417,19 @@ class _OnlineSoftmax:
             lse = torch.logaddexp(lse, sink)
         factor = torch.exp(self.row_max - lse).masked_fill(self.row_sum == 0, 0.0)
         return self.acc * factor[..., None], lse
+
+
+def _of_batch(x: Tensor, batch_idx: int) -> Tensor:
+    """Of a tensor that may have one batch entry for all."""
+    return x[min(batch_idx, x.shape[0] - 1)]
+
+
+def _int32(positions: range) -> Tensor:
+    return torch.arange(positions.start, positions.stop, positions.step, dtype=torch.int32)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _slot(batch_idx: int, offset: int, length: int, cu_seqlens: Tensor | None) -> Any:

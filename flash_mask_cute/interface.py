@@ -26,9 +26,11 @@ from flash_mask_cute.host.launch import (
     Settings,
     find_launch,
 )
+from flash_mask_cute.host.mask_args import NO_MASKS, Masks, ResolvedMasks
 from flash_mask_cute.host.problem import AttentionProblem, fold_window
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import check_fwd_inputs
+from flash_mask_cute.masks.column_mask import ColumnMask
 
 __all__ = ["FwdConfig", "_flash_attn_fwd", "explain"]
 
@@ -61,7 +63,7 @@ def _flash_attn_fwd(
     mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
-    startend_row_indices: Tensor | None = None,
+    startend_row_indices: Tensor | ColumnMask | None = None,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     out: Tensor | None = None,
@@ -76,17 +78,35 @@ def _flash_attn_fwd(
     cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the rows in use of each
     slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
-    Key j is visible to query i when, with d = i + seqlen_k - seqlen_q, j <= d if causal,
-    j >= d - window_size_left and j <= d + window_size_right; None leaves a side open. softcap > 0
-    makes a score s into softcap * tanh(s / softcap). learnable_sink (heads_q,) is one more logit
-    per head, without a value. softmax_scale is head_dim ** -0.5 by default.
+    Key j is visible to query i when everything that was given lets it. With d = i + seqlen_k -
+    seqlen_q: j <= d if causal, j >= d - window_size_left and j <= d + window_size_right; None
+    leaves a side open. softcap > 0 makes a score s into softcap * tanh(s / softcap).
+    learnable_sink (heads_q,) is one more logit per head, without a value. softmax_scale is
+    head_dim ** -0.5 by default.
+
+    startend_row_indices: int32 (batch or 1, heads, seqlen_k, n) with heads 1, heads_kv or heads_q
+    and n 1, 2 or 4, the rows that each key hides, as `ColumnMask` tells; with cu_seqlens_k
+    (1, heads, total_k, n), rows counted inside their sequence. A tensor means
+    `ColumnMask(tensor, causal)`. A ColumnMask keeps what is computed of it between calls; its own
+    `causal` says what its vectors mean, and the call is causal if either of both is.
+    score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> score, after softcap, and
+    mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean: CuTe callables on one-element
+    `cute.TensorSSA`, positions inside the sequence and query heads, compiled into the kernel. What
+    they reach (closures, globals) is looked up in every call, and what changed compiles anew.
+    aux_tensors: tensors of 1 to 4 dimensions, any strides, int32, int64, float32, bfloat16 or
+    float16, that both may index.
+    block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, or a torch `BlockMask` together with
+    its mask as mask_mod. A block in no list is hidden, a full one visible without asking mask_mod;
+    in the others mask_mod decides, and without one they are visible. Blocks count from the start
+    of a sequence; where lengths vary, the lists cover max_seqlen_q and max_seqlen_k.
 
     out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
     (heads_q, total_q), and None if neither return_lse nor lse asks for it. A row that sees nothing
     has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
 
-    pack_gqa: query heads of a KV head share tiles (None: where queries are few). config: a
-    `FwdConfig`, or a mapping of some of its fields, instead of the table's.
+    pack_gqa: query heads of a KV head share tiles (None: where queries are few). Not supported with
+    block lists, nor with column intervals that differ between these heads. config: a `FwdConfig`,
+    or a mapping of some of its fields, instead of the table's.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
@@ -94,16 +114,22 @@ def _flash_attn_fwd(
     extras = Extras(learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse)
     rest = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, num_splits, pack_gqa, return_lse,
-        page_table, score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch,
-        startend_row_indices,
+        max_seqlen_k, num_splits, pack_gqa, return_lse, page_table,
         None if config is None else FwdConfig.of(config),
     )  # fmt: skip
-    launch, key = find_launch(_launches, q, k, v, extras, rest)
+    masks = None
+    if not (
+        score_mod is mask_mod is aux_tensors is block_sparse_tensors_torch is startend_row_indices
+        is None
+    ):  # fmt: skip
+        masks = Masks(
+            score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch, startend_row_indices
+        )
+    launch, key = find_launch(_launches, q, k, v, extras, masks, rest)
     if launch is None:
-        launch = _prepare(_resolve(q, k, v, extras, Settings._make(rest)), q, k, v, extras)
+        launch = _prepare(q, k, v, extras, masks or NO_MASKS, Settings._make(rest))
         _remember(key, launch)
-    return launch(q, k, v, extras)
+    return launch(q, k, v, extras, masks)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
@@ -114,38 +140,49 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
     Raises:
         TypeError, ValueError, NotImplementedError: as the call would.
     """
-    extras, settings = bundle(keywords)
-    resolved = _resolve(q, k, v, extras, settings)
+    extras, masks, settings = bundle(keywords)
+    resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings)
     target = Target.of(q.device) if q.is_cuda else Target.default()
-    return explain_fwd(resolved, extras, target, str(q.device))
+    return explain_fwd(resolved, extras, resolved_masks, target, str(q.device))
 
 
-def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Settings]:
+def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:
     """Keywords of the public call in the form that the host path passes on.
 
     Raises:
         TypeError: a keyword is none of the call's, or config is no configuration.
     """
-    unknown = sorted(keywords.keys() - {*Extras._fields, *Settings._fields})
+    unknown = sorted(keywords.keys() - {*Extras._fields, *Masks._fields, *Settings._fields})
     if unknown:
         raise TypeError(f"unexpected keyword arguments {unknown}")
-    extras = Extras(**{name: keywords[name] for name in Extras._fields if name in keywords})
-    settings = Settings(**{name: keywords[name] for name in Settings._fields if name in keywords})
-    return extras, settings._replace(config=FwdConfig.of(settings.config))
+
+    def take(fields: tuple[str, ...]) -> dict[str, Any]:
+        return {name: keywords[name] for name in fields if name in keywords}
+
+    settings = Settings(**take(Settings._fields))
+    return (
+        Extras(**take(Extras._fields)),
+        Masks(**take(Masks._fields)),
+        settings._replace(config=FwdConfig.of(settings.config)),
+    )
 
 
-def _resolve(q: Tensor, k: Tensor, v: Tensor, extras: Extras, settings: Settings) -> ResolvedFwd:
+def _resolve(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
+) -> tuple[ResolvedFwd, ResolvedMasks]:
     """Validate, and decide everything that comes before compilation."""
-    arguments = extras._asdict() | settings._asdict()
+    arguments = extras._asdict() | masks._asdict() | settings._asdict()
     config = arguments.pop("config")
     shapes = check_fwd_inputs(q, k, v, **arguments)
+    resolved_masks = ResolvedMasks.of(masks, settings.causal, shapes, q.device)
+    is_causal = settings.causal or resolved_masks.is_causal
     window_left, window_right = fold_window(
-        settings.causal, settings.window_size_left, settings.window_size_right
+        is_causal, settings.window_size_left, settings.window_size_right
     )
     problem = AttentionProblem.of(
         q,
         v,
-        is_causal=settings.causal,
+        is_causal=is_causal,
         window_left=window_left,
         window_right=window_right,
         softcap=settings.softcap,
@@ -156,15 +193,29 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, extras: Extras, settings: Settings
         seqused_k=extras.seqused_k,
         needs_lse=settings.return_lse or extras.lse is not None,
     )
+    problem = replace(problem, **resolved_masks.problem_fields())
     window = None
-    if window_left is not None and (settings.causal or window_right is not None):
+    if window_left is not None and (is_causal or window_right is not None):
         window = window_left + (window_right or 0) + 1
-    choice = select_fwd_config(problem, shapes, settings.pack_gqa, config, window)
+    block_size = resolved_masks.block_size
+    choice = select_fwd_config(
+        problem,
+        shapes,
+        settings.pack_gqa,
+        config,
+        window,
+        block_size,
+        resolved_masks.unpackable(shapes),
+    )
     scale = settings.softmax_scale
     rows = tuple(q.shape[:-1])
-    return ResolvedFwd(
+    resolved = ResolvedFwd(
         shapes,
-        replace(problem, packed_heads=choice.packed_heads),
+        replace(
+            problem,
+            packed_heads=choice.packed_heads,
+            has_bits=block_size is not None and not choice.tiles.nest_in(block_size),
+        ),
         choice,
         shapes.head_dim**-0.5 if scale is None else float(scale),
         window_left,
@@ -172,16 +223,21 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, extras: Extras, settings: Settings
         float(settings.softcap),
         out_shape=(*rows, shapes.head_dim_v),
         lse_shape=(*rows[:-2], rows[-1], rows[-2]),
+        block_size=block_size,
     )
+    return resolved, resolved_masks
 
 
-def _prepare(resolved: ResolvedFwd, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Launch:
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
+) -> Launch:
+    resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings)
     if not q.is_cuda:
-        return CpuLaunch(resolved)
+        return CpuLaunch(resolved, resolved_masks)
     target = Target.of(q.device)
     if resolved.is_empty:
         return EmptyLaunch(resolved)
-    compiled = compile_fwd(resolved.problem, resolved.choice.tiles, target)
+    compiled = compile_fwd(resolved.problem, resolved.choice.tiles, target, masks.mods)
     return KernelLaunch(resolved, compiled.function, q, k, v, extras.out)
 
 

@@ -8,13 +8,27 @@ package cannot agree with itself. Layouts and keywords are those of
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from mask_cases import (
+    COLUMNS,
+    FULL,
+    LARGEST_STRETCH,
+    MASK_MODS,
+    PARTIAL,
+    SCORE_MODS,
+    Extents,
+    hidden_by_columns,
+    lists_of,
+    make_columns,
+    states_of,
+)
 from torch import Tensor
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -33,6 +47,10 @@ class Case:
     `seqused_*` limits each slot of either layout. `head_dim_v` 0 means `head_dim`. `sink` is the
     dtype of learnable_sink, None for no sink. `strided`: "fused_qkv" (q, k, v are slices of one
     tensor), "transposed" (heads before sequence in memory) or None (contiguous).
+
+    `column`, `mask_mod` and `score_mod` name recipes of `mask_cases`; the column intervals are for
+    all heads together (`column_heads` "1"), for each of k ("kv") or of q ("q"). `blocks`, the
+    (queries, keys) of a block, asks for block lists, one per query head if anything depends on it.
     """
 
     id: str
@@ -56,6 +74,11 @@ class Case:
     seqused_k: tuple[int, ...] | None = None
     strided: str | None = None
     pack_gqa: bool | None = None
+    column: str | None = None
+    column_heads: str = "1"
+    mask_mod: str | None = None
+    score_mod: str | None = None
+    blocks: tuple[int, int] | None = None
     tier: str = "quick"
 
     def __post_init__(self) -> None:
@@ -70,10 +93,18 @@ class Case:
         assert self.heads_q % self.heads_kv == 0, self.id
         assert self.strided in (None, "fused_qkv", "transposed"), self.id
         assert self.tier in ("quick", "full"), self.id
+        assert self.column_heads in ("1", "kv", "q"), self.id
+        needs_causal = self.column is not None and COLUMNS[self.column].num_vectors == 1
+        assert self.causal or not needs_causal, self.id
 
     @property
     def group(self) -> int:
         return self.heads_q // self.heads_kv
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether it has anything of `mask_cases`."""
+        return (self.column, self.mask_mod, self.score_mod, self.blocks) != (None,) * 4
 
     @property
     def scale(self) -> float:
@@ -194,6 +225,64 @@ CASES = (
 )
 QUICK_CASES = tuple(case for case in CASES if case.tier == "quick")
 
+# Column intervals, block lists and callables, which compose with each other and with the rest.
+MASK_CASES = (
+    Case("columns-random1", 2, 255, 255, causal=True, column="random1"),
+    Case("columns-stepped1-q", 1, 300, 400, causal=True, column="stepped1", column_heads="q"),
+    Case("columns-documents1", 2, 300, 300, causal=True, column="documents1"),
+    Case("columns-blinding1-empty-rows", 2, 129, 200, causal=True, column="blinding1"),
+    Case("columns-random2-causal", 1, 200, 300, causal=True, column="random2"),
+    Case("columns-stepped2-causal-d64", 1, 300, 400, head_dim=64, causal=True, column="stepped2"),
+    Case("columns-random2", 1, 129, 255, column="random2"),
+    Case("columns-documents2", 2, 300, 300, column="documents2"),
+    Case("columns-blinding2-empty-rows", 2, 200, 129, causal=True, column="blinding2"),
+    Case("columns-stepped4", 1, 300, 400, column="stepped4"),
+    Case("columns-random4-causal-sink", 1, 255, 129, causal=True, sink=FP32, column="random4"),
+    Case("columns-blinding4-window", 1, 200, 300, window_left=90, column="blinding4"),
+    Case(
+        "columns-stepped2-gqa2-packed-q",
+        1, 200, 300, 4, 2, column="stepped2", column_heads="q", pack_gqa=True,
+    ),
+    Case(
+        "columns-stepped2-gqa4-packed-causal",
+        1, 129, 300, 4, 1, causal=True, column="stepped2", column_heads="kv", pack_gqa=True,
+    ),
+    Case(
+        "columns-varlen-stepped1",
+        lengths_q=(129, 0, 200), lengths_k=(200, 63, 170), causal=True, column="stepped1",
+    ),
+    Case(
+        "columns-varlen-documents2",
+        lengths_q=(1, 255, 63), lengths_k=(1, 255, 63), column="documents2", column_heads="q",
+    ),
+    Case("mask-checks", 1, 129, 255, mask_mod="checks"),
+    Case("mask-causal-offset", 1, 200, 300, mask_mod="causal_offset", blocks=(128, 128)),
+    Case("mask-documents", 2, 255, 255, mask_mod="documents", blocks=(64, 64)),
+    Case("mask-prefix-causal-window", 2, 200, 200, window_left=70, mask_mod="prefix_lm"),
+    Case("mask-eviction-gqa2-packed", 2, 129, 200, 4, 2, mask_mod="eviction", pack_gqa=True),
+    Case("mask-eviction-blocks", 2, 200, 300, 2, 2, mask_mod="eviction", blocks=(32, 128)),
+    Case(
+        "mask-varlen-documents",
+        lengths_q=(129, 200), lengths_k=(200, 63), mask_mod="documents", blocks=(128, 128),
+    ),
+    Case("blocks-alone", 2, 300, 400, blocks=(128, 128)),
+    Case("blocks-odd-causal", 1, 255, 255, causal=True, blocks=(48, 80)),
+    Case("score-alibi-causal", 1, 129, 255, causal=True, score_mod="alibi"),
+    Case("score-t5-softcap", 1, 129, 129, softcap=20.0, score_mod="t5"),
+    Case("score-head-bias-gqa2-packed", 1, 127, 129, 4, 2, score_mod="head_bias", pack_gqa=True),
+    Case(
+        "score-scale-columns-mask-blocks",
+        1, 255, 300, causal=True, column="stepped2", mask_mod="documents", score_mod="scale",
+        blocks=(128, 128),
+    ),
+    Case(
+        "everything-varlen",
+        heads_q=4, heads_kv=2, lengths_q=(129, 63), lengths_k=(200, 129), causal=True,
+        window_left=150, softcap=15.0, sink=BF16, column="random1", column_heads="kv",
+        mask_mod="checks", score_mod="t5", blocks=(64, 64), pack_gqa=True,
+    ),
+)  # fmt: skip
+
 
 FUZZ_BATCH = 3
 FUZZ_LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 255, 257, 383, 500, 641)
@@ -222,18 +311,47 @@ FUZZ_FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 }
 
 
+def _fuzz_column(rng: random.Random) -> dict[str, Any]:
+    column = rng.choice(sorted(COLUMNS))
+    fields = {"column": column, "column_heads": rng.choice(("1", "kv", "q"))}
+    return fields | {"causal": True} if COLUMNS[column].num_vectors == 1 else fields
+
+
+MASK_FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "column": _fuzz_column,
+    "mask_mod": lambda rng: {"mask_mod": rng.choice(sorted(MASK_MODS))},
+    "score_mod": lambda rng: {"score_mod": rng.choice(sorted(SCORE_MODS))},
+    "blocks": lambda rng: {"blocks": rng.choice(((128, 128), (64, 128), (256, 64), (48, 80)))},
+}
+
+
+def random_mask_case(rng: random.Random) -> Case:
+    """A small problem that joins one to four kinds of masks and up to three other features."""
+    masks = rng.sample(sorted(MASK_FEATURES), rng.randint(1, len(MASK_FEATURES)))
+    others = rng.sample(sorted(FUZZ_FEATURES), rng.randint(0, 3))
+    return _draw_case(rng, [*others, *masks], FUZZ_FEATURES | MASK_FEATURES)
+
+
 def random_case(rng: random.Random) -> Case:
-    """A small problem that joins two features drawn at random.
+    """A small problem that joins two features drawn at random."""
+    return _draw_case(rng, rng.sample(sorted(FUZZ_FEATURES), 2), FUZZ_FEATURES)
+
+
+def _draw_case(
+    rng: random.Random,
+    features: list[str],
+    table: dict[str, Callable[[random.Random], dict[str, Any]]],
+) -> Case:
+    """The problem that has the given features of a table.
 
     bf16 goes with d = 128 and fp16 with d = 64, so that a list of such cases does not ask for more
     kernels than its features need.
     """
-    features = rng.sample(sorted(FUZZ_FEATURES), 2)
     head_dim, dtype = rng.choice(((128, BF16), (64, FP16)))
     fields: dict[str, Any] = {"batch": FUZZ_BATCH, "head_dim": head_dim, "dtype": dtype}
     fields.update(seqlen_q=rng.choice(FUZZ_LENGTHS), seqlen_k=rng.choice(FUZZ_LENGTHS))
     for feature in features:
-        fields.update(FUZZ_FEATURES[feature](rng))
+        fields.update(table[feature](rng))
     if fields.get("strided") == "fused_qkv":
         fields["seqlen_k"] = fields["seqlen_q"]
         if lengths := fields.get("lengths_q") or fields.get("lengths_k"):
@@ -254,15 +372,21 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    keywords: dict[str, Any]
+    plain_keywords: dict[str, Any]
+    mask_keywords: dict[str, Any] = field(default_factory=dict)
+    dense: DenseMasks | None = None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return self.plain_keywords | self.mask_keywords
 
     @cached_property
     def reference(self) -> tuple[Tensor, Tensor]:
-        return reference_attention(self.q, self.k, self.v, **self.keywords)
+        return reference_attention(self.q, self.k, self.v, self.dense, **self.plain_keywords)
 
     @cached_property
     def eager(self) -> tuple[Tensor, Tensor]:
-        return eager_same_dtype(self.q, self.k, self.v, **self.keywords)
+        return eager_same_dtype(self.q, self.k, self.v, self.dense, **self.plain_keywords)
 
     def rows_in_use(self, side: str) -> Tensor:
         """Boolean, the shape of q ("q") or k ("k") without heads and d: false past seqused."""
@@ -322,11 +446,132 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
         if lengths is not None:
             keywords[f"cu_seqlens_{side}"] = int32((0, *accumulate(lengths)))
             keywords[f"max_seqlen_{side}"] = max(lengths)
-    inputs = Inputs(case, q, k, v, keywords)
+    dense = DenseMasks.create(case, seed).to(device) if case.has_masks else None
+    mask_keywords = {} if dense is None else dense.keywords()
+    inputs = Inputs(case, q, k, v, keywords, mask_keywords, dense)
     for side, tensors in (("q", (q,)), ("k", (k, v))):
         for tensor in tensors:
             tensor[~inputs.rows_in_use(side)] = GARBAGE
     return inputs
+
+
+@dataclass(frozen=True)
+class DenseMasks:
+    """The masks and callables of a case, dense and in torch.
+
+    columns: of each sequence (one for all if it is shared), int32 (heads, seqlen_k, n). states: of
+    the blocks, (batch | 1, heads_q | 1, num_q_blocks, num_k_blocks).
+    """
+
+    case: Case
+    columns: list[Tensor] | None
+    aux: list[Tensor] | None
+    states: Tensor | None
+    device: torch.device = torch.device("cpu")
+
+    @staticmethod
+    def create(case: Case, seed: int) -> DenseMasks:
+        # a seed of its own, so that q, k and v of a case do not depend on its masks
+        seed += zlib.crc32(case.id.encode())
+        generator = torch.Generator().manual_seed(seed)
+        extents = Extents(case.batch, case.heads_q, case.seqlen_q, case.seqlen_k)
+        recipes = [MASK_MODS.get(case.mask_mod or ""), SCORE_MODS.get(case.score_mod or "")]
+        aux = [r.aux(extents, generator) for r in recipes if r is not None and r.aux is not None]
+        columns = None
+        if case.column is not None:
+            heads = {"1": 1, "kv": case.heads_kv, "q": case.heads_q}[case.column_heads]
+            lengths_q = case.seqused_q or case.lengths_q or (case.seqlen_q,) * case.batch
+            lengths_k = case.lengths_k or (case.seqlen_k,) * case.batch
+            recipe = COLUMNS[case.column]
+            if recipe.is_shared and case.lengths_k is None:
+                lengths_q, lengths_k = (max(lengths_q),), (case.seqlen_k,)
+            columns = make_columns(recipe, heads, lengths_q, lengths_k, seed)
+        masks = DenseMasks(case, columns, aux or None, None)
+        if case.blocks is None:
+            return masks
+        return replace(masks, states=masks._make_states(case.blocks, random.Random(seed)))
+
+    def to(self, device: torch.device | str) -> DenseMasks:
+        return DenseMasks(
+            self.case,
+            None if self.columns is None else [x.to(device) for x in self.columns],
+            None if self.aux is None else [x.to(device) for x in self.aux],
+            None if self.states is None else self.states.to(device),
+            torch.device(device),
+        )
+
+    def _make_states(self, block_size: tuple[int, int], rng: random.Random) -> Tensor:
+        """From what mask_mod shows or, without one, a coarse random pattern per batch and head."""
+        recipe = MASK_MODS.get(self.case.mask_mod or "")
+        heads = range(self.case.heads_q if recipe is None or recipe.per_head else 1)
+        batch = range(self.case.batch if recipe is None or recipe.per_batch else 1)
+        shape = self.case.seqlen_q, self.case.seqlen_k
+        generator = torch.Generator().manual_seed(rng.randrange(2**32))
+
+        def dense(b: int, h: int) -> Tensor:
+            if recipe is not None:
+                return self._asked(b, h, *shape)
+            coarse = torch.rand((shape[0] // 90 + 1, shape[1] // 90 + 1), generator=generator) < 0.6
+            return coarse.repeat_interleave(90, 0).repeat_interleave(90, 1)[: shape[0], : shape[1]]
+
+        states = [[states_of(dense(b, h), block_size, rng) for h in heads] for b in batch]
+        return torch.stack([torch.stack(of_batch) for of_batch in states])
+
+    def keywords(self) -> dict[str, Any]:
+        """What a caller passes."""
+        keywords: dict[str, Any] = {}
+        if self.columns is not None:
+            packed = self.case.lengths_k is not None
+            join = (lambda c: torch.cat(c, dim=1)[None]) if packed else torch.stack
+            keywords["startend_row_indices"] = join(self.columns)
+        if self.case.mask_mod is not None:
+            keywords["mask_mod"] = MASK_MODS[self.case.mask_mod].cute
+        if self.case.score_mod is not None:
+            keywords["score_mod"] = SCORE_MODS[self.case.score_mod].cute
+        if self.aux is not None:
+            keywords["aux_tensors"] = self.aux
+        if self.states is not None:
+            from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+
+            partial, full = lists_of(self.states, PARTIAL), lists_of(self.states, FULL)
+            keywords["block_sparse_tensors_torch"] = BlockSparseTensorsTorch(
+                *partial, *full, block_size=self.case.blocks
+            )
+        return keywords
+
+    def visible(self, batch_idx: int, head_idx: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+        """Bool (seqlen_q, seqlen_k), what these masks leave of a head; lengths are those in use."""
+        asked = self._asked(batch_idx, head_idx, seqlen_q, seqlen_k)
+        if self.states is not None and self.case.blocks is not None:
+            block_q, block_k = self.case.blocks
+            states = self.states[
+                min(batch_idx, self.states.shape[0] - 1), min(head_idx, self.states.shape[1] - 1)
+            ]
+            states = states.repeat_interleave(block_q, 0).repeat_interleave(block_k, 1)
+            states = states[:seqlen_q, :seqlen_k]
+            asked = (states == FULL) | ((states == PARTIAL) & asked)
+        if self.columns is None:
+            return asked
+        columns = self.columns[min(batch_idx, len(self.columns) - 1)]
+        mask_head = head_idx * columns.shape[0] // self.case.heads_q
+        return asked & ~hidden_by_columns(columns[mask_head, :seqlen_k], seqlen_q, self.case.causal)
+
+    def _asked(self, batch_idx: int, head_idx: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+        q = torch.arange(seqlen_q, device=self.device)[:, None]
+        k = torch.arange(seqlen_k, device=self.device)
+        visible = torch.ones((seqlen_q, seqlen_k), dtype=torch.bool, device=self.device)
+        if self.case.mask_mod is None:
+            return visible
+        return visible & MASK_MODS[self.case.mask_mod].dense(batch_idx, head_idx, q, k, self.aux)
+
+    def modify(self, scores: Tensor, batch_idx: int, head_idx: int) -> Tensor:
+        """score_mod of one head's scores (seqlen_q, seqlen_k)."""
+        if self.case.score_mod is None:
+            return scores
+        q = torch.arange(scores.shape[0], device=scores.device)[:, None]
+        k = torch.arange(scores.shape[1], device=scores.device)
+        recipe = SCORE_MODS[self.case.score_mod]
+        return recipe.dense(scores, batch_idx, head_idx, q, k, self.aux)
 
 
 class _Rule(NamedTuple):
@@ -347,6 +592,20 @@ class _Sequence(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+    batch_idx: int
+    dense: DenseMasks | None
+
+    def modified(self, scores: Tensor, head_idx: int) -> Tensor:
+        """Scores (seqlen_q, seqlen_k) of a query head after score_mod."""
+        return scores if self.dense is None else self.dense.modify(scores, self.batch_idx, head_idx)
+
+    def hidden(self, rule: _Rule, head_idx: int) -> Tensor:
+        """Bool (seqlen_q, seqlen_k) of a query head."""
+        lengths = self.q.shape[0], self.k.shape[0]
+        visible = visible_mask(*lengths, rule, self.q.device)
+        if self.dense is not None:
+            visible &= self.dense.visible(self.batch_idx, head_idx, *lengths)
+        return ~visible
 
 
 def visible_mask(seqlen_q: int, seqlen_k: int, rule: _Rule, device: torch.device) -> Tensor:
@@ -364,22 +623,26 @@ def visible_mask(seqlen_q: int, seqlen_k: int, rule: _Rule, device: torch.device
     return visible
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
-    """Dense attention in float64 with the public call's keywords.
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, dense: DenseMasks | None = None, **keywords: Any
+) -> tuple[Tensor, Tensor]:
+    """Dense attention in float64 with the public call's keywords, those of masks as `dense`.
 
     Returns out and lse, both float64, in the public layouts. Rows past seqused_q and rows that see
     nothing hold 0 and -inf; with a sink the latter hold the sink as lse.
     """
-    return _attend_each_sequence(_float64_sequence, FP64, q, k, v, **keywords)
+    return _attend_each_sequence(_float64_sequence, FP64, q, k, v, dense, **keywords)
 
 
-def eager_same_dtype(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
+def eager_same_dtype(
+    q: Tensor, k: Tensor, v: Tensor, dense: DenseMasks | None = None, **keywords: Any
+) -> tuple[Tensor, Tensor]:
     """What a torch user would write, whose error is the unit of the bound: both matmuls in the
-    dtype of the inputs, softmax in float32 (float64 for float64 inputs).
+    dtype of the inputs, score_mod and softmax in float32 (float64 for float64 inputs).
 
     Returns like `reference_attention`, but out in the dtype of the inputs.
     """
-    return _attend_each_sequence(_eager_sequence, q.dtype, q, k, v, **keywords)
+    return _attend_each_sequence(_eager_sequence, q.dtype, q, k, v, dense, **keywords)
 
 
 def _attend_each_sequence(
@@ -388,6 +651,7 @@ def _attend_each_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    dense: DenseMasks | None,
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -410,8 +674,8 @@ def _attend_each_sequence(
     lse_by_row = torch.full(q.shape[:-1], NEG_INF, dtype=FP64, device=q.device)
     slots_q = _slots((q, out, lse_by_row), cu_seqlens_q, seqused_q)
     slots_k = _slots((k, v), cu_seqlens_k, seqused_k)
-    for (q_i, out_i, lse_i), (k_i, v_i) in zip(slots_q, slots_k, strict=True):
-        attend(_Sequence(q_i, k_i, v_i, out_i, lse_i.T), rule)
+    for i, ((q_i, out_i, lse_i), (k_i, v_i)) in enumerate(zip(slots_q, slots_k, strict=True)):
+        attend(_Sequence(q_i, k_i, v_i, out_i, lse_i.T, i, dense), rule)
     return out, lse_by_row.transpose(-1, -2)
 
 
@@ -429,13 +693,12 @@ def _slots(
 
 
 def _float64_sequence(x: _Sequence, rule: _Rule) -> None:
-    hidden = ~visible_mask(x.q.shape[0], x.k.shape[0], rule, x.q.device)
     group = x.q.shape[1] // x.k.shape[1]
     for head in range(x.q.shape[1]):  # one at a time: a long case would not fit otherwise
         scores = x.q[:, head].double() @ x.k[:, head // group].double().T * rule.softmax_scale
         if rule.softcap:
             scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        scores = scores.masked_fill(hidden, NEG_INF)
+        scores = x.modified(scores, head).masked_fill(x.hidden(rule, head), NEG_INF)
         sink = NEG_INF if rule.sink is None else rule.sink[head].item()
         lse = torch.logsumexp(torch.nn.functional.pad(scores, (1, 0), value=sink), dim=-1)
         probabilities = torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0)[:, None])
@@ -444,7 +707,6 @@ def _float64_sequence(x: _Sequence, rule: _Rule) -> None:
 
 
 def _eager_sequence(x: _Sequence, rule: _Rule) -> None:
-    hidden = ~visible_mask(x.q.shape[0], x.k.shape[0], rule, x.q.device)
     softmax_dtype = torch.promote_types(x.q.dtype, FP32)
     group = x.q.shape[1] // x.k.shape[1]
     k = x.k.repeat_interleave(group, dim=1)
@@ -452,7 +714,12 @@ def _eager_sequence(x: _Sequence, rule: _Rule) -> None:
     scores = x.q.transpose(0, 1) @ k.permute(1, 2, 0) * rule.softmax_scale
     if rule.softcap:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    logits = scores.masked_fill(hidden, NEG_INF).to(softmax_dtype)
+    logits = torch.stack(
+        [
+            x.modified(of_head, head).masked_fill(x.hidden(rule, head), NEG_INF)
+            for head, of_head in enumerate(scores.to(softmax_dtype))
+        ]
+    )
     if rule.sink is not None:
         sink_column = rule.sink.to(softmax_dtype)[:, None, None].expand(-1, x.q.shape[0], 1)
         logits = torch.cat([logits, sink_column], dim=-1)
@@ -472,13 +739,15 @@ TANH_APPROX = 2.0**-10.987
 
 
 def lse_tolerance(inputs: Inputs) -> float:
-    """LSE_ATOL; with softcap also the error of tanh.approx on the largest score there can be."""
+    """LSE_ATOL; with softcap also the error of tanh.approx on the largest score there can be, which
+    a score_mod may stretch."""
     if not inputs.case.softcap:
         return LSE_ATOL
     q_norm = inputs.q[inputs.rows_in_use("q")].double().norm(dim=-1).amax().item()
     k_norm = inputs.k[inputs.rows_in_use("k")].double().norm(dim=-1).amax().item()
     largest_score = min(inputs.case.softcap, inputs.case.scale * q_norm * k_norm)
-    return LSE_ATOL + TANH_APPROX * largest_score
+    stretch = LARGEST_STRETCH if inputs.case.score_mod else 1.0
+    return LSE_ATOL + TANH_APPROX * largest_score * stretch
 
 
 def assert_close_to_oracle(

@@ -22,6 +22,8 @@ from cutlass import Boolean, Float32, const_expr
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 RESCALE_THRESHOLD = 8.0
+# probabilities of a tile may sum up to this before their maximum counts as too old
+SUM_LIMIT = 2.0**10
 # independent chains per row for max and sum, so that their latency overlaps
 CHAINS = 4
 
@@ -95,6 +97,39 @@ class OnlineSoftmax(NamedTuple):
     def tile_max(self, scores: cute.Tensor) -> tuple:
         """This thread's largest score of each row."""
         return tuple(_chained_reduce(_row(scores, r), cute.arch.fmax) for r in range(self.num_rows))
+
+    @cute.jit
+    def exponentials(self, scores: cute.Tensor, keep: cutlass.Constexpr) -> tuple:
+        """This thread's sum of probabilities per row, by the maximum in use; scores stay.
+
+        keep(r, c, p, q): takes the probabilities of columns c and c + 1 of row r.
+        """
+        sums = []
+        for r in cutlass.range_constexpr(self.num_rows):
+            probs = []
+            for x in _row(scores, r):
+                exponent = cute.math.fma(x, self.scale_log2, self.row_bias[r])
+                probs.append(cute.math.exp2(exponent, fastmath=True))
+            for c in cutlass.range_constexpr(0, len(probs), 2):
+                keep(r, c, probs[c], probs[c + 1])
+            sums.append(_chained_reduce(probs, _add))
+        return tuple(sums)
+
+    def overflowed(self, sums: tuple) -> Boolean:
+        """Whether `exponentials` used too old a maximum in some row of this warp, or none at all; a
+        warp-uniform value."""
+        over = Boolean(False)
+        for r in range(self.num_rows):
+            within = sums[r] < cutlass.select_(
+                self.row_max[r] == -Float32.inf, Float32(0.0), Float32(SUM_LIMIT)
+            )
+            over = over | (within == Boolean(False))
+        return cute.arch.vote_any_sync(over)
+
+    @cute.jit
+    def add(self, sums: tuple) -> None:
+        for r in cutlass.range_constexpr(self.num_rows):
+            self.row_sum[r] = self.row_sum[r] + sums[r]
 
     def outgrown(self, tile_max: tuple) -> Boolean:
         """Whether some row of this warp needs a newer maximum; a warp-uniform value."""

@@ -10,13 +10,14 @@ from typing import Any
 
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.config import FwdTiles
-from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.host.problem import AttentionProblem, Mods
 from flash_mask_cute.host.target import Target
 
 CACHE = CompileCache()
 KERNEL_NAME = "flash_fwd_sm90"
 _STRIDE_STEP = 8  # elements of 16 bits, as TMA wants
 _BASE_ALIGNMENT = 16  # bytes
+NO_MODS = Mods()
 
 
 def preload() -> None:
@@ -26,18 +27,24 @@ def preload() -> None:
 
 
 def compile_fwd(
-    problem: AttentionProblem, tiles: FwdTiles, target: Target, cache: CompileCache = CACHE
+    problem: AttentionProblem,
+    tiles: FwdTiles,
+    target: Target,
+    mods: Mods = NO_MODS,
+    cache: CompileCache = CACHE,
 ) -> Compiled:
-    """The compiled kernel, from the cache or built now.
+    """The compiled kernel, from the cache or built now. mods: the callables of problem's keys.
 
     `function` takes, by position: q, k, v, out, lse, softmax_scale, cu_seqlens_q, cu_seqlens_k,
-    seqused_q, seqused_k, None, window_left, window_right, learnable_sink, None, None, softcap,
-    tile_counter; None for what the problem does not have.
+    seqused_q, seqused_k, None, window_left, window_right, learnable_sink, block lists (four
+    tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
+    (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k); None for
+    what the problem does not have.
     """
     return cache.get(
         KERNEL_NAME,
         lambda: {"problem": asdict(problem), "tiles": asdict(tiles), "num_sms": target.num_sms},
-        lambda: build_fwd(problem, tiles, target),
+        lambda: build_fwd(problem, tiles, target, mods),
         arch=target.arch,
         options=_options(target),
         token=(problem, tiles, target),
@@ -45,13 +52,18 @@ def compile_fwd(
 
 
 def build_fwd(
-    problem: AttentionProblem, tiles: FwdTiles, target: Target, more_options: str = ""
+    problem: AttentionProblem,
+    tiles: FwdTiles,
+    target: Target,
+    mods: Mods = NO_MODS,
+    more_options: str = "",
 ) -> Compiled:
     """Compile now. `meta`: registers, spill_bytes (stores and loads; either is None when ptxas told
     nothing), smem_bytes, and warnings, what ptxas said about lost performance."""
     import cutlass
     import cutlass.cute as cute
 
+    from flash_mask_cute.masks.intervals import Intervals
     from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
 
     kernel = FlashAttentionForwardSm90(
@@ -62,6 +74,10 @@ def build_fwd(
         is_causal=problem.is_causal,
         is_local=problem.is_local,
         pack_gqa=problem.packed_heads > 1,
+        mask_mod=mods.mask_mod,
+        score_mod=mods.score_mod,
+        has_aux_tensors=bool(problem.aux),
+        intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         **asdict(tiles),
     )
@@ -72,7 +88,13 @@ def build_fwd(
     return Compiled(function, {"smem_bytes": kernel.plan.smem_bytes, **_read(said.getvalue())})
 
 
-_CUTLASS_NAMES = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}
+_CUTLASS_NAMES = {
+    "bfloat16": "BFloat16",
+    "float16": "Float16",
+    "float32": "Float32",
+    "int32": "Int32",
+    "int64": "Int64",
+}
 
 
 def _options(target: Target) -> str:
@@ -98,17 +120,30 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
     def vector(name: str | None) -> Any:
         if name is None:
             return None
-        dtype = getattr(cutlass, _CUTLASS_NAMES.get(name, name))
+        dtype = getattr(cutlass, _CUTLASS_NAMES[name])
         return make_fake_tensor(dtype, extents(1), (1,), assumed_align=dtype.width // 8)
 
     def int32_vector(present: bool) -> Any:
-        return vector("Int32" if present else None)
+        return vector("int32" if present else None)
+
+    def strided(rank: int, name: str = "int32") -> Any:
+        # Also the last stride is free: where the extent is 1, torch leaves it to chance.
+        dtype = getattr(cutlass, _CUTLASS_NAMES[name])
+        strides = tuple(cute.sym_int64() for _ in range(rank))
+        return make_fake_tensor(dtype, extents(rank), strides, assumed_align=dtype.width // 8)
+
+    def int32_pair() -> Any:
+        return cutlass.Int32(0), cutlass.Int32(0)
 
     rank_q, rank_k = (3 if varlen else 4 for varlen in (problem.varlen_q, problem.varlen_k))
     lse = None
     if problem.needs_lse:
         strides: Any = (*(cute.sym_int64() for _ in range(rank_q - 2)), 1)
         lse = make_fake_tensor(cutlass.Float32, extents(rank_q - 1), strides, assumed_align=4)
+    lists = None
+    if problem.has_lists:
+        full = (strided(3), strided(4)) if problem.has_full_lists else (None, None)
+        lists = (strided(3), strided(4), *full)
     return [
         operand(rank_q, problem.head_dim),
         operand(rank_k, problem.head_dim),
@@ -125,10 +160,13 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
         cutlass.Int32(0) if problem.has_window_left else None,
         cutlass.Int32(0) if problem.has_window_right else None,
         vector(problem.sink_dtype),
-        None,
-        None,
+        lists,
+        tuple(strided(rank, dtype) for dtype, rank in problem.aux) or None,
         cutlass.Float32(1.0) if problem.has_softcap else None,
         make_fake_tensor(cutlass.Int32, (2,), (1,), assumed_align=4),
+        (strided(4), strided(4)) if problem.intervals is not None else None,
+        int32_pair() if problem.has_lists else None,
+        (strided(4), strided(4), *int32_pair()) if problem.has_bits else None,
     ]
 
 

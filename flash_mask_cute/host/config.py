@@ -25,6 +25,8 @@ class FwdConfig:
     tile_m, tile_n: query rows (128, 192 or 256) and keys (a multiple of 16) of a tile.
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
+    skip_blocks: leave out hidden key blocks and the masking of those that nothing cuts. False
+    visits and masks every block, to the same result bit for bit.
     """
 
     tile_m: int | None = None
@@ -32,6 +34,7 @@ class FwdConfig:
     num_stages: int | None = None
     stages_q: int | None = None
     share_qo: bool | None = None
+    skip_blocks: bool | None = None
 
     @staticmethod
     def of(value: FwdConfig | Mapping[str, Any] | None) -> FwdConfig | None:
@@ -54,7 +57,7 @@ class FwdConfig:
                 f"config must be a FwdConfig, a mapping or None, got {type(value).__name__}"
             )
         for name, number in value.given().items():
-            kind = bool if name == "share_qo" else int
+            kind = bool if name in ("share_qo", "skip_blocks") else int
             if type(number) is not kind:
                 raise TypeError(f"config.{name} must be of type {kind.__name__}, got {number!r}")
             if kind is int and number < 1:
@@ -78,6 +81,11 @@ class FwdTiles:
     num_stages: int
     stages_q: int
     share_qo: bool
+    skip_blocks: bool = True
+
+    def nest_in(self, block_size: tuple[int, int]) -> bool:
+        """Whether blocks of (queries, keys) are made of whole tiles. Heads must not be packed."""
+        return block_size[0] % self.tile_m == 0 and block_size[1] % self.tile_n == 0
 
 
 @dataclass(frozen=True)
@@ -96,56 +104,72 @@ def select_fwd_config(
     pack_gqa: bool | None = None,
     override: FwdConfig | None = None,
     window: int | None = None,
+    block_size: tuple[int, int] | None = None,
+    unpackable: str | None = None,
 ) -> FwdChoice:
     """Choose tiles for the problem, and whether to pack heads for its shapes. window: the keys
-    that a query sees at most, if the mask has both a left and a right edge.
+    that a query sees at most, if the mask has both a left and a right edge. block_size: that of
+    block lists. unpackable: an argument under which the heads of a group cannot share a tile.
 
     Raises:
         ValueError: the override asks for what cannot run.
-        NotImplementedError: pack_gqa is True for a group of heads that does not divide 64.
+        NotImplementedError: pack_gqa is True for a group of heads that does not divide 64, or that
+            `unpackable` keeps apart.
     """
     tiles, smem_bytes, reason = _choose_tiles(
-        problem.head_dim, problem.head_dim_v, problem.mask_kind, shapes.seqlen_k, window, override
+        problem, shapes.seqlen_k, window, block_size, override
     )
     group = shapes.heads_q // shapes.heads_kv
-    packed = _choose_packing(group, shapes.seqlen_q, pack_gqa)
+    packed = _choose_packing(group, shapes.seqlen_q, pack_gqa, unpackable)
     if packed > 1:
         cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < {SHORT_QUERY}"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
 
 
-def _choose_packing(group: int, seqlen_q: int, pack_gqa: bool | None) -> int:
+def _choose_packing(
+    group: int, seqlen_q: int, pack_gqa: bool | None, unpackable: str | None
+) -> int:
     can_pack = ROWS_PER_WARPGROUP % group == 0
     if pack_gqa and not can_pack:
         raise NotImplementedError(
             f"pack_gqa=True needs a group of query heads per KV head that divides "
             f"{ROWS_PER_WARPGROUP}, got {group}"
         )
+    if pack_gqa and group > 1 and unpackable is not None:
+        raise NotImplementedError(
+            f"pack_gqa=True is not supported together with {unpackable}; leave pack_gqa at None or "
+            "False"
+        )
+    can_pack = can_pack and unpackable is None
     if pack_gqa is None:
         pack_gqa = can_pack and seqlen_q < SHORT_QUERY
     return group if pack_gqa else 1
 
 
 def _choose_tiles(
-    head_dim: int,
-    head_dim_v: int,
-    mask_kind: str,
+    problem: AttentionProblem,
     seqlen_k: int,
     window: int | None,
+    block_size: tuple[int, int] | None,
     override: FwdConfig | None,
 ) -> tuple[FwdTiles, int, str]:
     """The first candidate that fits, its shared memory in bytes, and the reason."""
     row = next(
         row
         for row in SM90_FWD
-        if head_dim <= row.max_dim
-        and head_dim_v <= row.max_dim_v
-        and mask_kind in (row.masks or (mask_kind,))
+        if problem.head_dim <= row.max_dim
+        and problem.head_dim_v <= row.max_dim_v
+        and problem.mask_kind in (row.masks or (problem.mask_kind,))
         and seqlen_k >= row.min_seqlen_k
         and (row.max_window is None or (window is not None and window <= row.max_window))
+        and (not row.for_lists or (block_size is not None and _of_row(row).nest_in(block_size)))
     )
-    return _fit(row, head_dim, head_dim_v, override)
+    return _fit(row, problem.head_dim, problem.head_dim_v, override)
+
+
+def _of_row(row: FwdRow) -> FwdTiles:
+    return FwdTiles(row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,9 +190,7 @@ def _fit(
 
 def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
     """The row under the override, then what is left when the fields not given are made smaller."""
-    wanted = replace(
-        FwdTiles(row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo), **given
-    )
+    wanted = replace(_of_row(row), **given)
     queries = [(wanted.stages_q, wanted.share_qo), (1, False), (1, True)]
     for tile_n in range(wanted.tile_n, 0, -_TILE_N_STEP):
         for stages_q, share_qo in dict.fromkeys(queries):
@@ -185,13 +207,15 @@ def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal
         conditions += f", seqlen_k >= {row.min_seqlen_k}"
     if row.max_window is not None:
         conditions += f", window <= {row.max_window}"
+    if row.for_lists:
+        conditions += f", blocks of a multiple of {row.tile_m} x {row.tile_n}"
     parts = [f"row {conditions}: {row.reason}"]
     if given:
         parts.append("config= sets " + ", ".join(f"{name}={given[name]}" for name in given))
     changed = {
         name: value
         for name, value in asdict(tiles).items()
-        if name not in given and value != getattr(row, name)
+        if name not in given and value != getattr(_of_row(row), name)
     }
     if changed:
         text = ", ".join(f"{name}={value}" for name, value in changed.items())

@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.block_sparsity import ABSENT, FULL, dense_states, retile_lists
 from flash_mask_cute.host.compile import compile_fwd
 from flash_mask_cute.host.config import FwdTiles
 from flash_mask_cute.host.launch import Extras, ResolvedFwd
+from flash_mask_cute.host.mask_args import ResolvedMasks
 from flash_mask_cute.host.target import Target
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 _COMPILED_DTYPES = ("bfloat16", "float16")
@@ -20,9 +27,10 @@ class Explanation:
     """What a forward call runs. None stands for what is not known, `note` says why.
 
     where: device that computes. kernel: what runs there or would run on `arch`. packed_heads: query
-    heads that share a tile, 1 for none. grid: CTAs. work_tiles: query tiles over all heads and
-    sequences. visible_key_tiles, skipped_key_tiles: key tiles that are visited and left out, over
-    all sequences, for one head (one group of packed heads). registers: per thread at launch.
+    heads that share a tile, 1 for none. grid: CTAs. masks: those beyond causal and window, in
+    words. work_tiles: query tiles over all heads (groups of packed heads) and sequences.
+    full_key_tiles, cut_key_tiles, skipped_key_tiles: over all work tiles, the key tiles that are
+    visited as they are, visited and masked, and left out. registers: per thread at launch.
     """
 
     where: str
@@ -31,9 +39,11 @@ class Explanation:
     tiles: FwdTiles
     reason: str
     packed_heads: int
+    masks: str
     grid: int | None
     work_tiles: int | None
-    visible_key_tiles: int | None
+    full_key_tiles: int | None
+    cut_key_tiles: int | None
     skipped_key_tiles: int | None
     smem_bytes: int
     registers: int | None
@@ -52,9 +62,10 @@ class Explanation:
             + (", output in the query's place" if tiles.share_qo else ""),
             "because": self.reason,
             "packed heads": "none" if self.packed_heads == 1 else str(self.packed_heads),
+            "masks": self.masks or "causal and window at most",
             "grid": _known(self.grid, "CTAs"),
             "work tiles": _known(self.work_tiles),
-            "key tiles per head": f"{_known(self.visible_key_tiles)} visible, "
+            "key tiles": f"{_known(self.full_key_tiles)} full, {_known(self.cut_key_tiles)} cut, "
             f"{_known(self.skipped_key_tiles)} skipped",
             "registers": f"{_known(self.registers)} per thread at launch, "
             f"{_known(self.spill_bytes, 'bytes')} spilled",
@@ -69,18 +80,25 @@ def _known(value: int | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{value} {unit}".rstrip()
 
 
-def explain_fwd(resolved: ResolvedFwd, extras: Extras, target: Target, device: str) -> Explanation:
+def explain_fwd(
+    resolved: ResolvedFwd, extras: Extras, masks: ResolvedMasks, target: Target, device: str
+) -> Explanation:
     """Explain a resolved call, compiling its kernel if need be."""
     notes = []
-    work_tiles = visible = skipped = None
+    work_tiles = full = cut = skipped = None
     lengths = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_q, extras.seqused_k)
+    columns, lists = masks.column_mask, masks.block_lists
     if any(x is not None and x.is_cuda for x in lengths):
         notes.append("tile counts are unknown: cu_seqlens or seqused are on the device")
+    elif (columns is not None and columns.device.type == "cuda") or (
+        lists is not None and lists.mask_block_cnt.is_cuda
+    ):
+        notes.append("tile counts are unknown: masks are on the device")
     else:
-        work_tiles, visible, skipped = _count_tiles(resolved, extras)
+        work_tiles, full, cut, skipped = _count_tiles(resolved, extras, masks)
     meta: dict[str, Any] = {}
     if resolved.problem.dtype in _COMPILED_DTYPES:
-        meta = dict(compile_fwd(resolved.problem, resolved.choice.tiles, target).meta)
+        meta = dict(compile_fwd(resolved.problem, resolved.choice.tiles, target, masks.mods).meta)
     else:
         notes.append(f"no kernel takes {resolved.problem.dtype}: such tensors run on the CPU only")
     if resolved.is_empty:
@@ -92,9 +110,11 @@ def explain_fwd(resolved: ResolvedFwd, extras: Extras, target: Target, device: s
         tiles=resolved.choice.tiles,
         reason=resolved.choice.reason,
         packed_heads=resolved.choice.packed_heads,
+        masks=masks.describe(resolved.choice.tiles),
         grid=_grid(resolved, work_tiles, target),
         work_tiles=work_tiles,
-        visible_key_tiles=visible,
+        full_key_tiles=full,
+        cut_key_tiles=cut,
         skipped_key_tiles=skipped,
         smem_bytes=resolved.choice.smem_bytes,
         registers=meta.get("registers"),
@@ -111,8 +131,10 @@ def _grid(resolved: ResolvedFwd, work_tiles: int | None, target: Target) -> int 
     return None if work_tiles is None else min(work_tiles, target.num_sms)
 
 
-def _count_tiles(resolved: ResolvedFwd, extras: Extras) -> tuple[int, int, int]:
-    """(work tiles over all heads, visible key tiles of one head, skipped key tiles of one head)."""
+def _count_tiles(
+    resolved: ResolvedFwd, extras: Extras, masks: ResolvedMasks
+) -> tuple[int, int, int, int]:
+    """(work tiles, full key tiles, cut ones, skipped ones), over all heads and sequences."""
     shapes, problem, tiles = resolved.shapes, resolved.problem, resolved.choice.tiles
     block_info = BlockInfo(
         tiles.tile_m,
@@ -123,18 +145,94 @@ def _count_tiles(resolved: ResolvedFwd, extras: Extras) -> tuple[int, int, int]:
         window_size_right=resolved.window_right,
         qhead_per_kvhead_packgqa=problem.packed_heads,
     )
+    readers: list[_Columns | _Lists] = []
+    if masks.column_mask is not None:
+        bounds = masks.column_mask.bounds(tiles.tile_n, extras.cu_seqlens_k)
+        readers.append(_Columns(masks.column_mask, bounds, block_info))
+    if masks.block_lists is not None:
+        readers.append(_Lists.create(resolved, masks))
+    asks = masks.mask_mod is not None and masks.block_lists is None
+    heads = shapes.heads_q // problem.packed_heads
     cu_seqlens = [None if x is None else x.tolist() for x in extras[1:3]]
     seqused = [None if x is None else x.tolist() for x in extras[3:5]]
-    query_tiles = visible = total = 0
+    work_tiles = full = cut = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
         m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.tile_m)
-        query_tiles += m_blocks
-        total += m_blocks * -(-used.seqlen_k // tiles.tile_n)
+        work_tiles += m_blocks * heads
+        total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
         for m_block in range(m_blocks):
             first, end = block_info.get_n_block_min_max(used, m_block)
-            visible += end - first
-    return query_tiles * (shapes.heads_q // problem.packed_heads), visible, total - visible
+            n_blocks = torch.arange(first, end)
+            is_cut = n_blocks >= block_info.get_n_block_min_causal_local_mask(used, m_block, 0)
+            if resolved.window_left is not None:
+                is_cut |= n_blocks < block_info.get_n_block_min_before_local_mask(used, m_block, 0)
+            is_cut = (is_cut | asks).repeat(heads, 1)
+            is_visible = torch.ones_like(is_cut)
+            for reader in readers:
+                hidden, cuts = (
+                    x.repeat_interleave(heads // len(x), dim=0)
+                    for x in reader.classify(batch_idx, used, m_block, n_blocks)
+                )
+                is_visible &= ~hidden
+                is_cut = is_cut | cuts
+            cut += int((is_visible & is_cut).sum())
+            full += int((is_visible & ~is_cut).sum())
+    if not tiles.skip_blocks:
+        full, cut = 0, total
+    return work_tiles, full, cut, total - full - cut
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Column intervals, read by tile: bounds (batch | 1, heads_mask, 2 n, blocks)."""
+
+    mask: ColumnMask
+    bounds: Tensor
+    block_info: BlockInfo
+
+    def classify(
+        self, batch_idx: int, seqlen: SeqlenInfoQK, m_block: int, n_blocks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden, cut), bool (heads_mask, n_blocks)."""
+        bounds = self.bounds[min(batch_idx, self.bounds.shape[0] - 1)]
+        first = 0
+        if seqlen.has_cu_seqlens_k:
+            first = seqlen.offset_k // self.block_info.tile_n + batch_idx
+        return Intervals(self.mask.num_vectors, self.mask.causal).classify(
+            bounds[..., first + n_blocks].unbind(1),
+            *self.block_info.query_range(seqlen, m_block),
+            seqlen.seqlen_q,
+        )
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Block lists, read by tile: states (batch | 1, heads_q | 1, m_blocks, n_blocks). asks: whether
+    anything is asked about the scores of a tile that is not full."""
+
+    states: Tensor
+    asks: bool
+
+    @staticmethod
+    def create(resolved: ResolvedFwd, masks: ResolvedMasks) -> _Lists:
+        shapes, tiles = resolved.shapes, resolved.choice.tiles
+        assert masks.block_lists is not None
+        lists, bits = retile_lists(
+            masks.block_lists, tiles.tile_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
+        )
+        states = dense_states(lists)
+        if bits is None and lists.block_size is not None:
+            states = states.repeat_interleave(lists.block_size[0] // tiles.tile_m, 2)
+            states = states.repeat_interleave(lists.block_size[1] // tiles.tile_n, 3)
+        return _Lists(states, bits is not None or masks.mask_mod is not None)
+
+    def classify(
+        self, batch_idx: int, seqlen: SeqlenInfoQK, m_block: int, n_blocks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden, cut), bool (heads_q | 1, n_blocks)."""
+        states = self.states[min(batch_idx, self.states.shape[0] - 1), :, m_block, n_blocks]
+        return states == ABSENT, (states != FULL) & self.asks

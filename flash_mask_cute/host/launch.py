@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_mask_cute.cpu_path import NEG_INF, flash_attn_fwd_cpu
 from flash_mask_cute.host.config import FwdChoice, FwdConfig
+from flash_mask_cute.host.mask_args import MaskArguments, Masks, ResolvedMasks, mask_key
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
 
@@ -35,7 +36,7 @@ class Extras(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The other arguments of a call; those from page_table on are known but not supported yet."""
+    """The other arguments of a call, but for masks; page_table is known and not supported yet."""
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -48,11 +49,6 @@ class Settings(NamedTuple):
     pack_gqa: bool | None = None
     return_lse: bool = True
     page_table: Any = None
-    score_mod: Any = None
-    mask_mod: Any = None
-    aux_tensors: Any = None
-    block_sparse_tensors_torch: Any = None
-    startend_row_indices: Any = None
     config: FwdConfig | None = None
 
 
@@ -60,7 +56,8 @@ class Settings(NamedTuple):
 class ResolvedFwd:
     """A call after validation and all decisions, before anything is compiled.
 
-    problem includes the packing; window sides are None where they are open.
+    problem includes the packing; window sides are None where they are open. block_size: that of
+    block lists, (queries, keys).
     """
 
     shapes: FwdShapes
@@ -72,6 +69,7 @@ class ResolvedFwd:
     softcap: float
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    block_size: tuple[int, int] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -88,15 +86,17 @@ class ResolvedFwd:
         return out, lse
 
 
-Launch: TypeAlias = Callable[[Tensor, Tensor, Tensor, Extras], tuple[Tensor, Tensor | None]]
+Launch: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, Extras, Masks | None], tuple[Tensor, Tensor | None]
+]
 
 
 class KernelLaunch:
     """Runs a compiled kernel on the current stream."""
 
     __slots__ = (
-        "_function", "_is_out_like_q", "_lse_shape", "_out_shape", "_restrides", "_scale",
-        "_softcap", "_window_left", "_window_right",
+        "_function", "_is_out_like_q", "_lse_shape", "_mask_arguments", "_out_shape", "_restrides",
+        "_scale", "_softcap", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -118,11 +118,14 @@ class KernelLaunch:
         self._window_left = resolved.window_left
         self._window_right = resolved.window_right
         self._softcap = resolved.softcap if resolved.problem.has_softcap else None
+        self._mask_arguments = MaskArguments(
+            resolved.problem, resolved.choice.tiles, resolved.shapes, resolved.block_size
+        )
         strides = tuple(None if x is None else _tma_strides(x) for x in (q, k, v, out))
         self._restrides = strides if any(strides) else None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
         sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
         if out is None:
@@ -136,11 +139,16 @@ class KernelLaunch:
         index = q.get_device()
         if index >= 0 and index != torch.cuda.current_device():
             with torch.cuda.device(index):
-                return self(q, k, v, extras._replace(out=result[0], lse=lse))
+                return self(q, k, v, extras._replace(out=result[0], lse=lse), masks)
+        lists = aux_tensors = columns = block_size = bits = None
+        if masks is not None:
+            lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
+                masks, cu_seqlens_k
+            )
         self._function(
             q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None,
-            self._window_left, self._window_right, sink, None, None, self._softcap,
-            _tile_counter(q, index),
+            self._window_left, self._window_right, sink, lists, aux_tensors, self._softcap,
+            _tile_counter(q, index), columns, block_size, bits,
         )  # fmt: skip
         return result
 
@@ -152,7 +160,7 @@ class EmptyLaunch:
         self._resolved = resolved
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
         out, lse = self._resolved.outputs(q, extras)
         out.zero_()
@@ -172,12 +180,13 @@ class EmptyLaunch:
 class CpuLaunch:
     """Computes on CPU tensors, walking the tiles of the kernel's configuration."""
 
-    def __init__(self, resolved: ResolvedFwd) -> None:
+    def __init__(self, resolved: ResolvedFwd, masks: ResolvedMasks) -> None:
         self._resolved = resolved
+        self._masks = masks
 
     @torch.no_grad()
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
         call = self._resolved
         out, lse = call.outputs(q, extras)
@@ -205,6 +214,8 @@ class CpuLaunch:
             tile_n=call.choice.tiles.tile_n,
             out=out,
             lse=lse,
+            **self._masks._asdict(),
+            skip_blocks=call.choice.tiles.skip_blocks,
         )
         return out, lse
 
@@ -268,6 +279,7 @@ def find_launch(
     k: Tensor,
     v: Tensor,
     extras: Extras,
+    masks: Masks | None,
     rest: tuple[object, ...],
 ) -> tuple[Launch | None, Any]:
     """The launch for these arguments, if there is one, and its key.
@@ -294,10 +306,11 @@ def find_launch(
             seqused_k if seqused_k is None else _metadata(seqused_k),
             out if out is None else _metadata(out),
             lse if lse is None else _metadata(lse),
+            masks if masks is None else mask_key(masks),
             rest,
         )  # fmt: skip
         return launches.get(key), key
-    except (AttributeError, RuntimeError, TypeError):
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 # A side as wide as this is open: no sequence is longer, and kernels add window sides to positions
 # in 32 bits.
 OPEN_WINDOW = 1 << 30
+
+
+class Mods(NamedTuple):
+    """The user's callables, which a kernel is compiled with. A problem holds their keys."""
+
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,11 @@ class AttentionProblem:
     dtype and sink_dtype are names of torch dtypes ("bfloat16"); sink_dtype None means no sink.
     packed_heads: query heads of a KV head that share a tile's rows, 1 for no packing. Lengths,
     batch, number of heads, strides and values are run-time arguments and not here.
+
+    intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod: `callable_key`
+    of the callables, which travel beside the problem. aux: (dtype, rank) of each aux tensor.
+    has_lists: block lists are given; has_full_lists: also those of full blocks; has_bits: tiles do
+    not nest in the blocks, whose states are given as bits.
     """
 
     dtype: str
@@ -34,6 +48,13 @@ class AttentionProblem:
     has_softcap: bool = False
     sink_dtype: str | None = None
     needs_lse: bool = True
+    intervals: tuple[int, bool] | None = None
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    aux: tuple[tuple[str, int], ...] = ()
+    has_lists: bool = False
+    has_full_lists: bool = False
+    has_bits: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -41,9 +62,11 @@ class AttentionProblem:
 
     @property
     def mask_kind(self) -> str:
-        """What masks, if it is one of the simple cases: "full" or "causal", otherwise "other"."""
+        """What masks: "full" or "causal" and nothing else, "mods" (user callables), or "other"."""
         varying = (self.varlen_q, self.varlen_k, self.has_seqused_q, self.has_seqused_k)
-        if self.is_local or any(varying):
+        if self.score_mod is not None or self.mask_mod is not None:
+            return "mods"
+        if self.is_local or self.has_lists or any(varying) or self.intervals is not None:
             return "other"
         return "causal" if self.is_causal else "full"
 
@@ -63,8 +86,8 @@ class AttentionProblem:
         seqused_k: torch.Tensor | None,
         needs_lse: bool,
     ) -> AttentionProblem:
-        """The problem, not packed yet, of arguments that were checked; window sides are those that
-        `fold_window` returned."""
+        """The problem, not packed yet and without masks other than causal and window, of arguments
+        that were checked; window sides are those that `fold_window` returned."""
         return AttentionProblem(
             dtype=dtype_name(q.dtype),
             head_dim=q.shape[-1],

@@ -14,6 +14,8 @@ class FwdRow(NamedTuple):
 
     masks: the `AttentionProblem.mask_kind`s it is for, all if empty. max_window: for windows,
     closed on both sides, of at most so many keys. min_seqlen_k: for at least so many keys.
+    for_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
+    then reads the lists as they are, and no block is cut but by its own mask.
     """
 
     max_dim: int
@@ -27,11 +29,22 @@ class FwdRow(NamedTuple):
     masks: tuple[str, ...] = ()
     max_window: int | None = None
     min_seqlen_k: int = 0
+    for_lists: bool = False
 
 
 SM90_FWD = (
     FwdRow(
-        *(64, 64, 128, 128, 4, 2, False),
+        *(64, 64, 128, 128, 3, 2, False),
+        "tiles of which the usual blocks of block lists are made",
+        for_lists=True,
+    ),
+    FwdRow(
+        *(64, 64, 128, 128, 3, 2, False),
+        "two warpgroups leave user callables the registers that three would take",
+        masks=("mods",),
+    ),
+    FwdRow(
+        *(64, 64, 128, 128, 3, 2, False),
         "a narrow window wastes less of a small tile, and short walks want keys early",
         max_window=1024,
     ),
@@ -57,5 +70,8 @@ SM90_FWD = (
     ),
     FwdRow(192, 128, 128, 112, 2, 1, False, "the largest key block beside a separate output"),
     FwdRow(192, 192, 128, 96, 2, 1, True, "the output takes the query's place in shared memory"),
-    FwdRow(256, 256, 128, 80, 2, 1, True, "the largest key block with two stages of K and V"),
+    FwdRow(
+        *(256, 256, 128, 64, 2, 1, True),
+        "registers for scores and probabilities at once, and a third stage of K",
+    ),
 )

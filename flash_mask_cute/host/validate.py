@@ -1,4 +1,4 @@
-"""Argument checks of the public forward call; all of its user-facing error texts are here.
+"""Argument checks of the public forward call, but for those of block lists (`block_sparsity`).
 
 The checks look at metadata only. Contents of `cu_seqlens_*` and `seqused_*` are checked when they
 are CPU tensors; a CUDA tensor is never read, so no check waits for the device.
@@ -17,11 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
+from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.host_mods import MAX_AUX_RANK
+from flash_mask_cute.masks.column_mask import NUM_VECTORS, ColumnMask
+
 _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
     "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
 _SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_AUX_DTYPES = (torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16)
 _MIN_HEAD_DIM = 8
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
@@ -70,7 +76,7 @@ def check_fwd_inputs(
     mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
-    startend_row_indices: torch.Tensor | None = None,
+    startend_row_indices: torch.Tensor | ColumnMask | None = None,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     out: torch.Tensor | None = None,
@@ -83,15 +89,19 @@ def check_fwd_inputs(
     v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
     with cu_seqlens_k, k and v are (total_k, heads_kv, ...). cu_seqlens_* are int32 (batch + 1,),
     seqused_* int32 (batch,), learnable_sink (heads_q,), out like q with head_dim_v, lse fp32
-    (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q).
+    (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices
+    (batch or 1, heads, seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or
+    heads_q.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
-    _refuse_unsupported(
-        page_table, score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch,
-        startend_row_indices, num_splits,
-    )  # fmt: skip
+    if page_table is not None:
+        raise NotImplementedError(
+            f"page_table is not supported yet, got {_brief(page_table)}; it must be None"
+        )
+    if _check_int("num_splits", num_splits, "an int") != 1:
+        raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
     _check_tensor("q", q)
     _check_tensor("k", k)
     _check_tensor("v", v)
@@ -159,6 +169,15 @@ def check_fwd_inputs(
         raise ValueError(f"softcap must be 0 (off) or positive, got {softcap}")
     if learnable_sink is not None:
         _check_learnable_sink(learnable_sink, heads_q, device)
+    _check_mod("score_mod", score_mod)
+    _check_mod("mask_mod", mask_mod)
+    if aux_tensors is not None:
+        _check_aux_tensors(aux_tensors, device, score_mod, mask_mod)
+    if block_sparse_tensors_torch is not None:
+        _check_block_lists(block_sparse_tensors_torch, mask_mod)
+    if startend_row_indices is not None:
+        keys = (batch, shape_k[1]) if cu_seqlens_k is None else (1, total_k)
+        _check_columns(startend_row_indices, causal, keys, heads_kv, heads_q, device)
     if out is not None:
         _check_out(out, (*shape_q[:-1], head_dim_v), q.dtype, device)
     if lse is not None and cu_seqlens_q is None:
@@ -200,31 +219,6 @@ def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> No
             f"{address % _BASE_ALIGNMENT} bytes past one (storage offset "
             f"{tensor.storage_offset()} elements)"
         )
-
-
-def _refuse_unsupported(
-    page_table: object,
-    score_mod: object,
-    mask_mod: object,
-    aux_tensors: object,
-    block_sparse_tensors_torch: object,
-    startend_row_indices: object,
-    num_splits: object,
-) -> None:
-    for name, value in (
-        ("page_table", page_table),
-        ("score_mod", score_mod),
-        ("mask_mod", mask_mod),
-        ("aux_tensors", aux_tensors),
-        ("block_sparse_tensors_torch", block_sparse_tensors_torch),
-        ("startend_row_indices", startend_row_indices),
-    ):
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} is not supported yet, got {_brief(value)}; it must be None"
-            )
-    if _check_int("num_splits", num_splits, "an int") != 1:
-        raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
 
 
 def _brief(value: object) -> str:
@@ -439,6 +433,90 @@ def _check_learnable_sink(sink: torch.Tensor, heads_q: int, device: torch.device
     _check_device(name, sink, device)
     if not sink.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got stride {sink.stride(0)}")
+
+
+def _check_mod(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not callable(value):
+        raise TypeError(f"{name} must be callable or None, got {_brief(value)}")
+    try:
+        callable_key(value)
+    except TypeError as error:
+        raise TypeError(f"{name} cannot be compiled into a kernel: {error}") from error
+
+
+def _check_aux_tensors(
+    value: object, device: torch.device, score_mod: object, mask_mod: object
+) -> None:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"aux_tensors must be a list or a tuple of tensors, got {_brief(value)}")
+    if score_mod is None and mask_mod is None:
+        raise ValueError(
+            f"aux_tensors are read by score_mod and mask_mod, which are both None, got {len(value)}"
+        )
+    for position, tensor in enumerate(value):
+        name = f"aux_tensors[{position}]"
+        _check_tensor(name, tensor)
+        if tensor.dtype not in _AUX_DTYPES:
+            raise TypeError(f"{name} must have dtype {_names(_AUX_DTYPES)}, got {tensor.dtype}")
+        if not 1 <= tensor.dim() <= MAX_AUX_RANK:
+            raise ValueError(
+                f"{name} must have 1 to {MAX_AUX_RANK} dimensions, got shape {tuple(tensor.shape)}"
+            )
+        _check_device(name, tensor, device)
+
+
+def _check_block_lists(value: object, mask_mod: object) -> None:
+    """What can be said without the extents of the problem; `check_block_lists` says the rest."""
+    from_block_mask(value)
+    if mask_mod is None and not isinstance(value, BlockSparseTensorsTorch):
+        raise ValueError(
+            "block_sparse_tensors_torch is a torch BlockMask, whose own mask_mod no kernel can "
+            "call: pass the same mask as a CuTe callable, mask_mod, too, or its partial blocks "
+            "would be visible as a whole; got mask_mod None"
+        )
+
+
+def _check_columns(
+    value: object,
+    causal: bool,
+    keys: tuple[int, int],
+    heads_kv: int,
+    heads_q: int,
+    device: torch.device,
+) -> None:
+    """keys: batch entries and keys that the tensor must have."""
+    name = "startend_row_indices"
+    tensor: Any = value.startend_row_indices if isinstance(value, ColumnMask) else value
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be an int32 tensor or a ColumnMask, got {_brief(value)}")
+    _check_tensor(name, tensor)
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} must have dtype int32, got {tensor.dtype}")
+    shape = tuple(tensor.shape)
+    if len(shape) != 4 or shape[3] not in NUM_VECTORS:
+        raise ValueError(
+            f"{name} must have shape (batch, heads, seqlen_k, n) with n in {NUM_VECTORS}, got "
+            f"{shape}"
+        )
+    if shape[3] == 1 and not causal and not isinstance(value, ColumnMask):
+        raise ValueError(
+            f"{name} with n = 1 hides rows below a key only and needs causal=True, got causal="
+            f"{causal} and shape {shape}"
+        )
+    batch, num_keys = keys
+    if shape[0] not in (1, batch) or shape[2] != num_keys:
+        raise ValueError(
+            f"{name} must have {batch if batch == 1 else f'1 or {batch}'} batch entries and "
+            f"{num_keys} keys, got shape {shape}"
+        )
+    if shape[1] not in (1, heads_kv, heads_q):
+        raise ValueError(
+            f"{name} must have 1, heads_kv ({heads_kv}) or heads_q ({heads_q}) heads, got shape "
+            f"{shape}"
+        )
+    _check_device(name, tensor, device)
 
 
 def _check_out(

@@ -2,18 +2,25 @@
 
 A persistent CTA computes one work tile of tile_m query rows after another. Its roles:
 
-| warps                   | role | registers | work                                           |
-|-------------------------|------|-----------|------------------------------------------------|
-| 0 of warpgroup 0        | load | 40 / 32   | choose work tiles, TMA of Q, K, V              |
-| 1-3 of warpgroup 0      | -    | 40 / 32   | nothing                                        |
-| warpgroups 1..tile_m/64 | mma  | 232 / 160 | 64 rows each: S = Q K^T, softmax, P V, output  |
+| warps                   | role  | work                                                       |
+|-------------------------|-------|------------------------------------------------------------|
+| 0 of warpgroup 0        | load  | TMA of Q, K, V                                             |
+| 1 of warpgroup 0        | plan  | choose work tiles and the key blocks they visit            |
+| 2, 3 of warpgroup 0     | paint | bits of the scores that count, for blocks that a mask cuts |
+| warpgroups 1..tile_m/64 | mma   | 64 rows each: S = Q K^T, softmax, P V, output              |
 
-(registers for tile_m = 128 / 192). Pipelines (full/empty mbarrier pairs):
+Channels (full/empty mbarrier pairs):
 
-    load --ring--> mma   coordinates and lengths of the next work tile
-    load --q-----> mma   all query rows of a tile
-    load --k-----> mma   one key block      (released when its S is complete)
-    load --v-----> mma   one value block    (released when its P V is complete)
+    plan ---------ring--> all          coordinates and lengths of the next work tile
+    plan ---------walk--> load, paint  the key blocks it visits, up to 32 an entry
+    load ---------q-----> mma          all query rows of a tile
+    load ---------k-----> mma          one key block, and a word that says what it is
+    load ---------v-----> mma          one value block
+    paint --------bits--> mma          the bits of a key block that is cut
+
+A stage of k is released when its S is complete, one of v when its P V is. There is one bit tile: it
+is free again as soon as the mma warps hold its bits in registers, a whole block before they need
+the next ones.
 
 S of the next key block is issued together with P V of this one, so the tensor cores have P V to do
 while the exponentials of the next block are computed. At the end of a work tile the last P V goes
@@ -22,104 +29,94 @@ the output is scaled, staged in shared memory and stored by TMA under that produ
 turns to issue (FlashAttention-3's ping-pong), so that one computes exponentials while another
 multiplies.
 
-An empty walk (nothing visible) still visits one key block, all of it hidden: no role has a special
-case, the softmax of a row that saw nothing is O = 0, LSE = -inf.
+The mma warps know no mask: a block is cut or it is not, and if it is, a word of bits per row says
+which scores count (`masks/rules.py`). A walk that sees nothing still visits one block, all of it
+hidden: no role has a special case, the softmax of a row that saw nothing is O = 0, LSE = -inf.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core import softmax as softmax_math
-from flash_mask_cute.core.cursor import Cursor
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.mods import call_score_mod
 from flash_mask_cute.core.softmax import LOG2_E, OnlineSoftmax
-from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler, WorkTile
-from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
-from flash_mask_cute.masks.mask import ScoreFragment, UnmaskedBlocks, apply_band
-from flash_mask_cute.seqlen_info import SeqlenInfoQK
-from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
+from flash_mask_cute.core.walk_ring import Block, Kind, WalkRing
+from flash_mask_cute.core.work_ring import Work, WorkRing
+from flash_mask_cute.masks import bit_tile
+from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.masks.roles import paint_walks, plan_walks
+from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, ListArgs, MaskArgs, MaskRules, Share
+from flash_mask_cute.sm90 import tma, wgmma
 from flash_mask_cute.sm90.flash_fwd_plan import (
+    NUM_PAINTERS,
     RING_STAGES,
     THREADS_PER_WARPGROUP,
+    WALK_STAGES,
     Barrier,
     FwdPlan,
+    Role,
 )
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/measured_facts.md).
 L2_SHARE = 24 * 1024 * 1024
-# bound of a ragged row coordinate: no sequence is longer (see `ragged_rows`)
-RAGGED_BOUND = 1 << 26
-
-
-class Operands(NamedTuple):
-    """TMA atoms with their coordinate tensors.
-
-    q, o: ((head, row), head_dim, ...); k: (row, head_dim, head, ...); v: (head_dim_v, row, head,
-    ...); the last mode is the batch, absent where lengths vary.
-    """
-
-    q_atom: cute.CopyAtom
-    q: cute.Tensor
-    k_atom: cute.CopyAtom
-    k: cute.Tensor
-    v_atom: cute.CopyAtom
-    v: cute.Tensor
-    o_atom: cute.CopyAtom
-    o: cute.Tensor
-
-
-class Lengths(NamedTuple):
-    """Where sequences start and how long they are; any of the tensors may be absent."""
-
-    cu_seqlens_q: cute.Tensor | None
-    cu_seqlens_k: cute.Tensor | None
-    seqused_q: cute.Tensor | None
-    seqused_k: cute.Tensor | None
-    seqlen_q: Int32
-    seqlen_k: Int32
+# the word of a key stage: the kind of the block that follows in its walk, its own kind, its number
+KIND_MASK, OWN_KIND_SHIFT, N_BLOCK_SHIFT = 3, 2, 4
 
 
 class ScoreArgs(NamedTuple):
     """What happens to a score.
 
-    scale_log2 turns it into an exponent of two; before that, soft-capping multiplies by cap_in and
-    applies tanh. Window sides and sink logits (heads_q,) may be absent.
+    scale_in multiplies the raw product where something else than the softmax is to see it; cap is
+    the soft cap; scale_log2 turns the result into an exponent of two. Sink logits (heads_q,).
     """
 
     scale_log2: Float32
-    cap_in: Float32 | None
-    window_left: Int32 | None
-    window_right: Int32 | None
+    scale_in: Float32 | None
+    cap: Float32 | None
     sink: cute.Tensor | None
 
 
-def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
-    """View ((heads, rows), d) as ((heads, RAGGED_BOUND), d, rows).
+class Channels(NamedTuple):
+    """How the roles of a CTA hand things on (see the top of this file)."""
 
-    The sum of both row coordinates addresses a row, and the first one ends where the sequence ends,
-    so TMA clips a tile there (the ragged tensors of Triton, in the form with a shifted base pointer
-    that quack uses for stores).
-    """
-    (heads, _), dim = tensor.shape
-    (stride_h, stride_row), stride_d = tensor.stride
-    shifted = cute.domain_offset(((0, -RAGGED_BOUND), 0), tensor)
-    layout = cute.make_layout(
-        ((heads, RAGGED_BOUND), dim, (1 << 31) - 1),
-        stride=((stride_h, stride_row), stride_d, stride_row),
-    )
-    return cute.make_tensor(shifted.iterator, layout)
+    q: Channel
+    k: Channel
+    v: Channel
+    bits: Channel
+    ring: WorkRing
+    walk: WalkRing
 
 
-def at_ragged_sequence(tensor: cute.Tensor, offset: Int32, length: Int32) -> cute.Tensor:
-    """The rows of one sequence of a `ragged_rows` view."""
-    return cute.domain_offset(((0, RAGGED_BOUND - length), 0), tensor[None, None, offset + length])
+class Tiles(NamedTuple):
+    """What lies in shared memory: operands with stages, a word per key stage, one bit tile."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    words: cute.Tensor
+    bits: cute.Tensor
+
+
+class LoadState(NamedTuple):
+    """Key blocks fetched so far, and the value block that is to follow the last of them."""
+
+    blocks: Int32
+    v_block: Int32
+    v_head: Int32
+    v_batch: Int32
+    v_offset: Int32
 
 
 class FlashAttentionForwardSm90:
@@ -133,8 +130,12 @@ class FlashAttentionForwardSm90:
     :param pack_gqa: the query heads of a KV head (a divisor of 64) share a tile's rows
     :param tile_m, tile_n: query rows and keys of a tile
     :param num_stages: key and value blocks in flight
+    :param mask_mod, score_mod: user callables (`core/mods.py`)
+    :param has_aux_tensors: the call passes aux_tensors to them
     :param stages_q: query tiles in flight, 1 or 2
-    :param share_qo: the output is staged in the query's shared memory (needs stages_q=1)
+    :param share_qo: the output is staged in its query's shared memory
+    :param intervals: the form of the column intervals that the call passes, or None
+    :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: CTAs to launch at most
     :raises NotImplementedError: for an option of other kernels that this one does not have
     :raises ValueError: for a shape or configuration that cannot run
@@ -156,11 +157,13 @@ class FlashAttentionForwardSm90:
         Q_in_regs: bool = False,
         intra_wg_overlap: bool = True,
         mma_pv_is_rs: bool = True,
-        mask_mod=None,
-        score_mod=None,
+        mask_mod: Callable[..., Any] | None = None,
+        score_mod: Callable[..., Any] | None = None,
         has_aux_tensors: bool = False,
         stages_q: int = 2,
         share_qo: bool = False,
+        intervals: Intervals | None = None,
+        skip_blocks: bool = True,
         num_sms: int = 132,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -174,14 +177,12 @@ class FlashAttentionForwardSm90:
             num_stages,
             stages_q,
             share_qo,
+            has_mods=mask_mod is not None or score_mod is not None,
         )
         refused = {
             "Q_in_regs": Q_in_regs,
             "intra_wg_overlap": not intra_wg_overlap,
             "mma_pv_is_rs": not mma_pv_is_rs,
-            "mask_mod": mask_mod is not None,
-            "score_mod": score_mod is not None,
-            "has_aux_tensors": has_aux_tensors,
         }
         for name, given in refused.items():
             if given:
@@ -197,6 +198,11 @@ class FlashAttentionForwardSm90:
             )
         self.is_causal = is_causal
         self.is_local = is_local
+        self.mask_mod = mask_mod
+        self.score_mod = score_mod
+        self.has_aux_tensors = has_aux_tensors
+        self.intervals = intervals
+        self.skip_blocks = skip_blocks
         self.num_sms = num_sms
 
     @cute.jit
@@ -221,6 +227,9 @@ class FlashAttentionForwardSm90:
         aux_tensors=None,
         softcap: Float32 | None = None,
         tile_counter: cute.Tensor | None = None,
+        column_tensors=None,
+        block_size=None,
+        block_bits=None,
     ):
         """Launch on `stream`.
 
@@ -228,14 +237,20 @@ class FlashAttentionForwardSm90:
         mCuSeqlensQ; mK, mV alike; mO like mQ with head_dim_v; mLSE (batch, heads_q, seqlen_q) or
         (heads_q, total_q). tile_counter (2,) int32, zero before the launch and after it: CTAs take
         work tiles as they get free instead of in turns; launches that may overlap need one each.
+
+        blocksparse_tensors: a `BlockSparseTensors` of blocks of block_size, a pair of multiples of
+        tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
+        `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
+        sizes, of logical blocks in which tiles do not nest (`masks/rules.py` describes all three).
         """
-        for name, arg in (
-            ("mPageTable", mPageTable),
-            ("blocksparse_tensors", blocksparse_tensors),
-            ("aux_tensors", aux_tensors),
+        if const_expr(mPageTable is not None):
+            raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
+        for name, given, wanted in (
+            ("aux_tensors", aux_tensors, self.has_aux_tensors),
+            ("column_tensors", column_tensors, self.intervals is not None),
         ):
-            if const_expr(arg is not None):
-                raise NotImplementedError(f"FlashAttentionForwardSm90 does not support {name}")
+            if const_expr((given is not None) != wanted):
+                raise ValueError(f"{name} must {'' if wanted else 'not '}be given to this kernel")
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
         heads_first = [1, 0, 2] if varlen_q else [2, 1, 3, 0]
@@ -246,7 +261,7 @@ class FlashAttentionForwardSm90:
             cute.make_tensor(mO.iterator, cute.select(mO.layout, heads_first)), 0, 2
         )
         if const_expr(varlen_q):
-            o = ragged_rows(o)
+            o = tma.ragged_rows(o)
         varlen_k = const_expr(mCuSeqlensK is not None)
         k = cute.make_tensor(
             mK.iterator, cute.select(mK.layout, [0, 2, 1] if varlen_k else [1, 3, 2, 0])
@@ -257,15 +272,15 @@ class FlashAttentionForwardSm90:
         load = cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
         q_tile, o_tile = (plan.row_tile, plan.tile_d), (plan.row_tile, plan.tile_dv)
-        q_tma = cpasync.make_tiled_tma_atom(load, q, _one_stage(plan.layout_q()), q_tile)
+        q_tma = cpasync.make_tiled_tma_atom(load, q, tma.one_stage(plan.layout_q()), q_tile)
         k_tma = cpasync.make_tiled_tma_atom(
-            load, k, _one_stage(plan.layout_k()), (plan.tile_n, plan.tile_d)
+            load, k, tma.one_stage(plan.layout_k()), (plan.tile_n, plan.tile_d)
         )
         v_tma = cpasync.make_tiled_tma_atom(
-            load, v, _one_stage(plan.layout_v()), (plan.tile_dv, plan.tile_n)
+            load, v, tma.one_stage(plan.layout_v()), (plan.tile_dv, plan.tile_n)
         )
-        o_tma = cpasync.make_tiled_tma_atom(store, o, _one_stage(plan.layout_o()), o_tile)
-        operands = Operands(
+        o_tma = cpasync.make_tiled_tma_atom(store, o, tma.one_stage(plan.layout_o()), o_tile)
+        operands = tma.Operands(
             q_tma[0], q_tma[1], k_tma[0], k_tma[1], v_tma[0], v_tma[1], o_tma[0], o_tma[1]
         )
 
@@ -290,16 +305,27 @@ class FlashAttentionForwardSm90:
         grid = Int32(self.num_sms)
         if const_expr(not varlen_q):
             grid = cutlass.min(grid, num_m_blocks * num_heads * num_batch)
-        scale_log2 = softmax_scale * LOG2_E
-        cap_in = None
+
+        scale_log2, scale_in = softmax_scale * LOG2_E, None
         if const_expr(softcap is not None):
-            cap_in = softmax_scale / softcap
-            scale_log2 = softcap * LOG2_E
-        score_args = ScoreArgs(
-            scale_log2, cap_in, window_size_left, window_size_right, learnable_sink
-        )
+            scale_log2, scale_in = softcap * LOG2_E, softmax_scale / softcap
+        elif const_expr(self.score_mod is not None):
+            scale_in = softmax_scale
+        if const_expr(self.score_mod is not None):
+            scale_log2 = Float32(LOG2_E)
+        score_args = ScoreArgs(scale_log2, scale_in, softcap, learnable_sink)
+        columns, lists, bits = None, None, None
+        if const_expr(column_tensors is not None):
+            indices, bounds = column_tensors
+            columns = ColumnArgs(indices, bounds, num_heads // indices.shape[1])
+        if const_expr(blocksparse_tensors is not None):
+            block_q, block_k = (plan.tile_m, plan.tile_n) if block_size is None else block_size
+            lists = ListArgs(*blocksparse_tensors, Int32(block_q), Int32(block_k))
+        if const_expr(block_bits is not None):
+            bits = BitArgs(*block_bits)
+        masks = MaskArgs(window_size_left, window_size_right, columns, lists, bits, aux_tensors)
         self.kernel(
-            operands, mLSE, lengths, score_args, schedule, heads_per_kv, tile_counter
+            operands, mLSE, lengths, score_args, masks, schedule, heads_per_kv, tile_counter
         ).launch(
             grid=(grid, 1, 1),
             block=(plan.num_threads, 1, 1),
@@ -310,10 +336,11 @@ class FlashAttentionForwardSm90:
     @cute.kernel
     def kernel(
         self,
-        operands: Operands,
+        operands: tma.Operands,
         mLSE: cute.Tensor | None,
         lengths: Lengths,
         score_args: ScoreArgs,
+        masks: MaskArgs,
         schedule: ScheduleParams,
         heads_per_kv: Int32,
         tile_counter: cute.Tensor | None,
@@ -324,360 +351,416 @@ class FlashAttentionForwardSm90:
             for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
-        pipeline_q = self._tma_pipeline(storage.q_barriers, plan.stages_q, plan.bytes_q)
-        pipeline_k = self._tma_pipeline(storage.k_barriers, plan.stages_kv, plan.bytes_k)
-        pipeline_v = self._tma_pipeline(storage.v_barriers, plan.stages_kv, plan.bytes_v)
-        ring = WorkRing.create(
-            storage.ring.data_ptr(),
-            storage.ring_barriers.data_ptr(),
-            RING_STAGES,
-            plan.num_mma_warps,
+        mma_warps = plan.num_mma_warps
+        # the load warp arrives with the bytes that TMA brings
+        loads, readers = 1, 1 + NUM_PAINTERS
+        channels = Channels(
+            q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
+            k=Channel.create(storage.k_barriers.data_ptr(), plan.stages_k, loads, mma_warps),
+            v=Channel.create(storage.v_barriers.data_ptr(), plan.stages_kv, loads, mma_warps),
+            bits=Channel.create(storage.bits_barriers.data_ptr(), 1, NUM_PAINTERS, mma_warps),
+            ring=WorkRing.create(
+                storage.ring.data_ptr(),
+                storage.ring_barriers.data_ptr(),
+                RING_STAGES,
+                readers + mma_warps,
+            ),
+            walk=WalkRing.create(
+                storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, readers
+            ),
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         layout_q, layout_k, layout_v = plan.layout_q(), plan.layout_k(), plan.layout_v()
         layout_o = plan.layout_o()
-        sQ = storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        sK = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)
-        sV = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)
         o_storage = storage.q if const_expr(plan.share_qo) else storage.o
-        sO = o_storage.get_tensor(layout_o.outer, swizzle=layout_o.inner)
-        pipelines = (pipeline_q, pipeline_k, pipeline_v)
+        tiles = Tiles(
+            q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            k=storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
+            v=storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
+            o=o_storage.get_tensor(layout_o.outer, swizzle=layout_o.inner),
+            words=storage.words.get_tensor(cute.make_layout(plan.stages_k)),
+            bits=storage.bits.get_tensor(cute.make_layout((wgmma.COLUMNS.num_words, plan.tile_m))),
+        )
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(plan.load_registers)
-            if warp_idx == 0:
+            if warp_idx == Role.LOAD:
+                self.load(operands, tiles, channels, lengths, heads_per_kv)
+            elif warp_idx == Role.PLAN:
                 scheduler = TileScheduler(
                     schedule,
                     tile_counter,
                     self.is_causal or self.is_local,
                     lengths.cu_seqlens_q is not None,
                 )
-                self.load(
-                    operands,
-                    (sQ, sK, sV),
-                    pipelines,
-                    ring,
-                    lengths,
-                    score_args,
-                    scheduler,
-                    heads_per_kv,
+                rules = self._rules(masks, lengths)
+                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+            else:
+                share = Share.create(
+                    warp_idx - Role.PAINT, NUM_PAINTERS, plan.tile_m, wgmma.COLUMNS
+                )
+                paint_walks(
+                    self._rules(masks, lengths),
+                    share,
+                    tiles.bits,
+                    channels.bits,
+                    channels.ring,
+                    channels.walk,
                 )
         else:
             cute.arch.setmaxregister_increase(plan.mma_registers)
-            self.mma(operands, (sQ, sK, sV, sO), pipelines, ring, mLSE, lengths, score_args)
+            self.mma(operands, tiles, channels, mLSE, lengths, score_args, masks)
 
-    def _tma_pipeline(self, barriers, stages: int, tx_count: int):
-        return pipeline.PipelineTmaAsync.create(
-            barrier_storage=barriers.data_ptr(),
-            num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, self.plan.num_mma_warps
-            ),
-            tx_count=tx_count,
-            defer_sync=True,
-        )
-
-    def _block_info(self, score_args: ScoreArgs) -> BlockInfo:
-        return BlockInfo(
+    def _rules(self, masks: MaskArgs, lengths: Lengths) -> MaskRules:
+        block_info = BlockInfo(
             self.plan.tile_m,
             self.plan.tile_n,
             is_causal=self.is_causal,
             is_local=self.is_local,
-            window_size_left=score_args.window_left,
-            window_size_right=score_args.window_right,
+            window_size_left=masks.window_left,
+            window_size_right=masks.window_right,
             qhead_per_kvhead_packgqa=self.plan.packed_heads,
+        )
+        return MaskRules(
+            masks,
+            block_info,
+            self.intervals,
+            self.mask_mod,
+            wgmma.COLUMNS,
+            lengths.cu_seqlens_k is not None,
+            self.skip_blocks,
         )
 
     @cute.jit
     def load(
         self,
-        operands: Operands,
-        tiles,
-        pipelines,
-        ring: WorkRing,
+        operands: tma.Operands,
+        tiles: Tiles,
+        channels: Channels,
         lengths: Lengths,
-        score_args: ScoreArgs,
-        scheduler: TileScheduler,
         heads_per_kv: Int32,
     ):
-        """Load warp: decide on work tiles, announce them, and stream their operands.
+        """Load warp: stream the operands of every walk.
 
         Values lag one block behind keys, as their consumers do, across work tiles too: the next
         tile's query and first keys go out before this tile's last values.
         """
-        plan = self.plan
-        sQ, sK, sV = tiles
-        pipeline_q, pipeline_k, pipeline_v = pipelines
-        block_info = self._block_info(score_args)
-        # fills so far: of the ring and the query pipeline, of the key and value pipelines
-        tiles_done, blocks_done = Int32(0), Int32(0)
-        load_q = partial(self._load_query, operands, sQ, pipeline_q, lengths)
-        k_loader = partial(self._k_loader, operands, sK, pipeline_k, lengths, heads_per_kv)
-        v_loader = partial(self._v_loader, operands, sV, pipeline_v, lengths, heads_per_kv)
-        num_m_blocks_of = partial(_num_m_blocks, plan, lengths.cu_seqlens_q)
-        open_tile = partial(_open_tile, ring, load_q, k_loader, block_info)
-
-        search = scheduler.start()
-        tile, search = scheduler.locate(search, num_m_blocks_of)
-        work = _describe(tile, lengths)
-        open_tile(tiles_done, self._kv_fill(blocks_done), work, tile.is_valid)
-        while tile.is_valid:
-            search = scheduler.advance(search)
-            n_block_min, n_block_last = _block_range(block_info, work)
-            num_n_blocks = n_block_last - n_block_min + 1
-            load_k, load_v = k_loader(work), v_loader(work)
-            for i in cutlass.range(1, num_n_blocks, unroll=1):
-                load_k(self._kv_fill(blocks_done + i), n_block_last - i)
-                load_v(self._kv_fill(blocks_done + i - 1), n_block_last - i + 1)
-            blocks_done += num_n_blocks
-            tiles_done += 1
-            if const_expr(plan.share_qo):
+        tile, chunk = Int32(0), Int32(0)
+        state = LoadState(Int32(0), Int32(-1), Int32(0), Int32(0), Int32(0))
+        load_v = partial(self._load_values, operands, tiles.v, channels.v, lengths)
+        while channels.ring.wait(tile):
+            work = channels.ring.read(tile)
+            self._load_query(operands, tiles.q, channels.q, lengths, tile, work)
+            step = partial(
+                self._load_block, operands, tiles, channels, lengths, load_v,
+                (work.head_idx // heads_per_kv, work.batch_idx, work.offset_k),
+            )  # fmt: skip
+            chunk, state = channels.walk.visit(chunk, state, step)
+            if const_expr(not self.plan.overlaps_tiles):
                 # the next query has to wait for the output, which has to wait for these
-                load_v(self._kv_fill(blocks_done - 1), n_block_min)
-            tile, search = scheduler.locate(search, num_m_blocks_of)
-            work = _describe(tile, lengths)
-            open_tile(tiles_done, self._kv_fill(blocks_done), work, tile.is_valid)
-            if const_expr(not plan.share_qo):
-                load_v(self._kv_fill(blocks_done - 1), n_block_min)
-        scheduler.finish()
-        ring.write(tiles_done, NO_WORK)
+                load_v(state)
+                state = state._replace(v_block=Int32(-1))
+            channels.ring.release(tile)
+            tile += 1
+        load_v(state)
+
+    @cute.jit
+    def _load_block(self, operands, tiles, channels, lengths, load_v, place, state, block: Block):
+        """Fetch the keys of a block, and the values of the one before it."""
+        plan = self.plan
+        head, batch, offset = place
+        number = state.blocks
+        # all that can be known before the stage is free, since from then on time counts
+        word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.n_block << N_BLOCK_SHIFT)
+        if const_expr(lengths.cu_seqlens_k is None):
+            gK = operands.k[None, None, head, batch]
+        else:
+            gK = cute.domain_offset((offset, 0), operands.k[None, None, head])
+        blocks = cute.local_tile(gK, (plan.tile_n, plan.tile_d), (None, 0))
+        src, dst = tma.blocks_of(operands.k_atom, blocks, tiles.k)
+        channels.k.acquire(number)
+        if cute.arch.lane_idx() == 0:
+            tiles.words[channels.k.index(number)] = word
+        channels.k.expect(number, plan.bytes_k)
+        cute.copy(
+            operands.k_atom,
+            src[None, block.n_block],
+            dst[None, channels.k.index(number)],
+            tma_bar_ptr=channels.k.barrier(number),
+        )
+        load_v(state)
+        return LoadState(number + 1, block.n_block, head, batch, offset)
+
+    @cute.jit
+    def _load_values(self, operands, sV, channel: Channel, lengths: Lengths, state: LoadState):
+        """Fetch the value block that is due, if there is one."""
+        plan = self.plan
+        if state.v_block >= 0:
+            number = state.blocks - 1
+            if const_expr(lengths.cu_seqlens_k is None):
+                gV = operands.v[None, None, state.v_head, state.v_batch]
+            else:
+                gV = cute.domain_offset((0, state.v_offset), operands.v[None, None, state.v_head])
+            blocks = cute.local_tile(gV, (plan.tile_dv, plan.tile_n), (0, None))
+            src, dst = tma.blocks_of(operands.v_atom, blocks, sV)
+            channel.acquire(number)
+            channel.expect(number, plan.bytes_v)
+            cute.copy(
+                operands.v_atom,
+                src[None, state.v_block],
+                dst[None, channel.index(number)],
+                tma_bar_ptr=channel.barrier(number),
+            )
 
     def _load_query(
-        self, operands: Operands, sQ, pipeline_q, lengths: Lengths, number: Int32, work: Work
+        self, operands: tma.Operands, sQ, channel: Channel, lengths: Lengths, number, work: Work
     ):
         """Fetch the query rows of work tile `number`."""
         plan = self.plan
         gQ = operands.q
         if const_expr(lengths.cu_seqlens_q is None):
             gQ = gQ[None, None, work.batch_idx]
-        fill = Cursor(number, plan.stages_q, is_producer=True)
-        pipeline_q.producer_acquire(fill)
+        channel.acquire(number)
+        channel.expect(number, plan.bytes_q)
         for w in range(plan.num_mma_warpgroups):
             tile_row = work.m_block * plan.tile_m + w * wgmma.ROWS_PER_WARPGROUP
             first = (
                 work.head_idx * plan.packed_heads,
                 work.offset_q + tile_row // plan.packed_heads,
             )
-            src, dst = _tma_tile(operands.q_atom, gQ, first, (plan.row_tile, plan.tile_d), sQ)
+            src, dst = tma.tile_of(operands.q_atom, gQ, first, (plan.row_tile, plan.tile_d), sQ)
             cute.copy(
                 operands.q_atom,
                 src,
-                dst[None, fill.index * plan.num_mma_warpgroups + w],
-                tma_bar_ptr=pipeline_q.producer_get_barrier(fill),
+                dst[None, channel.index(number) * plan.num_mma_warpgroups + w],
+                tma_bar_ptr=channel.barrier(number),
             )
-
-    def _k_loader(self, operands: Operands, sK, pipeline_k, lengths: Lengths, heads_per_kv, work):
-        """load(fill, n_block) for the keys of a work tile."""
-        head_kv = work.head_idx // heads_per_kv
-        if const_expr(lengths.cu_seqlens_k is None):
-            gK = operands.k[None, None, head_kv, work.batch_idx]
-        else:
-            gK = cute.domain_offset((work.offset_k, 0), operands.k[None, None, head_kv])
-        blocks = cute.local_tile(gK, (self.plan.tile_n, self.plan.tile_d), (None, 0))
-        return _block_loader(operands.k_atom, pipeline_k, blocks, sK)
-
-    def _v_loader(self, operands: Operands, sV, pipeline_v, lengths: Lengths, heads_per_kv, work):
-        """load(fill, n_block) for the values of a work tile."""
-        head_kv = work.head_idx // heads_per_kv
-        if const_expr(lengths.cu_seqlens_k is None):
-            gV = operands.v[None, None, head_kv, work.batch_idx]
-        else:
-            gV = cute.domain_offset((0, work.offset_k), operands.v[None, None, head_kv])
-        blocks = cute.local_tile(gV, (self.plan.tile_dv, self.plan.tile_n), (0, None))
-        return _block_loader(operands.v_atom, pipeline_v, blocks, sV)
-
-    def _kv_fill(self, count: Int32) -> Cursor:
-        return Cursor(count, self.plan.stages_kv, is_producer=True)
 
     @cute.jit
     def mma(
         self,
-        operands: Operands,
-        tiles,
-        pipelines,
-        ring: WorkRing,
+        operands: tma.Operands,
+        tiles: Tiles,
+        channels: Channels,
         mLSE: cute.Tensor | None,
         lengths: Lengths,
         score_args: ScoreArgs,
+        masks: MaskArgs,
     ):
         """MMA warpgroup: 64 query rows of every work tile."""
         plan = self.plan
-        sQ, sK, sV, sO = tiles
-        pipeline_q, pipeline_k, pipeline_v = pipelines
-        block_info = self._block_info(score_args)
+        ring = channels.ring
         mma_qk, mma_pv = plan.mma_qk(), plan.mma_pv()
         slice_qk, slice_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        tSrQ = mma_qk.make_fragment_A(slice_qk.partition_A(sQ))
-        tSrK = mma_qk.make_fragment_B(slice_qk.partition_B(sK))
-        tOrV = mma_pv.make_fragment_B(slice_pv.partition_B(sV))
+        tSrQ = mma_qk.make_fragment_A(slice_qk.partition_A(tiles.q))
+        tSrK = mma_qk.make_fragment_B(slice_qk.partition_B(tiles.k))
+        tOrV = mma_pv.make_fragment_B(slice_pv.partition_B(tiles.v))
         first_S = wgmma.make_accumulator(plan.tile_n)
         acc_O = wgmma.make_accumulator(plan.tile_dv)
-        probs = cute.make_rmem_tensor(first_S.layout, plan.dtype)
-        tOrP = wgmma.as_operand_a(probs)
+        probs = cute.make_rmem_tensor(cute.size(first_S) // 2, Int32)
+        tOrP = wgmma.as_operand_a(cute.recast_tensor(probs, plan.dtype))
         softmax = OnlineSoftmax.create(score_args.scale_log2, wgmma.ROWS_PER_THREAD)
 
-        issue_scores = partial(self._issue_scores, mma_qk, tSrQ, tSrK)
-        first_scores = partial(self._first_scores, pipelines, issue_scores, first_S)
-        # the work tile and the key/value block at hand, numbered from 0
-        tile, block = Int32(0), Int32(0)
+        issue_scores = partial(self._issue_scores, channels, mma_qk, tSrQ, tSrK)
+        first_scores = partial(self._first_scores, channels, issue_scores, first_S)
+        take_bits = partial(self._take_bits, tiles.bits, channels.bits)
+        modify = partial(self._modify, score_args, masks.aux_tensors, ring)
+        # 1, since grids are one-dimensional, but the compiler does not know that
+        opaque_one = Int32(cute.arch.grid_dim()[2])
+        # the work tile, the key/value block and the cut block at hand, numbered from 0
+        tile, block, cut = Int32(0), Int32(0), Int32(0)
         self._first_turn()
         is_valid = ring.wait(tile)
         first_scores(tile, block, is_valid)
         while is_valid:
-            work = ring.read(tile)
-            n_block_min, n_block = _block_range(block_info, work)
-            unmasked = UnmaskedBlocks.create(block_info, work.seqlen, work.m_block, n_block_min)
-            score = partial(self._score, score_args, block_info, ring, tile)
-
+            word = tiles.words[channels.k.index(block)]
             scores = wgmma.rows_by_cols(first_S)
-            score(scores, n_block, unmasked.cuts(n_block))
+            modify(tile, word, scores)
+            if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
+                _hide(scores, take_bits(cut))
+                cut += 1
+            channels.k.release(block)
             softmax.start(scores)
             softmax.accumulate(scores)
-            probs.store(first_S.load().to(plan.dtype))
+            wgmma.round_pairs(probs, first_S, plan.dtype)
+            if const_expr(plan.share_qo and plan.overlaps_tiles):  # noqa: SIM102 (while tracing)
+                # by now the previous tile's output has left its query's place
+                if tile > 0:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    channels.q.release(tile - 1)
             accumulate = Boolean(False)
-            # The same loop for each run of blocks: one that asked every block whether it is masked
-            # would have one branch more while P V is in flight, which ptxas answers by serialising
-            # all products.
-            for is_masked, n_block_stop in unmasked.descending_runs(n_block_min):
-                while n_block > n_block_stop:
-                    n_block -= 1
-                    v_fill, k_fill = self._kv_read(block), self._kv_read(block + 1)
-                    block += 1
-                    pipeline_k.consumer_wait(k_fill)
-                    self._wait_turn()
-                    # a tensor of its own: one that lived on across the loops would cost as many
-                    # registers again
-                    acc_S = wgmma.make_accumulator(plan.tile_n)
-                    issue_scores(acc_S, tile, block)
-                    pipeline_v.consumer_wait(v_fill)
-                    v_tile = tOrV[None, None, None, v_fill.index]
-                    wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
-                    self._pass_turn()
-                    warpgroup.wait_group(1)
-                    pipeline_k.consumer_release(k_fill)
-                    scores = wgmma.rows_by_cols(acc_S)
-                    score(scores, n_block, is_masked)
-                    tile_max = softmax.tile_max(scores)
-                    factors = (Float32(1.0), Float32(1.0))
-                    if softmax.outgrown(tile_max):
-                        factors = softmax.renew(tile_max)
-                    softmax.accumulate(scores)
-                    # The wait stands behind a branch, with a copy inside it, because ptxas moves it
-                    # up to the start of its basic block: above the exponentials that should
-                    # overlap P V.
-                    if softmax_math.differ_from_one(factors):
+            following = word & KIND_MASK
+            # The same loop for blocks that are cut and for others: one that asked every block would
+            # have one branch more while P V is in flight, which ptxas answers by serialising all
+            # products.
+            while following != Kind.END:
+                for kind in self._kinds(masks):
+                    while following == kind:
+                        channels.k.wait(block + 1)
+                        word = tiles.words[channels.k.index(block + 1)]
+                        bits = None
+                        if const_expr(kind == Kind.CUT):
+                            bits = take_bits(cut)
+                            cut += 1
+                        self._wait_turn()
+                        # a tensor of its own: one that lived on across the loops would cost as many
+                        # registers again
+                        acc_S = wgmma.make_accumulator(plan.tile_n)
+                        fresh_probs = cute.make_rmem_tensor(probs.layout, Int32)
+                        keep_probs = partial(wgmma.keep_pair, fresh_probs, plan.dtype)
+                        issue_scores(acc_S, tile, block + 1)
+                        channels.v.wait(block)
+                        v_tile = tOrV[None, None, None, channels.v.index(block)]
+                        wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
+                        self._pass_turn()
+                        warpgroup.wait_group(1)
+                        channels.k.release(block + 1)
+                        scores = wgmma.rows_by_cols(acc_S)
+                        modify(tile, word, scores)
+                        if const_expr(kind == Kind.CUT):
+                            _hide(scores, bits)
+                        factors = (Float32(1.0), Float32(1.0))
+                        if const_expr(plan.keeps_scores):
+                            sums = softmax.exponentials(scores, keep_probs)
+                            if softmax.overflowed(sums):
+                                factors = softmax.renew(softmax.tile_max(scores))
+                                sums = softmax.exponentials(scores, keep_probs)
+                            softmax.add(sums)
+                        else:
+                            tile_max = softmax.tile_max(scores)
+                            if softmax.outgrown(tile_max):
+                                factors = softmax.renew(tile_max)
+                            softmax.accumulate(scores)
+                        # The wait stands behind a branch, with a copy inside it, because ptxas
+                        # moves it up to the start of its basic block: above the exponentials that
+                        # should overlap P V.
+                        if softmax_math.differ_from_one(factors):
+                            warpgroup.wait_group(0)
+                            softmax_math.rescale(wgmma.rows_by_cols(acc_O), factors)
                         warpgroup.wait_group(0)
-                        softmax_math.rescale(wgmma.rows_by_cols(acc_O), factors)
-                    warpgroup.wait_group(0)
-                    pipeline_v.consumer_release(v_fill)
-                    probs.store(acc_S.load().to(plan.dtype))
-                    accumulate = Boolean(True)
+                        channels.v.release(block)
+                        if const_expr(plan.keeps_scores):
+                            wgmma.copy_words(probs, fresh_probs, opaque_one)
+                        else:
+                            wgmma.round_pairs(probs, acc_S, plan.dtype)
+                        accumulate = Boolean(True)
+                        block += 1
+                        following = word & KIND_MASK
 
             # the last P V of this tile, and with it the first S of the next
             next_is_valid = ring.wait(tile + 1)
             if const_expr(not plan.share_qo):
                 # before the turn: another warpgroup may wait, in its own, for the query that takes
                 # this one's place
-                pipeline_q.consumer_release(Cursor(tile, plan.stages_q))
-            v_fill = self._kv_read(block)
-            pipeline_v.consumer_wait(v_fill)
+                channels.q.release(tile)
+            channels.v.wait(block)
             self._wait_turn()
-            wgmma.issue(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_fill.index], accumulate)
-            if const_expr(not plan.share_qo):
-                self._issue_next_scores(
-                    pipelines, issue_scores, first_S, tile, block, next_is_valid
-                )
+            v_tile = tOrV[None, None, None, channels.v.index(block)]
+            wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
+            if const_expr(plan.overlaps_tiles):
+                self._issue_next_scores(channels, issue_scores, first_S, tile, block, next_is_valid)
             self._pass_turn()
-            warpgroup.wait_group(0 if const_expr(plan.share_qo) else 1)
-            pipeline_v.consumer_release(v_fill)
+            warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
+            channels.v.release(block)
             work = ring.read(tile)
+            o_stage = _warpgroup_idx()
+            if const_expr(plan.share_qo):
+                o_stage += channels.q.index(tile) * plan.num_mma_warpgroups
+            sO = tiles.o[None, None, o_stage]
             self._epilogue(operands, sO, acc_O, softmax, mLSE, lengths, score_args.sink, work)
             ring.release(tile)
-            if const_expr(plan.share_qo):
+            if const_expr(plan.overlaps_tiles):
+                warpgroup.wait_group(0)
+            else:
                 # the output has left, and with it the query's last reader
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                pipeline_q.consumer_release(Cursor(tile, plan.stages_q))
+                channels.q.release(tile)
                 first_scores(tile + 1, block + 1, next_is_valid)
-            else:
-                warpgroup.wait_group(0)
-                if next_is_valid:
-                    pipeline_k.consumer_release(self._kv_read(block + 1))
             tile += 1
             block += 1
             is_valid = next_is_valid
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def _kv_read(self, count: Int32) -> Cursor:
-        return Cursor(count, self.plan.stages_kv)
+    def _kinds(self, masks: MaskArgs) -> tuple[Kind, ...]:
+        """What blocks after a walk's first may be."""
+        can_cut = (self.is_causal, self.is_local, self.mask_mod, masks.columns, masks.lists)
+        has_cut = any(x is not None and x is not False for x in can_cut)
+        return (Kind.CUT, Kind.WHOLE) if has_cut or not self.skip_blocks else (Kind.WHOLE,)
 
-    def _issue_scores(self, mma_qk, tSrQ, tSrK, acc_S: cute.Tensor, tile: Int32, block: Int32):
+    def _take_bits(self, bits: cute.Tensor, channel: Channel, number: Int32) -> tuple:
+        """This thread's bits of its rows, from the bit tile, which is free after that."""
+        channel.wait(number)
+        thread = _thread_in_warpgroup()
+        first = _warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        words = tuple(
+            bits[thread % 4, first + wgmma.row_of(thread, r)] for r in range(wgmma.ROWS_PER_THREAD)
+        )
+        cute.arch.sync_warp()
+        channel.release(number)
+        return words
+
+    def _issue_scores(self, channels: Channels, mma_qk, tSrQ, tSrK, acc_S, tile, block):
         """Start S = Q K^T of this warpgroup's rows of a work tile and a key block."""
-        plan = self.plan
-        q_stage = Cursor(tile, plan.stages_q).index * plan.num_mma_warpgroups + _warpgroup_idx()
+        q_stage = channels.q.index(tile) * self.plan.num_mma_warpgroups + _warpgroup_idx()
         q_tile = tSrQ[None, None, None, q_stage]
-        k_tile = tSrK[None, None, None, self._kv_read(block).index]
+        k_tile = tSrK[None, None, None, channels.k.index(block)]
         wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
 
     @cute.jit
-    def _first_scores(self, pipelines, issue_scores, acc_S, tile, block, is_valid: Boolean):
+    def _first_scores(self, channels, issue_scores, acc_S, tile, block, is_valid: Boolean):
         """S of a work tile's first key block, with nothing to overlap it."""
-        pipeline_q, pipeline_k, _ = pipelines
         # gives the registers a value on the other path, so that they need not live on from before
         acc_S.fill(0.0)
         if is_valid:
-            k_fill = self._kv_read(block)
-            pipeline_q.consumer_wait(Cursor(tile, self.plan.stages_q))
-            pipeline_k.consumer_wait(k_fill)
+            channels.q.wait(tile)
+            channels.k.wait(block)
             issue_scores(acc_S, tile, block)
             warpgroup.wait_group(0)
-            pipeline_k.consumer_release(k_fill)
 
     @cute.jit
-    def _issue_next_scores(self, pipelines, issue_scores, acc_S, tile, block, is_valid: Boolean):
+    def _issue_next_scores(self, channels, issue_scores, acc_S, tile, block, is_valid: Boolean):
         """Issue S of the next tile's first key block.
 
         Where there is no next tile the product is issued all the same, for nothing, on this tile's
         operands: a product under a branch would make the compiler serialise all of them.
         """
-        pipeline_q, pipeline_k, _ = pipelines
         if is_valid:
             tile += 1
             block += 1
-            pipeline_q.consumer_wait(Cursor(tile, self.plan.stages_q))
-            pipeline_k.consumer_wait(self._kv_read(block))
+            channels.q.wait(tile)
+            channels.k.wait(block)
         issue_scores(acc_S, tile, block)
 
     @cute.jit
-    def _score(
-        self,
-        score_args: ScoreArgs,
-        block_info: BlockInfo,
-        ring: WorkRing,
-        tile,
-        scores,
-        n_block,
-        is_masked,
-    ):
-        """Soft-cap the scores of a key block and, if `is_masked` (bool or Boolean), mask them."""
-        if const_expr(score_args.cap_in is not None):
+    def _modify(self, score_args: ScoreArgs, aux_tensors, ring: WorkRing, tile, word, scores):
+        """Soft-cap the scores of a key block, and let score_mod have them."""
+        if const_expr(score_args.cap is not None):
             for i in cutlass.range_constexpr(cute.size(scores)):
-                scores[i] = cute.math.tanh(scores[i] * score_args.cap_in, fastmath=True)
-        if const_expr(is_masked is True):
-            self._mask(block_info, ring, tile, scores, n_block)
-        elif const_expr(is_masked is not False):  # noqa: SIM102 (decided while tracing)
-            if is_masked:
-                self._mask(block_info, ring, tile, scores, n_block)
+                scores[i] = cute.math.tanh(scores[i] * score_args.scale_in, fastmath=True)
+        if const_expr(self.score_mod is not None):
+            scale = score_args.scale_in if const_expr(score_args.cap is None) else score_args.cap
+            self._modify_each(scale, aux_tensors, ring.read(tile), word >> N_BLOCK_SHIFT, scores)
 
-    def _mask(self, block_info: BlockInfo, ring: WorkRing, tile, scores, n_block):
-        work = ring.read(tile)
-        thread = _thread_in_warpgroup()
-        q_idx = tuple(row // self.plan.packed_heads for row in self._tile_rows(work, thread))
-        first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread)
-        fragment = ScoreFragment(scores, q_idx, first_k_idx, wgmma.count_cols_below)
-        apply_band(block_info.band(work.seqlen), fragment)
+    def _modify_each(self, scale, aux_tensors, work: Work, n_block: Int32, scores):
+        heads = self.plan.packed_heads
+        first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(_thread_in_warpgroup())
+        for r, row in enumerate(self._tile_rows(work, _thread_in_warpgroup())):
+            # positions past the ends are hidden, but the callable may index tensors with them
+            q_idx = cutlass.min(row // heads, work.seqlen_q - 1)
+            head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
+            for c in range(cute.size(scores, mode=[1])):
+                k_idx = cutlass.min(first_k_idx + wgmma.col_offset(c), work.seqlen_k - 1)
+                scores[r, c] = call_score_mod(
+                    self.score_mod,
+                    scores[r, c] * scale,
+                    work.batch_idx,
+                    head_idx,
+                    q_idx,
+                    k_idx,
+                    aux_tensors,
+                )
 
     def _tile_rows(self, work: Work, thread: Int32):
         """Rows of the sequence (of its packed rows) that a thread's accumulator holds."""
@@ -687,7 +770,7 @@ class FlashAttentionForwardSm90:
     @cute.jit
     def _epilogue(
         self,
-        operands: Operands,
+        operands: tma.Operands,
         sO: cute.Tensor,
         acc_O: cute.Tensor,
         softmax: OnlineSoftmax,
@@ -696,7 +779,7 @@ class FlashAttentionForwardSm90:
         mSink: cute.Tensor | None,
         work: Work,
     ):
-        """Scale the accumulator, store it and the LSE of this warpgroup's rows."""
+        """Scale the accumulator, store it (by way of sO) and the LSE of this warpgroup's rows."""
         plan = self.plan
         thread = _thread_in_warpgroup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -733,9 +816,7 @@ class FlashAttentionForwardSm90:
         rounded.store(acc_O.load().to(plan.dtype))
         store_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
         store = cute.make_tiled_copy_C(store_atom, plan.mma_pv()).get_slice(thread)
-        cute.copy(
-            store_atom, store.retile(rounded), store.partition_D(sO[None, None, warpgroup_idx])
-        )
+        cute.copy(store_atom, store.retile(rounded), store.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")
         _warpgroup_sync()
         if is_storing_warp:
@@ -744,9 +825,9 @@ class FlashAttentionForwardSm90:
             if const_expr(lengths.cu_seqlens_q is None):
                 gO = operands.o[None, None, work.batch_idx]
             else:
-                gO = at_ragged_sequence(operands.o, work.offset_q, work.slot_q)
-            dst, src = _tma_tile(operands.o_atom, gO, first, (plan.row_tile, plan.tile_dv), sO)
-            cute.copy(operands.o_atom, src[None, warpgroup_idx], dst)
+                gO = tma.at_ragged_sequence(operands.o, work.offset_q, work.slot_q)
+            dst, src = tma.tile_of(operands.o_atom, gO, first, (plan.row_tile, plan.tile_dv), sO)
+            cute.copy(operands.o_atom, src, dst)
             cute.arch.cp_async_bulk_commit_group()
 
     # Turns: a warpgroup issues its products after the one before it has issued, in a circle.
@@ -784,80 +865,7 @@ def _warpgroup_sync():
     )
 
 
-def _block_range(block_info: BlockInfo, work: Work):
-    """First and last key block of a work tile's walk, which visits at least one."""
-    n_block_min, n_block_max = block_info.get_n_block_min_max(work.seqlen, work.m_block)
-    return n_block_min, cutlass.max(n_block_max - 1, n_block_min)
-
-
-def _one_stage(layout):
-    return cute.select(layout, mode=[0, 1])
-
-
-def _tma_tile(atom: cute.CopyAtom, tensor: cute.Tensor, first, tile, smem: cute.Tensor):
-    """TMA partitions (global, shared with stages) of the tile of rows from (head, row) `first`."""
-    gmem = cute.local_tile(cute.domain_offset((first, 0), tensor), tile, (0, 0))
-    s, g = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
-    )
-    return g, s
-
-
-def _block_loader(atom: cute.CopyAtom, pipe, blocks: cute.Tensor, smem: cute.Tensor):
-    """load(fill, n_block), which fetches one of `blocks` (tile, tile, n_blocks) for a pipeline."""
-    s, g = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(blocks, 0, 2)
-    )
-    return partial(_load_block, atom, pipe, g, s)
-
-
 @cute.jit
-def _load_block(atom, pipe, gmem, smem, fill: Cursor, block: Int32):
-    pipe.producer_acquire(fill)
-    cute.copy(
-        atom, gmem[None, block], smem[None, fill.index], tma_bar_ptr=pipe.producer_get_barrier(fill)
-    )
-
-
-@cute.jit
-def _open_tile(ring: WorkRing, load_q, k_loader, block_info, number, fill, work, is_valid):
-    """Announce work tile `number`, fetch its query, and its first key block as `fill`."""
-    if is_valid:
-        ring.write(number, work)
-        load_q(number, work)
-        _, n_block_last = _block_range(block_info, work)
-        k_loader(work)(fill, n_block_last)
-
-
-@cute.jit
-def _describe(tile: WorkTile, lengths: Lengths) -> Work:
-    """The ring entry of a work tile."""
-    batch_idx = cutlass.select_(tile.is_valid, tile.batch_idx, Int32(0))
-    slot = SeqlenInfoQK.create(
-        batch_idx, lengths.seqlen_q, lengths.seqlen_k, lengths.cu_seqlens_q, lengths.cu_seqlens_k
-    )
-    used = SeqlenInfoQK.create(
-        batch_idx,
-        lengths.seqlen_q,
-        lengths.seqlen_k,
-        lengths.cu_seqlens_q,
-        lengths.cu_seqlens_k,
-        lengths.seqused_q,
-        lengths.seqused_k,
-    )
-    return Work(
-        tile.m_block,
-        tile.head_idx,
-        batch_idx,
-        Int32(used.offset_q),
-        Int32(slot.seqlen_q),
-        Int32(used.seqlen_q),
-        Int32(used.offset_k),
-        Int32(used.seqlen_k),
-    )
-
-
-@cute.jit
-def _num_m_blocks(plan: cutlass.Constexpr, cu_seqlens_q, batch_idx: Int32) -> Int32:
-    slot = cu_seqlens_q[batch_idx + 1] - cu_seqlens_q[batch_idx]
-    return cute.ceil_div(slot * plan.packed_heads, plan.tile_m)
+def _hide(scores: cute.Tensor, words: tuple):
+    for r in cutlass.range_constexpr(len(words)):
+        bit_tile.hide_unset(scores, r, words[r])

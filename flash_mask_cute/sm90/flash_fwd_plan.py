@@ -14,17 +14,30 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from flash_mask_cute.core import work_ring
-from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+from flash_mask_cute.core import walk_ring, work_ring
+from flash_mask_cute.masks.bit_tile import WORD
+from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
 SMEM_CAPACITY = 232448
 REGISTER_FILE = 65536
 # what a thread needs besides the fragments of S, P and O, or ptxas serialises the products
 SCALAR_REGISTERS = 28
 THREADS_PER_WARPGROUP = 128
-# bytes kept for barriers and the work ring
+# what MMA warpgroups may take, by their number; the more, the less is left for the others
+MMA_REGISTERS = {2: (216, 232), 3: (152, 160), 4: (112,)}
+# bytes kept for barriers and rings
 SMEM_BOOKKEEPING = 1024
 RING_STAGES = 4
+WALK_STAGES = 4
+NUM_PAINTERS = 2
+
+
+class Role(IntEnum):
+    """First warp of each role of warpgroup 0."""
+
+    LOAD = 0
+    PLAN = 1
+    PAINT = 2
 
 
 class Barrier(IntEnum):
@@ -38,8 +51,8 @@ class Barrier(IntEnum):
 class FwdPlan:
     """Shape of one CTA's work.
 
-    `stages_q` 2 and no `share_qo` let the next tile's query arrive, and its first scores be
-    computed, while this tile's output leaves.
+    A second query stage, or an output of its own, lets the next tile's query arrive, and its first
+    scores be computed, while this tile's output leaves.
     """
 
     dtype: type[cutlass.Numeric]
@@ -51,6 +64,7 @@ class FwdPlan:
     stages_kv: int = 2
     stages_q: int = 2
     share_qo: bool = False
+    has_mods: bool = False
 
     @property
     def tile_d(self) -> int:
@@ -74,7 +88,27 @@ class FwdPlan:
 
     @property
     def mma_registers(self) -> int:
-        return {2: 232, 3: 160, 4: 112}[self.num_mma_warpgroups]
+        """The least that is enough for the products: the painters want what is left."""
+        choices = MMA_REGISTERS[self.num_mma_warpgroups]
+        needed = self.registers_needed + self.keeps_scores * (self.tile_n // 4)
+        return next((n for n in choices if n >= needed), choices[-1])
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether registers suffice for scores and new probabilities beside those that P V reads.
+
+        Then the maximum need not be searched before the exponentials, which is most of a block's
+        latency besides them.
+        """
+        choices = MMA_REGISTERS[self.num_mma_warpgroups]
+        # user callables want registers, both where scores are and where bits are painted
+        most = choices[0] if self.has_mods else choices[-1]
+        return self.registers_needed + self.tile_n // 4 <= most
+
+    @property
+    def registers_needed(self) -> int:
+        """Registers of a thread that multiplies: fragments of S, P and O, and scalars."""
+        return self.tile_n // 2 + self.tile_n // 4 + self.tile_dv // 2 + SCALAR_REGISTERS
 
     @property
     def load_registers(self) -> int:
@@ -105,26 +139,47 @@ class FwdPlan:
         return self.tile_m * self.tile_dv * 2
 
     @property
-    def smem_bytes(self) -> int:
+    def bytes_bits(self) -> int:
+        return self.tile_m * COLUMNS.num_words * 4
+
+    @property
+    def _smem_without_spare_key(self) -> int:
         query = self.stages_q * self.bytes_q
         query_output = max(query, self.bytes_o) if self.share_qo else query + self.bytes_o
-        return query_output + self.stages_kv * (self.bytes_k + self.bytes_v) + SMEM_BOOKKEEPING
+        keys_values = self.stages_kv * (self.bytes_k + self.bytes_v)
+        return query_output + keys_values + self.bytes_bits + SMEM_BOOKKEEPING
+
+    @property
+    def stages_k(self) -> int:
+        """Key blocks in flight: used a block earlier than values, so one more if it fits."""
+        return self.stages_kv + (self._smem_without_spare_key + self.bytes_k <= SMEM_CAPACITY)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self._smem_without_spare_key + (self.stages_k - self.stages_kv) * self.bytes_k
+
+    @property
+    def overlaps_tiles(self) -> bool:
+        """Whether the next tile's query can be there before this tile's output has left."""
+        return self.stages_q > 1 or not self.share_qo
 
     def infeasible(self) -> str | None:
         """Why this plan cannot run, or None."""
         if self.tile_m not in (128, 192, 256):
             return f"tile_m must be 128, 192 or 256, got {self.tile_m}"
-        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
-            return f"tile_n must be a multiple of 16 in 16..256, got {self.tile_n}"
+        max_n = COLUMNS.num_words * WORD
+        if self.tile_n % 16 or not 16 <= self.tile_n <= max_n:
+            return f"tile_n must be a multiple of 16 in 16..{max_n}, got {self.tile_n}"
         if ROWS_PER_WARPGROUP % self.packed_heads:
             return f"pack_gqa needs a group of heads that divides 64, got {self.packed_heads}"
-        if self.share_qo and (self.stages_q != 1 or self.tile_dv > self.tile_d):
-            return "share_qo needs one query stage and head_dim_v <= head_dim"
+        if self.share_qo and (self.tile_dv > self.tile_d):
+            return "share_qo needs head_dim_v <= head_dim"
+        if self.share_qo and self.stages_q > 1 and self.tile_dv != self.tile_d:
+            return "share_qo with two query stages needs head_dim_v = head_dim"
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
-        registers = self.tile_n // 2 + self.tile_n // 4 + self.tile_dv // 2 + SCALAR_REGISTERS
-        if registers > self.mma_registers:
-            return f"{registers} registers a thread exceed {self.mma_registers}"
+        if self.registers_needed > self.mma_registers:
+            return f"{self.registers_needed} registers a thread exceed {self.mma_registers}"
         return None
 
     def mma_qk(self) -> cute.TiledMma:
@@ -164,7 +219,7 @@ class FwdPlan:
             LayoutEnum.ROW_MAJOR,
             (ROWS_PER_WARPGROUP, self.tile_n, self.tile_d),
             self.dtype,
-            self.stages_kv,
+            self.stages_k,
         )
 
     def layout_v(self) -> cute.ComposedLayout:
@@ -177,11 +232,12 @@ class FwdPlan:
         )
 
     def layout_o(self) -> cute.ComposedLayout:
+        """(64, tile_dv, warpgroup * stages): as many stages as the query has if they share them."""
         return hopper.make_smem_layout_epi(
             self.dtype,
             LayoutEnum.ROW_MAJOR,
             (ROWS_PER_WARPGROUP, self.tile_dv),
-            self.num_mma_warpgroups,
+            self.num_mma_warpgroups * (self.stages_q if self.share_qo else 1),
         )
 
     def storage(self) -> cute.struct:
@@ -200,11 +256,20 @@ class FwdPlan:
             v: elements(cute.cosize(self.layout_v()))
             o: elements(size_o)
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
-            k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_kv]
+            k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_k]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_kv]
+            bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
+            walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
             ring: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, work_ring.FIELDS * RING_STAGES], 16
+            ]
+            walk: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Int32, walk_ring.FIELDS * WALK_STAGES], 16
+            ]
+            words: cute.struct.MemRange[cutlass.Int32, self.stages_k]
+            bits: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Int32, COLUMNS.num_words * self.tile_m], 16
             ]
 
         return Storage

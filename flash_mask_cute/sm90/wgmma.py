@@ -36,12 +36,25 @@ def first_col_of(thread: Int32) -> Int32:
     return (thread % 4) * 2
 
 
-def count_cols_below(distance: Int32) -> Int32:
-    """How many of a thread's columns lie less than `distance` from its first; not positive if none.
+def col_offset(c: int) -> int:
+    """Distance of a thread's column c from its first."""
+    return c // 2 * 8 + c % 2
 
-    The columns are taken to go on for ever.
-    """
-    return (distance // 8) * 2 + cutlass.min(distance & 7, 2)
+
+class QuadColumns:
+    """`Columns` of bit tiles: word w has the columns of the threads whose number mod 4 is w."""
+
+    num_words = 4
+
+    def col_of(self, word: int, bit: int | Int32) -> int | Int32:
+        return bit // 2 * 8 + word * 2 + bit % 2
+
+    def count_below(self, word: int, distance: Int32) -> Int32:
+        distance = distance - word * 2
+        return (distance // 8) * 2 + cutlass.min(distance & 7, 2)
+
+
+COLUMNS = QuadColumns()
 
 
 def as_operand_a(values: cute.Tensor) -> cute.Tensor:
@@ -52,6 +65,43 @@ def as_operand_a(values: cute.Tensor) -> cute.Tensor:
     k_blocks = cute.size(values) // 8
     layout = cute.make_layout(((2, 2, 2), 1, k_blocks), stride=((1, 2, 4), 0, 8))
     return cute.make_tensor(values.iterator, layout)
+
+
+@cute.jit
+def round_pairs(pairs: cute.Tensor, acc: cute.Tensor, dtype: cutlass.Constexpr) -> None:
+    """Round an accumulator into pairs of 16-bit values, two to a word of `pairs` (Int32).
+
+    As words, because the compiler may swap the halves of 16-bit pairs that live across loops, and
+    swap them back before each use.
+    """
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        pairs[i] = _round_pair(acc[2 * i], acc[2 * i + 1], dtype)
+
+
+def keep_pair(pairs: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Float32) -> None:
+    """Round columns c and c + 1 of a row into the words of `pairs`, as `round_pairs` would."""
+    pairs[r + c] = _round_pair(p, q, dtype)
+
+
+def copy_words(target: cute.Tensor, source: cute.Tensor, opaque_one: Int32) -> None:
+    """Copy operand words by multiplying with 1, on the pipe that multiply-adds leave idle.
+
+    A plain copy would be optimised away, and then an operand of the next product be written while
+    this one is in flight, which ptxas answers by serialising all products.
+    """
+    for i in range(cute.size(target)):
+        target[i] = source[i] * opaque_one
+
+
+def _round_pair(p: Float32, q: Float32, dtype: type) -> Int32:
+    # As PTX, because the compiler would move a conversion of its own behind the next join, and
+    # keep the unrounded values, twice the registers, until then.
+    name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Int32],
+        read_only_args=[q, p],
+    )
 
 
 @cute.jit

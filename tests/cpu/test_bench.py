@@ -6,14 +6,32 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import cutlass
+import cutlass.cute as cute
 import numpy as np
 import pytest
 import torch
+from cutlass.cute.runtime import from_dlpack
 
 import bench
-from bench import cases, flops, peers, run, timing
+from bench import (
+    cases,
+    flops,
+    gate,
+    linearity,
+    masks,
+    mods,
+    peers,
+    prep,
+    report,
+    run,
+    sweep,
+    timing,
+)
 from bench.cases import CASES, BenchCase, make_tensors
 
 ROW_KEYS = {
@@ -75,12 +93,11 @@ def test_tiles_and_flops_match_a_dense_mask(case: BenchCase) -> None:
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.mask}-{case.n}")
-def test_key_bounds_match_a_dense_mask(case: BenchCase) -> None:
+def test_masks_match_a_dense_mask(case: BenchCase) -> None:
     length = case.lengths[0]
-    first, last = flops.key_bounds(np.arange(length), length, case.causal, case.window)
-    keys = np.arange(length)
-    between = (keys >= first[:, None]) & (keys <= last[:, None])
-    assert np.array_equal(between, visible_pairs(case, length))
+    rows = np.arange(length)
+    seen = case.mask_of(length).sees(rows[:, None], rows[None, :])
+    assert np.array_equal(seen, visible_pairs(case, length))
 
 
 def test_published_operation_counts() -> None:
@@ -103,6 +120,8 @@ def test_the_table_of_cases() -> None:
             assert case.tokens == 131072
             assert case.heads * case.d_v == 4096
         assert case.window is None or case.window * 16 == case.n
+    for prefix in ("mask-d128-8k-", "mask-d64-128k-"):
+        assert [prefix + mask for mask in masks.MASKS] == [c for c in CASES if c.startswith(prefix)]
     assert [CASES[f"d{d}-full-8k"].heads for d in (64, 128, 256)] == [64, 32, 16]
     for name in varlen:
         assert (CASES[name].batch, CASES[name].heads) == (32, 32)
@@ -130,6 +149,9 @@ def test_document_lengths(seed: int) -> None:
         ({"kind": "other"}, "other"),
         ({"doc_lengths": (300,)}, "doc_lengths"),
         ({"mask": "varlen_causal", "doc_lengths": (100, 200)}, "n=300"),
+        ({"mask": "document"}, "no native form"),
+        ({"mask": "document", "form": "columns", "draw": masks.Draw(((299,),))}, "hold n=300"),
+        ({"score_mod": "tanh"}, "tanh"),
     ],
 )
 def test_contradictory_cases_are_refused(changes: dict[str, object], text: str) -> None:
@@ -147,7 +169,10 @@ def test_select() -> None:
 @pytest.mark.parametrize(
     ("peer", "case", "text"),
     [
-        ("cudnn", "d128-window-8k", "no window"),
+        ("cudnn", "d128-window-8k", "no sliding_window mask"),
+        ("cudnn", "mod-d128-8k-alibi", "no score_mod"),
+        ("sdpa_dense", "mask-d128-32k-document", "up to 8192 tokens"),
+        ("flex", "d128-varlen-kv8", "varlen"),
         ("cudnn", "d128-varlen-kv8", "no cu_seqlens"),
         ("cudnn", "extra-d128-softcap-causal-8k", "no softcap"),
         ("cudnn", "host-128", "kind 'attention' only"),
@@ -161,14 +186,22 @@ def test_peers_say_what_they_cannot_do(peer: str, case: str, text: str) -> None:
 def test_peers_take_what_they_can() -> None:
     assert peers.PEERS["cudnn"].supports(CASES["d128-causal-8k"]) is None
     assert peers.PEERS["sdpa"].supports(CASES["host-128"]) is None
-    absent = peers.CutePeer("absent", "no_such_package.interface")
+    assert peers.PEERS["sdpa_dense"].supports(CASES["mask-d128-8k-document"]) is None
+    absent = peers.CutePeer("absent", "no_such_package.cute", None, "lists")
     assert absent.supports(CASES["host-128"]) == "no_such_package is not installed"
+    native, by_mod = (
+        peers.CutePeer("x", "bench", form, "lists") for form in ("native", "mask_mod")
+    )
+    assert native.supports(CASES["mask-d64-8k-sliding_window"]) is None
+    assert native.supports(CASES["mask-d64-8k-document"]) == "no flag means document"
+    assert by_mod.supports(CASES["mask-d64-8k-document"]) is None
+    assert by_mod.supports(CASES["mask-d64-8k-causal"]) == "causal needs no mask_mod"
 
 
 def test_cute_peer_passes_the_whole_case(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(_flash_attn_fwd=lambda q, k, v, **options: options)
     monkeypatch.setattr(peers.importlib, "import_module", lambda name: module)
-    peer = peers.CutePeer("fake", "fake")
+    peer = peers.CutePeer("fake", "fake", None, "lists")
     case = small("sliding_window", 256, window=16, softcap=20.0)
     seen = peer.prepare(case, make_tensors(case, "cpu", 0))()
     assert seen == {"causal": True, "return_lse": True, "window_size_left": 16, "softcap": 20.0}
@@ -215,8 +248,10 @@ GATED = [*SMALL, small("causal", 200, softcap=5.0, d_v=32), small("causal", 200,
 def test_gate_is_green_on_right_and_red_on_wrong_results(case: BenchCase) -> None:
     tensors = make_tensors(case, "cpu", 5)
 
-    def ok(out: torch.Tensor, lse: torch.Tensor | None, rule: float = peers.RULE) -> bool:
-        return peers.check(case, tensors, out, lse, rule=rule, seed=1).ok
+    truth = gate.reference(case, tensors, seed=1)
+
+    def ok(out: torch.Tensor, lse: torch.Tensor | None, rule: float = gate.RULE) -> bool:
+        return gate.check(truth, out, lse, rule=rule).ok
 
     out, lse = attend(case, tensors)
     assert ok(out, lse)
@@ -228,7 +263,7 @@ def test_gate_is_green_on_right_and_red_on_wrong_results(case: BenchCase) -> Non
         damaged.view(-1)[-1] = torch.nan
         assert not ok(damaged if wrong is out else out, damaged if wrong is lse else lse)
     swapped_heads = out.roll(1, -2)
-    assert not ok(swapped_heads, lse, peers.PEER_RULE)
+    assert not ok(swapped_heads, lse, gate.PEER_RULE)
 
 
 @pytest.mark.parametrize("window", [55, 57, 900])
@@ -237,17 +272,19 @@ def test_gate_sees_a_mask_that_is_off_by_one_key(window: int) -> None:
     tensors = make_tensors(case, "cpu", 5)
     out, lse = attend(small("sliding_window", 900, window=window), tensors)
     right = attend(case, tensors)
-    assert not peers.check(case, tensors, out, None, rule=peers.RULE, seed=1).ok
-    assert not peers.check(case, tensors, right[0], lse, rule=peers.RULE, seed=1).ok
+    truth = gate.reference(case, tensors, seed=1)
+    assert gate.check(truth, *right, rule=gate.RULE).ok
+    assert not gate.check(truth, out, None, rule=gate.RULE).ok
+    assert not gate.check(truth, right[0], lse, rule=gate.RULE).ok
 
 
 def test_sampled_rows_hold_the_edges_of_documents() -> None:
-    rows = peers.sample_rows(SMALL[-1], seed=7)
+    rows = gate.sample_rows(SMALL[-1], seed=7)
     places = {(row.sequence, row.query) for row in rows}
     assert {(0, 0), (1, 0), (1, 128), (2, 0), (2, 127), (2, 128), (2, 514), (3, 127)} <= places
     assert all(row.query < SMALL[-1].lengths[row.sequence] for row in rows)
     assert len(rows) >= 64 + 8
-    dense = {(row.sequence, row.query) for row in peers.sample_rows(CASES["d128-full-8k"], seed=7)}
+    dense = {(row.sequence, row.query) for row in gate.sample_rows(CASES["d128-full-8k"], seed=7)}
     assert {(0, 0), (0, 8191), (15, 0), (15, 8191)} <= dense
 
 
@@ -313,6 +350,20 @@ def test_a_dead_worker_loses_its_case_only() -> None:
     }
 
 
+def test_a_new_worker_measures_what_its_cases_are_compared_with() -> None:
+    names = [f"mask-d64-8k-{mask}" for mask in ("full", "causal", "document", "qk_sparse")]
+    launched = []
+
+    def launch(names: tuple[str, ...], attempt: int) -> dict[str, str]:
+        launched.append(names)
+        return dict.fromkeys(names, "done") if attempt else {names[0]: "done", names[1]: "died"}
+
+    died = [names[0], names[2], names[1], names[3]]
+    outcomes = run.supervise(died, launch)
+    assert launched == [tuple(died), (names[0], names[1], names[3])]
+    assert outcomes == dict.fromkeys(names, "done") | {names[2]: "died"}
+
+
 @pytest.mark.parametrize("arguments", [["--peers", "ours,fa5"], ["d512*"]])
 def test_wrong_arguments_stop_before_any_work(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -330,3 +381,342 @@ def test_listing_imports_neither_torch_nor_cutlass() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert [line.split()[0] for line in result.stdout.splitlines()] == list(CASES)
+
+
+ODD = 701
+
+
+def masked(mask: str, n: int = ODD, **changes: object) -> BenchCase:
+    """Two sequences of `n` tokens with a question and answers in each of three documents."""
+    lengths = (n // 3, n // 2, n - n // 3 - n // 2)
+    documents = tuple((t // 4, t // 2, t - t // 4 - t // 2) for t in lengths)
+    draw = masks.Draw(documents, ((n // 12, n // 3), (n // 2, n - 40)), seed=3)
+    fields: dict[str, object] = {"form": "columns", "draw": draw, "tokens": 2 * n}
+    fields["window"] = n // 16 if mask.endswith("sliding_window") else None
+    return small(mask, n, **(fields | changes))
+
+
+def dense(case: BenchCase) -> np.ndarray:
+    rows = np.arange(case.n)
+    return case.mask_of(case.n).sees(rows[:, None], rows[None, :])
+
+
+def by_hand(case: BenchCase) -> np.ndarray:
+    """The masks in words, key by key, from the draw alone."""
+    n, (documents, dropped, _) = case.n, case.draw or masks.Draw(())
+    tokens = [
+        (d, p) for d, doc in enumerate(documents) for p, t in enumerate(doc) for _ in range(t)
+    ]
+    last = len(documents) - 1
+    window = case.window or 0
+
+    def drops(q: int, k: int) -> bool:
+        return any(begin <= q < end and begin <= k < end for begin, end in dropped)
+
+    rules = {
+        "full": lambda q, k: True,
+        "causal": lambda q, k: k <= q,
+        "sliding_window": lambda q, k: q - window <= k <= q,
+        "causal_document": lambda q, k: k <= q and tokens[q][0] == tokens[k][0],
+        "document": lambda q, k: tokens[q][0] == tokens[k][0],
+        "share_question": lambda q, k: (
+            k <= q and tokens[q][0] == tokens[k][0] and tokens[k][1] in (0, tokens[q][1])
+        ),
+        "global_sliding_window": lambda q, k: abs(q - k) <= window or min(q, k) < 16,
+        "causal_blockwise": lambda q, k: (
+            k <= q and (tokens[q][0] == tokens[k][0] or tokens[q][0] == last)
+        ),
+        "prefix_lm_document": lambda q, k: (
+            tokens[q][0] == tokens[k][0] and (k <= q or tokens[k][1] == 0)
+        ),
+        "prefix_lm_causal": lambda q, k: k <= q or k < n // 2,
+        "qk_sparse": lambda q, k: k <= q and not drops(q, k),
+    }
+    rule = rules[case.mask]
+    return np.array([[rule(q, k) for k in range(n)] for q in range(n)])
+
+
+@pytest.mark.parametrize("mask", masks.MASKS)
+def test_definitions_and_columns_of_masks(mask: str) -> None:
+    case = masked(mask)
+    whole, seen = case.mask_of(ODD), dense(case)
+    if mask == "random_eviction":
+        first_gone = seen.cumsum(axis=0).argmax(axis=0) + 1
+        assert np.array_equal(
+            seen, np.tri(ODD, dtype=bool) & (np.mgrid[:ODD, :ODD][0] < first_gone)
+        )
+        assert len(np.unique(first_gone)) > ODD // 3
+    else:
+        tiny = masked(mask, 101)
+        assert np.array_equal(dense(tiny), by_hand(tiny))
+    rows = np.arange(ODD)[:, None, None]
+    for (begins, ends), visible in ((whole.visible_rows(), True), (whole.hidden_rows(), False)):
+        inside = ((begins <= rows) & (rows < ends)).any(axis=2)
+        assert np.array_equal(inside, seen if visible else ~seen)
+    assert seen.any(axis=1).all()
+    assert whole.hidden.shape[1] in ((1, 2) if whole.causal else (2, 4))
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (192, 128), (64, 80)])
+@pytest.mark.parametrize("mask", masks.MASKS)
+def test_tiles_and_block_lists(mask: str, tile: tuple[int, int]) -> None:
+    case = masked(mask)
+    seen, lists = dense(case), flops.block_lists(case.mask_of(ODD), *tile)
+    visible = 0
+    for i, begin in enumerate(range(0, ODD, tile[0])):
+        full, part = [], []
+        for j, left in enumerate(range(0, ODD, tile[1])):
+            block = seen[begin : begin + tile[0], left : left + tile[1]]
+            (full if block.all() else part if block.any() else []).append(j)
+        visible += len(full) + len(part)
+        for count, index, expected in ((*lists[:2], part), (*lists[2:], full)):
+            assert count[i] == len(expected)
+            assert index[i].tolist() == expected + [0] * (index.shape[1] - len(expected))
+    if tile == (128, 128):
+        assert flops.tile_counts(case) == (2 * visible, 2 * 36)
+
+
+PAPER_TFLOP = {
+    "full": (17.59, 70.37, 281.48),
+    "causal": (8.93, 35.32, 140.88),
+    "sliding_window": (1.33, 4.53, 17.31),
+    "causal_document": (2.42, 3.68, 12.82),
+    "document": (4.56, 5.77, 25.72),
+    "share_question": (1.62, 2.30, 7.41),
+    "global_sliding_window": (2.89, 9.29, 34.86),
+    "causal_blockwise": (5.75, 8.94, 35.32),
+    "prefix_lm_document": (2.53, 3.83, 13.39),
+    "prefix_lm_causal": (11.06, 44.05, 175.99),
+    "qk_sparse": (8.44, 34.09, 136.16),
+    "random_eviction": (8.93, 35.32, 140.88),
+}
+DRAWN = {"causal_document", "document", "share_question", "causal_blockwise", "prefix_lm_document"}
+
+
+@pytest.mark.parametrize("mask", masks.MASKS)
+def test_operations_are_those_of_the_paper(mask: str) -> None:
+    for size, published in zip(("8k", "32k", "128k"), PAPER_TFLOP[mask], strict=True):
+        case = CASES[f"mask-d128-{size}-{mask}"]
+        tolerance = 0.04 if mask in DRAWN else 0.008 if mask == "random_eviction" else 0.003
+        assert flops.attention_flops(case) / 1e12 == pytest.approx(published, rel=tolerance)
+
+
+def test_drawn_documents() -> None:
+    for n, (low, high) in masks.DOCUMENT_COUNTS.items():
+        for mask in ("document", "share_question"):
+            documents = masks.paper_draw(n, mask).documents
+            assert low <= len(documents) <= high and sum(map(sum, documents)) == n
+            assert all(3 <= len(parts) <= 7 and min(parts) > 0 for parts in documents)
+    for seed in range(50):
+        documents = masks.draw_documents(300, (2, 20), seed, spread=1.0)
+        assert sum(map(sum, documents)) == 300 and min(map(min, documents)) > 0
+        assert documents == masks.draw_documents(300, (2, 20), seed, spread=1.0)
+
+
+def test_mask_mods_in_the_dsl() -> None:
+    @cute.jit
+    def fill(out: cute.Tensor, one: cute.Tensor, two: cute.Tensor, mod: cutlass.Constexpr) -> None:
+        for q in range(out.shape[0]):
+            for k in range(out.shape[1]):
+                zero = cute.full((1,), 0, cutlass.Int32)
+                at = [cute.full((1,), i, cutlass.Int32) for i in (q, k)]
+                out[q, k] = cutlass.Int32(mod(zero, zero, at[0], at[1], "lengths", [one, two])[0])
+
+    for mask in masks.MASKS:
+        case = masked(mask, 101)
+        out = torch.full((101, 101), -1, dtype=torch.int32)
+        tables = mods.mask_tables(case.mask_of(101), torch.device("cpu")).values()
+        views = [from_dlpack(tensor) for tensor in (*tables, out, out)]
+        fill(from_dlpack(out), *views[:2], mods.cute_mask_mod(case.mask_of(101)))
+        assert np.array_equal(out.numpy(), dense(case)), mask
+
+
+@pytest.mark.parametrize("mod", ["alibi", "t5_bias", "softcap"])
+def test_score_mods_in_the_dsl(mod: str) -> None:
+    @cute.jit
+    def fill(scores: cute.Tensor, table: cute.Tensor, mod: cutlass.Constexpr) -> None:
+        for h in range(scores.shape[0]):
+            for q in range(scores.shape[1]):
+                for k in range(scores.shape[2]):
+                    score = cute.full((1,), scores[h, q, k], cutlass.Float32)
+                    at = [cute.full((1,), i, cutlass.Int32) for i in (0, h, q, k)]
+                    changed = mod(score, at[0], at[1], at[2], at[3], [table])
+                    scores[h, q, k] = cutlass.Float32(changed[0])
+
+    case = small("causal", 20, score_mod=mod)
+    scores = 20 * torch.randn(4, 20, 20, generator=torch.Generator().manual_seed(1))
+    out = scores.clone()
+    tables = mods.score_tables(case, torch.device("cpu"))
+    view = from_dlpack(next(iter(tables.values()), out))
+    fill(from_dlpack(out), view, mods.cute_score_mod(case, tuple(tables)))
+    h, q, k = torch.meshgrid(*(torch.arange(size) for size in out.shape), indexing="ij")
+    distance = (q - k).abs()
+    expected = {
+        "alibi": scores - 2.0 ** (-2.0 * (h + 1)) * distance,
+        "t5_bias": scores + tables.get("bias", torch.zeros(4, 20))[h, distance],
+        "softcap": 30 * torch.tanh(scores / 30),
+    }[mod]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    language = mods.torch_language(tables, torch.float32)
+    exact = mods.score_definition(case)(scores, h, q, k, language)
+    torch.testing.assert_close(exact, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_cute_peer_tells_masks_and_mods(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lists(*tensors: torch.Tensor, block_size: tuple[int, int]) -> object:
+        return ([tuple(t.shape) for t in tensors], block_size)
+
+    module = SimpleNamespace(
+        _flash_attn_fwd=lambda q, k, v, **options: options,
+        ColumnMask=lambda indices, causal: (indices, causal),
+        BlockSparseTensorsTorch=lists,
+    )
+    monkeypatch.setattr(peers.importlib, "import_module", lambda name: module)
+    ours = peers.CutePeer("ours", "fake", None, "lists")
+    theirs = peers.CutePeer("theirs", "fake", "mask_mod", "their_lists", 192)
+    case = masked("document")
+    tensors = make_tensors(case, "cpu", 0)
+    told = ours.prepare(case, tensors)()
+    (indices, causal) = told.pop("startend_row_indices")
+    assert told == {"return_lse": True, "causal": False} and causal is False
+    assert indices.shape == (1, 1, ODD, 2) and indices.dtype == torch.int32
+    told = theirs.prepare(case, tensors)()
+    assert told["their_lists"] == ([(1, 1, 4), (1, 1, 4, 6)] * 2, (192, 128))
+    assert [t.shape for t in told["aux_tensors"]] == [(ODD,)]
+    told = ours.prepare(replace(case, form="mask_mod"), tensors)()
+    assert told["lists"] == ([(1, 1, 6), (1, 1, 6, 6)] * 2, (128, 128))
+    assert told.keys() == {"return_lse", "mask_mod", "lists", "aux_tensors"}
+    biased = small("causal", score_mod="t5_bias")
+    told = ours.prepare(biased, make_tensors(biased, "cpu", 0))()
+    assert told["causal"] and callable(told["score_mod"]) and len(told["aux_tensors"]) == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_torch_peers_and_the_gate_agree_on_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    rights = [masked("share_question", 300), masked("global_sliding_window", 300)]
+    rights += [small("causal", 300, score_mod=mod) for mod in ("alibi", "t5_bias", "softcap")]
+    for case in rights:
+        tensors = make_tensors(case, "cpu", 2)
+        truth = gate.reference(case, tensors, seed=4)
+        for name in ("flex", "sdpa_dense"):
+            peer = peers.PEERS[name]
+            if not peer.supports(case):
+                out, lse = peer.unpack(peer.prepare(case, tensors)())
+                assert gate.check(truth, out, lse, rule=gate.RULE).ok
+                for other in (masked("causal_document", 300), small("causal", 300)):
+                    wrong = gate.reference(replace(other, tokens=case.tokens), tensors, seed=4)
+                    assert not gate.check(wrong, out, lse, rule=gate.PEER_RULE).ok
+
+
+def test_preparation_counts_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    case = masked("share_question", 256, kind="prep")
+    ours, flex = prep.prepare_ours(case, "cpu"), prep.prepare_flex(case, "cpu")
+    bounds = ours.call()
+    assert ours.size(bounds) == 4 * 256 + 4 * bounds.numel()
+    # Two tables of 256, and lists of 2 x 2 blocks: counts and indices, partial and full, both ways.
+    assert flex.size(flex.call()) == 4 * (2 * 256 + 4 * (2 + 4))
+
+
+def test_sweeps_cover_the_sparsities() -> None:
+    for mask, least in (("causal_document", 0.5), ("share_question", 0.5), ("document", 0.0)):
+        base = replace(CASES[f"sweep-32k-{mask}"], n=4096, draw=None)
+        drawn = sweep.draw_cases(base)
+        found = [flops.sparsity(case) for case in drawn]
+        assert len(drawn) >= 40 and len(set(drawn)) == len(drawn)
+        assert min(found) < least + 0.1 and max(found) > 0.8
+        assert [case.name for case in drawn[:2]] == [f"sweep-32k-{mask}#0", f"sweep-32k-{mask}#1"]
+        assert flops.sparsity(sweep.dense_case(base)) == 0.0
+
+
+def synthetic_sweep(noise: float) -> list[bench.Json]:
+    """Rows of 2 + 98 (1 - sparsity) ms, each off by `noise` one way or the other."""
+    base = replace(CASES["sweep-32k-document"], n=4096, draw=None)
+    rows = [bench.row_of(sweep.dense_case(base), "ours", "sweep", 100.0, ())]
+    for i, case in enumerate(sweep.draw_cases(base)):
+        ms = 2.0 + 98.0 * (1 - flops.sparsity(case)) + noise * (-1) ** i
+        rows.append(bench.row_of(case, "ours", "sweep", ms, ()))
+    return [{"run": "a"} | row for row in rows]
+
+
+def test_linearity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = linearity.sweeps(synthetic_sweep(0.0))
+    assert found.r_squared() == pytest.approx(1.0, abs=1e-5)
+    assert found.intercept_share() == pytest.approx(0.02, abs=1e-3)
+    (noisy,) = linearity.sweeps(synthetic_sweep(10.0))
+    assert noisy.r_squared() == pytest.approx(1 - 100 / noisy.ms.var(), abs=0.02)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in synthetic_sweep(0.0)))
+    assert linearity.main([str(path)]) == 0
+    assert "R^2 1.0000, intercept 2.0% of the dense 100.00 ms" in capsys.readouterr().out
+    assert not bench.format_table(synthetic_sweep(0.0))
+
+
+def test_linearity_figure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    linearity.draw(linearity.sweeps(synthetic_sweep(1.0)), str(tmp_path / "fig.svg"))
+    assert (tmp_path / "fig.svg").read_text().count("<svg") == 1
+
+
+def rate_row(run_id: str, case: str, peer: str, rate: float) -> bench.Json:
+    milliseconds = flops.attention_flops(CASES[case]) / rate / 1e9
+    return {"run": run_id} | bench.row_of(CASES[case], peer, "loop", milliseconds, ())
+
+
+def test_bars() -> None:
+    targets = [
+        {"d": 128, "n": 8192, "mask": "document", "fwd_rel": 0.8},
+        {"d": 128, "n": 8192, "mask": "share_question", "fwd_rel": 0.6},
+        {"d": 128, "n": 8192, "mask": "prefix_lm_causal", "fwd_rel": 1.0},
+        {"d": 64, "n": 8192, "mask": "document", "fwd_rel": 0.8},
+    ]
+    rows = [
+        rate_row("a", "mask-d128-8k-causal", "fa4", 600),
+        rate_row("a", "d128-full-8k", "ours", 650),
+        rate_row("a", "mask-d128-8k-document", "ours", 600),
+        rate_row("a", "mask-d128-8k-share_question", "ours", 380),
+        rate_row("a", "mask-d128-8k-prefix_lm_causal", "ours", 620),
+        rate_row("b", "mask-d64-8k-document", "ours", 500),
+        rate_row("c", "mod-d64-8k-alibi", "ours", 550),
+        rate_row("c", "mod-d64-8k-alibi", "fa4", 500),
+        rate_row("c", "d64-full-8k", "ours", 500),
+        rate_row("c", "d64-full-8k", "fa4", 500),
+        {"run": "d"} | bench.row_of(CASES["meta-128k-document"], "ours", "wall", 99.0, ()),
+        {"run": "d"} | bench.row_of(CASES["meta-128k-document"], "flex", "wall", None, ("failed",)),
+        *synthetic_sweep(0.0),
+    ]
+    rows[-1 - len(synthetic_sweep(0.0)) - 1] |= {"bytes": 3_000_000, "launches": 5}
+    found = {bar.name: bar for bars in report.bars(rows, targets).values() for bar in bars}
+
+    def of(name: str) -> tuple[float | None, float | None, str]:
+        return found[name].figure, found[name].bar, found[name].verdict()
+
+    approx = pytest.approx
+    assert of("mask-d128-8k-document") == (approx(1.0, abs=1e-3), approx(0.864), "met")
+    assert of("mask-d128-8k-share_question") == (approx(0.633, abs=1e-3), approx(0.648), "short")
+    # 95 % of our own full attention is less than 1.08 r
+    near_full = approx(0.95 * 650 / 600, abs=1e-3)
+    assert of("mask-d128-8k-prefix_lm_causal") == (approx(1.033, abs=1e-3), near_full, "met")
+    # the causal figure of another run does not count
+    assert of("mask-d64-8k-document") == (None, approx(0.92), "not measured")
+    mean = (1 / 0.8 * 380 / 600 / 0.6) ** 0.5
+    assert of("mask mean d128") == (approx(mean, abs=1e-3), 1.2, "short")
+    assert of("mask mean d64")[2] == "not measured"
+    assert of("mod-d64-8k-alibi") == (approx(1.1, abs=1e-3), 1.1, "met")
+    assert of("d64-full-8k") == (approx(1.0, abs=1e-3), 1.03, "short")
+    assert of("d128-full-8k")[2] == "not measured"
+    verdicts = [of(f"meta-128k-document {key}")[2] for key in ("us", "launches", "bytes")]
+    assert verdicts == ["met", "short", "met"]
+    assert of("sweep document R^2")[2] == of("sweep document intercept / dense")[2] == "met"
+    assert all(bar.line().startswith(bar.name) for bar in found.values())
+    assert found.keys() >= report.FORWARD.keys() | report.CALLABLES.keys()
+    assert set(report.CALLABLES) | set(report.FORWARD) <= set(CASES)
+
+
+def test_report_reads_the_committed_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--bars"]) == 0
+    bars = capsys.readouterr().out
+    assert sum("mask-d" in line for line in bars.splitlines()) == 72
+    assert report.main(["--run", "no such run"]) == 0
+    assert capsys.readouterr().out == "\n"

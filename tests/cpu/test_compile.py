@@ -14,11 +14,13 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass.cute.runtime import from_dlpack
+from mask_cases import MASK_MODS, SCORE_MODS
 
 from flash_mask_cute.host.cache import CompileCache, compile_count, compile_lock
-from flash_mask_cute.host.compile import build_fwd, compile_fwd
+from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.compile import NO_MODS, build_fwd, compile_fwd
 from flash_mask_cute.host.config import FwdConfig, select_fwd_config
-from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.host.problem import AttentionProblem, Mods
 from flash_mask_cute.host.tables import SM90_FWD
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import FwdShapes
@@ -31,11 +33,15 @@ def shapes_of(problem: AttentionProblem) -> FwdShapes:
     return FwdShapes(1, 1000, 1000, 1000, 1000, 8, 8, problem.head_dim, problem.head_dim_v)
 
 
-def build(problem: AttentionProblem, folder: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def build(
+    problem: AttentionProblem, folder: Path, mods: Mods = NO_MODS
+) -> tuple[dict[str, Any], dict[str, int]]:
     """(meta, counts of machine instructions, empty where there is no disassembler)."""
-    choice = select_fwd_config(problem, shapes_of(problem))
+    block_size = (128, 128) if problem.has_lists and not problem.has_bits else None
+    choice = select_fwd_config(problem, shapes_of(problem), block_size=block_size)
+    options = f"--keep-cubin --dump-dir={folder}"
     with compile_lock():
-        compiled = build_fwd(problem, choice.tiles, TARGET, f"--keep-cubin --dump-dir={folder}")
+        compiled = build_fwd(problem, choice.tiles, TARGET, mods, options)
     function: Any = compiled.function
     return dict(compiled.meta), opcodes(function.__cubin__, folder)
 
@@ -79,6 +85,24 @@ FEATURES = {
     "softcap-no-lse": {"has_softcap": True, "needs_lse": False},
     "fp16-d64-varlen": {"dtype": "float16", "head_dim": 64, "head_dim_v": 64, "varlen_k": True},
 }
+MASKS: dict[str, dict[str, Any]] = {
+    "columns-1-causal": {"intervals": (1, True), "is_causal": True},
+    "columns-2": {"intervals": (2, False)},
+    "columns-4-d64": {"intervals": (4, False), "head_dim": 64, "head_dim_v": 64},
+    "columns-varlen": {
+        "intervals": (2, True), "is_causal": True, "varlen_q": True, "varlen_k": True,
+    },
+    "lists": {"has_lists": True, "has_full_lists": True},
+    "bits": {"has_lists": True, "has_bits": True},
+    "mask": {"mask_mod": "checks"},
+    "mask-aux-lists": {
+        "mask_mod": "documents", "aux": (("int32", 2),), "has_lists": True, "has_full_lists": True,
+    },
+    "score": {"score_mod": "alibi", "is_causal": True},
+    "score-aux-d64": {
+        "score_mod": "head_bias", "aux": (("bfloat16", 1),), "head_dim": 64, "head_dim_v": 64,
+    },
+}  # fmt: skip
 ODD_DIMS = ((8, 8), (72, 40), (64, 256), (256, 64), (240, 256), (16, 128))
 VARIANTS = {
     **{f"d{p.head_dim}-dv{p.head_dim_v}-{'causal' if p.is_causal else 'full'}": p for p in ROWS},
@@ -101,17 +125,34 @@ def test_compiles_well(name: str, tmp_path: Path) -> None:
         assert "LDL" not in counts and "STL" not in counts, facts
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_compile_well(name: str, tmp_path: Path) -> None:
+    fields = dict(MASKS[name])
+    mods = Mods(
+        SCORE_MODS[fields["score_mod"]].cute if "score_mod" in fields else None,
+        MASK_MODS[fields["mask_mod"]].cute if "mask_mod" in fields else None,
+    )
+    for kind, mod in mods._asdict().items():
+        if mod is not None:
+            fields[kind] = callable_key(mod)
+    meta, counts = build(replace(PLAIN, **fields), tmp_path, mods)
+    facts = f"{name}: {meta}, {counts}"
+    assert meta["spill_bytes"] == 0, facts
+    assert not meta["warnings"], facts
+    assert "LDL" not in counts and "STL" not in counts, facts
+
+
 def test_one_kernel_per_problem(tmp_path: Path) -> None:
     """Sizes are not part of a problem, and equal problems compile once."""
     cache = CompileCache(tmp_path)
     config = FwdConfig(tile_n=32)
     tiles = select_fwd_config(PLAIN, shapes_of(PLAIN), override=config).tiles
-    first = compile_fwd(PLAIN, tiles, TARGET, cache)
+    first = compile_fwd(PLAIN, tiles, TARGET, cache=cache)
     count = compile_count()
-    assert compile_fwd(replace(PLAIN), replace(tiles), TARGET, cache) is first
+    assert compile_fwd(replace(PLAIN), replace(tiles), TARGET, cache=cache) is first
     assert compile_count() == count
     other_process = CompileCache(tmp_path)
-    loaded = compile_fwd(PLAIN, tiles, TARGET, other_process)
+    loaded = compile_fwd(PLAIN, tiles, TARGET, cache=other_process)
     assert compile_count() == count
     assert dict(loaded.meta) == dict(first.meta)
 

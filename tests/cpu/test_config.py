@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ def choose(
     override: FwdConfig | None = None,
     is_causal: bool = False,
     window: int | None = None,
+    block_size: tuple[int, int] | None = None,
+    unpackable: str | None = None,
+    mask_mod: str | None = None,
 ) -> FwdChoice:
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     problem = AttentionProblem(
@@ -33,11 +37,13 @@ def choose(
         is_causal=is_causal,
         has_window_left=window is not None,
         has_window_right=window is not None and not is_causal,
+        has_lists=block_size is not None,
+        mask_mod=mask_mod,
     )
     shapes = FwdShapes(
         1, seqlen_q, seqlen_k, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
     )
-    return select_fwd_config(problem, shapes, pack_gqa, override, window)
+    return select_fwd_config(problem, shapes, pack_gqa, override, window, block_size, unpackable)
 
 
 def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
@@ -59,6 +65,8 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         seqlen_k=row.min_seqlen_k or 500,
         is_causal="full" not in row.masks,
         window=row.max_window,
+        block_size=(row.tile_m, row.tile_n) if row.for_lists else None,
+        mask_mod="key" if "mods" in row.masks else None,
     )
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo"):
         assert getattr(choice.tiles, field) == getattr(row, field)
@@ -74,6 +82,7 @@ def test_rows_are_reachable() -> None:
             and before.max_dim_v >= row.max_dim_v
             and (not before.masks or (row.masks and set(row.masks) <= set(before.masks)))
             and before.max_window is None
+            and not before.for_lists
             and before.min_seqlen_k <= row.min_seqlen_k
             for before in SM90_FWD[:position]
         )
@@ -121,6 +130,7 @@ def test_a_mapping_is_a_config() -> None:
         ({"tile_n": "64"}, TypeError, "tile_n"),
         ({"tile_n": True}, TypeError, "tile_n"),
         ({"share_qo": 1}, TypeError, "share_qo"),
+        ({"skip_blocks": 0}, TypeError, "skip_blocks"),
         ({"tile_n": 0}, ValueError, "tile_n"),
         ([64], TypeError, "list"),
         (64, TypeError, "int"),
@@ -139,12 +149,40 @@ def test_bad_config_values(value: Any, error: type[Exception], said: str) -> Non
         (128, FwdConfig(tile_n=512), "tile_n"),
         (256, FwdConfig(tile_n=128), "bytes of shared memory"),
         (256, FwdConfig(tile_n=80, share_qo=False), "bytes of shared memory"),
-        (128, FwdConfig(stages_q=2, share_qo=True), "share_qo"),
     ],
 )
 def test_a_config_that_cannot_run_is_refused(head_dim: int, config: FwdConfig, said: str) -> None:
     with pytest.raises(ValueError, match=f"config .*{said}"):
         choose(head_dim, override=config)
+
+
+@pytest.mark.parametrize("skip_blocks", [None, True, False])
+def test_skipping_is_a_choice_of_its_own(skip_blocks: bool | None) -> None:
+    choice = choose(override=FwdConfig(skip_blocks=skip_blocks))
+    assert choice.tiles.skip_blocks is (skip_blocks is not False)
+    assert ("skip_blocks" in choice.reason) == (skip_blocks is not None)
+    assert choice.tiles == replace(choose().tiles, skip_blocks=choice.tiles.skip_blocks)
+
+
+def test_an_output_larger_than_the_query_cannot_take_its_place() -> None:
+    with pytest.raises(ValueError, match="config .*share_qo"):
+        choose(64, 128, override=FwdConfig(share_qo=True))
+
+
+# -- block lists --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("block_size", [(128, 128), (256, 128), (768, 896)])
+def test_tiles_nest_in_the_usual_blocks(head_dim: int, block_size: tuple[int, int]) -> None:
+    tiles = choose(head_dim, block_size=block_size).tiles
+    assert (tiles.tile_m, tiles.tile_n) == (128, 128)
+    assert tiles.nest_in(block_size)
+
+
+def test_other_blocks_change_no_tiles() -> None:
+    assert choose(64, block_size=(64, 48)).tiles == choose(64).tiles
+    assert not choose(64, block_size=(64, 48)).tiles.nest_in((64, 48))
 
 
 # -- packing ------------------------------------------------------------------------------------
@@ -171,6 +209,22 @@ def test_packing(
     choice = choose(heads_q=heads_q, heads_kv=heads_kv, seqlen_q=seqlen_q, pack_gqa=pack_gqa)
     assert choice.packed_heads == expected
     assert ("share a tile" in choice.reason) == (expected > 1)
+
+
+@pytest.mark.parametrize(("pack_gqa", "heads_kv"), [(None, 2), (False, 2), (True, 8)])
+def test_masks_that_differ_in_a_group_keep_heads_apart(
+    pack_gqa: bool | None, heads_kv: int
+) -> None:
+    choice = choose(
+        heads_q=8, heads_kv=heads_kv, seqlen_q=1, pack_gqa=pack_gqa, unpackable="some_argument"
+    )
+    assert choice.packed_heads == 1
+    assert "share a tile" not in choice.reason
+
+
+def test_packing_them_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="pack_gqa=True .* some_argument"):
+        choose(heads_q=8, heads_kv=2, pack_gqa=True, unpackable="some_argument")
 
 
 @pytest.mark.parametrize("group", [3, 7, 128])

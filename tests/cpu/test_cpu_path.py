@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from support import (
     BF16,
     FP32,
     FP64,
+    MASK_CASES,
     QUICK_CASES,
     Case,
     GuardedOutputs,
@@ -16,25 +19,44 @@ from support import (
     assert_close_to_oracle,
     make_inputs,
     random_case,
+    random_mask_case,
     reference_attention,
 )
+from torch import Tensor
 
+from flash_mask_cute import cpu_path
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.cpu_path import flash_attn_fwd_cpu
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.intervals import Intervals
 
 # The CPU path computes in float64 and rounds LSE once, so 2^-24 of the largest |lse|, about 20.
 LSE_ATOL = 2e-6
+# A score_mod sees and returns float32: 2^-24 of the largest score, about 400 under ALiBi, twice.
+SCORE_MOD_ATOL = 5e-5
+
+WALK_CASES = (
+    Case("causal", 1, 500, 500, causal=True),
+    Case("window", 1, 300, 1000, window_left=127, window_right=128),
+    Case("packed", 1, 200, 300, 4, 1, causal=True, pack_gqa=True),
+    Case("varlen", lengths_q=(255, 63), lengths_k=(300, 200), causal=True),
+)
 
 kept_inputs = lru_cache(maxsize=8)(make_inputs)
 
 
 def run_cpu_path(
-    inputs: Inputs, tile_m: int = 128, tile_n: int = 128, pack_gqa: int = 1
+    inputs: Inputs,
+    tile_m: int = 128,
+    tile_n: int = 128,
+    pack_gqa: int = 1,
+    skip_blocks: bool = True,
 ) -> GuardedOutputs:
     case, keywords = inputs.case, inputs.keywords
     window_right = case.window_right
     if case.causal:
         window_right = 0 if window_right is None else min(window_right, 0)
+    columns = keywords.get("startend_row_indices")
     outputs = GuardedOutputs(inputs)
     flash_attn_fwd_cpu(
         inputs.q,
@@ -56,28 +78,98 @@ def run_cpu_path(
         tile_n=tile_n,
         out=outputs.out,
         lse=outputs.lse,
+        score_mod=keywords.get("score_mod"),
+        mask_mod=keywords.get("mask_mod"),
+        aux_tensors=keywords.get("aux_tensors"),
+        column_mask=None if columns is None else ColumnMask(columns, case.causal),
+        block_lists=keywords.get("block_sparse_tensors_torch"),
+        skip_blocks=skip_blocks,
     )
     outputs.assert_guards_intact()
     return outputs
 
 
+def check(outputs: GuardedOutputs, inputs: Inputs) -> None:
+    lse_atol = SCORE_MOD_ATOL if inputs.case.score_mod else LSE_ATOL
+    assert_close_to_oracle(outputs.out, outputs.lse, inputs, lse_atol=lse_atol, unused_rows=False)
+
+
 @pytest.mark.parametrize("tile", [(128, 128), (64, 48)], ids=["128x128", "64x48"])
-@pytest.mark.parametrize("case", QUICK_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES, ids=lambda case: case.id)
 def test_tile_walk_against_oracle(case: Case, tile: tuple[int, int]) -> None:
     inputs = kept_inputs(case)
     for pack_gqa in sorted({1, case.group}):
-        outputs = run_cpu_path(inputs, *tile, pack_gqa)
-        assert_close_to_oracle(
-            outputs.out, outputs.lse, inputs, lse_atol=LSE_ATOL, unused_rows=False
-        )
+        check(run_cpu_path(inputs, *tile, pack_gqa), inputs)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_fuzzed_feature_pairs(seed: int) -> None:
     inputs = make_inputs(random_case(random.Random(seed)))
     pack_gqa = inputs.case.group if inputs.case.pack_gqa else 1
-    outputs = run_cpu_path(inputs, pack_gqa=pack_gqa)
-    assert_close_to_oracle(outputs.out, outputs.lse, inputs, lse_atol=LSE_ATOL, unused_rows=False)
+    check(run_cpu_path(inputs, pack_gqa=pack_gqa), inputs)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_fuzzed_masks(seed: int) -> None:
+    rng = random.Random(seed)
+    inputs = make_inputs(random_mask_case(rng))
+    tile = rng.choice(((128, 128), (64, 128), (192, 80)))
+    check(run_cpu_path(inputs, *tile, rng.choice((1, inputs.case.group))), inputs)
+
+
+@pytest.mark.parametrize("case", (*WALK_CASES, *MASK_CASES), ids=lambda case: case.id)
+def test_skipping_changes_no_bit(case: Case) -> None:
+    inputs = kept_inputs(case)
+    pack_gqa = case.group if case.pack_gqa else 1
+    skipping = run_cpu_path(inputs, 64, 48, pack_gqa)
+    visiting = run_cpu_path(inputs, 64, 48, pack_gqa, skip_blocks=False)
+    assert torch.equal(skipping.out.view(torch.int16), visiting.out.view(torch.int16))
+    assert torch.equal(skipping.lse.view(torch.int32), visiting.lse.view(torch.int32))
+
+
+SKIP_CASES = (
+    Case("causal", 1, 500, 500, causal=True),
+    Case("window", 1, 300, 600, window_left=127, window_right=60),
+    Case("documents1", 1, 500, 500, 1, 1, causal=True, column="documents1"),
+    Case("documents2", 1, 500, 500, 1, 1, column="documents2"),
+    Case("documents2-packed", 1, 300, 300, 2, 1, column="documents2", pack_gqa=True),
+    Case("blocks", 1, 500, 500, 1, 1, blocks=(64, 48)),
+    Case("blocks-mask", 1, 500, 500, 1, 1, mask_mod="documents", blocks=(32, 24)),
+)
+
+
+@pytest.mark.parametrize("case", SKIP_CASES, ids=lambda case: case.id)
+def test_only_tiles_that_show_something_are_scored(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In these cases the classification is exact, but for wrong block lists of a mask_mod."""
+    inputs = make_inputs(case)
+    pack_gqa = case.group if case.pack_gqa else 1
+    visited = []
+    score_tile = cpu_path._score_tile
+
+    def counted(q: Tensor, k: Tensor, tile: cpu_path._Tile, *args: Any) -> Tensor:
+        visited.append((tile.m_block, tile.n_block))
+        return score_tile(q, k, tile, *args)
+
+    monkeypatch.setattr(cpu_path, "_score_tile", counted)
+    run_cpu_path(inputs, 64, 48, pack_gqa)
+    ahead = torch.arange(case.seqlen_k) - torch.arange(case.seqlen_q)[:, None]
+    ahead -= case.seqlen_k - case.seqlen_q
+    visible = torch.ones_like(ahead, dtype=torch.bool)
+    if case.causal:
+        visible &= ahead <= 0
+    if case.window_left is not None and case.window_right is not None:
+        visible &= (-case.window_left <= ahead) & (ahead <= case.window_right)
+    if inputs.dense is not None:
+        visible &= inputs.dense.visible(0, 0, case.seqlen_q, case.seqlen_k)
+    tiles = [row.split(48, dim=1) for row in visible.repeat_interleave(pack_gqa, 0).split(64)]
+    shown = [(m, n) for m, row in enumerate(tiles) for n, tile in enumerate(row) if tile.any()]
+    if case.mask_mod is None:
+        assert visited == shown
+    else:
+        assert set(shown) <= set(visited)
+    assert len(visited) < 0.8 * len(tiles) * len(tiles[0])
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
@@ -89,13 +181,16 @@ def test_development_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", QUICK_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES, ids=lambda case: case.id)
 def test_public_call_against_oracle(case: Case) -> None:
     from flash_mask_cute.interface import _flash_attn_fwd
 
+    if case.blocks is not None or (case.column is not None and case.column_heads == "q"):
+        case = replace(case, pack_gqa=None)  # packing is refused where heads of a group may differ
     inputs = kept_inputs(case)
     out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **inputs.keywords)
-    assert_close_to_oracle(out, lse, inputs, lse_atol=LSE_ATOL)
+    lse_atol = SCORE_MOD_ATOL if case.score_mod else LSE_ATOL
+    assert_close_to_oracle(out, lse, inputs, lse_atol=lse_atol)
 
 
 def test_public_call_writes_the_callers_outputs() -> None:
@@ -112,12 +207,6 @@ def test_public_call_writes_the_callers_outputs() -> None:
     assert_close_to_oracle(given.out, given.lse, inputs, lse_atol=LSE_ATOL)
 
 
-WALK_CASES = (
-    Case("causal", 1, 500, 500, causal=True),
-    Case("window", 1, 300, 1000, window_left=127, window_right=128),
-    Case("packed", 1, 200, 300, 4, 1, causal=True, pack_gqa=True),
-    Case("varlen", lengths_q=(255, 63), lengths_k=(300, 200), causal=True),
-)
 WRONG_WALKS = {
     "first block left out": lambda first, end: (first + 1, max(end, first + 1)),
     "last block left out": lambda first, end: (first, max(end - 1, first)),
@@ -138,6 +227,53 @@ def test_a_wrong_walk_is_caught(case: Case, wrong: str, monkeypatch: pytest.Monk
     outputs = run_cpu_path(inputs, pack_gqa=case.group if case.pack_gqa else 1)
     with pytest.raises(AssertionError, match="off by"):
         assert_close_to_oracle(outputs.out, outputs.lse, inputs)
+
+
+VERDICT_CASES = (
+    Case("stepped1", 1, 500, 500, causal=True, column="stepped1"),
+    Case("stepped2-causal", 1, 500, 500, causal=True, column="stepped2"),
+    Case("documents2", 1, 500, 500, column="documents2"),
+    Case("stepped4-packed", 1, 300, 500, 4, 2, column="stepped4", pack_gqa=True),
+    Case("varlen", lengths_q=(255, 200), lengths_k=(300, 200), causal=True, column="stepped1"),
+    Case("blocks", 1, 500, 500, blocks=(50, 70)),
+    Case("blocks-mask", 1, 500, 500, mask_mod="documents", blocks=(64, 48)),
+)
+WRONG_VERDICTS = {
+    "nothing cuts": lambda hidden, cuts: (hidden, torch.zeros_like(cuts)),
+    "what cuts, hides": lambda hidden, cuts: (hidden | cuts, cuts),
+    "what hides, shows": lambda hidden, cuts: (torch.zeros_like(hidden), cuts & ~hidden),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_VERDICTS)
+@pytest.mark.parametrize("case", VERDICT_CASES, ids=lambda case: case.id)
+def test_a_wrong_verdict_on_a_tile_is_caught(
+    case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(case)
+    judge = Intervals if case.column else cpu_path._ListsAndMod
+    right_verdict = judge.classify
+
+    def wrong_verdict(*args: Any) -> tuple[Tensor, Tensor]:
+        return WRONG_VERDICTS[wrong](*right_verdict(*args))
+
+    monkeypatch.setattr(judge, "classify", wrong_verdict)
+    outputs = run_cpu_path(inputs, 64, 48, case.group if case.pack_gqa else 1)
+    with pytest.raises(AssertionError, match="off by|sees nothing"):
+        check(outputs, inputs)
+
+
+@pytest.mark.parametrize("edge", ["causal_local_mask", "before_local_mask"])
+def test_a_block_cut_by_the_band_but_not_masked_is_caught(
+    edge: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(Case("window", 1, 300, 600, causal=True, window_left=127))
+    name = f"get_n_block_min_{edge}"
+    right_edge = getattr(BlockInfo, name)
+    step = 1 if edge == "causal_local_mask" else -1
+    monkeypatch.setattr(BlockInfo, name, lambda *args: right_edge(*args) + step)
+    with pytest.raises(AssertionError, match="off by"):
+        check(run_cpu_path(inputs), inputs)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

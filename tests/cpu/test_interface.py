@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from mask_cases import MASK_MODS
 from support import BF16, FP32, FP64, Case, assert_close_to_oracle, make_inputs
 from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import interface
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.host.explanation import Explanation
 from flash_mask_cute.host.launch import EmptyLaunch, Extras, KernelLaunch, ResolvedFwd, Settings
+from flash_mask_cute.host.mask_args import Masks
 from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
 
 NEG_INF = float("-inf")
@@ -28,26 +32,30 @@ def qkv(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 # -- the public call on the CPU -----------------------------------------------------------------
 
 
 def test_settings_have_the_defaults_of_the_call() -> None:
     parameters = dict(list(inspect.signature(_flash_attn_fwd).parameters.items())[3:])
-    defaults = Extras._field_defaults | Settings._field_defaults
+    defaults = Extras._field_defaults | Masks._field_defaults | Settings._field_defaults
     assert {name: parameter.default for name, parameter in parameters.items()} == defaults
 
 
 def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positional bundles: a distinct value for each keyword must come out under its name."""
-    names = [*Extras._fields, *(name for name in Settings._fields if name != "config")]
-    given = {name: object() for name in names}
+    names = [*Extras._fields, *Masks._fields, *Settings._fields]
+    given = {name: object() for name in names if name != "config"}
     found: dict[str, object] = {}
 
-    def resolve(*args: Any) -> None:
-        found.update(args[3]._asdict() | args[4]._asdict())
+    def prepare(*args: Any) -> Any:
+        found.update({name: x for bundle in args[3:] for name, x in bundle._asdict().items()})
+        return lambda *args: (None, None)
 
-    monkeypatch.setattr(interface, "_resolve", resolve)
-    monkeypatch.setattr(interface, "_prepare", lambda *args: lambda *args: (None, None))
+    monkeypatch.setattr(interface, "_prepare", prepare)
     monkeypatch.setattr(interface, "_remember", lambda *args: None)
     config = FwdConfig(tile_n=64)
     _flash_attn_fwd(*qkv(), config=config, **given)  # type: ignore[arg-type]
@@ -109,8 +117,15 @@ def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int) -> None
     ("change", "error", "said"),
     [
         ({"softmax_scale": 0.0}, ValueError, "softmax_scale"),
-        ({"score_mod": lambda *x: x}, NotImplementedError, "score_mod"),
-        ({"aux_tensors": [torch.zeros(1)]}, NotImplementedError, "aux_tensors"),
+        ({"score_mod": 3}, TypeError, "score_mod"),
+        ({"aux_tensors": [torch.zeros(1)]}, ValueError, "aux_tensors"),
+        ({"startend_row_indices": torch.zeros(1)}, TypeError, "startend_row_indices"),
+        ({"block_sparse_tensors_torch": 3}, TypeError, "block_sparse_tensors_torch"),
+        (
+            {"block_sparse_tensors_torch": BlockSparseTensorsTorch(int32(), int32())},
+            ValueError,
+            "mask_block_cnt",
+        ),
         ({"window_size_left": [3]}, TypeError, "window_size_left"),
         ({"pack_gqa": True}, NotImplementedError, "pack_gqa"),
         ({"config": {"tile_n": 40}}, ValueError, "tile_n"),
@@ -125,7 +140,7 @@ def test_errors_come_before_anything_runs(
     def fail(*args: Any) -> None:
         raise AssertionError("something was prepared")
 
-    monkeypatch.setattr(interface, "_prepare", fail)
+    monkeypatch.setattr(interface, "CpuLaunch", fail)
     q, k, v = qkv(heads=6)
     with pytest.raises(error, match=said):
         _flash_attn_fwd(q, k[:, :, :2], v[:, :, :2], **change)
@@ -188,6 +203,18 @@ def test_importing_the_package_imports_no_compiler() -> None:
     assert run_python(program).strip() == "False"
 
 
+def test_what_the_package_exports() -> None:
+    from flash_mask_cute import compute_block_sparsity
+    from flash_mask_cute.masks import builders, column_mask
+
+    assert flash_mask_cute.ColumnMask is column_mask.ColumnMask
+    assert flash_mask_cute.BlockSparseTensorsTorch is BlockSparseTensorsTorch
+    assert flash_mask_cute.create_block_mask is compute_block_sparsity.create_block_mask
+    assert flash_mask_cute.builders is builders
+    assert callable(flash_mask_cute.plot.plot)
+    assert all(getattr(flash_mask_cute, name) is not None for name in flash_mask_cute.__all__)
+
+
 def test_the_cpu_path_compiles_nothing() -> None:
     program = (
         "import torch, flash_mask_cute; from flash_mask_cute.interface import _flash_attn_fwd\n"
@@ -211,8 +238,9 @@ class Recorder:
         self.calls.append(args)
 
     def prepare(
-        self, resolved: ResolvedFwd, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
     ) -> KernelLaunch:
+        resolved, _ = interface._resolve(q, k, v, extras, masks, settings)
         self.prepared.append(resolved)
         return KernelLaunch(resolved, self, q, k, v, extras.out)
 
@@ -237,9 +265,10 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     expected = (
         q, k, v, out, lse, 0.5, None, None, used_q, used_k, None, 7, 3, sink, None, None, 20.0,
     )  # fmt: skip
-    assert len(args) == len(expected) + 1
+    assert len(args) == len(expected) + 4
     assert all(got is wanted or got == wanted for got, wanted in zip(args, expected, strict=False))
-    counter = args[-1]
+    counter = args[-4]
+    assert args[-3:] == (None, None, None)
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
 
 
@@ -260,10 +289,6 @@ def test_a_second_call_prepares_nothing(recorder: Recorder) -> None:
     assert recorder.calls[1][3] is out is not recorder.calls[0][3]
     assert out.shape == second[0].shape and out.dtype == BF16
     assert lse is not None and lse.shape == (1, 4, 40) and lse.dtype == FP32
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 WARM: dict[str, Any] = {"seqused_k": int32(40), "window_size_left": 9}
@@ -314,8 +339,8 @@ def test_bad_calls_after_a_good_one_still_fail(recorder: Recorder) -> None:
         _flash_attn_fwd(q, k.half(), v)
     with pytest.raises(ValueError, match="head_dim"):
         _flash_attn_fwd(q, k[..., :32], v)
-    with pytest.raises(NotImplementedError, match="mask_mod"):
-        _flash_attn_fwd(q, k, v, mask_mod=lambda *x: x[2] >= x[3])
+    with pytest.raises(TypeError, match="mask_mod"):
+        _flash_attn_fwd(q, k, v, mask_mod=3)  # type: ignore[arg-type]
     assert len(recorder.calls) == 1
 
 
@@ -362,8 +387,8 @@ def test_empty_launch(packed: bool, sink: bool) -> None:
     if packed:
         q, k = q.flatten(0, 1), k.flatten(0, 1)
         keywords |= {"cu_seqlens_q": int32(0, 3, 7, 11), "cu_seqlens_k": int32(0, 0, 0, 0)}
-    extras, settings = interface.bundle(keywords)
-    resolved = interface._resolve(q, k, k, extras, settings)
+    extras, masks, settings = interface.bundle(keywords)
+    resolved, _ = interface._resolve(q, k, k, extras, masks, settings)
     assert resolved.is_empty
     out, lse = EmptyLaunch(resolved)(q, k, k, extras)
     expected_out, expected_lse = _flash_attn_fwd(q, k, k, **keywords)
@@ -389,15 +414,89 @@ def brute_force_tiles(
     return sum(map(int, blocks))
 
 
+def visited(found: Explanation) -> int:
+    assert found.full_key_tiles is not None and found.cut_key_tiles is not None
+    return found.full_key_tiles + found.cut_key_tiles
+
+
+EXPLAINED = (
+    Case("columns", 2, 500, 500, causal=True, column="documents1"),
+    Case("columns-by-head", 1, 500, 500, 4, 2, 64, column="documents2", column_heads="q"),
+    Case("columns-packed", 1, 300, 500, 4, 2, column="documents2", pack_gqa=True),
+    Case("columns-varlen", lengths_q=(300, 0, 200), lengths_k=(300, 9, 200), column="documents2"),
+    Case("nested", 1, 500, 500, blocks=(128, 128)),
+    Case("retiled", 2, 500, 400, blocks=(96, 80)),
+    Case("window", 1, 500, 500, window_left=100, column="documents2"),
+)
+
+
+@pytest.mark.parametrize("case", EXPLAINED, ids=lambda case: case.id)
+def test_explain_counts_tiles_under_masks(case: Case) -> None:
+    """Tiles that are skipped hide everything, full ones show everything."""
+    inputs = make_inputs(case)
+    q, k, v = (x.float() for x in (inputs.q, inputs.k, inputs.v))
+    found = explain(q, k, v, **inputs.keywords)
+    tiles, pack, dense = found.tiles, found.packed_heads, inputs.dense
+    assert dense is not None
+    counts = {"skipped": 0, "full": 0, "cut": 0}
+    for i in range(case.batch):
+        length_q = case.lengths_q[i] if case.lengths_q else case.seqlen_q
+        length_k = case.lengths_k[i] if case.lengths_k else case.seqlen_k
+        for head in range(0, case.heads_q, pack):
+            seen = dense.visible(i, head, length_q, length_k)
+            ahead = torch.arange(length_k) - torch.arange(length_q)[:, None] + length_q - length_k
+            if case.causal:
+                seen &= ahead <= 0
+            if case.window_left is not None:
+                seen &= ahead >= -case.window_left
+            seen = seen.repeat_interleave(pack, 0)
+            for rows in seen.split(tiles.tile_m):
+                for tile in rows.split(tiles.tile_n, dim=1):
+                    is_whole = tile.shape[1] == tiles.tile_n
+                    kind = "full" if is_whole and tile.all() else "cut" if tile.any() else "skipped"
+                    counts[kind] += rows.numel() > 0
+    assert sum(counts.values()) == visited(found) + found.skipped_key_tiles
+    # exact in these cases, but for lists without a mask_mod: there a full tile may be asked about
+    assert (found.skipped_key_tiles, visited(found)) == (
+        counts["skipped"],
+        counts["full"] + counts["cut"],
+    )
+    assert found.full_key_tiles == counts["full"] or case.blocks is not None
+    assert counts["skipped"] > 0 or case.id == "retiled"
+    assert "causal and window" not in str(found)
+    everything = explain(q, k, v, **inputs.keywords, config={"skip_blocks": False})
+    assert everything.cut_key_tiles == sum(counts.values())
+
+
+def test_explain_names_the_masks() -> None:
+    def far(score: Any, *indices: Any) -> Any:
+        return score
+
+    q, k, v = (torch.randn(1, 200, 4, 64) for _ in range(3))
+    lists = BlockSparseTensorsTorch(torch.ones(1, 1, 4).int(), torch.zeros(1, 1, 4, 3).int())
+    found = explain(
+        q, k, v, score_mod=far, mask_mod=MASK_MODS["checks"].cute, aux_tensors=[torch.zeros(3)],
+        startend_row_indices=torch.zeros(1, 4, 200, 2, dtype=torch.int32),
+        block_sparse_tensors_torch=lists._replace(block_size=(64, 80)),
+    )  # fmt: skip
+    for part in ("2 vectors (not causal)", "heads 4", "64 x 80, retiled", "far", "1 aux tensors"):
+        assert part in str(found), str(found)
+    found = explain(q, k, v, block_sparse_tensors_torch=lists._replace(
+        mask_block_cnt=lists.mask_block_cnt[:, :, :2],
+        mask_block_idx=lists.mask_block_idx[:, :, :2, :2],
+    ))  # fmt: skip
+    assert "block lists of 128 x 128, made of whole tiles" in str(found)
+
+
 @pytest.mark.parametrize(("causal", "left"), [(False, None), (True, None), (True, 100)], ids=str)
 def test_explain_counts_tiles(causal: bool, left: int | None) -> None:
     q = torch.randn(3, 1000, 4, 32, dtype=FP32)
     k = torch.randn(3, 1300, 2, 32, dtype=FP32)
     found = explain(q, k, k, causal=causal, window_size_left=left, config={"tile_m": 128})
     blocks_q, blocks_k = -(-1000 // 128), -(-1300 // found.tiles.tile_n)
-    visible = 3 * brute_force_tiles(1000, 1300, 128, found.tiles.tile_n, causal, left)
-    assert found.visible_key_tiles == visible
-    assert found.skipped_key_tiles == 3 * blocks_q * blocks_k - visible
+    visible = 12 * brute_force_tiles(1000, 1300, 128, found.tiles.tile_n, causal, left)
+    assert visited(found) == visible
+    assert found.skipped_key_tiles == 12 * blocks_q * blocks_k - visible
     assert found.work_tiles == blocks_q * 4 * 3
     assert (found.where, found.grid, found.packed_heads) == ("cpu", 96, 1)
     assert found.registers is None and "float32" in found.note
@@ -411,7 +510,7 @@ def test_explain_varlen_and_packing() -> None:
     )  # fmt: skip
     assert found.packed_heads == 4
     assert found.work_tiles == 2 * 2  # 80 and 120 packed rows are a tile each, for 2 KV heads
-    assert (found.visible_key_tiles, found.skipped_key_tiles) == (2, 0)
+    assert (visited(found), found.skipped_key_tiles) == (4, 0)
     assert found.grid == 132
 
 

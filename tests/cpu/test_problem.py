@@ -63,6 +63,23 @@ def test_each_feature_changes_its_field_only(
     assert hash(found) != hash(plain)
 
 
+MASK_FIELDS: dict[str, tuple[Any, str]] = {
+    "intervals": ((2, True), "other"),
+    "score_mod": ("py3.11:abc", "mods"),
+    "mask_mod": ("py3.11:abc", "mods"),
+    "has_lists": (True, "other"),
+}
+
+
+@pytest.mark.parametrize("name", MASK_FIELDS)
+def test_masks_are_no_simple_case(name: str) -> None:
+    plain = AttentionProblem("bfloat16", 64, 64, is_causal=True)
+    value, kind = MASK_FIELDS[name]
+    masked = dataclasses.replace(plain, **{name: value})
+    assert (plain.mask_kind, masked.mask_kind) == ("causal", kind)
+    assert hash(plain) != hash(masked)
+
+
 def test_sizes_and_values_do_not_change_it() -> None:
     first = problem_of(
         tensor(2, 5, 4, 64), tensor(2, 9, 2, 64), window_left=3, softcap=2.0, seqused_k=VECTOR

@@ -7,8 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.host import host_mods, validate
 from flash_mask_cute.host.validate import FwdShapes, check_fwd_inputs, check_memory_layout
+from flash_mask_cute.masks.column_mask import ColumnMask
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS_Q, HEADS_KV, DIM, DIM_V = 2, 24, 40, 6, 2, 64, 32
 LENGTHS_Q, LENGTHS_K = (0, 9, 24), (5, 45, 60)
@@ -44,6 +48,20 @@ def _packed_k() -> dict[str, Any]:
 
 def _packed() -> dict[str, Any]:
     return _packed_q() | {name: _packed_k()[name] for name in ("k", "v", "cu_seqlens_k")}
+
+
+def _columns(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def _reaches_a_tensor() -> Any:
+    limit = torch.tensor(3)
+    return lambda b, h, q, k, aux: k <= limit
+
+
+def _block_mask() -> BlockMask:
+    counts, indices = _columns(1, 1, 1), _columns(1, 1, 1, 1)
+    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128)
 
 
 LAYOUTS = {"dense": _dense, "packed_q": _packed_q, "packed_k": _packed_k, "packed": _packed}
@@ -118,6 +136,46 @@ def test_cpu_dtypes(dtype: torch.dtype) -> None:
 def test_head_dims(dim: int) -> None:
     shapes = _check({name: _tensor(1, 3, 1, dim) for name in "qkv"})
     assert (shapes.head_dim, shapes.head_dim_v) == (dim, dim)
+
+
+MASKS: tuple[dict[str, Any], ...] = (
+    {"score_mod": min, "aux_tensors": [_tensor(3, 4).T, torch.zeros(1).expand(7)]},
+    {"mask_mod": min, "aux_tensors": (_columns(1, 2, 3, 4),)},
+    {"mask_mod": min, "aux_tensors": []},
+    {"block_sparse_tensors_torch": BlockSparseTensorsTorch(_columns(1), _columns(1))},
+    {"block_sparse_tensors_torch": _block_mask(), "mask_mod": min},
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("masks", MASKS, ids=lambda masks: "-".join(masks))
+def test_masks_are_accepted_in_every_layout(layout: str, masks: dict[str, Any]) -> None:
+    _check(LAYOUTS[layout]() | masks)
+
+
+@pytest.mark.parametrize("heads", [1, HEADS_KV, HEADS_Q])
+@pytest.mark.parametrize(
+    ("num_vectors", "causal"), [(1, True), (2, True), (2, False), (4, True), (4, False)]
+)
+def test_columns_are_accepted(num_vectors: int, causal: bool, heads: int) -> None:
+    for layout, shapes in {
+        "dense": [(1, heads, SEQLEN_K), (BATCH, heads, SEQLEN_K)],
+        "packed": [(1, heads, 60)],
+        "packed_q": [(BATCH, heads, SEQLEN_K)],
+    }.items():
+        for shape in shapes:
+            columns = _columns(*shape, num_vectors)
+            for value in (columns, ColumnMask(columns, causal)):
+                _check(LAYOUTS[layout]() | {"startend_row_indices": value, "causal": causal})
+
+
+def test_a_column_masks_own_causal_is_enough() -> None:
+    mask = ColumnMask(_columns(1, 1, SEQLEN_K, 1), causal=True)
+    _check(_dense() | {"startend_row_indices": mask, "causal": False})
+
+
+def test_aux_dtypes_are_those_of_the_cpu_path() -> None:
+    assert set(validate._AUX_DTYPES) == set(host_mods._AUX_DTYPES)
 
 
 def test_empty_problems() -> None:
@@ -446,23 +504,115 @@ REFUSALS = {
         ValueError,
         ("lse must be contiguous", "(144, 1, 6)"),
     ),
+    # callables and what they read
+    "score_mod": Refusal(
+        "dense", {"score_mod": 3}, TypeError, ("score_mod", "callable", "3 (int)")
+    ),
+    "mask_mod": Refusal("dense", {"mask_mod": "full"}, TypeError, ("mask_mod", "'full'")),
+    "mod_reach": Refusal(
+        "dense", {"mask_mod": _reaches_a_tensor()}, TypeError, ("mask_mod", "'limit'", "Tensor")
+    ),
+    "aux_type": Refusal(
+        "dense", {"mask_mod": min, "aux_tensors": {}}, TypeError, ("aux_tensors", "dict")
+    ),
+    "aux_element": Refusal(
+        "dense", {"mask_mod": min, "aux_tensors": [3]}, TypeError, ("aux_tensors[0]", "3 (int)")
+    ),
+    "aux_unread": Refusal(
+        "dense", {"aux_tensors": [_int32(3)]}, ValueError, ("aux_tensors", "None", "1")
+    ),
+    "aux_dtype": Refusal(
+        "dense",
+        {"score_mod": min, "aux_tensors": (_int32(3), torch.zeros(3, dtype=torch.float64))},
+        TypeError,
+        ("aux_tensors[1]", "int32, int64", "float64"),
+    ),
+    "aux_scalar": Refusal(
+        "dense",
+        {"mask_mod": min, "aux_tensors": [torch.tensor(3.0)]},
+        ValueError,
+        ("aux_tensors[0]", "1 to 4", "()"),
+    ),
+    "aux_rank": Refusal(
+        "dense",
+        {"mask_mod": min, "aux_tensors": [torch.zeros(1, 1, 1, 1, 1)]},
+        ValueError,
+        ("aux_tensors[0]", "(1, 1, 1, 1, 1)"),
+    ),
+    "aux_device": Refusal(
+        "dense",
+        {"mask_mod": min, "aux_tensors": [_int32(3).to("meta")]},
+        ValueError,
+        ("aux_tensors[0]", "cpu", "meta"),
+    ),
+    # block lists
+    "lists_type": Refusal(
+        "dense",
+        {"block_sparse_tensors_torch": ()},
+        TypeError,
+        ("block_sparse_tensors_torch", "tuple"),
+    ),
+    "block_mask_alone": Refusal(
+        "dense",
+        {"block_sparse_tensors_torch": _block_mask()},
+        ValueError,
+        ("block_sparse_tensors_torch", "mask_mod", "None"),
+    ),
+    # column intervals
+    "columns_type": Refusal(
+        "dense", {"startend_row_indices": [3]}, TypeError, ("startend_row_indices", "list")
+    ),
+    "columns_dtype": Refusal(
+        "dense",
+        {"startend_row_indices": torch.zeros(2, 1, 40, 2)},
+        TypeError,
+        ("startend_row_indices", "int32", "float32"),
+    ),
+    "columns_rank": Refusal(
+        "dense", {"startend_row_indices": _int32(3)}, ValueError, ("startend_row_indices", "(1,)")
+    ),
+    "columns_vectors": Refusal(
+        "dense", {"startend_row_indices": _columns(2, 1, 40, 3)}, ValueError, ("n in", "40, 3)")
+    ),
+    "columns_one_vector": Refusal(
+        "dense",
+        {"startend_row_indices": _columns(2, 1, 40, 1)},
+        ValueError,
+        ("startend_row_indices", "causal=True", "causal=False", "(2, 1, 40, 1)"),
+    ),
+    "columns_batch": Refusal(
+        "dense", {"startend_row_indices": _columns(3, 1, 40, 2)}, ValueError, ("1 or 2", "(3, 1,")
+    ),
+    "columns_keys": Refusal(
+        "dense", {"startend_row_indices": _columns(2, 1, 24, 2)}, ValueError, ("40 keys", "24, 2)")
+    ),
+    "columns_heads": Refusal(
+        "dense",
+        {"startend_row_indices": _columns(2, 3, 40, 2)},
+        ValueError,
+        ("heads_kv (2)", "heads_q (6)", "(2, 3, 40, 2)"),
+    ),
+    "columns_device": Refusal(
+        "dense",
+        {"startend_row_indices": _columns(2, 1, 40, 2).to("meta")},
+        ValueError,
+        ("startend_row_indices", "cpu", "meta"),
+    ),
+    "columns_packed_batch": Refusal(
+        "packed",
+        {"startend_row_indices": _columns(2, 1, 60, 2)},
+        ValueError,
+        ("must have 1 batch entries", "60 keys", "(2, 1, 60, 2)"),
+    ),
+    "column_mask_keys": Refusal(
+        "dense",
+        {"startend_row_indices": ColumnMask(_columns(1, 1, 41, 1), causal=True)},
+        ValueError,
+        ("startend_row_indices", "40 keys", "(1, 1, 41, 1)"),
+    ),
     # known, but not supported
     "page_table": Refusal(
         "dense", {"page_table": _int32(0)}, NotImplementedError, ("page_table", "int32")
-    ),
-    "score_mod": Refusal(
-        "dense", {"score_mod": max}, NotImplementedError, ("score_mod", "builtin_function")
-    ),
-    "mask_mod": Refusal("dense", {"mask_mod": len}, NotImplementedError, ("mask_mod",)),
-    "aux_tensors": Refusal("dense", {"aux_tensors": []}, NotImplementedError, ("aux_tensors",)),
-    "block_sparse": Refusal(
-        "dense",
-        {"block_sparse_tensors_torch": ()},
-        NotImplementedError,
-        ("block_sparse_tensors_torch", "tuple"),
-    ),
-    "startend": Refusal(
-        "dense", {"startend_row_indices": _int32(3)}, NotImplementedError, ("startend_row_indices",)
     ),
     "num_splits": Refusal("dense", {"num_splits": 4}, NotImplementedError, ("num_splits", "4")),
     "num_splits_zero": Refusal(

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
-from support import BF16, FP16, FP32, Case, Inputs, assert_close_to_oracle, make_inputs
+import torch
+from support import (
+    BF16,
+    FP16,
+    FP32,
+    MASK_CASES,
+    Case,
+    Inputs,
+    assert_close_to_oracle,
+    make_inputs,
+)
 from torch import Tensor
 
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.host.compile import compile_fwd
-from flash_mask_cute.host.config import FwdConfig
 from flash_mask_cute.host.launch import KernelLaunch
+from flash_mask_cute.host.mask_args import NO_MASKS
 from flash_mask_cute.host.tables import SM90_FWD, FwdRow
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _resolve, bundle
+from flash_mask_cute.masks.column_mask import ColumnMask
 
 pytestmark = pytest.mark.sim
 
@@ -51,17 +63,24 @@ CASES = (
 
 def launch_on_simulator(inputs: Inputs, **more: Any) -> tuple[Tensor, Tensor]:
     """The public call's own way to a kernel, for tensors on the CPU."""
-    extras, settings = bundle(inputs.keywords | more)
+    extras, masks, settings = bundle(inputs.keywords | more)
     q, k, v = inputs.q, inputs.k, inputs.v
-    call = _resolve(q, k, v, extras, settings)
-    compiled = compile_fwd(call.problem, call.choice.tiles, Target("sm_90a", num_sms=2))
-    out, lse = KernelLaunch(call, compiled.function, q, k, v, out=None)(q, k, v, extras)
+    call, _ = _resolve(q, k, v, extras, masks, settings)
+    target = Target("sm_90a", num_sms=2)
+    compiled = compile_fwd(call.problem, call.choice.tiles, target, masks.mods)
+    launch = KernelLaunch(call, compiled.function, q, k, v, out=None)
+    out, lse = launch(q, k, v, extras, None if masks == NO_MASKS else masks)
     assert lse is not None
     return out, lse
 
 
-def run_sim(simulator: ModuleType, inputs: Inputs, **more: Any) -> None:
-    for seed in DELAY_SEEDS:
+def run_sim(
+    simulator: ModuleType,
+    inputs: Inputs,
+    seeds: tuple[int | None, ...] = DELAY_SEEDS,
+    **more: Any,
+) -> None:
+    for seed in seeds:
         simulator.OPTIONS.pop("delay", None)
         if seed is not None:
             simulator.OPTIONS["delay"] = seed
@@ -79,16 +98,73 @@ def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case))
 
 
+def shares_heads_where_it_can(case: Case) -> Case:
+    """Packing is not supported where the heads of a group may see different things by list or by
+    column: there it is left to the library."""
+    differs = case.blocks is not None or (case.column is not None and case.column_heads == "q")
+    return replace(case, pack_gqa=None) if differs else case
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("position", range(len(MASK_CASES)), ids=lambda i: MASK_CASES[i].id)
+def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
+    inputs = make_inputs(shares_heads_where_it_can(MASK_CASES[position]))
+    run_sim(simulator, inputs, seeds=DELAY_SEEDS if position % 3 == 0 else (None,))
+
+
+VISIT_CASES = (
+    Case("columns", 1, 200, 300, 1, 1, column="stepped2"),
+    Case("lists-mask", 1, 200, 300, 1, 1, causal=True, mask_mod="documents", blocks=(64, 64)),
+)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", VISIT_CASES, ids=lambda case: case.id)
+def test_skipping_changes_no_bit(simulator: ModuleType, case: Case) -> None:
+    inputs = make_inputs(case)
+    simulator.OPTIONS.pop("delay", None)
+    skipping = launch_on_simulator(inputs)
+    visiting = launch_on_simulator(inputs, config={"skip_blocks": False})
+    assert torch.equal(skipping[0].view(torch.int16), visiting[0].view(torch.int16))
+    assert torch.equal(skipping[1].view(torch.int32), visiting[1].view(torch.int32))
+    assert_close_to_oracle(*visiting, inputs)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
+    """Its bounds are kept, and follow the tensor when it changes."""
+    case = Case("kept", 1, 129, 200, 1, 1, causal=True, column="stepped1")
+    first, second = make_inputs(case), make_inputs(case, seed=5)
+    mask = ColumnMask(first.keywords["startend_row_indices"].clone(), causal=True)
+    for inputs in (first, first, second):
+        mask.startend_row_indices.copy_(inputs.keywords["startend_row_indices"])
+        run_sim(simulator, inputs, seeds=(None,), causal=False, startend_row_indices=mask)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_lists_without_full_blocks(simulator: ModuleType) -> None:
+    inputs = make_inputs(Case("no-full", 1, 200, 300, 1, 1, mask_mod="causal_offset"))
+    idx = torch.tensor([[0, 1, 2], [0, 1, 2]], dtype=torch.int32)[None, None]
+    cnt = torch.tensor([[[2, 2]]], dtype=torch.int32)  # key block 2 lies right of the diagonal
+    lists = BlockSparseTensorsTorch(cnt, idx, block_size=(128, 128))
+    run_sim(simulator, inputs, seeds=(None,), block_sparse_tensors_torch=lists)
+
+
+TILE_FIELDS = ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo")
+
+
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize(
-    "row", SM90_FWD, ids=lambda row: f"{row.max_dim}-{row.tile_m}x{row.tile_n}"
+    "row",
+    [row for row in SM90_FWD if not row.for_lists],
+    ids=lambda row: f"{row.max_dim}-{row.tile_m}x{row.tile_n}",
 )
 def test_the_tiles_of_every_table_row(simulator: ModuleType, row: FwdRow) -> None:
     """Also those that only long inputs or wide heads would choose."""
     case = Case(
         "row", 1, 200, 230, 2, 1, head_dim=row.max_dim, head_dim_v=row.max_dim_v, causal=True
     )
-    tiles = {name: getattr(row, name) for name in asdict(FwdConfig())}
+    tiles = {name: getattr(row, name) for name in TILE_FIELDS}
     run_sim(simulator, make_inputs(case), config=tiles)
 
 

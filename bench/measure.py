@@ -1,0 +1,153 @@
+"""One case: its results are checked, its calls timed, its rows made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bench import Json, row_of, timing
+from bench.cases import BenchCase, CaseTensors, make_tensors
+from bench.gate import PEER_RULE, RULE, Verdict, check, poison, reference
+from bench.peers import PEERS, Call
+from bench.prep import PREPARERS
+from bench.sweep import dense_case, draw_cases
+
+SWEEP_ROWS = 8
+
+
+class Refused(Exception):
+    """Our result is wrong on this input, so its speed means nothing."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a worker is told; `deadline` is in seconds since the epoch.
+
+    repeats, singles: rounds of the modes loop and single, none where 0. burst_s, load_s: seconds of
+    a loop burst, and of the load under which clock and power are read (0: not read).
+    """
+
+    names: tuple[str, ...]
+    peers: tuple[str, ...]
+    repeats: int
+    singles: int
+    burst_s: float
+    load_s: float
+    case_s: float
+    deadline: float
+    seed: int
+    out: str
+    commit: str
+    run: str
+    report: str = ""
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def admit(case: BenchCase, options: Options) -> tuple[dict[str, Call], dict[str, Verdict]]:
+    """Ready calls of the peers that compute this case. Raises Refused where ours does not."""
+    import torch
+
+    tensors = make_tensors(case, "cuda", options.seed)
+    truth = reference(case, tensors, options.seed)
+    calls: dict[str, Call] = {}
+    verdicts: dict[str, Verdict] = {}
+    for name in sorted(options.peers, key=lambda name: name != "ours"):
+        peer, rule = PEERS[name], RULE if name == "ours" else PEER_RULE
+        try:
+            if reason := peer.supports(case):
+                raise NotImplementedError(reason)
+            call = peer.prepare(case, tensors)
+            poison(case, tensors)
+            out, lse = peer.unpack(call())
+            torch.cuda.synchronize()
+            verdict = check(truth, out, lse, rule=rule)
+            if not verdict.ok:
+                raise Refused(verdict.text)
+            calls[name], verdicts[name] = call, verdict
+        except Exception as error:
+            torch.cuda.synchronize()
+            if name == "ours":
+                raise
+            say(f"    {name} left out: {type(error).__name__}: {error}")
+    return calls, verdicts
+
+
+def measure_calls(case: BenchCase, options: Options) -> Iterator[Json]:
+    """Kinds attention, host and cold."""
+    calls, verdicts = admit(case, options)
+    if case.kind == "cold":
+        for name in calls:
+            for variant, seconds in timing.time_cold(name, case.name).items():
+                yield row_of(case, name, variant, seconds * 1e6, ())
+        return
+    modes: dict[str, Callable[[], timing.Samples]] = {
+        "loop": lambda: timing.time_loop(calls, options.repeats, options.burst_s),
+        "single": lambda: timing.time_single(calls, options.singles),
+    }
+    if case.kind == "host":
+        modes = {"warm": lambda: timing.time_host(calls)}
+    for variant, take in modes.items():
+        for name, values in take().items():
+            if values:
+                middle, load = timing.median(values), ""
+                if variant == "loop" and options.load_s:
+                    load = timing.load_note(calls[name], middle, options.load_s)
+                remarks = (f"spread {timing.spread(values):.1%}", load, verdicts[name].text)
+                yield row_of(case, name, variant, middle, remarks)
+
+
+def measure_sweep(case: BenchCase, options: Options) -> Iterator[Json]:
+    """Ours over every draw and over full attention, all of them in turns, half as many rounds."""
+    import torch
+
+    ours = PEERS["ours"]
+    tensors = make_tensors(case, "cuda", options.seed)
+    drawn = {drawn.name: drawn for drawn in (dense_case(case), *draw_cases(case))}
+    calls = {}
+    for name, each in drawn.items():
+        calls[name] = _checked(ours.prepare(each, tensors), each, tensors, options)
+    torch.cuda.synchronize()
+    for name, values in timing.time_sweep(calls, max(1, options.repeats // 2)).items():
+        remarks = (f"spread {timing.spread(values):.1%}",)
+        yield row_of(drawn[name], "ours", "sweep", timing.median(values), remarks)
+
+
+def _checked(call: Call, case: BenchCase, tensors: CaseTensors, options: Options) -> Call:
+    poison(case, tensors)
+    truth = reference(case, tensors, options.seed, SWEEP_ROWS)
+    verdict = check(truth, *PEERS["ours"].unpack(call()), rule=RULE)
+    if not verdict.ok:
+        raise Refused(f"{case.name}: {verdict.text}")
+    return call
+
+
+def measure_prep(case: BenchCase, options: Options) -> Iterator[Json]:
+    """Wall time, launches and bytes of preparing the mask; a peer that fails leaves a note."""
+    import torch
+
+    for name in (name for name in PREPARERS if name in options.peers):
+        try:
+            prepared = PREPARERS[name](case, "cuda")
+            size = prepared.size(prepared.call())
+            values = timing.time_wall(prepared.call)
+            launches = timing.count_launches(prepared.call)
+            remarks = (f"spread {timing.spread(values):.1%}",)
+            row = row_of(case, name, "wall", timing.median(values), remarks)
+            yield row | {"bytes": size, "launches": launches}
+        except Exception as error:
+            if name == "ours":
+                raise
+            torch.cuda.synchronize()
+            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+            yield row_of(case, name, "wall", None, (f"failed: {first_line[:200]}",))
+
+
+def measure(case: BenchCase, options: Options) -> Iterator[Json]:
+    """Gate and time one case; each row as soon as it is known."""
+    kinds = {"sweep": measure_sweep, "prep": measure_prep}
+    return kinds.get(case.kind, measure_calls)(case, options)

@@ -1,0 +1,65 @@
+"""Preparing the metadata of a mask: everything that a kernel needs beyond the user's own tensors.
+
+For ours, from the intervals (which count as metadata too) to the bounds of key blocks, nothing
+cached; for FlexAttention, torch's compiled `create_block_mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from bench.cases import BenchCase
+from bench.mods import mask_tables, torch_mask_mod
+from bench.peers import column_tensor
+
+# The finest key blocks that a kernel asks for; coarser ones are less work.
+BLOCK_KEYS = 64
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """call: prepares and returns the metadata; size: their bytes."""
+
+    call: Callable[[], Any]
+    size: Callable[[Any], int]
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if hasattr(t, "element_size"))
+
+
+def prepare_ours(case: BenchCase, device: str) -> Preparation:
+    import torch
+
+    from flash_mask_cute.masks.column_mask import ColumnMask
+
+    mask = case.mask_of(case.n)
+    indices = column_tensor(mask, torch.device(device))
+    return Preparation(
+        lambda: ColumnMask(indices, mask.causal).bounds(BLOCK_KEYS),
+        lambda bounds: _bytes((indices, bounds)),
+    )
+
+
+def prepare_flex(case: BenchCase, device: str) -> Preparation:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # Beyond a limit of recompilations torch would run uncompiled.
+    torch._dynamo.reset()
+    mask = case.mask_of(case.n)
+    tables = mask_tables(mask, torch.device(device))
+    create = torch.compile(create_block_mask, dynamic=False)
+    call = partial(create, torch_mask_mod(mask, tables), None, None, case.n, case.n, device)
+    return Preparation(
+        call, lambda made: _bytes(tables.values()) + _bytes(made.as_tuple(flatten=True))
+    )
+
+
+PREPARERS: dict[str, Callable[[BenchCase, str], Preparation]] = {
+    "ours": prepare_ours,
+    "flex": prepare_flex,
+}

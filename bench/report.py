@@ -1,0 +1,222 @@
+"""python -m bench.report [ROWS]: what a file of rows says.
+
+Without an option the table of every run. --bars compares the forward with what it must reach, the
+latest run that can decide each bar deciding it:
+
+forward   ours / flash-attn-4 in the same case, at sustained load
+masks     ours / flash-attn-4 native causal of the same head dimension and length, for the twelve
+          masks of the FlashMask paper. With r the best peer's level (bench/targets.json): 1.08 r at
+          d=128 and 1.15 r at d=64, or 95 % of our own full attention where that is lower; over
+          the masks with r < 0.9 the geometric mean of the ratio to r is 1.20.
+callables ours / flash-attn-4 with the same mask_mod and block lists, or the same score_mod
+metadata  microseconds, launches and bytes at 131072 tokens
+linearity R^2 and intercept of latency against block sparsity
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+
+from bench import ROOT, Json, format_table, name_of
+from bench.linearity import sweeps
+from bench.masks import MASKS
+
+RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
+TARGETS = ROOT / "bench" / "targets.json"
+DIMS = (128, 64)
+LENGTHS = {"8k": 8192, "32k": 32768, "128k": 131072}
+FACTOR = {128: 1.08, 64: 1.15}
+OF_FULL, SHARE_OF_MEAN, LOW_R = 0.95, 1.20, 0.9
+FORWARD = {
+    **{f"d128-{mask}-{n}": 1.00 for mask in ("full", "causal") for n in ("8k", "32k")},
+    **{f"d64-{mask}-{n}": 1.03 for mask in ("full", "causal") for n in ("8k", "32k")},
+    **{f"d256-{mask}-8k": 0.97 for mask in ("full", "causal")},
+    **{f"d{d}-window-8k": 1.12 for d in DIMS},
+    **{f"d{d}-window-32k": 1.05 for d in DIMS},
+    **{f"d128-varlen-kv{heads}": 1.02 for heads in (32, 8)},
+    **{f"d128-causal-{n}": 1.00 for n in ("512", "1k", "2k")},
+}
+HOST_SHARE = 0.25
+LISTED = ("document", "random_eviction")
+CALLABLES = {
+    **{f"mod-d{d}-8k-{mask}": ("fa4_mask_mod", 1.25) for d in DIMS for mask in LISTED},
+    **{
+        f"mod-d{d}-8k-{mod}": ("fa4", 1.10) for d in DIMS for mod in ("alibi", "t5_bias", "softcap")
+    },
+}
+PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
+R_SQUARED, INTERCEPT = 0.99, 0.05
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure and what it must be: at least `bar`, or at most where `most`. None: not known."""
+
+    name: str
+    figure: float | None
+    bar: float | None
+    most: bool = False
+    remark: str = ""
+
+    def verdict(self) -> str:
+        if self.figure is None or self.bar is None:
+            return "not measured" if self.figure is None else "no bar"
+        met = self.figure <= self.bar if self.most else self.figure >= self.bar
+        return "met" if met else "short"
+
+    def line(self) -> str:
+        figure = "-" if self.figure is None else f"{self.figure:.4g}"
+        bar = "-" if self.bar is None else f"{'<=' if self.most else '>='} {self.bar:.4g}"
+        return f"{self.name:36} {figure:>9}  {bar:>9}  {self.verdict():12} {self.remark}".rstrip()
+
+
+class Figures:
+    """Rows by run, case and peer; of equal ones the last counts."""
+
+    def __init__(self, rows: Sequence[Json]) -> None:
+        self.by_run: dict[str, dict[tuple[str, str], Json]] = {}
+        for row in rows:
+            if row["variant"] in ("loop", "warm", "wall"):
+                self.by_run.setdefault(row["run"], {})[name_of(row), row["peer"]] = row
+
+    def latest(self, *wanted: tuple[tuple[str, ...], str]) -> list[Json] | None:
+        """Rows of the latest run that has all of them; each wanted is (case names, peer)."""
+        for known in reversed(self.by_run.values()):
+            found = [
+                next((known[name, peer] for name in names if (name, peer) in known), None)
+                for names, peer in wanted
+            ]
+            rows = [row for row in found if row is not None]
+            if len(rows) == len(found):
+                return rows
+        return None
+
+
+def _run(rows: list[Json] | None) -> str:
+    return f"run {rows[0]['run']}" if rows else ""
+
+
+def _ratio(
+    figures: Figures, name: str, peer: str, bar: float, key: str = "fwd", most: bool = False
+) -> Bar:
+    """Ours over a peer's figure in the same case."""
+    rows = figures.latest(((name,), "ours"), ((name,), peer))
+    figure = rows[0][key] / rows[1][key] if rows else None
+    return Bar(name, figure, bar, most, _run(rows))
+
+
+def forward_bars(figures: Figures) -> Iterator[Bar]:
+    for name, bar in FORWARD.items():
+        yield _ratio(figures, name, "fa4", bar)
+    yield _ratio(figures, "host-128", "fa4", HOST_SHARE, "us", most=True)
+
+
+def _names(d: int, size: str, mask: str) -> tuple[str, ...]:
+    """The cases of the bench that are this mask: the short names are the same shapes."""
+    return (f"mask-d{d}-{size}-{mask}", f"d{d}-{mask.replace('sliding_', '')}-{size}")
+
+
+def mask_bars(figures: Figures, targets: Sequence[Json]) -> Iterator[Bar]:
+    levels = {(row["d"], row["n"], row["mask"]): row["fwd_rel"] for row in targets}
+    gains: dict[int, list[float]] = {d: [] for d in DIMS}
+    for d in DIMS:
+        for size, n in LENGTHS.items():
+            for mask in MASKS:
+                level = levels.get((d, n, mask))
+                bar, gain = _mask_bar(figures, d, size, mask, level)
+                yield bar
+                if gain is not None and level is not None and level < LOW_R:
+                    gains[d].append(gain)
+    for name, found in (("d128", gains[128]), ("d64", gains[64]), ("all", sum(gains.values(), []))):
+        mean = exp(sum(map(log, found)) / len(found)) if found else None
+        remark = f"geometric mean of ours / (causal r) over {len(found)} masks with r < {LOW_R}"
+        yield Bar(f"mask mean {name}", mean, SHARE_OF_MEAN, remark=remark)
+
+
+def _mask_bar(
+    figures: Figures, d: int, size: str, mask: str, level: float | None
+) -> tuple[Bar, float | None]:
+    """The bar of one mask, and ours / (causal r)."""
+    name = f"mask-d{d}-{size}-{mask}"
+    needed = ((_names(d, size, mask), "ours"), (_names(d, size, "causal"), "fa4"))
+    rows = figures.latest(*needed, (_names(d, size, "full"), "ours")) or figures.latest(*needed)
+    bar = None if level is None else FACTOR[d] * level
+    if rows is None:
+        return Bar(name, None, bar), None
+    ours, causal = rows[0]["fwd"], rows[1]["fwd"]
+    remarks = [f"{ours:.0f} TFLOP/s", "" if level is None else f"r {level}"]
+    if len(rows) == 3:
+        full = rows[2]["fwd"]
+        remarks.append(f"{ours / full:.0%} of full")
+        if bar is not None:
+            bar = min(bar, OF_FULL * full / causal)
+    remark = ", ".join((*filter(None, remarks), _run(rows)))
+    gain = None if level is None else ours / causal / level
+    return Bar(name, ours / causal, bar, remark=remark), gain
+
+
+def callable_bars(figures: Figures) -> Iterator[Bar]:
+    for name, (peer, bar) in CALLABLES.items():
+        yield _ratio(figures, name, peer, bar)
+
+
+def prep_bars(figures: Figures) -> Iterator[Bar]:
+    names = {name for known in figures.by_run.values() for name, _ in known}
+    for name in sorted(name for name in names if name.startswith("meta-")):
+        rows = figures.latest(((name,), "ours"))
+        beside = figures.latest(((name,), "ours"), ((name,), "flex"))
+        for key, limit in PREP_LIMITS.items():
+            flex = beside[1].get(key) if beside else None
+            remark = f"FlexAttention {flex:.4g}" if flex is not None else ""
+            figure = rows[0][key] if rows else None
+            yield Bar(f"{name} {key}", figure, limit, most=True, remark=remark)
+
+
+def linearity_bars(rows: Sequence[Json]) -> Iterator[Bar]:
+    for sweep in {sweep.mask: sweep for sweep in sweeps(rows)}.values():
+        remark = f"{len(sweep.ms)} draws, run {sweep.run}"
+        yield Bar(f"sweep {sweep.mask} R^2", sweep.r_squared(), R_SQUARED, remark=remark)
+        share = sweep.intercept_share()
+        yield Bar(f"sweep {sweep.mask} intercept / dense", share, INTERCEPT, most=True)
+
+
+def bars(rows: Sequence[Json], targets: Sequence[Json]) -> dict[str, list[Bar]]:
+    """All bars by heading, also those that no row decides."""
+    figures = Figures(rows)
+    return {
+        "forward: ours / flash-attn-4": list(forward_bars(figures)),
+        "masks: ours / flash-attn-4 native causal": list(mask_bars(figures, targets)),
+        "callables: ours / flash-attn-4": list(callable_bars(figures)),
+        "metadata at 131072 tokens": list(prep_bars(figures)),
+        "linearity": list(linearity_bars(rows)),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m bench.report", description="Read bench rows.")
+    parser.add_argument("rows", nargs="?", default=str(RESULTS), help="default: %(default)s")
+    parser.add_argument("--bars", action="store_true", help="each bar, the figure, met or short")
+    parser.add_argument("--run", default="", help="only runs whose id starts so")
+    parser.add_argument("--targets", default=str(TARGETS), help="levels of the peers")
+    args = parser.parse_args(argv)
+    rows = [json.loads(line) for line in Path(args.rows).read_text().splitlines()]
+    rows = [row for row in rows if row["run"].startswith(args.run)]
+    text = format_table(rows)
+    if args.bars:
+        targets = json.loads(Path(args.targets).read_text())["rows"]
+        groups = bars(rows, targets).items()
+        text = "\n".join(
+            "\n".join((title, *(f"  {bar.line()}" for bar in found))) for title, found in groups
+        )
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The kernel class without the host path: compile it once, call it with tensors of your own.
+
+    python examples/07_native_api.py
+
+Block lists come from the kernel of `compute_blocksparse_tensors`, attention from
+`FlashAttentionForwardSm90`, compiled by `cute.compile`. This is for those who bring their own cache
+and their own checks: nothing is validated here, and the tiles of the lists are those of the kernel.
+Needs a Hopper GPU; elsewhere it says so. Ends with an error if the result is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from torch import Tensor
+
+from flash_mask_cute.block_sparsity import BlockSparseTensors
+from flash_mask_cute.compute_block_sparsity import compute_blocksparse_tensors
+from flash_mask_cute.flash_fwd import FlashAttentionForwardSm90
+
+DEVICE = "cuda"
+TILE_M, TILE_N = 128, 128
+WINDOW = 200
+
+
+@cute.jit
+def window_by_document(
+    b_idx: cute.TensorSSA,
+    h_idx: cute.TensorSSA,
+    q_idx: cute.TensorSSA,
+    kv_idx: cute.TensorSSA,
+    aux_tensors: list[cute.Tensor],
+) -> cute.TensorSSA:
+    """aux_tensors[0]: int32 (batch, seqlen), the document of each token."""
+    documents = aux_tensors[0]
+    is_same = documents[b_idx[0], q_idx[0]] == documents[b_idx[0], kv_idx[0]]
+    return (abs(q_idx - kv_idx) <= WINDOW) & is_same
+
+
+@cute.jit
+def distance_penalty(
+    score: cute.TensorSSA,
+    b_idx: cute.TensorSSA,
+    h_idx: cute.TensorSSA,
+    q_idx: cute.TensorSSA,
+    kv_idx: cute.TensorSSA,
+    aux_tensors: list[cute.Tensor],
+) -> cute.TensorSSA:
+    return score - abs(q_idx - kv_idx).to(cutlass.Float32) * (1.0 / 64)
+
+
+def to_cute(tensor: Tensor, alignment: int = 4) -> cute.Tensor:
+    """A view whose extents and strides are run-time values, but for the last stride, which is 1."""
+    from cutlass.cute.runtime import from_dlpack
+
+    wrapped = from_dlpack(tensor, assumed_align=alignment)
+    return wrapped.mark_layout_dynamic(leading_dim=tensor.dim() - 1)
+
+
+def make_inputs(batch: int, seqlen: int, heads: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (
+        torch.randn(batch, seqlen, heads, d, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)
+    )
+    return q, k, v
+
+
+def make_documents(batch: int, seqlen: int) -> Tensor:
+    """int32 (batch, seqlen), rising, documents of 300 tokens on average."""
+    starts = torch.rand(batch, seqlen, device=DEVICE) < 1 / 300
+    return starts.cumsum(dim=1, dtype=torch.int32)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    row = torch.arange(q.shape[2], device=q.device)
+    distance = (row - row[:, None]).abs()
+    is_same = documents[:, None, :, None] == documents[:, None, None, :]
+    scores = q @ k.mT * q.shape[-1] ** -0.5 - distance.to(q.dtype) / 64
+    scores = scores.masked_fill(~(is_same & (distance <= WINDOW)), float("-inf"))
+    probabilities = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return (probabilities.to(q.dtype) @ v).transpose(1, 2)
+
+
+def arguments(
+    qkvo: tuple[Tensor, Tensor, Tensor, Tensor],
+    lse: Tensor,
+    lists: BlockSparseTensors,
+    aux_tensors: list[cute.Tensor],
+) -> tuple[Any, ...]:
+    """What the kernel is compiled for and called with, in its order."""
+    import cuda.bindings.driver as cuda
+
+    return (
+        *(to_cute(x, alignment=16) for x in qkvo),
+        to_cute(lse),
+        qkvo[0].shape[-1] ** -0.5,
+        cuda.CUstream(torch.cuda.current_stream().cuda_stream),
+        None,  # cu_seqlens_q
+        None,  # cu_seqlens_k
+        None,  # seqused_q
+        None,  # seqused_k
+        None,  # page_table
+        None,  # window_size_left
+        None,  # window_size_right
+        None,  # learnable_sink
+        lists,
+        aux_tensors,
+    )
+
+
+def main() -> None:
+    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
+        print("07_native_api needs a Hopper GPU, and there is none here: nothing was run")
+        return
+    print(f"device: {torch.cuda.get_device_name()}")
+    torch.manual_seed(0)
+    heads, d = 8, 128
+    kernel = FlashAttentionForwardSm90(
+        cutlass.BFloat16,
+        d,
+        d,
+        1,  # query heads per KV head
+        is_causal=False,
+        is_local=False,
+        pack_gqa=False,
+        tile_m=TILE_M,
+        tile_n=TILE_N,
+        num_stages=2,
+        num_threads=384,
+        mask_mod=window_by_document,
+        score_mod=distance_penalty,
+        has_aux_tensors=True,
+    )
+    compiled = None
+    # other sizes and other contents: the same compiled kernel
+    for batch, seqlen in ((2, 1024), (1, 2500)):
+        q, k, v = make_inputs(batch, seqlen, heads, d)
+        documents = make_documents(batch, seqlen)
+        out = torch.empty_like(q)
+        lse = torch.empty(batch, heads, seqlen, dtype=torch.float32, device=DEVICE)
+        aux_tensors = [to_cute(documents)]
+        # the torch tensors own the memory of the lists
+        lists, torch_lists = compute_blocksparse_tensors(
+            TILE_M, TILE_N, batch, heads, seqlen, seqlen, window_by_document, aux_tensors, DEVICE
+        )
+        given = arguments((q, k, v, out), lse, lists, aux_tensors)
+        compiled = compiled or cute.compile(kernel, *given)
+        compiled(*given)
+        exact = attend(q.double(), k.double(), v.double(), documents)
+        error = (out.double() - exact).abs().max().item()
+        eager_error = (attend(q, k, v, documents).double() - exact).abs().max().item()
+        print(f"q, k, v {tuple(q.shape)}, bfloat16, documents within a window of {WINDOW}")
+        print(f"{int(torch_lists[0].sum())} blocks visited through the mask")
+        print(f"largest error of out {error:.2e} (plain bfloat16 torch: {eager_error:.2e})")
+        if not error <= 2 * eager_error + torch.finfo(q.dtype).eps:
+            raise SystemExit("07_native_api: wrong result")
+
+
+if __name__ == "__main__":
+    main()

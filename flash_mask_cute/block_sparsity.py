@@ -1,0 +1,461 @@
+"""Block lists: which blocks of the score matrix attention has to visit, and which without a mask.
+
+For every (batch, head, query block) there are two lists of key blocks. In a full block everything
+is visible; in a block of the other list, a partial one, `mask_mod` decides (without one, everything
+is visible); a block in no list is hidden. The format is that of FlexAttention in flash-attn-4:
+
+    mask_block_cnt, full_block_cnt  int32 (B', H', num_q_blocks)
+    mask_block_idx, full_block_idx  int32 (B', H', num_q_blocks, num_k_blocks)
+
+B' is the batch or 1, H' the number of query heads or 1. The first cnt entries of an index row are
+strictly increasing, and no block is in both lists. Entries behind the count are 0 in lists made
+here, and never read.
+
+Blocks have any size (`block_size`); kernels walk tiles of theirs. `retile_lists` fits one to the
+other with a few tensor operations on the lists' device, never waiting for it. Importing this module
+imports torch, not the compiler.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import cutlass.cute as cute
+
+ABSENT, PARTIAL, FULL = 0, 1, 2
+"""States of a block in `dense_states`."""
+DEFAULT_BLOCK = 128
+WORD = 32
+_INFERRED_STEP = 16
+
+
+class BlockSparseTensors(NamedTuple):
+    """Block lists as `cute.Tensor`, for kernels."""
+
+    mask_block_cnt: cute.Tensor
+    mask_block_idx: cute.Tensor
+    full_block_cnt: cute.Tensor | None = None
+    full_block_idx: cute.Tensor | None = None
+
+
+class BlockSparseTensorsTorch(NamedTuple):
+    """Block lists as torch tensors; see the module for shapes.
+
+    block_size: (queries, keys) of a block, or None, to be found from the number of blocks. Without
+    the full_* tensors all blocks are partial.
+    """
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    block_size: tuple[int, int] | None = None
+
+
+class LogicalBits(NamedTuple):
+    """States of logical blocks as bits: bit kb % 32 of word kb // 32 is key block kb.
+
+    visible (partial or full), full: int32 (B', H', num_q_blocks, ceil(num_k_blocks / 32)); bits
+    behind the last block are 0. block_q, block_k: tokens of a block.
+    """
+
+    visible: Tensor
+    full: Tensor
+    block_q: int
+    block_k: int
+
+
+class RetiledLists(NamedTuple):
+    """Lists for a kernel, and what they cannot say.
+
+    bits None: `lists` are the caller's, in blocks made of whole tiles. Otherwise `lists` are in
+    tiles of the kernel, a partial tile may hold parts of several logical blocks, and `bits` tell
+    which of these are hidden, partial or full.
+    """
+
+    lists: BlockSparseTensorsTorch
+    bits: LogicalBits | None
+
+
+def to_cute_block_sparse_tensors(lists: Any) -> BlockSparseTensors | None:
+    """The same lists for a compiled kernel, sharing memory; None for None.
+
+    lists: what `from_block_mask` accepts. The tensors have dynamic layouts, so that a kernel
+    compiled with them takes lists of other extents.
+    """
+    if lists is None:
+        return None
+    from cutlass.cute.runtime import from_dlpack
+
+    def to_cute(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        if tensor.stride(-1) != 1:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        wrapped: Any = from_dlpack(tensor.detach(), assumed_align=4, enable_tvm_ffi=True)
+        return wrapped.mark_layout_dynamic(leading_dim=tensor.dim() - 1)
+
+    return BlockSparseTensors(*(to_cute(x) for x in from_block_mask(lists)[:4]))
+
+
+def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
+    """Block lists of a `BlockSparseTensorsTorch` (itself) or of a torch `BlockMask`.
+
+    Of a `BlockMask` only the lists and the block size are taken: its mask_mod is a torch function
+    that no kernel can call, so pass a CuTe one beside it.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(lists, BlockSparseTensorsTorch):
+        return lists
+    try:
+        block_q, block_k = lists.BLOCK_SIZE
+        return BlockSparseTensorsTorch(
+            lists.kv_num_blocks,
+            lists.kv_indices,
+            lists.full_kv_num_blocks,
+            lists.full_kv_indices,
+            (int(block_q), int(block_k)),
+        )
+    except AttributeError:
+        raise TypeError(
+            "block_sparse_tensors_torch must be a BlockSparseTensorsTorch or a torch BlockMask, "
+            f"got {type(lists).__name__}"
+        ) from None
+
+
+# -- checks -------------------------------------------------------------------------------------
+
+
+def check_block_lists(
+    lists: BlockSparseTensorsTorch,
+    batch: int,
+    heads_q: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device,
+) -> BlockSparseTensorsTorch:
+    """The lists with `block_size` filled in, after checks against a problem.
+
+    A missing block size is 128 x 128 if that gives the numbers of blocks, else on each side the
+    only multiple of 16 that does. CUDA tensors are not read; on the CPU the entries are checked.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: a dtype, shape, device, size or (on the CPU) entry is wrong, or the block size
+            cannot be told.
+    """
+    shape = _check_shapes(lists, batch, heads_q, device)
+    seqlens, counts = (seqlen_q, seqlen_k), shape[2:]
+    if lists.block_size is None:
+        block_size = _infer_block_size(counts, seqlens)
+    else:
+        block_size = as_block_size(lists.block_size, "block_size")
+        expected = tuple(
+            _ceil_div(seqlen, block) for seqlen, block in zip(seqlens, block_size, strict=True)
+        )
+        if counts != expected:
+            raise ValueError(
+                f"mask_block_idx must have {expected[0]} x {expected[1]} blocks for block_size "
+                f"{block_size}, seqlen_q {seqlen_q} and seqlen_k {seqlen_k}, got shape {shape}"
+            )
+    if device.type == "cpu":
+        _check_entries(lists)
+    return lists._replace(block_size=block_size)
+
+
+def _check_shapes(
+    lists: BlockSparseTensorsTorch, batch: int, heads_q: int, device: torch.device
+) -> tuple[int, int, int, int]:
+    """The shape of the index tensors."""
+    if (lists.full_block_cnt is None) != (lists.full_block_idx is None):
+        given, missing = "full_block_cnt", "full_block_idx"
+        if lists.full_block_cnt is None:
+            given, missing = missing, given
+        raise ValueError(f"{given} is given and {missing} is not; full blocks need both or none")
+    tensors: dict[str, Any] = {
+        name: x for name, x in _named_tensors(lists) if x is not None or name.startswith("mask")
+    }
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+        rank = 3 if name.endswith("cnt") else 4
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32, got {tensor.dtype}")
+        if tensor.dim() != rank:
+            raise ValueError(f"{name} must have {rank} dimensions, got shape {_shape(tensor)}")
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {device}, as q is, got {tensor.device}")
+    shape = _shape(lists.mask_block_idx)
+    for name, tensor in tensors.items():
+        expected = shape[: tensor.dim()]
+        if _shape(tensor) != expected:
+            raise ValueError(
+                f"{name} must have shape {expected} beside mask_block_idx of shape {shape}, got "
+                f"{_shape(tensor)}"
+            )
+    for axis, (what, extent) in enumerate((("batch", batch), ("query heads", heads_q))):
+        if shape[axis] not in (1, extent):
+            allowed = "1" if extent == 1 else f"1 or {extent}"
+            raise ValueError(
+                f"mask_block_idx must have {allowed} as dimension {axis} ({what}), got shape "
+                f"{shape}"
+            )
+    return shape
+
+
+def _check_entries(lists: BlockSparseTensorsTorch) -> None:
+    num_blocks = lists.mask_block_idx.shape[-1]
+    column = torch.arange(num_blocks)
+    for name, tensor in _named_tensors(lists):
+        if tensor is None or tensor.numel() == 0:
+            continue
+        if name.endswith("cnt"):
+            count, bound = tensor, num_blocks
+        else:
+            used = column < count[..., None]
+            falling = (tensor.diff(dim=-1) <= 0) & used[..., 1:]
+            if falling.any():
+                row = tuple(falling.nonzero()[0, :3].tolist())
+                raise ValueError(
+                    f"{name} must be strictly increasing up to the count, got "
+                    f"{tensor[row][used[row]].tolist()} at (batch, head, q_block) = {row}"
+                )
+            tensor, bound = torch.where(used, tensor, 0), num_blocks - 1
+        low, high = (int(x) for x in tensor.aminmax())
+        if low < 0 or high > bound:
+            wrong = low if low < 0 else high
+            raise ValueError(f"{name} must lie in [0, {bound}], got {wrong}")
+    partial, full = (_is_listed(cnt, idx) for cnt, idx in _pairs(lists))
+    if partial is not None and full is not None and (partial & full).any():
+        where = tuple((partial & full).nonzero()[0].tolist())
+        raise ValueError(
+            "mask_block_idx and full_block_idx must be disjoint, got the block (batch, head, "
+            f"q_block, k_block) = {where} in both"
+        )
+
+
+def _infer_block_size(counts: Sequence[int], seqlens: Sequence[int]) -> tuple[int, int]:
+    sides = list(zip(("seqlen_q", "seqlen_k"), counts, seqlens, strict=True))
+    if all(_ceil_div(seqlen, DEFAULT_BLOCK) == count for _, count, seqlen in sides):
+        return DEFAULT_BLOCK, DEFAULT_BLOCK
+    found = []
+    for name, count, seqlen in sides:
+        fitting = _fitting_blocks(count, seqlen)
+        if len(fitting) != 1:
+            reason = "no multiple of 16 fits" if not fitting else f"any of {_ends(fitting)} fits"
+            raise ValueError(
+                f"block_size must be given: mask_block_idx has {count} blocks for {name} {seqlen}, "
+                f"and {reason}"
+            )
+        found.append(fitting[0])
+    return found[0], found[1]
+
+
+def _fitting_blocks(count: int, seqlen: int) -> range:
+    """The multiples of 16 that cut a sequence into `count` blocks. One block is all there is, of
+    whatever size: a multiple of the default then stands for them."""
+    if count == 1 and seqlen > 0:
+        block = _ceil_div(seqlen, DEFAULT_BLOCK) * DEFAULT_BLOCK
+        return range(block, block + 1)
+    if count < 1 or seqlen < count:
+        return range(0)
+    # ceil(seqlen / block) == count, for integers
+    smallest = _ceil_div(seqlen, count)
+    end = _ceil_div(seqlen, count - 1)
+    return range(_ceil_div(smallest, _INFERRED_STEP) * _INFERRED_STEP, end, _INFERRED_STEP)
+
+
+def _ends(values: range) -> str:
+    return ", ".join(map(str, values)) if len(values) < 4 else f"{values[0]} to {values[-1]}"
+
+
+def as_block_size(value: Any, name: str) -> tuple[int, int]:
+    """One number for both sides, or a pair."""
+    sides = (value, value) if isinstance(value, int) else value
+    try:
+        block_q, block_k = (int(side) for side in sides)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be (queries, keys), got {value!r}") from None
+    if block_q < 1 or block_k < 1:
+        raise ValueError(f"{name} must be positive, got {value!r}")
+    return block_q, block_k
+
+
+def _named_tensors(lists: BlockSparseTensorsTorch) -> list[tuple[str, Tensor | None]]:
+    return list(zip(lists._fields[:4], lists[:4], strict=True))
+
+
+def _pairs(lists: BlockSparseTensorsTorch) -> list[tuple[Tensor | None, Tensor | None]]:
+    return [
+        (lists.mask_block_cnt, lists.mask_block_idx),
+        (lists.full_block_cnt, lists.full_block_idx),
+    ]
+
+
+def _shape(tensor: Tensor) -> Any:
+    return tuple(tensor.shape)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# -- lists and states ---------------------------------------------------------------------------
+
+
+def dense_states(lists: BlockSparseTensorsTorch) -> Tensor:
+    """uint8 (B', H', num_q_blocks, num_k_blocks): ABSENT, PARTIAL or FULL, without a sync."""
+    partial, full = (_is_listed(cnt, idx) for cnt, idx in _pairs(lists))
+    assert partial is not None
+    states = partial.to(torch.uint8)
+    return states if full is None else states.masked_fill_(full, FULL)
+
+
+def _is_listed(cnt: Tensor | None, idx: Tensor | None) -> Tensor | None:
+    """Boolean (B', H', num_q_blocks, num_k_blocks): which blocks a list holds."""
+    if cnt is None or idx is None:
+        return None
+    used = torch.arange(idx.shape[-1], device=idx.device) < cnt[..., None]
+    target = torch.where(used, idx, 0).long()
+    times = torch.zeros(idx.shape, dtype=torch.int32, device=idx.device)
+    return times.scatter_add_(-1, target, used.int()) > 0
+
+
+def _to_lists(
+    states: Tensor, has_full: bool, block_size: tuple[int, int]
+) -> BlockSparseTensorsTorch:
+    """The inverse of `dense_states`."""
+    lists = BlockSparseTensorsTorch(*_compact(states == PARTIAL), block_size=block_size)
+    if has_full:
+        full_cnt, full_idx = _compact(states == FULL)
+        lists = lists._replace(full_block_cnt=full_cnt, full_block_idx=full_idx)
+    return lists
+
+
+def _compact(is_listed: Tensor) -> tuple[Tensor, Tensor]:
+    """(cnt, idx) of the marked blocks, ascending, zeros behind them.
+
+    Marked blocks move to the front and the others behind them, both in order: every entry is
+    written exactly once.
+    """
+    column = torch.arange(is_listed.shape[-1], device=is_listed.device)
+    marked_so_far = is_listed.cumsum(-1)
+    cnt = is_listed.sum(-1)
+    target = torch.where(is_listed, marked_so_far - 1, cnt[..., None] + column - marked_so_far)
+    values = torch.where(is_listed, column, 0).int()
+    idx = torch.zeros(is_listed.shape, dtype=torch.int32, device=is_listed.device)
+    return cnt.int(), idx.scatter_(-1, target, values)
+
+
+# -- other block sizes --------------------------------------------------------------------------
+
+
+def retile_lists(
+    lists: BlockSparseTensorsTorch, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int
+) -> RetiledLists:
+    """Lists in units that a kernel with tiles of tile_m x tile_n can walk.
+
+    lists: with `block_size`, as `check_block_lists` returns them. Where a block is made of whole
+    tiles on both sides, the kernel maps blocks to tiles by itself and the lists come back as they
+    are. Otherwise a tile is absent if all logical blocks it touches inside the sequences are
+    absent, full if all are full, else partial.
+
+    The result is kept as long as the tensors live, and found again by them, so a model that passes
+    the same lists in each layer pays once; after an in-place change it is made anew. Tensors
+    created in inference mode do not tell of changes: for these nothing is kept, and neither is it
+    while a CUDA graph is captured. torch does not notice what a replayed graph writes.
+
+    Raises:
+        ValueError: `block_size` is None.
+    """
+    if lists.block_size is None:
+        raise ValueError("lists must have a block_size, got None")
+    block_q, block_k = lists.block_size
+    if block_q % tile_m == 0 and block_k % tile_n == 0:
+        return RetiledLists(lists, None)
+    return _retiled.get(lists, (tile_m, tile_n, seqlen_q, seqlen_k))
+
+
+class _Retiled:
+    """Retiled lists by the identity and version of the tensors they were made from."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Any, tuple[Any, Any, RetiledLists]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, lists: BlockSparseTensorsTorch, sizes: tuple[int, int, int, int]) -> RetiledLists:
+        tensors = [tensor for _, tensor in _named_tensors(lists) if tensor is not None]
+        if any(tensor.is_inference() for tensor in tensors):
+            return _retile(lists, *sizes)
+        key = tuple(map(id, tensors)), lists.block_size, sizes
+        versions = [tensor._version for tensor in tensors]
+        entry = self._entries.get(key)
+        if entry is not None:
+            references, made_from, result = entry
+            # an id alone may belong to a newer tensor
+            alive = all(ref() is x for ref, x in zip(references, tensors, strict=True))
+            if alive and made_from == versions:
+                return result
+        with torch.inference_mode(False), torch.no_grad():
+            result = _retile(lists, *sizes)
+        if not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            # memory of a graph being captured holds nothing yet
+            references = [weakref.ref(tensor, lambda _: self._drop(key)) for tensor in tensors]
+            self._entries[key] = references, versions, result
+        return result
+
+    def _drop(self, key: Any) -> None:
+        self._entries.pop(key, None)
+
+
+_retiled = _Retiled()
+
+
+def _retile(
+    lists: BlockSparseTensorsTorch, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int
+) -> RetiledLists:
+    assert lists.block_size is not None
+    block_q, block_k = lists.block_size
+    states = dense_states(lists)
+    is_visible, is_full = states != ABSENT, states == FULL
+    bits = LogicalBits(_pack(is_visible), _pack(is_full), block_q, block_k)
+    touched_q = _touched(tile_m, block_q, seqlen_q, states.device)
+    touched_k = _touched(tile_n, block_k, seqlen_k, states.device)
+    # the blocks that a tile touches are a rectangle: fold one side, then the other
+    for touched, dim in ((touched_q, 2), (touched_k, 3)):
+        shape = (*is_visible.shape[:dim], *touched.shape, *is_visible.shape[dim + 1 :])
+        flat = touched.flatten()
+        is_visible = is_visible.index_select(dim, flat).view(shape).any(dim + 1)
+        is_full = is_full.index_select(dim, flat).view(shape).all(dim + 1)
+    tiles = is_visible.to(torch.uint8).masked_fill_(is_full, FULL)
+    has_full = lists.full_block_cnt is not None
+    return RetiledLists(_to_lists(tiles, has_full, (tile_m, tile_n)), bits)
+
+
+def _touched(tile: int, block: int, seqlen: int, device: torch.device) -> Tensor:
+    """int64 (tiles, n): the blocks that each tile touches inside the sequence, some repeated."""
+    first_token = torch.arange(_ceil_div(seqlen, tile), device=device) * tile
+    first = first_token // block
+    last = ((first_token + tile).clamp(max=seqlen) - 1) // block
+    most = _ceil_div(tile - 1, block) + 1
+    offset = torch.arange(most, device=device)
+    return torch.minimum(first[:, None] + offset, last[:, None])
+
+
+def _pack(bits: Tensor) -> Tensor:
+    """int32 words of 32 bits along the last dimension."""
+    padded = torch.nn.functional.pad(bits.int(), (0, -bits.shape[-1] % WORD))
+    shift = torch.arange(WORD, dtype=torch.int32, device=bits.device)
+    words = padded.unflatten(-1, (padded.shape[-1] // WORD, WORD))
+    # bits of different places: the sum is their union
+    return (words << shift).sum(-1, dtype=torch.int32)

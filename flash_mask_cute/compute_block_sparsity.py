@@ -1,0 +1,213 @@
+"""Block lists from a CuTe `mask_mod`, on the device, or on the CPU where there is none.
+
+The callable is the one that attention calls, `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors)`.
+Every score inside the sequences is asked once, unless its block is known to be partial before that;
+the order of the work is n^2, as in any such function, but the result serves all layers. On CUDA it
+is one launch without a sync. On the CPU the same scan is compiled for the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.block_sparsity import (
+    BlockSparseTensors,
+    BlockSparseTensorsTorch,
+    as_block_size,
+    to_cute_block_sparse_tensors,
+)
+from flash_mask_cute.host.compile_scan import CUTLASS_NAMES, HOST, ScanProblem, compile_scan
+from flash_mask_cute.host.target import Target
+
+TorchLists = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+_TORCH_DTYPES = {cute_name: getattr(torch, name) for name, cute_name in CUTLASS_NAMES.items()}
+
+
+def compute_blocksparse_tensors(
+    tile_m: int,
+    tile_n: int,
+    batch_size: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    mask_mod: Callable[..., Any],
+    aux_tensors: Sequence[Any] | None,
+    device: str | torch.device = "cuda",
+    compute_full_blocks: bool = True,
+    use_fast_sampling: bool = False,
+) -> tuple[BlockSparseTensors, TorchLists]:
+    """Lists for blocks of tile_m queries and tile_n keys.
+
+    Returns them twice, sharing memory: as `cute.Tensor` (dynamic layouts), and as the torch tensors
+    (mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx), int32, counts (batch_size,
+    num_heads, ceil(seqlen_q / tile_m)), indices with ceil(seqlen_k / tile_n) entries more.
+
+    aux_tensors: torch or cute tensors on `device`, as the mod expects them.
+    compute_full_blocks: False leaves the last two None, and every block with anything visible is
+        partial.
+    use_fast_sampling: look only at the four corners and the centre of a block, cut at the ends of
+        the sequences. A block is wrongly absent if something in it is visible but none of the five,
+        and wrongly full if something is hidden but none of the five. Right for masks of the form
+        k <= q + c and prefixes, at any size; wrong in general for windows, documents, holes and
+        dilations that are smaller than a block, and for random masks.
+
+    Raises:
+        TypeError: mask_mod is no callable or reaches a value without an identity (a tensor belongs
+            into aux_tensors); an aux tensor is no tensor.
+        ValueError: a negative extent, an empty tile, an aux tensor on another device or of a dtype
+            that mods do not read.
+        NotImplementedError: there are no kernels for this GPU; or, on the CPU, the mod uses an
+            instruction that only a GPU has.
+    """
+    lists = _scan(
+        mask_mod,
+        (batch_size, num_heads),
+        (seqlen_q, seqlen_k),
+        as_block_size((tile_m, tile_n), "(tile_m, tile_n)"),
+        aux_tensors,
+        torch.device(device),
+        has_full=compute_full_blocks,
+        samples=use_fast_sampling,
+    )
+    cute_lists = to_cute_block_sparse_tensors(lists)
+    assert cute_lists is not None
+    return cute_lists, lists[:4]
+
+
+compute_block_sparsity = compute_blocksparse_tensors
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: str | torch.device = "cuda",
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    aux_tensors: Sequence[Any] | None = None,
+) -> BlockSparseTensorsTorch:
+    """Like torch's function of this name, for a CuTe mask_mod.
+
+    B, H: batch and query heads; None where the mask is the same for all of them (the mod then sees
+    index 0). BLOCK_SIZE: (queries, keys), or one number for both; any size works with any kernel.
+    Errors: see `compute_blocksparse_tensors`.
+    """
+    return _scan(
+        mask_mod,
+        (1 if B is None else B, 1 if H is None else H),
+        (seqlen_q, seqlen_k),
+        as_block_size(BLOCK_SIZE, "BLOCK_SIZE"),
+        aux_tensors,
+        torch.device(device),
+    )
+
+
+def _scan(
+    mask_mod: Callable[..., Any],
+    batch_heads: tuple[int, int],
+    seqlens: tuple[int, int],
+    block_size: tuple[int, int],
+    aux_tensors: Any,
+    device: torch.device,
+    *,
+    has_full: bool = True,
+    samples: bool = False,
+) -> BlockSparseTensorsTorch:
+    names = ("batch", "heads", "seqlen_q", "seqlen_k")
+    for name, extent in zip(names, (*batch_heads, *seqlens), strict=True):
+        if extent < 0:
+            raise ValueError(f"{name} must not be negative, got {extent}")
+    blocks = tuple(-(-seqlen // block) for seqlen, block in zip(seqlens, block_size, strict=True))
+    # also within inference mode: only ordinary tensors tell whether they changed
+    with torch.inference_mode(False):
+        shape = (*batch_heads, *blocks)
+        cnt = [torch.empty(shape[:3], dtype=torch.int32, device=device) for _ in range(2)]
+        idx = [torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2)]
+    lists = BlockSparseTensorsTorch(
+        cnt[0], idx[0], cnt[1] if has_full else None, idx[1] if has_full else None, block_size
+    )
+    aux = _as_torch_tensors(aux_tensors, cnt[0].device)
+    arch = Target.of(device).arch if device.type == "cuda" else HOST
+    problem = ScanProblem(arch, ScanProblem.describe_aux(aux), has_full, samples)
+    if math.prod(shape) == 0:
+        for x in cnt:
+            x.zero_()
+        return lists
+    run_scan(mask_mod, problem, lists, seqlens, aux)
+    return lists
+
+
+def run_scan(
+    mask_mod: Callable[..., Any],
+    problem: ScanProblem,
+    lists: BlockSparseTensorsTorch,
+    seqlens: tuple[int, int],
+    aux: tuple[Tensor, ...],
+) -> None:
+    """Fill `lists`, which have a block size and at least one block."""
+    assert lists.block_size is not None
+    function = compile_scan(mask_mod, problem).function
+    arguments = lists[:4], (*lists.block_size, *seqlens), aux or None
+    if lists.mask_block_cnt.is_cuda:
+        with torch.cuda.device(lists.mask_block_cnt.device):
+            function(*arguments)
+    else:
+        function(*arguments)
+
+
+# -- aux tensors --------------------------------------------------------------------------------
+
+
+def _as_torch_tensors(aux_tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
+    if aux_tensors is None:
+        return ()
+    if not isinstance(aux_tensors, list | tuple):
+        raise TypeError(f"aux_tensors must be a list of tensors, got {type(aux_tensors).__name__}")
+    aux = tuple(_as_torch_tensor(x, f"aux_tensors[{i}]", device) for i, x in enumerate(aux_tensors))
+    for i, tensor in enumerate(aux):
+        if tensor.device != device:
+            raise ValueError(f"aux_tensors[{i}] must be on {device}, got {tensor.device}")
+    return aux
+
+
+def _as_torch_tensor(tensor: Any, name: str, device: torch.device) -> Tensor:
+    """A torch tensor as it is, or one that shares the memory of a cute tensor.
+
+    The caller's cute tensor owns that memory or knows who does; the result must not outlive it.
+    """
+    if isinstance(tensor, Tensor):
+        return tensor.detach()
+    try:
+        dtype = _TORCH_DTYPES[tensor.element_type.__name__]
+        shape, strides, address = tensor.shape, tensor.stride, tensor.data_ptr
+        on_cpu = tensor.memspace.name != "gmem"
+    except (AttributeError, KeyError):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}") from None
+    extent = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    num_bytes = (0 if 0 in shape else extent) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else device)
+    if on_cpu:
+        memory = torch.frombuffer((ctypes.c_byte * num_bytes).from_address(address), dtype=dtype)
+    else:
+        memory = torch.as_tensor(_DeviceBytes(address, num_bytes), device=device).view(dtype)
+    return memory.as_strided(shape, strides)
+
+
+class _DeviceBytes:
+    """Device memory as what the CUDA array interface calls an array of bytes."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }

@@ -1,0 +1,78 @@
+"""Full and empty mbarriers of a buffer with stages, shared by every pipeline of the kernels.
+
+A fill is numbered from 0; stage and phase follow from the number (`Cursor`). Whoever fills a stage
+acquires it and then arrives, as a thread or by the bytes that TMA delivers; whoever reads it waits
+for the fill and releases the stage. All methods are run by whole, converged warps.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from flash_mask_cute.core.cursor import Cursor
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One full and one empty mbarrier per stage."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    stages: cutlass.Constexpr[int]
+
+    @staticmethod
+    def create(barriers: cute.Pointer, stages: int, producers: int, consumers: int) -> "Channel":
+        """A channel over 2 * stages mbarriers, which warp 0 initialises.
+
+        producers, consumers: warps that arrive for each fill and for each release.
+        """
+        channel = Channel(barriers, barriers + stages, stages)
+        channel._init(producers, consumers)
+        return channel
+
+    @cute.jit
+    def _init(self, producers: cutlass.Constexpr, consumers: cutlass.Constexpr) -> None:
+        if cute.arch.warp_idx() == 0:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(self.full + stage, producers)
+                    cute.arch.mbarrier_init(self.empty + stage, consumers)
+
+    def index(self, number: Int32) -> Int32:
+        """The stage of fill `number`."""
+        return Cursor(number, self.stages).index
+
+    def acquire(self, number: Int32) -> None:
+        """Wait until the stage of fill `number` may be written."""
+        at = Cursor(number, self.stages, is_producer=True)
+        cute.arch.mbarrier_wait(self.empty + at.index, at.phase)
+
+    def barrier(self, number: Int32) -> cute.Pointer:
+        """The mbarrier that TMA copies of fill `number` complete on."""
+        return self.full + self.index(number)
+
+    @cute.jit
+    def expect(self, number: Int32, num_bytes: cutlass.Constexpr) -> None:
+        """Arrive for fill `number`, which is full when so many bytes have come as well."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(number), num_bytes)
+
+    @cute.jit
+    def publish(self, number: Int32) -> None:
+        """This warp has written its part of fill `number`."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.barrier(number))
+
+    def wait(self, number: Int32) -> None:
+        """Wait until fill `number` is complete."""
+        at = Cursor(number, self.stages)
+        cute.arch.mbarrier_wait(self.full + at.index, at.phase)
+
+    @cute.jit
+    def release(self, number: Int32) -> None:
+        """This warp, all lanes of it, has read fill `number` for the last time."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.empty + self.index(number))

@@ -1,0 +1,51 @@
+"""How user callables are called: one score at a time, every argument a one-element vector.
+
+`score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)` returns a score,
+`mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors)` whether it counts. Both see `cute.TensorSSA`
+values: Float32 the score, Int32 the indices, which are positions inside the sequence and the query
+head. The convention is that of FlexAttention in flash-attn-4; a callable that reads `q_idx[0]` to
+index an aux tensor and one that only computes both work. One-element vectors lose nothing on
+Hopper, which has no packed fp32 or integer arithmetic.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+
+def _vector(value: Any, dtype: type[cutlass.Numeric]) -> cute.TensorSSA:
+    return cute.full((1,), dtype(value), dtype)
+
+
+def call_score_mod(
+    score_mod: Callable[..., Any],
+    score: Float32,
+    batch_idx: Int32,
+    head_idx: Int32,
+    q_idx: Int32,
+    kv_idx: Int32,
+    aux_tensors: Any,
+) -> Float32:
+    """The modified score; aux_tensors is the list the callable expects, or None."""
+    indices = (_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx))
+    return Float32(_scalar(score_mod(_vector(score, Float32), *indices, aux_tensors)))
+
+
+def call_mask_mod(
+    mask_mod: Callable[..., Any],
+    batch_idx: Int32,
+    head_idx: Int32,
+    q_idx: Int32,
+    kv_idx: Int32,
+    aux_tensors: Any,
+) -> Boolean:
+    """Whether the callable lets the score count."""
+    indices = (_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx))
+    return Boolean(_scalar(mask_mod(*indices, aux_tensors)))
+
+
+def _scalar(result: Any) -> Any:
+    return result[0] if isinstance(result, cute.TensorSSA) else result

@@ -1,0 +1,84 @@
+"""Compile and launch the kernel that bounds the interval edges of each key block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.host.cache import CompileCache, Compiled
+from flash_mask_cute.host.compile import CACHE
+from flash_mask_cute.host.target import Target
+
+KERNEL_NAME = "key_block_bounds"
+
+
+def launch_bounds(
+    indices: Tensor, bounds: Tensor, tile_n: int, cu_seqlens_k: Tensor | None
+) -> None:
+    """Fill `bounds`, which is not empty, on the current stream: one launch.
+
+    Args:
+        indices: int32 (batch, heads, seqlen_k, n), any strides, on a GPU.
+        bounds: int32 (batch, heads, 2 * n, num_blocks) as `ColumnMask.bounds` describes it.
+        tile_n: keys of a block.
+        cu_seqlens_k: int32 (num_sequences + 1,), for a packed batch.
+
+    Raises:
+        NotImplementedError: there is no kernel for the device.
+    """
+    compiled = compile_bounds(
+        indices.shape[3], cu_seqlens_k is not None, Target.of(indices.device).arch
+    )
+    if indices.get_device() == torch.cuda.current_device():
+        compiled.function(indices, bounds, tile_n, cu_seqlens_k)
+    else:
+        with torch.cuda.device(indices.device):
+            compiled.function(indices, bounds, tile_n, cu_seqlens_k)
+
+
+def compile_bounds(
+    num_vectors: int, is_packed: bool, arch: str, cache: CompileCache = CACHE
+) -> Compiled:
+    """The compiled kernel, from the cache or built now.
+
+    `function` takes, by position: indices, bounds, tile_n, cu_seqlens_k; None for the last one
+    unless is_packed. Extents, strides and tile_n are run-time values.
+    """
+    return cache.get(
+        KERNEL_NAME,
+        lambda: {"num_vectors": num_vectors, "is_packed": is_packed},
+        lambda: _build(num_vectors, is_packed, arch),
+        arch=arch,
+        options=_options(arch),
+        token=(num_vectors, is_packed),
+    )
+
+
+def _options(arch: str) -> str:
+    return f"--enable-tvm-ffi --gpu-arch {arch}"
+
+
+def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from flash_mask_cute.kernels.key_block_bounds import KeyBlockBounds
+
+    def int32_tensor(*shape: Any) -> Any:
+        strides = tuple(cute.sym_int64() for _ in shape)
+        return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
+
+    batch, heads = cute.sym_int(), cute.sym_int()
+    function = cute.compile(
+        KeyBlockBounds(num_vectors),
+        int32_tensor(batch, heads, cute.sym_int(), num_vectors),
+        int32_tensor(batch, heads, 2 * num_vectors, cute.sym_int()),
+        cutlass.Int32(0),
+        int32_tensor(cute.sym_int()) if is_packed else None,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=_options(arch),
+    )
+    return Compiled(function, {})

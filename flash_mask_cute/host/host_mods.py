@@ -1,0 +1,222 @@
+"""User callables on CPU tensors: the CuTe DSL compiles them for the host, no GPU needed.
+
+A `mask_mod` or `score_mod` runs over a rectangle of queries and keys of one head, called exactly as
+a kernel calls it (`core/mods.py`), so that what was tried here is what a kernel compiles. One
+compiled function serves all sizes and strides; it is kept in memory under the structure of the
+callable and the dtypes and ranks of its aux tensors.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.host.cache import compile_lock
+from flash_mask_cute.host.callable_key import callable_key
+
+MAX_AUX_RANK = 4
+_AUX_DTYPES = {
+    torch.int32: "Int32",
+    torch.int64: "Int64",
+    torch.float32: "Float32",
+    torch.bfloat16: "BFloat16",
+    torch.float16: "Float16",
+}
+
+_compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+
+def eval_mask_mod(
+    mask_mod: Callable[..., Any],
+    aux_tensors: Sequence[Tensor] | None,
+    batch_idx: int,
+    head_idx: int,
+    q_idx: Tensor,
+    k_idx: Tensor,
+) -> Tensor:
+    """Which scores a callable lets count: bool (rows, cols).
+
+    q_idx (rows,) and k_idx (cols,): int32, positions inside the sequence, in any order; head_idx is
+    the query head. aux_tensors: on the CPU, of 1 to 4 dimensions, any strides, int32, int64,
+    float32, bfloat16 or float16. The callable must stay inside them: nothing checks its indices.
+
+    Raises:
+        TypeError, ValueError: an aux tensor of another dtype, rank or device; or the callable
+            reaches something that `callable_key` does not know.
+        NotImplementedError: the callable uses an instruction that only a GPU has.
+    """
+    visible = torch.empty((q_idx.shape[0], k_idx.shape[0]), dtype=torch.uint8)
+    _run("mask_mod", mask_mod, visible, aux_tensors, batch_idx, head_idx, q_idx, k_idx)
+    return visible.view(torch.bool)
+
+
+def eval_score_mod(
+    score_mod: Callable[..., Any],
+    scores: Tensor,
+    aux_tensors: Sequence[Tensor] | None,
+    batch_idx: int,
+    head_idx: int,
+    q_idx: Tensor,
+    k_idx: Tensor,
+) -> Tensor:
+    """The modified scores, a new float32 tensor (rows, cols).
+
+    scores: float32 (rows, cols), scaled and soft-capped. The other arguments and the errors are
+    those of `eval_mask_mod`.
+    """
+    modified = scores.to(torch.float32, copy=True)
+    _run("score_mod", score_mod, modified, aux_tensors, batch_idx, head_idx, q_idx, k_idx)
+    return modified
+
+
+def _run(
+    kind: str,
+    mod: Callable[..., Any],
+    values: Tensor,
+    aux_tensors: Sequence[Tensor] | None,
+    batch_idx: int,
+    head_idx: int,
+    q_idx: Tensor,
+    k_idx: Tensor,
+) -> None:
+    aux = None if aux_tensors is None else tuple(aux_tensors)
+    for i, tensor in enumerate(aux or ()):
+        _check_aux(i, tensor)
+    layout = None if aux is None else tuple((x.dtype, x.dim()) for x in aux)
+    key = kind, callable_key(mod), layout
+    function = _compiled.get(key)
+    if function is None:
+        with compile_lock():
+            function = _compiled.get(key)
+            if function is None:
+                function = _compiled[key] = _compile(kind, mod, layout)
+    function(values, batch_idx, head_idx, q_idx, k_idx, aux)
+
+
+def _check_aux(position: int, tensor: Tensor) -> None:
+    name = f"aux_tensors[{position}]"
+    if tensor.dtype not in _AUX_DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _AUX_DTYPES)
+        raise TypeError(f"{name} has dtype {tensor.dtype}, expected one of {allowed}")
+    if not 1 <= tensor.dim() <= MAX_AUX_RANK:
+        raise ValueError(f"{name} has {tensor.dim()} dimensions, expected 1 to {MAX_AUX_RANK}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}, expected the CPU like q")
+
+
+def _compile(
+    kind: str, mod: Callable[..., Any], layout: tuple[tuple[torch.dtype, int], ...] | None
+) -> Callable[..., None]:
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    def tensor(dtype: Any, rank: int) -> Any:
+        return make_fake_tensor(
+            dtype,
+            tuple(cute.sym_int() for _ in range(rank)),
+            tuple(cute.sym_int64() for _ in range(rank)),
+            memspace=cutlass.AddressSpace.generic,
+            assumed_align=dtype.width // 8,
+        )
+
+    aux = None
+    if layout is not None:
+        aux = tuple(tensor(getattr(cutlass, _AUX_DTYPES[dtype]), rank) for dtype, rank in layout)
+    refused: list[str] = []
+
+    def refuse_gpu_instructions(_dsl: Any, module: Any, _name: str) -> None:
+        # Past this point the compiler would not raise but abort the process.
+        refused.extend(_gpu_instructions(module.operation))
+        if refused:
+            raise NotImplementedError
+
+    try:
+        return cute.compile(
+            _loops()[kind],
+            mod,
+            tensor(cutlass.Uint8 if kind == "mask_mod" else cutlass.Float32, 2),
+            cutlass.Int32(0),
+            cutlass.Int32(0),
+            tensor(cutlass.Int32, 1),
+            tensor(cutlass.Int32, 1),
+            aux,
+            options="--enable-tvm-ffi",
+            trace_finalize_hooks=refuse_gpu_instructions,
+        )
+    except Exception as error:
+        if refused:
+            raise NotImplementedError(
+                f"the {kind} uses {', '.join(sorted(set(refused)))}, which exists only for GPUs: "
+                "pass CUDA tensors, or write it with other functions of cutlass.cute.math "
+                "(not cute.arch, not approx=True)"
+            ) from error
+        raise
+
+
+def _gpu_instructions(operation: Any) -> Iterator[str]:
+    """Names of operations inside `operation` that have no code on a CPU."""
+    for region in operation.regions:
+        for block in region.blocks:
+            for child in block.operations:
+                name = child.operation.name
+                if name.startswith(("nvvm.", "nvgpu.", "cute_nvgpu.")) or name in (
+                    "llvm.inline_asm",
+                    "llvm.call_intrinsic",
+                    "math.erf",
+                    "math.erfc",
+                ):
+                    yield name
+                yield from _gpu_instructions(child.operation)
+
+
+@functools.cache
+def _loops() -> dict[str, Any]:
+    """The functions to compile; made on demand, because the DSL must be there to decorate them."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Int32, Uint8
+
+    from flash_mask_cute.core.mods import call_mask_mod, call_score_mod
+
+    @cute.jit
+    def fill_mask(
+        mask_mod: cutlass.Constexpr,
+        visible: Any,
+        batch_idx: Int32,
+        head_idx: Int32,
+        q_idx: Any,
+        k_idx: Any,
+        aux_tensors: Any,
+    ) -> None:
+        for i in range(cute.size(q_idx)):
+            for j in range(cute.size(k_idx)):
+                visible[i, j] = Uint8(
+                    call_mask_mod(mask_mod, batch_idx, head_idx, q_idx[i], k_idx[j], aux_tensors)
+                )
+
+    @cute.jit
+    def modify_scores(
+        score_mod: cutlass.Constexpr,
+        scores: Any,
+        batch_idx: Int32,
+        head_idx: Int32,
+        q_idx: Any,
+        k_idx: Any,
+        aux_tensors: Any,
+    ) -> None:
+        for i in range(cute.size(q_idx)):
+            for j in range(cute.size(k_idx)):
+                scores[i, j] = call_score_mod(
+                    score_mod,
+                    scores[i, j],
+                    batch_idx,
+                    head_idx,
+                    q_idx[i],
+                    k_idx[j],
+                    aux_tensors,
+                )
+
+    return {"mask_mod": fill_mask, "score_mod": modify_scores}

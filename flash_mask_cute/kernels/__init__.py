@@ -1,0 +1,1 @@
+"""Small kernels that prepare masks, beside the attention kernels."""

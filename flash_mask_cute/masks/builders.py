@@ -1,0 +1,531 @@
+"""Masks by name: the twelve of the FlashMask paper (Wang et al. 2024, figure 1), and conversions.
+
+Every function returns a `ColumnMask` for self-attention over `seqlen` tokens, made on the device
+without a sync (but for `from_dense`). Its docstring says which query q sees which key k, and in
+which form that is stored: the one with the fewest vectors from whose smallest and largest values a
+block of keys can be told to be hidden or full. `docs/mask_gallery.md` shows them.
+
+Lengths of documents are lists of ints, [[...], ...] for a batch with different documents; or an
+integer tensor (documents,) or (batch, documents), whose device the mask gets; then `seqlen` is
+needed, and the numbers cannot be checked. Lengths may be 0. Tokens past the last document see
+nothing and are seen by none, if nothing else is said. `seqlen` defaults to what lists add up to.
+
+All of them raise TypeError or ValueError for unusable arguments, naming them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_mask_cute.masks.column_mask import ColumnMask
+
+Device: TypeAlias = torch.device | str | None
+Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
+Runs: TypeAlias = tuple[Tensor, Tensor]
+PartLengths: TypeAlias = Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] | Tensor
+
+
+def full(seqlen: int, *, device: Device = None) -> ColumnMask:
+    """Every query sees every key. Not causal, 2 vectors."""
+    _check_int("seqlen", seqlen)
+    indices = torch.zeros((1, 1, seqlen, 2), dtype=torch.int32, device=device)
+    indices[..., 0] = seqlen
+    return ColumnMask(indices, causal=False)
+
+
+def causal(seqlen: int, *, device: Device = None) -> ColumnMask:
+    """k <= q. Causal, 1 vector."""
+    _check_int("seqlen", seqlen)
+    indices = torch.full((1, 1, seqlen, 1), seqlen, dtype=torch.int32, device=device)
+    return ColumnMask(indices, causal=True)
+
+
+def sliding_window(seqlen: int, window: int, *, device: Device = None) -> ColumnMask:
+    """q - window <= k <= q: the query's own key and `window` before it. Causal, 1 vector."""
+    _check_int("seqlen", seqlen)
+    _check_int("window", window)
+    return ColumnMask(_window_end(seqlen, window, device)[None, None, :, None], causal=True)
+
+
+def sink_window(seqlen: int, sinks: int, window: int, *, device: Device = None) -> ColumnMask:
+    """k < sinks or q - window <= k, and k <= q: a causal window that never loses the first keys.
+
+    Attention sinks (Xiao et al. 2023). Causal, 1 vector.
+    """
+    _check_int("seqlen", seqlen)
+    _check_int("sinks", sinks)
+    _check_int("window", window)
+    end = _window_end(seqlen, window, device)
+    end[:sinks] = seqlen
+    return ColumnMask(end[None, None, :, None], causal=True)
+
+
+def global_sliding_window(
+    seqlen: int, global_tokens: int, window: int, *, device: Device = None
+) -> ColumnMask:
+    """abs(q - k) <= window, or q < global_tokens, or k < global_tokens.
+
+    Global tokens see all and are seen by all. Not causal, 4 vectors: the queries that a key hides
+    before itself start after the global ones, which two vectors cannot say.
+    """
+    _check_int("seqlen", seqlen)
+    _check_int("global_tokens", global_tokens)
+    _check_int("window", window)
+    first = min(global_tokens, seqlen)
+    indices = torch.full((1, 1, seqlen, 4), seqlen, dtype=torch.int32, device=device)
+    indices[:, :, first:, 0] = _window_end(seqlen, window, device)[first:]
+    indices[..., 2] = first
+    # 0: nothing is hidden before the window
+    before = _positions(seqlen, device) - min(window, seqlen)
+    indices[..., 3] = torch.where(before > first, before, 0)
+    return ColumnMask(indices, causal=False)
+
+
+def prefix_lm_causal(seqlen: int, prefix: int, *, device: Device = None) -> ColumnMask:
+    """k <= q or k < prefix: all queries see the prefix. Not causal, 2 vectors."""
+    _check_int("seqlen", seqlen)
+    _check_int("prefix", prefix)
+    indices = torch.full((1, 1, seqlen, 2), seqlen, dtype=torch.int32, device=device)
+    indices[..., 1] = _positions(seqlen, device)
+    indices[:, :, :prefix, 1] = 0
+    return ColumnMask(indices, causal=False)
+
+
+def causal_document(
+    lengths: Lengths, seqlen: int | None = None, *, device: Device = None
+) -> ColumnMask:
+    """k <= q, both in the same document. Causal, 1 vector."""
+    sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=1)
+    return _causal_segments(_ends(sizes, seqlen), seqlen, device)
+
+
+def document(lengths: Lengths, seqlen: int | None = None, *, device: Device = None) -> ColumnMask:
+    """Query and key in the same document. Not causal, 2 vectors."""
+    sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=1)
+    return _full_segments(_ends(sizes, seqlen), seqlen, device)
+
+
+def prefix_lm_document(
+    lengths: Lengths, prefixes: Lengths, seqlen: int | None = None, *, device: Device = None
+) -> ColumnMask:
+    """Same document, and k <= q or k in the prefix of its document. Not causal, 2 vectors.
+
+    prefixes: tokens of each prefix, as many numbers as lengths has; one that is longer than its
+    document means all of it.
+    """
+    sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=1)
+    prefix_sizes, _, _ = _sizes("prefixes", prefixes, seqlen, device, depth=1, adds_up=False)
+    if prefix_sizes.shape != sizes.shape or prefix_sizes.device != sizes.device:
+        raise ValueError(
+            f"prefixes has shape {tuple(prefix_sizes.shape)} on {prefix_sizes.device}, lengths "
+            f"{tuple(sizes.shape)} on {sizes.device}; lists are on the cpu"
+        )
+    ends = _ends(sizes, seqlen)
+    starts = F.pad(ends, (1, 0))[:, :-1]
+    prefix_ends = torch.minimum(starts + prefix_sizes, ends)
+    # each document is two segments; -1 stands for a key's own position
+    row_ends = torch.stack((ends, ends), dim=-1).flatten(1)
+    row_starts = torch.stack((starts, torch.full_like(starts, -1)), dim=-1).flatten(1)
+    table = _table(row_ends, row_starts, seqlen)
+    segment_ends = torch.stack((prefix_ends, ends), dim=-1).flatten(1)
+    indices = _look_up(segment_ends, table, seqlen, device)
+    own = indices[..., 1]
+    own.copy_(torch.where(own < 0, _positions(seqlen, device), own))
+    return ColumnMask(indices, causal=False)
+
+
+def share_question(
+    lengths: PartLengths, seqlen: int | None = None, *, device: Device = None
+) -> ColumnMask:
+    """k <= q in the same document, and k in its question or in the answer that q is in.
+
+    Answers to one question do not see each other (reward models, DPO). lengths: for each document
+    [question, answer, answer, ...]; as a tensor (documents, parts) or (batch, documents, parts),
+    filled up with zeros behind. Causal, 1 vector.
+    """
+    sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=2)
+    ends = _ends(sizes.flatten(1), seqlen)
+    row_ends = ends.view(sizes.shape).clone()
+    row_ends[..., 0] = row_ends[..., -1]
+    indices = _look_up(ends[:, :-1], row_ends.flatten(1)[..., None], seqlen, device)
+    return ColumnMask(indices, causal=True)
+
+
+def causal_blockwise(
+    lengths: Lengths, seqlen: int | None = None, *, device: Device = None
+) -> ColumnMask:
+    """k <= q, both in the same block or q in the last one.
+
+    In-context learning (Bertsch et al. 2024): demonstrations see their own block, the test example
+    at the end sees all. Tokens past the last length belong to it. Causal, 2 vectors.
+    """
+    sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=1)
+    before_last = _ends(sizes, seqlen)[:, :-1]
+    test_start = F.pad(before_last, (1, 0))[:, -1:]
+    # the blocks from which nothing is hidden start at seqlen
+    row_starts = before_last.masked_fill(before_last == test_start, seqlen)
+    row_starts = F.pad(row_starts, (0, 1), value=seqlen)
+    table = torch.stack((row_starts, test_start.expand_as(row_starts)), dim=-1)
+    return ColumnMask(_look_up(before_last, table, seqlen, device), causal=True)
+
+
+def qk_sparse(
+    seqlen: int, dropped: Sequence[tuple[int, int]], *, device: Device = None
+) -> ColumnMask:
+    """k <= q, but not both in the same dropped range.
+
+    dropped: (start, length) of each range, ascending, not overlapping. Its tokens still see what
+    lies before the range, and are seen by what comes after it. Causal, 2 vectors.
+    """
+    _check_int("seqlen", seqlen)
+    end = 0
+    for i, (start, length) in enumerate(dropped):
+        _check_int(f"dropped[{i}][0]", start)
+        _check_int(f"dropped[{i}][1]", length)
+        if start < end or start + length > seqlen:
+            raise ValueError(
+                f"dropped[{i}]=({start}, {length}) starts before {end}, where the range before it "
+                f"ends, or reaches past seqlen={seqlen}"
+            )
+        end = start + length
+    # causality hides the queries before a range from its keys anyway, and all of these from later
+    # keys: they get the same values, so that blocks stay uniform
+    rows = [(seqlen, 0), *((0, start + length) for start, length in dropped)]
+    starts = torch.tensor([[start for start, _ in dropped]], dtype=torch.int32, device="cpu")
+    table = torch.tensor([rows], dtype=torch.int32, device="cpu")
+    return ColumnMask(_look_up(starts, table, seqlen, _device(device)), causal=True)
+
+
+def random_eviction(
+    seqlen: int,
+    cache_size: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    generator: torch.Generator | None = None,
+    device: Device = None,
+) -> ColumnMask:
+    """k <= q, and k not evicted yet from a cache of cache_size keys.
+
+    Once the cache is full, each query puts its own key in the place of one that is drawn uniformly;
+    nobody sees that one again. So q sees min(q + 1, cache_size) keys. Drawn anew for each batch
+    entry and head. Causal, 1 vector.
+    """
+    _check_int("seqlen", seqlen)
+    _check_int("cache_size", cache_size, at_least=1)
+    _check_int("batch", batch, at_least=1)
+    _check_int("heads", heads, at_least=1)
+    shape = (batch, heads, seqlen)
+    place = torch.randint(cache_size, shape, generator=generator, dtype=torch.int32, device=device)
+    place[..., :cache_size] = _positions(min(cache_size, seqlen), device)
+    # a key stays until the next query that gets its place
+    place, order = place.sort(dim=-1, stable=True)
+    successor = torch.full(shape, seqlen, dtype=torch.int32, device=device)
+    is_same = place[..., 1:] == place[..., :-1]
+    successor[..., :-1] = torch.where(is_same, order[..., 1:].int(), successor[..., :-1])
+    evicted_by = torch.empty_like(successor).scatter_(-1, order, successor)
+    return ColumnMask(evicted_by[..., None], causal=True)
+
+
+def from_cu_seqlens(
+    cu_seqlens: Sequence[int] | Tensor,
+    seqlen: int | None = None,
+    *,
+    causal: bool = True,
+    device: Device = None,
+) -> ColumnMask:
+    """Documents that start and end at cu_seqlens[i] and cu_seqlens[i + 1], the first at 0.
+
+    A list, or an int tensor (documents + 1,) or (batch, documents + 1). The form is that of
+    `causal_document` or `document`.
+    """
+    bounds, seqlen, device = _sizes(
+        "cu_seqlens", cu_seqlens, seqlen, device, depth=1, adds_up=False
+    )
+    if bounds.shape[1] < 2:
+        raise ValueError(f"cu_seqlens has shape {tuple(bounds.shape)}, it needs 0 and an end")
+    if not isinstance(cu_seqlens, Tensor) and (
+        bool(bounds[:, 0].any()) or bool((bounds.diff() < 0).any()) or int(bounds.max()) > seqlen
+    ):
+        raise ValueError(f"cu_seqlens={cu_seqlens} does not ascend from 0 to at most {seqlen}")
+    segments = _causal_segments if _check_bool("causal", causal) else _full_segments
+    return segments(bounds[:, 1:], seqlen, device)
+
+
+def from_document_ids(document_ids: Tensor, *, causal: bool = True) -> ColumnMask:
+    """A document is a run of equal ids: an integer tensor (seqlen,) or (batch, seqlen).
+
+    The form is that of `causal_document` or `document`.
+    """
+    ids = _rows("document_ids", document_ids)
+    return _from_starts(ids[:, 1:] != ids[:, :-1], _check_bool("causal", causal))
+
+
+def from_position_ids(position_ids: Tensor, *, causal: bool = True) -> ColumnMask:
+    """A document starts wherever a position does not follow the one before it.
+
+    An integer tensor (seqlen,) or (batch, seqlen). The form is that of `causal_document` or
+    `document`.
+    """
+    positions = _rows("position_ids", position_ids)
+    return _from_starts(positions[:, 1:] != positions[:, :-1] + 1, _check_bool("causal", causal))
+
+
+def from_dense(mask: Tensor) -> ColumnMask:
+    """The same mask as intervals, for a bool tensor that is true where a query sees a key.
+
+    mask: (seqlen_q, seqlen_k), (batch, seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k).
+    Takes the first form that holds it: causal (bottom-right aligned) with 1, 2 or 4 vectors if no
+    query sees a later key, else not causal with 2 or 4. Waits for the device.
+
+    Raises:
+        ValueError: no form does; names the first column that hides more than two ranges of queries.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
+        got = f"{tuple(mask.shape)}, {mask.dtype}" if isinstance(mask, Tensor) else type(mask)
+        raise ValueError(f"mask is {got}, not a bool tensor ([batch, [heads,]] seqlen_q, seqlen_k)")
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(1 if mask.dim() == 3 else 0)
+    seqlen_q, seqlen_k = mask.shape[2:]
+    row = torch.arange(seqlen_q, device=mask.device)[:, None]
+    key = torch.arange(seqlen_k, device=mask.device)
+    diagonal = (key - (seqlen_k - seqlen_q)).clamp_(0, seqlen_q)
+    is_causal = not bool((mask & (row < diagonal)).any())
+    hidden = ~mask
+    if is_causal:
+        hidden &= row >= diagonal
+    num_runs, first, last = _runs(hidden)
+    if bool((num_runs > 2).any()):
+        batch_idx, head_idx, column = (num_runs > 2).nonzero()[0].tolist()
+        raise ValueError(
+            f"column {column} of the mask (batch {batch_idx}, head {head_idx}) hides "
+            f"{int(num_runs[batch_idx, head_idx, column])} ranges of queries; column intervals "
+            "hold two"
+        )
+    return ColumnMask(_fit(num_runs, first, last, diagonal, seqlen_q, is_causal), is_causal)
+
+
+def _runs(hidden: Tensor) -> tuple[Tensor, Runs, Runs]:
+    """Of each column of (batch, heads, seqlen_q, seqlen_k): how many runs of true it has, and where
+    the first and the last of them start and end; from seqlen_q to 0 if there is none."""
+    seqlen_q = hidden.shape[2]
+    padded = F.pad(hidden, (0, 0, 1, 1)).to(torch.int8)
+    step = padded.diff(dim=2)
+    rises, falls = (step > 0).to(torch.uint8), (step < 0).to(torch.uint8)
+    num_runs = rises.sum(dim=2)
+
+    def edge(steps: Tensor, none: int, is_last: bool) -> Tensor:
+        at = seqlen_q - steps.flip(2).argmax(dim=2) if is_last else steps.argmax(dim=2)
+        return torch.where(num_runs > 0, at, none)
+
+    first, last = (
+        (edge(rises, seqlen_q, is_last), edge(falls, 0, is_last)) for is_last in (False, True)
+    )
+    return num_runs, first, last
+
+
+def _fit(
+    num_runs: Tensor, first: Runs, last: Runs, diagonal: Tensor, seqlen_q: int, is_causal: bool
+) -> Tensor:
+    """The vectors of the first form that holds up to two runs in each column.
+
+    Keys of one block that are hidden alike are to have the same vectors, so that the block can be
+    told to be hidden: runs that reach the last query or the first one (in a causal mask: the
+    diagonal, before which nothing counts) are written as such.
+    """
+    if is_causal:
+        is_only = num_runs == 1
+        start = torch.where((num_runs > 0) & (first[0] <= diagonal), 0, first[0])
+        first, last = (start, first[1]), (torch.where(is_only, start, last[0]), last[1])
+    at_top, at_end = (num_runs > 0) & (first[0] == 0), (num_runs > 0) & (last[1] == seqlen_q)
+    suffix = torch.where(at_end, last[0], seqlen_q)
+    prefix = torch.where(at_top, first[1], 0)
+    vectors: tuple[Tensor, ...]
+    if is_causal and bool((num_runs <= at_end).all()):
+        vectors = (suffix,)
+    elif is_causal and bool((num_runs <= 1).all()):
+        vectors = first
+    elif not is_causal and bool((num_runs <= at_top.int() + at_end).all()):
+        vectors = (suffix, prefix)
+    else:
+        is_low = (num_runs == 2) | at_end | (first[0] >= diagonal)
+        is_high = (num_runs == 2) | at_top | ~is_low
+        vectors = (
+            torch.where(is_low, last[0], seqlen_q),
+            torch.where(is_low, last[1], 0),
+            torch.where(is_high, first[0], seqlen_q),
+            torch.where(is_high, first[1], 0),
+        )
+    return torch.stack(vectors, dim=-1).int()
+
+
+# -- arguments ----------------------------------------------------------------------------------
+
+
+def _check_int(name: str, value: Any, at_least: int = 0) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not an int")
+    if value < at_least:
+        raise ValueError(f"{name}={value} is less than {at_least}")
+
+
+def _check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not a bool")
+    return value
+
+
+def _device(device: Device) -> torch.device:
+    return torch.get_default_device() if device is None else torch.device(device)
+
+
+def _sizes(
+    name: str,
+    value: Any,
+    seqlen: int | None,
+    device: Device,
+    *,
+    depth: int,
+    adds_up: bool = True,
+) -> tuple[Tensor, int, torch.device]:
+    """An argument as int32 (batch, ...) with `depth` more dimensions, seqlen, and the device of the
+    mask. Lists stay on the CPU. adds_up: all numbers of a batch entry make up seqlen or less."""
+    if seqlen is not None:
+        _check_int("seqlen", seqlen)
+    if isinstance(value, Tensor):
+        if seqlen is None:
+            raise ValueError(f"seqlen is needed where {name} is a tensor")
+        _check_integers(name, value, (depth, depth + 1))
+        if device is not None and torch.empty(0, device=device).device != value.device:
+            raise ValueError(f"{name} is on {value.device}, device={device}")
+        if 0 in value.shape:
+            raise ValueError(f"{name} is empty: shape {tuple(value.shape)}")
+        sizes = value.to(torch.int32)
+        return (sizes if value.dim() > depth else sizes[None]), seqlen, value.device
+    levels = _levels(name, value)
+    if levels not in (depth, depth + 1):
+        raise ValueError(f"{name}={value!r} is not {depth} or {depth + 1} lists deep")
+    rows = _rectangle(value if levels > depth else [value], depth)
+    sizes = torch.tensor(rows, dtype=torch.int32, device="cpu")
+    if 0 in sizes.shape:
+        raise ValueError(f"{name}={value!r} is empty")
+    flat = sizes.flatten(1)
+    needed = int((flat.sum(1) if adds_up else flat.amax(1)).max())
+    if seqlen is None:
+        seqlen = needed
+    elif adds_up and needed > seqlen:
+        raise ValueError(f"{name} adds up to {needed}, more than seqlen={seqlen}")
+    return sizes, seqlen, _device(device)
+
+
+def _levels(name: str, value: Any) -> int:
+    """How deep lists are nested, the same everywhere, down to numbers that are not negative."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        _check_int(f"a number in {name}", value)
+        return 0
+    levels = {_levels(name, item) for item in value}
+    if len(levels) > 1:
+        raise ValueError(f"{name}={value!r} mixes numbers and lists")
+    return 1 + max(levels, default=0)
+
+
+def _rectangle(rows: Any, depth: int) -> list[Any]:
+    """Lists made equally long by zeros, which change nothing: documents without tokens are put
+    before the others, answers without tokens behind."""
+    filler: Any = 0
+    if depth == 2:
+        width = max((len(parts) for row in rows for parts in row), default=0)
+        filler = [0] * width
+        rows = [[[*parts, *filler[len(parts) :]] for parts in row] for row in rows]
+    longest = max((len(row) for row in rows), default=0)
+    return [[*[filler] * (longest - len(row)), *row] for row in rows]
+
+
+def _check_integers(name: str, value: Tensor, dims: tuple[int, int]) -> None:
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{name} has dtype {value.dtype}; it holds integers")
+    if value.dim() not in dims:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, not {dims[0]} or {dims[1]} dims")
+
+
+def _rows(name: str, value: Any) -> Tensor:
+    """Integers for each token as (batch, seqlen)."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
+    _check_integers(name, value, (1, 2))
+    if 0 in value.shape:
+        raise ValueError(f"{name} is empty: shape {tuple(value.shape)}")
+    return value if value.dim() == 2 else value[None]
+
+
+# -- segments of the sequence -------------------------------------------------------------------
+
+
+def _positions(seqlen: int, device: Device) -> Tensor:
+    return torch.arange(seqlen, dtype=torch.int32, device=device)
+
+
+def _window_end(seqlen: int, window: int, device: Device) -> Tensor:
+    """The first query that a key is too old for, (seqlen,)."""
+    first = min(window, seqlen) + 1
+    end = torch.arange(first, seqlen + first, dtype=torch.int32, device=device)
+    return end.clamp_(max=seqlen)
+
+
+def _ends(sizes: Tensor, seqlen: int) -> Tensor:
+    """Where each of the segments (batch, segments) ends."""
+    return sizes.cumsum(1, dtype=torch.int32).clamp_(max=seqlen)
+
+
+def _look_up(segment_ends: Tensor, table: Tensor, seqlen: int, device: torch.device) -> Tensor:
+    """Vectors by segment: table (batch, segments + 1, n) as (batch, 1, seqlen, n).
+
+    Segments end at segment_ends (batch, segments); the last row of the table is for what follows.
+    """
+    segment_ends, table = _move(segment_ends.contiguous(), device), _move(table, device)
+    positions = _positions(seqlen, device)
+    batch, _, num_vectors = table.shape
+    if batch == 1:
+        segment = torch.searchsorted(segment_ends[0], positions, right=True, out_int32=True)
+        return table[0].index_select(0, segment)[None, None]
+    segment = torch.searchsorted(segment_ends, positions.repeat(batch, 1), right=True)
+    return table.gather(1, segment[..., None].expand(-1, -1, num_vectors))[:, None]
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _causal_segments(ends: Tensor, seqlen: int, device: torch.device) -> ColumnMask:
+    """Tokens past the last segment count as its own: they are hidden from where it ends."""
+    return ColumnMask(_look_up(ends[:, :-1], ends[..., None], seqlen, device), causal=True)
+
+
+def _full_segments(ends: Tensor, seqlen: int, device: torch.device) -> ColumnMask:
+    table = _table(ends, F.pad(ends, (1, 0))[:, :-1], seqlen)
+    return ColumnMask(_look_up(ends, table, seqlen, device), causal=False)
+
+
+def _table(ends: Tensor, starts: Tensor, seqlen: int) -> Tensor:
+    """Rows for `_look_up`: keys of a segment hide all outside [start, end), later ones all."""
+    return torch.stack((F.pad(ends, (0, 1)), F.pad(starts, (0, 1), value=seqlen)), dim=-1)
+
+
+def _from_starts(starts_anew: Tensor, is_causal: bool) -> ColumnMask:
+    """starts_anew: bool (batch, seqlen - 1), whether a document starts at a token, from 1 on."""
+    seqlen = starts_anew.shape[1] + 1
+    positions = _positions(seqlen, starts_anew.device)
+    is_last = F.pad(starts_anew, (0, 1), value=True)
+    ends = torch.where(is_last, positions + 1, seqlen).flip(1).cummin(1).values.flip(1)
+    if is_causal:
+        return ColumnMask(ends[:, None, :, None].int(), causal=True)
+    is_first = F.pad(starts_anew, (1, 0), value=True)
+    starts = torch.where(is_first, positions, 0).cummax(1).values
+    return ColumnMask(torch.stack((ends, starts), dim=-1)[:, None].int(), causal=False)

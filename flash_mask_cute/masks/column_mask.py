@@ -1,0 +1,246 @@
+"""The column intervals of a mask, and what is known about each block of keys.
+
+A block is skipped or left unmasked by the smallest and largest value of each vector over its keys,
+as in FlashMask (Wang et al. 2024, section 4.2). These bounds belong to the mask: every layer and
+every call that uses it shares them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.masks.intervals import Intervals
+
+NUM_VECTORS = (1, 2, 4)
+
+Versions: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnMask:
+    """Who sees whom, told by each key: the one or two ranges of queries that it hides.
+
+    startend_row_indices: int32 (batch, heads_mask, seqlen_k, n), any strides, n in {1, 2, 4}; batch
+    may be 1 for all, heads_mask is 1, heads_kv or heads_q. A packed batch (cu_seqlens_k) has
+    (1, heads_mask, total_k, n). With its n values, a key hides the queries
+        causal, n=1:     [c0, seqlen_q)
+        causal, n=2:     [c0, c1)
+        not causal, n=2: [c0, seqlen_q) and [0, c1)
+        n=4:             [c0, c1) and [c2, c3)
+    counted inside the sequence; a range that ends before it starts is empty. causal hides the keys
+    after a query as well, bottom-right aligned (k > q + seqlen_k - seqlen_q).
+
+    The tensor may be changed in place, between calls; its values are never read by the host.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: another dtype, rank or n, or n=1 without causal.
+    """
+
+    startend_row_indices: Tensor
+    causal: bool
+    _bounds: dict[object, _Bounds] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        indices = self.startend_row_indices
+        if not isinstance(indices, Tensor):
+            raise TypeError(f"startend_row_indices is a {type(indices).__name__}, not a tensor")
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal={self.causal!r} is not a bool")
+        if indices.dtype != torch.int32:
+            raise ValueError(f"startend_row_indices has dtype {indices.dtype}, not torch.int32")
+        if indices.dim() != 4 or indices.shape[3] not in NUM_VECTORS:
+            raise ValueError(
+                f"startend_row_indices has shape {tuple(indices.shape)}, not "
+                f"(batch, heads_mask, seqlen_k, n) with n in {NUM_VECTORS}"
+            )
+        if indices.shape[3] == 1 and not self.causal:
+            raise ValueError(
+                "startend_row_indices with 1 vector needs causal=True: it hides rows below only"
+            )
+
+    @property
+    def num_vectors(self) -> int:
+        return self.startend_row_indices.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        return self.startend_row_indices.device
+
+    def dense(self, seqlen_q: int, seqlen_k: int | None = None) -> Tensor:
+        """What is visible, bool (batch, heads_mask, seqlen_q, seqlen_k).
+
+        seqlen_k: the number of keys that count, all of them by default. A sequence of a packed
+        batch is `ColumnMask(mask.startend_row_indices[:, :, start:end], mask.causal)`.
+
+        Raises:
+            ValueError: more keys than there are.
+        """
+        indices = self.startend_row_indices
+        if seqlen_k is None:
+            seqlen_k = indices.shape[2]
+        elif not 0 <= seqlen_k <= indices.shape[2]:
+            raise ValueError(f"seqlen_k={seqlen_k} of a mask with {indices.shape[2]} keys")
+        row = torch.arange(seqlen_q, device=self.device)[:, None]
+        key = torch.arange(seqlen_k, device=self.device)
+        values = [vector[:, :, None, :seqlen_k] for vector in indices.unbind(3)]
+        visible = torch.ones(
+            (*indices.shape[:2], seqlen_q, seqlen_k), dtype=torch.bool, device=self.device
+        )
+        for start, end in Intervals(self.num_vectors, self.causal).hidden_rows(values, seqlen_q):
+            visible &= (row < start) | (row >= end)
+        if self.causal:
+            visible &= key <= row + (seqlen_k - seqlen_q)
+        return visible
+
+    def bounds(self, tile_n: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
+        """Smallest and largest values over each block of tile_n keys.
+
+        Returns:
+            int32 (batch, heads_mask, 2 * n, num_blocks), contiguous: entry 2 * v is the smallest
+            value of vector v among the keys of a block, entry 2 * v + 1 the largest. With
+            cu_seqlens_k, int32 (num_sequences + 1,) on the same device, blocks do not cross
+            sequences: those of sequence b start at `cu_seqlens_k[b] // tile_n + b`, of
+            `total_k // tile_n + num_sequences` in all; entries that no block uses hold anything.
+
+        The tensor is kept: the next call with the same tile_n (and the same cu_seqlens_k) returns
+        it again, for one comparison on the host. If torch knows that startend_row_indices or
+        cu_seqlens_k changed in place since, its values are computed again first. Changes that torch
+        does not count (through `.data`, in a replayed graph, in inference mode) need `refresh()`.
+
+        Everything runs on the current stream, without waiting: one launch. A call that is being
+        captured into a CUDA graph captures a launch only if the bounds are not there yet.
+
+        Raises:
+            TypeError, ValueError: unusable arguments.
+            NotImplementedError: no kernel for this GPU.
+        """
+        key = tile_n if cu_seqlens_k is None else (tile_n, id(cu_seqlens_k))
+        kept = self._bounds.get(key)
+        if kept is None or not kept.is_for(cu_seqlens_k):
+            kept = self._bounds[key] = self._allocate(tile_n, cu_seqlens_k)
+        if kept.versions != self._versions(cu_seqlens_k):
+            self._compute(kept)
+        return kept.values
+
+    def refresh(self) -> None:
+        """Compute again, in place, all bounds that were asked for: one launch for each.
+
+        In a CUDA graph, each replay then computes them from what the tensors hold at that time.
+        """
+        for kept in self._bounds.values():
+            if not kept.is_orphan():
+                self._compute(kept)
+
+    def _versions(self, cu_seqlens_k: Tensor | None) -> Versions:
+        indices = self.startend_row_indices
+        return _version(indices), 0 if cu_seqlens_k is None else _version(cu_seqlens_k)
+
+    def _allocate(self, tile_n: int, cu_seqlens_k: Tensor | None) -> _Bounds:
+        if not isinstance(tile_n, int) or isinstance(tile_n, bool):
+            raise TypeError(f"tile_n={tile_n!r} is not an int")
+        if tile_n <= 0:
+            raise ValueError(f"tile_n={tile_n} is not positive")
+        batch, heads, seqlen_k, num_vectors = self.startend_row_indices.shape
+        reference = None
+        if cu_seqlens_k is None:
+            num_blocks = -(-seqlen_k // tile_n)
+        else:
+            self._check_cu_seqlens(cu_seqlens_k)
+            num_blocks = seqlen_k // tile_n + cu_seqlens_k.shape[0] - 1
+            reference = weakref.ref(cu_seqlens_k)
+            for old in [key for key, kept in self._bounds.items() if kept.is_orphan()]:
+                del self._bounds[old]
+        # not an inference tensor, which could not be written later
+        with torch.inference_mode(False):
+            values = torch.empty(
+                (batch, heads, 2 * num_vectors, num_blocks), dtype=torch.int32, device=self.device
+            )
+        return _Bounds(tile_n, reference, values)
+
+    def _check_cu_seqlens(self, cu_seqlens_k: Tensor) -> None:
+        if not isinstance(cu_seqlens_k, Tensor):
+            raise TypeError(f"cu_seqlens_k is a {type(cu_seqlens_k).__name__}, not a tensor")
+        if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.dim() != 1 or len(cu_seqlens_k) < 2:
+            raise ValueError(
+                f"cu_seqlens_k has shape {tuple(cu_seqlens_k.shape)} and dtype "
+                f"{cu_seqlens_k.dtype}, not (num_sequences + 1,) and torch.int32"
+            )
+        if cu_seqlens_k.device != self.device:
+            raise ValueError(f"cu_seqlens_k is on {cu_seqlens_k.device}, the mask on {self.device}")
+        if self.startend_row_indices.shape[0] != 1:
+            raise ValueError(
+                f"startend_row_indices has batch {self.startend_row_indices.shape[0]}; with "
+                "cu_seqlens_k it is (1, heads_mask, total_k, n)"
+            )
+
+    @torch.inference_mode(False)
+    def _compute(self, kept: _Bounds) -> None:
+        cu_seqlens_k = None if kept.cu_seqlens_k is None else kept.cu_seqlens_k()
+        versions = self._versions(cu_seqlens_k)
+        if kept.values.numel() and self.startend_row_indices.numel():
+            if self.device.type == "cuda":
+                from flash_mask_cute.host.compile_bounds import launch_bounds
+
+                launch_bounds(self.startend_row_indices, kept.values, kept.tile_n, cu_seqlens_k)
+                if torch.cuda.is_current_stream_capturing():
+                    return  # nothing is computed before the graph runs
+            else:
+                kept.values.copy_(
+                    _bounds_by_torch(
+                        self.startend_row_indices,
+                        kept.tile_n,
+                        cu_seqlens_k,
+                        num_blocks=kept.values.shape[3],
+                    )
+                )
+        kept.versions = versions
+
+
+@dataclass
+class _Bounds:
+    """Bounds for one tile_n and one cu_seqlens_k, and the versions that they were made from.
+
+    cu_seqlens_k is a weak reference: the mask does not keep old lengths, nor take another tensor
+    for them that has got their `id`.
+    """
+
+    tile_n: int
+    cu_seqlens_k: weakref.ref[Tensor] | None
+    values: Tensor
+    versions: Versions | None = None
+
+    def is_for(self, cu_seqlens_k: Tensor | None) -> bool:
+        return self.cu_seqlens_k is None or self.cu_seqlens_k() is cu_seqlens_k
+
+    def is_orphan(self) -> bool:
+        return self.cu_seqlens_k is not None and self.cu_seqlens_k() is None
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _bounds_by_torch(
+    indices: Tensor, tile_n: int, cu_seqlens_k: Tensor | None, num_blocks: int
+) -> Tensor:
+    """The bounds by torch operations: each block lists its keys, the last one repeated."""
+    seqlen_k = indices.shape[2]
+    block = torch.arange(num_blocks, device=indices.device)
+    lane = torch.arange(tile_n, device=indices.device)
+    if cu_seqlens_k is None:
+        keys = block[:, None] * tile_n + lane
+    else:
+        starts = cu_seqlens_k.long()
+        num_sequences = len(starts) - 1
+        first = starts[:-1] // tile_n + torch.arange(num_sequences, device=indices.device)
+        owner = (torch.searchsorted(first, block, right=True) - 1).clamp_(min=0)
+        keys = (starts[owner] + (block - first[owner]) * tile_n)[:, None] + lane
+        keys = torch.minimum(keys, starts[owner + 1, None] - 1).clamp_(min=0)
+    low, high = torch.aminmax(indices[:, :, keys.clamp_(max=seqlen_k - 1)], dim=3)
+    return torch.stack((low, high), dim=-1).flatten(-2).transpose(2, 3)

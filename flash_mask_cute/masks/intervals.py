@@ -1,0 +1,88 @@
+"""FlashMask's column intervals as plain integer arithmetic: which query rows a key hides.
+
+A key carries n in {1, 2, 4} row numbers ("vectors", one value per key) that bound one or two
+intervals of hidden rows, after FlashMask (Wang et al., 2024). Like `Band`, the arithmetic has no
+branch on a value: the same text runs on Python ints, elementwise on integer torch tensors and,
+traced into kernels, on `cutlass.Int32`. Importing this module imports neither cutlass nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any, TypeAlias
+
+from flash_mask_cute.masks.band import IntLike
+
+BoolLike: TypeAlias = Any
+"""A bool, a `cutlass.Boolean`, or a bool torch tensor; results follow the operands."""
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """What the n row numbers of a key mean; both fields are static.
+
+    =====  ==========  =============================================
+    n      causal      a key hides the rows
+    =====  ==========  =============================================
+    1      yes         [c0, seqlen_q)
+    2      yes         [c0, c1)
+    2      no          [c0, seqlen_q) and [0, c1)
+    4      either      [c0, c1) and [c2, c3)
+    =====  ==========  =============================================
+
+    An interval with start >= end hides nothing. Rows are query positions inside the sequence. What
+    causal hides besides is the `Band`'s to say. Make this object where it is used (inside the
+    kernel): as an argument of a kernel its fields would become run-time values.
+
+    Raises ValueError for any other combination of num_vectors and causal.
+    """
+
+    num_vectors: int
+    causal: bool
+
+    def __post_init__(self) -> None:
+        if self.num_vectors not in ((1, 2, 4) if self.causal else (2, 4)):
+            raise ValueError(
+                f"column intervals have 1 (causal only), 2 or 4 vectors, got {self.num_vectors} "
+                f"with causal={self.causal}"
+            )
+
+    def hidden_rows(
+        self, c: Sequence[IntLike], seqlen_q: IntLike
+    ) -> tuple[tuple[IntLike, IntLike], ...]:
+        """The one or two intervals (start, end) of rows that a key with the values `c` hides."""
+        return tuple(
+            (0 if start is None else c[start], seqlen_q if end is None else c[end])
+            for start, end in self._edges()
+        )
+
+    def classify(
+        self, bounds: Sequence[IntLike], first_row: IntLike, end_row: IntLike, seqlen_q: IntLike
+    ) -> tuple[BoolLike, BoolLike]:
+        """(all_hidden, cuts) of the rows [first_row, end_row) against a block of keys.
+
+        `bounds` has 2n values: entry 2v is the smallest and 2v + 1 the largest value of vector v
+        over the keys of the block. all_hidden is true only if every key hides every row, cuts is
+        false only if no key hides any. Both err on the side of more work: a block that is hidden
+        by two intervals together, or cut by none of the keys at the extremes, is still visited and
+        masked. The range holds a row and ends at seqlen_q at the latest; a range that runs past
+        seqlen_q loses the verdict all_hidden, not correctness.
+        """
+        all_hidden, cuts = [], []
+        for start, end in self._edges():
+            min_start, max_start = (0, 0) if start is None else bounds[2 * start : 2 * start + 2]
+            min_end, max_end = (seqlen_q,) * 2 if end is None else bounds[2 * end : 2 * end + 2]
+            all_hidden.append((max_start <= first_row) & (min_end >= end_row))
+            cuts.append((min_start < end_row) & (max_end > first_row))
+        return reduce(or_, all_hidden), reduce(or_, cuts)
+
+    def _edges(self) -> tuple[tuple[int | None, int | None], ...]:
+        """Vector that holds the start and the end of each interval; None: the sequence's."""
+        if self.num_vectors == 1:
+            return ((0, None),)
+        if self.num_vectors == 2:
+            return ((0, 1),) if self.causal else ((0, None), (None, 1))
+        return ((0, 1), (2, 3))

@@ -1,0 +1,74 @@
+"""TMA of the Hopper kernels: atoms with their coordinate tensors, and tiles of them.
+
+Query heads that share keys may share a tile's rows, so rows are (head, position) pairs; packed
+sequences are views in which TMA clips a tile at the end of its sequence.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+# bound of a ragged row coordinate: no sequence is longer (see `ragged_rows`)
+RAGGED_BOUND = 1 << 26
+
+
+class Operands(NamedTuple):
+    """TMA atoms with their coordinate tensors.
+
+    q, o: ((head, row), head_dim, ...); k: (row, head_dim, head, ...); v: (head_dim_v, row, head,
+    ...); the last mode is the batch, absent where lengths vary.
+    """
+
+    q_atom: cute.CopyAtom
+    q: cute.Tensor
+    k_atom: cute.CopyAtom
+    k: cute.Tensor
+    v_atom: cute.CopyAtom
+    v: cute.Tensor
+    o_atom: cute.CopyAtom
+    o: cute.Tensor
+
+
+def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
+    """View ((heads, rows), d) as ((heads, RAGGED_BOUND), d, rows).
+
+    The sum of both row coordinates addresses a row, and the first one ends where the sequence ends,
+    so TMA clips a tile there (the ragged tensors of Triton, in the form with a shifted base pointer
+    that quack uses for stores).
+    """
+    (heads, _), dim = tensor.shape
+    (stride_h, stride_row), stride_d = tensor.stride
+    shifted = cute.domain_offset(((0, -RAGGED_BOUND), 0), tensor)
+    layout = cute.make_layout(
+        ((heads, RAGGED_BOUND), dim, (1 << 31) - 1),
+        stride=((stride_h, stride_row), stride_d, stride_row),
+    )
+    return cute.make_tensor(shifted.iterator, layout)
+
+
+def at_ragged_sequence(tensor: cute.Tensor, offset: Int32, length: Int32) -> cute.Tensor:
+    """The rows of one sequence of a `ragged_rows` view."""
+    return cute.domain_offset(((0, RAGGED_BOUND - length), 0), tensor[None, None, offset + length])
+
+
+def one_stage(layout):
+    return cute.select(layout, mode=[0, 1])
+
+
+def tile_of(atom: cute.CopyAtom, tensor: cute.Tensor, first, tile, smem: cute.Tensor):
+    """TMA partitions (global, shared with stages) of the tile of rows from (head, row) `first`."""
+    gmem = cute.local_tile(cute.domain_offset((first, 0), tensor), tile, (0, 0))
+    s, g = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+    )
+    return g, s
+
+
+def blocks_of(atom: cute.CopyAtom, blocks: cute.Tensor, smem: cute.Tensor):
+    """TMA partitions of `blocks` (tile, tile, n_blocks) and of shared memory with stages."""
+    s, g = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(blocks, 0, 2)
+    )
+    return g, s

@@ -1,0 +1,414 @@
+"""Block lists from CuTe mask_mods on the CPU, against asking torch functions about every score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass.cute.runtime import from_dlpack
+from torch import Tensor
+
+import flash_mask_cute.utils as utils
+from flash_mask_cute.block_sparsity import (
+    ABSENT,
+    FULL,
+    PARTIAL,
+    BlockSparseTensorsTorch,
+    check_block_lists,
+    dense_states,
+    retile_lists,
+)
+from flash_mask_cute.compute_block_sparsity import (
+    compute_block_sparsity,
+    compute_blocksparse_tensors,
+    create_block_mask,
+)
+from flash_mask_cute.host.cache import compile_count
+
+
+@pytest.fixture(autouse=True)
+def no_disk_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_MASK_CUTE_CACHE_DIR", "off")
+
+
+# -- mods in the wording of the FlexAttention post, and the same in torch -------------------------
+
+
+def create_causal_mask_with_offset(offset: int) -> Any:
+    @cute.jit
+    def _causal_mask_mod(batch_idx, head_idx, q_idx, kv_idx, aux_tensors):
+        offset_ssa = utils.scalar_to_ssa(val=offset, dtype=cutlass.Int32)
+        return kv_idx <= q_idx + offset_ssa
+
+    return _causal_mask_mod
+
+
+@cute.jit
+def document_mask_mod(batch_idx, head_idx, q_idx, kv_idx, aux_tensors):
+    doc_ids = aux_tensors[0]
+    doc_id_q = doc_ids[batch_idx[0], head_idx[0], q_idx[0]]
+    doc_id_kv = doc_ids[batch_idx[0], head_idx[0], kv_idx[0]]
+    q_doc = utils.scalar_to_ssa(doc_id_q, cutlass.Int32)
+    kv_doc = utils.scalar_to_ssa(doc_id_kv, cutlass.Int32)
+    return q_doc == kv_doc
+
+
+def create_prefix_lm_mask(prefix: int, offset: int) -> Any:
+    @cute.jit
+    def _prefix_lm_mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors):
+        prefix_ssa = utils.scalar_to_ssa(prefix, cutlass.Int32)
+        offset_ssa = utils.scalar_to_ssa(offset, cutlass.Int32)
+        in_prefix = kv_idx < prefix_ssa
+        causal = kv_idx <= q_idx + offset_ssa
+        return in_prefix | causal
+
+    return _prefix_lm_mask_mod
+
+
+@cute.jit
+def annotated_window_mod(
+    batch_idx: cute.TensorSSA,
+    head_idx: cute.TensorSSA,
+    q_idx: cute.TensorSSA,
+    kv_idx: cute.TensorSSA,
+    aux_tensors: Optional[list],  # noqa: UP045
+) -> cute.TensorSSA:
+    width = utils.scalar_to_ssa(30, cutlass.Int32) * (head_idx + 1)
+    return (kv_idx <= q_idx + width) & (q_idx <= kv_idx + width)
+
+
+def plain_batch_mod(b, h, q, k, aux):
+    return k < (b + 1) * 70
+
+
+def document_ids(batch: int, heads: int, seqlen: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.rand((batch, heads, seqlen), generator=generator) < 0.01
+    return starts.cumsum(-1).int()
+
+
+MASKS: dict[str, tuple[Any, Callable[..., Tensor], bool]] = {
+    "causal": (create_causal_mask_with_offset(-37), lambda b, h, q, k, ids: k <= q - 37, False),
+    "prefix": (
+        create_prefix_lm_mask(150, 3),
+        lambda b, h, q, k, _: (k < 150) | (k <= q + 3),
+        False,
+    ),
+    "window": (annotated_window_mod, lambda b, h, q, k, _: (q - k).abs() <= 30 * (h + 1), False),
+    "batch": (plain_batch_mod, lambda b, h, q, k, _: k < (b + 1) * 70, False),
+    "documents": (
+        document_mask_mod,
+        lambda b, h, q, k, ids: ids[b, h, q] == ids[b, h, k],
+        True,
+    ),
+    "all": (lambda b, h, q, k, _: k >= 0, lambda b, h, q, k, _: k >= 0, False),
+    "none": (lambda b, h, q, k, _: k < 0, lambda b, h, q, k, _: k < 0, False),
+}
+
+
+def expected_states(visible: Tensor, block_q: int, block_k: int) -> Tensor:
+    """The definition, for bool visible (batch, heads, seqlen_q, seqlen_k)."""
+    batch, heads, seqlen_q, seqlen_k = visible.shape
+    shape = (batch, heads, -(-seqlen_q // block_q), -(-seqlen_k // block_k))
+    states = torch.empty(shape, dtype=torch.uint8)
+    for m in range(shape[2]):
+        for n in range(shape[3]):
+            rows, keys = (
+                slice(m * block_q, (m + 1) * block_q),
+                slice(n * block_k, (n + 1) * block_k),
+            )
+            block = visible[:, :, rows, keys].flatten(2)
+            states[:, :, m, n] = torch.where(
+                block.all(-1), FULL, torch.where(block.any(-1), PARTIAL, ABSENT)
+            )
+    return states
+
+
+def ask(mask: Callable[..., Tensor], shape: tuple[int, ...], ids: Tensor | None = None) -> Tensor:
+    grid = torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij")
+    return mask(*grid, ids)
+
+
+def assert_canonical(lists: BlockSparseTensorsTorch) -> None:
+    for cnt, idx in ((lists[0], lists[1]), (lists[2], lists[3])):
+        assert cnt is not None and idx is not None
+        assert cnt.dtype == idx.dtype == torch.int32
+        for count, row in zip(cnt.flatten().tolist(), idx.flatten(0, 2).tolist(), strict=True):
+            assert row[:count] == sorted(set(row[:count]))
+            assert not any(row[count:])
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("block", [(128, 128), (64, 80), (192, 16), (1000, 1)], ids=str)
+def test_against_asking_everything(name: str, block: tuple[int, int]) -> None:
+    mod, mask, has_aux = MASKS[name]
+    shape = 2, 3, 300, 257
+    ids = document_ids(2, 3, 300) if has_aux else None
+    aux = None if ids is None else [ids]
+    lists = create_block_mask(mod, *shape, device="cpu", BLOCK_SIZE=block, aux_tensors=aux)
+    assert lists.block_size == block
+    assert_canonical(lists)
+    assert torch.equal(dense_states(lists), expected_states(ask(mask, shape, ids), *block))
+    checked = check_block_lists(lists, *shape, torch.device("cpu"))
+    assert checked == lists
+
+
+# -- the post's examples ------------------------------------------------------------------------
+
+
+def test_causal_768_by_896_of_the_post() -> None:
+    """FlexAttention post, "Example: Causal Masking Block Sparsity"."""
+    cute_lists, torch_lists = compute_blocksparse_tensors(
+        128, 128, 1, 1, 768, 896, create_causal_mask_with_offset(128), None, "cpu"
+    )
+    mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx = (
+        x.tolist() for x in torch_lists
+    )
+    assert mask_block_cnt == [[[1, 1, 1, 1, 1, 1]]]
+    assert mask_block_idx == [
+        [
+            [
+                [1, 0, 0, 0, 0, 0, 0],
+                [2, 0, 0, 0, 0, 0, 0],
+                [3, 0, 0, 0, 0, 0, 0],
+                [4, 0, 0, 0, 0, 0, 0],
+                [5, 0, 0, 0, 0, 0, 0],
+                [6, 0, 0, 0, 0, 0, 0],
+            ]
+        ]
+    ]
+    assert full_block_cnt == [[[1, 2, 3, 4, 5, 6]]]
+    assert full_block_idx == [
+        [
+            [
+                [0, 0, 0, 0, 0, 0, 0],
+                [0, 1, 0, 0, 0, 0, 0],
+                [0, 1, 2, 0, 0, 0, 0],
+                [0, 1, 2, 3, 0, 0, 0],
+                [0, 1, 2, 3, 4, 0, 0],
+                [0, 1, 2, 3, 4, 5, 0],
+            ]
+        ]
+    ]
+    for made, tensor in zip(cute_lists, torch_lists, strict=True):
+        assert made.data_ptr == tensor.data_ptr()
+
+
+def test_documents_of_the_post() -> None:
+    doc_ids = torch.zeros((1, 1, 640), dtype=torch.int32)
+    doc_ids[0, 0, :230] = 0
+    doc_ids[0, 0, 230:410] = 1
+    doc_ids[0, 0, 410:] = 2
+    _, (mask_cnt, mask_idx, full_cnt, full_idx) = compute_block_sparsity(
+        128, 128, 1, 1, 640, 640, document_mask_mod, [doc_ids], device="cpu"
+    )
+    partial = [[1], [0, 1, 2, 3], [1, 3], [1, 2, 3, 4], [3]]
+    full = [[0], [], [2], [], [4]]
+    for cnt, idx, rows in ((mask_cnt, mask_idx, partial), (full_cnt, full_idx, full)):
+        assert cnt.tolist() == [[[len(row) for row in rows]]]
+        assert idx.tolist() == [[[row + [0] * (5 - len(row)) for row in rows]]]
+
+
+def test_getting_started_of_the_post() -> None:
+    @cute.jit
+    def my_mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors):
+        return kv_idx <= q_idx
+
+    B, H, seqlen_q, seqlen_kv = 2, 4, 512, 512
+    block_mask = create_block_mask(
+        my_mask_mod, B, H, seqlen_q, seqlen_kv, device="cpu", BLOCK_SIZE=(128, 128)
+    )
+    visible = ask(lambda b, h, q, k, _: k <= q, (B, H, seqlen_q, seqlen_kv))
+    assert torch.equal(dense_states(block_mask), expected_states(visible, 128, 128))
+
+
+def test_batch_and_heads_of_none_and_one_number_for_a_block() -> None:
+    lists = create_block_mask(plain_batch_mod, None, None, 100, 200, device="cpu", BLOCK_SIZE=64)
+    assert lists.block_size == (64, 64)
+    assert lists.mask_block_idx.shape == (1, 1, 2, 4)
+    assert create_block_mask(plain_batch_mod, None, 2, 300, 100, "cpu").block_size == (128, 128)
+
+
+# -- options ------------------------------------------------------------------------------------
+
+
+def test_without_full_blocks_all_are_partial() -> None:
+    mod, mask, _ = MASKS["prefix"]
+    cute_lists, torch_lists = compute_blocksparse_tensors(
+        64, 64, 1, 2, 300, 257, mod, None, "cpu", compute_full_blocks=False
+    )
+    assert cute_lists[2:] == torch_lists[2:] == (None, None)
+    visible = expected_states(ask(mask, (1, 2, 300, 257)), 64, 64) != ABSENT
+    assert torch.equal(dense_states(BlockSparseTensorsTorch(*torch_lists)), visible.to(torch.uint8))
+
+
+def sampled_states(mod: Any, seqlen_q: int, seqlen_k: int, block: int) -> Tensor:
+    _, lists = compute_blocksparse_tensors(
+        block, block, 1, 1, seqlen_q, seqlen_k, mod, None, "cpu", use_fast_sampling=True
+    )
+    return dense_states(BlockSparseTensorsTorch(*lists))
+
+
+@pytest.mark.parametrize("name", ["causal", "prefix", "all", "none"])
+@pytest.mark.parametrize("block", [1, 17, 64, 128])
+def test_sampling_is_exact_for_monotone_masks(name: str, block: int) -> None:
+    mod, mask, _ = MASKS[name]
+    expected = expected_states(ask(mask, (1, 1, 300, 257)), block, block)
+    assert torch.equal(sampled_states(mod, 300, 257, block), expected)
+
+
+def test_sampling_sees_five_points_only() -> None:
+    """A stripe that misses the corners and the centre does not exist for it."""
+
+    def stripe(b, h, q, k, aux):
+        return (k > 3) & (k < 20)
+
+    def gap(b, h, q, k, aux):
+        return (k <= 3) | (k >= 20)
+
+    assert sampled_states(stripe, 64, 64, 64).tolist() == [[[[ABSENT]]]]
+    assert sampled_states(gap, 64, 64, 64).tolist() == [[[[FULL]]]]
+    points = {(0, 0), (0, 60), (62, 0), (62, 60), (31, 30)}
+    for point in sorted(points | {(1, 1), (32, 30), (62, 59), (63, 61)}):
+
+        def dot(b, h, q, k, aux, point=point):
+            return (q == point[0]) & (k == point[1])
+
+        state = PARTIAL if point in points else ABSENT
+        assert sampled_states(dot, 63, 61, 64).tolist() == [[[[state]]]], point
+
+
+def test_no_blocks() -> None:
+    for shape in ((0, 2, 100, 100), (1, 2, 0, 100), (1, 2, 100, 0)):
+        lists = create_block_mask(plain_batch_mod, *shape, device="cpu")
+        assert lists.mask_block_idx.numel() == 0
+        assert not lists.mask_block_cnt.any() and not lists.full_block_cnt.any()
+        compute_blocksparse_tensors(128, 128, *shape, plain_batch_mod, None, "cpu")
+
+
+# -- aux tensors --------------------------------------------------------------------------------
+
+
+def table_mod(rank: int, dtype: type[cutlass.Numeric]) -> Any:
+    @cute.jit
+    def mod(b, h, q, k, aux):
+        index = (b[0], h[0], q[0], k[0])[4 - rank :]
+        return utils.scalar_to_ssa(aux[1][index], dtype) > utils.scalar_to_ssa(0, dtype)
+
+    return mod
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank"),
+    [
+        (torch.int32, 1),
+        (torch.int64, 2),
+        (torch.float32, 3),
+        (torch.bfloat16, 4),
+        (torch.float16, 2),
+        (torch.bool, 2),
+        (torch.uint8, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["torch", "strided", "cute", "cute-dynamic", "cute-ffi"])
+def test_aux_tensors(dtype: torch.dtype, rank: int, kind: str) -> None:
+    extents = (2, 3, 90, 70)[4 - rank :]
+    table = (torch.rand(extents, generator=torch.Generator().manual_seed(1)) < 0.99).to(dtype)
+    if kind == "strided":
+        table = torch.stack([torch.zeros_like(table), table], dim=-1)[..., 1]
+        table = table.mT.contiguous().mT if rank > 1 else table
+    aux: Any = [torch.zeros(3), table]
+    if kind.startswith("cute"):
+        aux = [from_dlpack(x, enable_tvm_ffi=kind == "cute-ffi") for x in aux]
+    if kind == "cute-dynamic":
+        aux = [x.mark_layout_dynamic() for x in aux]
+    mod = table_mod(rank, cutlass.Float32 if dtype.is_floating_point else cutlass.Int32)
+    lists = create_block_mask(mod, 2, 3, 90, 70, "cpu", (16, 16), aux)
+    visible = (table > 0).expand(2, 3, 90, 70)
+    assert torch.equal(dense_states(lists), expected_states(visible, 16, 16))
+
+
+class NotATensor:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("aux", "error", "message"),
+    [
+        (torch.zeros(3), TypeError, "aux_tensors must be a list of tensors, got Tensor"),
+        ([NotATensor()], TypeError, r"aux_tensors\[0\] must be a tensor, got NotATensor"),
+        ([torch.zeros(1), 3], TypeError, r"aux_tensors\[1\] must be a tensor, got int"),
+        ([torch.zeros(3, device="meta")], ValueError, r"aux_tensors\[0\] must be on cpu, got meta"),
+        (
+            [torch.zeros(3, dtype=torch.complex64)],
+            ValueError,
+            r"aux_tensors\[0\] is torch.complex64",
+        ),
+        ([torch.zeros(())], ValueError, r"aux_tensors\[0\] has no dimension"),
+    ],
+)
+def test_aux_tensors_that_are_refused(aux: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        create_block_mask(plain_batch_mod, 1, 1, 10, 10, "cpu", aux_tensors=aux)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"seqlen_q": -1}, ValueError, "seqlen_q must not be negative, got -1"),
+        ({"B": -2}, ValueError, "batch must not be negative, got -2"),
+        ({"BLOCK_SIZE": 0}, ValueError, "BLOCK_SIZE must be positive, got 0"),
+        ({"BLOCK_SIZE": (1, 2, 3)}, ValueError, "BLOCK_SIZE must be .queries, keys., got"),
+        ({"mask_mod": 3}, TypeError, "expected a callable, got int"),
+    ],
+)
+def test_arguments_that_are_refused(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments = {"mask_mod": plain_batch_mod, "B": 1, "H": 1, "seqlen_q": 9, "seqlen_k": 9}
+    with pytest.raises(error, match=message):
+        create_block_mask(**(arguments | changes), device="cpu")
+
+
+def test_a_tensor_in_a_closure_is_refused() -> None:
+    ids = torch.zeros(3)
+    with pytest.raises(TypeError, match="closure variable 'ids'.*aux_tensors"):
+        create_block_mask(lambda b, h, q, k, aux: ids[q] == ids[k], 1, 1, 3, 3, "cpu")
+
+
+def test_gpu_instructions_are_refused() -> None:
+    """They would end the process."""
+
+    def mod(b, h, q, k, aux):
+        return utils.scalar_to_ssa(cute.arch.lane_idx(), cutlass.Int32) <= k
+
+    with pytest.raises(NotImplementedError, match="mask_mod uses nvvm.*GPUs only"):
+        create_block_mask(mod, 1, 1, 3, 3, "cpu")
+
+
+# -- compiling ----------------------------------------------------------------------------------
+
+
+def test_what_compiles_again() -> None:
+    def make(offset: int, *shape: int, **more: Any) -> None:
+        create_block_mask(create_causal_mask_with_offset(offset), *shape, device="cpu", **more)
+
+    make(1001, 1, 1, 100, 100)
+    before = compile_count()
+    make(1001, 2, 3, 300, 50, BLOCK_SIZE=(64, 32))
+    assert compile_count() == before, "an equal closure value, other extents"
+    make(1002, 1, 1, 100, 100)
+    assert compile_count() == before + 1, "another closure value"
+
+
+def test_lists_of_inference_mode_are_found_again() -> None:
+    with torch.inference_mode():
+        lists = create_block_mask(plain_batch_mod, None, None, 500, 500, "cpu", 96)
+        first = retile_lists(lists, 128, 128, 500, 500)
+        assert retile_lists(lists, 128, 128, 500, 500) is first

@@ -1,0 +1,65 @@
+"""Every example runs on the CPU and notices a wrong result."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NEEDS_GPU = ("07_native_api",)
+
+
+def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example as a module, on a machine that has no GPU as far as it can see."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    name = f"example_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_runs_without_a_gpu(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(path, monkeypatch).main()
+    said = capsys.readouterr().out
+    if path.stem in NEEDS_GPU:
+        assert "needs a Hopper GPU" in said
+    else:
+        assert "largest error" in said
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if path.stem not in NEEDS_GPU], ids=lambda path: path.stem
+)
+def test_ends_with_an_error_if_the_result_is_wrong(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load(path, monkeypatch)
+    attend = module._flash_attn_fwd
+
+    def slightly_wrong(*args: Any, **keywords: Any) -> Any:
+        out, lse = attend(*args, **keywords)
+        return out * 1.1, lse
+
+    monkeypatch.setattr(module, "_flash_attn_fwd", slightly_wrong)
+    with pytest.raises(SystemExit, match=path.stem):
+        module.main()
+
+
+def test_the_demo_runs_every_example() -> None:
+    """`make demo` lists them, in order."""
+    named = re.findall(r"examples/(\w+\.py)", (ROOT / "Makefile").read_text())
+    assert named == [path.name for path in EXAMPLES]

@@ -1,0 +1,247 @@
+"""Column intervals, block lists and callables through the public call, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from mask_cases import CAUSAL_OFFSET, MASK_MODS
+from support import (
+    MASK_CASES,
+    Case,
+    GuardedOutputs,
+    Inputs,
+    assert_close_to_oracle,
+    make_inputs,
+    random_mask_case,
+)
+from torch import Tensor
+
+import flash_mask_cute
+from flash_mask_cute import ColumnMask
+from flash_mask_cute.interface import _flash_attn_fwd
+
+pytestmark = pytest.mark.gpu
+
+
+def forward(inputs: Inputs, **more: Any) -> tuple[Tensor, Tensor]:
+    return _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **(inputs.keywords | more))
+
+
+def shares_heads_where_it_can(case: Case) -> Case:
+    """Packing is not supported where the heads of a group may see different things by list or by
+    column: there it is left to the library."""
+    differs = case.blocks is not None or (case.column is not None and case.column_heads == "q")
+    return replace(case, pack_gqa=None) if differs else case
+
+
+def check(inputs: Inputs) -> None:
+    """Outputs of the library and outputs of the caller, all NaN before: close to the oracle, equal
+    in every bit, nothing written around them."""
+    out, lse = forward(inputs)
+    assert_close_to_oracle(out, lse, inputs)
+    given = GuardedOutputs(inputs)
+    forward(inputs, out=given.out, lse=given.lse)
+    given.assert_guards_intact()
+    rows = inputs.rows_in_use("q")
+    assert torch.equal(given.out[rows], out[rows]), inputs.case.id
+    assert torch.equal(given.lse.mT[rows], lse.mT[rows]), inputs.case.id
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.id)
+def test_against_oracle(case: Case) -> None:
+    check(make_inputs(shares_heads_where_it_can(case), "cuda"))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("seed", range(120))
+def test_fuzzed_masks(seed: int) -> None:
+    case = random_mask_case(random.Random(seed))
+    check(make_inputs(shares_heads_where_it_can(case), "cuda", seed))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.id)
+def test_skipping_changes_no_bit(case: Case) -> None:
+    inputs = make_inputs(shares_heads_where_it_can(case), "cuda")
+    skipping = forward(inputs)
+    visiting = forward(inputs, config={"skip_blocks": False})
+    assert torch.equal(skipping[0].view(torch.int16), visiting[0].view(torch.int16))
+    assert torch.equal(skipping[1].view(torch.int32), visiting[1].view(torch.int32))
+
+
+@contextmanager
+def compiles(count: int) -> Iterator[None]:
+    before = flash_mask_cute.compile_count()
+    yield
+    assert flash_mask_cute.compile_count() == before + count
+
+
+@pytest.fixture
+def no_disk_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a kernel which is new to the process counts as compiled."""
+    monkeypatch.setenv("FLASH_MASK_CUTE_CACHE_DIR", "off")
+
+
+SIZES = (
+    Case("columns", 1, 255, 300, causal=True, column="random1"),
+    Case("mask-lists", 1, 255, 300, mask_mod="documents", blocks=(128, 128)),
+    Case("bits", 1, 255, 300, blocks=(48, 80)),
+    Case("score", 1, 255, 300, score_mod="t5"),
+)
+
+
+@pytest.mark.parametrize("case", SIZES, ids=lambda case: case.id)
+def test_contents_and_sizes_do_not_recompile(case: Case) -> None:
+    forward(make_inputs(case, "cuda"))
+    with compiles(0):
+        for other in (
+            case,
+            replace(case, id="batch", batch=3),
+            replace(case, id="lengths", seqlen_q=400, seqlen_k=129),
+            replace(case, id="heads", heads_q=4, heads_kv=4, column_heads="q"),
+        ):
+            inputs = make_inputs(other, "cuda", seed=1)
+            assert_close_to_oracle(*forward(inputs), inputs)
+
+
+def offset_mask(offset: int) -> Callable[..., Any]:
+    def mask(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return k <= q + offset
+
+    return mask
+
+
+GLOBAL_OFFSET = 3
+
+
+def global_offset_mask(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return k <= q + GLOBAL_OFFSET
+
+
+def visible_by_offset(inputs: Inputs, mod: Callable[..., Any], offset: int) -> None:
+    """Of square inputs: what mod lets through is the band j <= i + offset."""
+    out, lse = forward(inputs, mask_mod=mod)
+    banded, banded_lse = forward(inputs, window_size_right=offset)
+    torch.testing.assert_close(out, banded, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, banded_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("no_disk_cache")
+def test_equal_mods_share_a_kernel_and_changed_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(Case("mods", 1, 200, 200), "cuda")
+    forward(inputs, window_size_right=1)
+    with compiles(1):
+        visible_by_offset(inputs, offset_mask(7), 7)
+        visible_by_offset(inputs, offset_mask(7), 7)
+    with compiles(1):
+        visible_by_offset(inputs, offset_mask(50), 50)
+    with compiles(2):
+        visible_by_offset(inputs, global_offset_mask, 3)
+        monkeypatch.setitem(globals(), "GLOBAL_OFFSET", 60)
+        visible_by_offset(inputs, global_offset_mask, 60)
+
+
+def test_a_column_mask_serves_many_calls_and_follows_its_tensor() -> None:
+    case = Case("kept", 2, 255, 300, causal=True, column="stepped1")
+    first, second = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=5)
+    indices = first.keywords["startend_row_indices"].clone()
+    mask = ColumnMask(indices, causal=True)
+    for inputs in (first, first, second, first):
+        indices.copy_(inputs.keywords["startend_row_indices"])
+        out, lse = forward(inputs, startend_row_indices=mask, causal=False)
+        assert_close_to_oracle(out, lse, inputs)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["ColumnMask", "tensor"])
+def test_cuda_graph_follows_the_columns(keeps: bool) -> None:
+    """A tensor's bounds are part of the graph; those of a ColumnMask are if it is refreshed."""
+    case = Case("graph", 2, 255, 300, causal=True, column="stepped1")
+    captured = make_inputs(case, "cuda")
+    indices = captured.keywords["startend_row_indices"]
+    columns: Tensor | ColumnMask = ColumnMask(indices, causal=True) if keeps else indices
+    forward(captured, startend_row_indices=columns)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if isinstance(columns, ColumnMask):
+            columns.refresh()
+        out, lse = forward(captured, startend_row_indices=columns)
+    for seed in (1, 2):
+        fresh = make_inputs(case, "cuda", seed)
+        for x, new in ((captured.q, fresh.q), (captured.k, fresh.k), (captured.v, fresh.v)):
+            x.copy_(new)
+        indices.copy_(fresh.keywords["startend_row_indices"])
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        graph.replay()
+        assert_close_to_oracle(out, lse, fresh)
+
+
+@pytest.mark.parametrize("block", [128, 64], ids=["nested", "retiled"])
+def test_a_torch_block_mask_with_its_cute_mask_mod(block: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    inputs = make_inputs(Case("block-mask", 2, 255, 300, mask_mod="causal_offset"), "cuda")
+    block_mask = create_block_mask(
+        lambda b, h, q, k: k <= q + CAUSAL_OFFSET, None, None, 255, 300, BLOCK_SIZE=block
+    )
+    out, lse = forward(inputs, block_sparse_tensors_torch=block_mask)
+    assert_close_to_oracle(out, lse, inputs)
+
+
+def test_any_strides_of_what_masks_read() -> None:
+    """Also those of extents of 1, which torch leaves to chance."""
+    case = Case("strides", 1, 255, 300, causal=True, column="stepped2", mask_mod="documents",
+                blocks=(128, 128))  # fmt: skip
+    inputs = make_inputs(case, "cuda")
+    more = dict(inputs.mask_keywords)
+    columns = more["startend_row_indices"]
+    more["startend_row_indices"] = columns.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    more["aux_tensors"] = [x.mT.contiguous().mT for x in more["aux_tensors"]]
+    lists = more["block_sparse_tensors_torch"]
+    more["block_sparse_tensors_torch"] = lists._replace(
+        **{
+            name: getattr(lists, name).as_strided(
+                getattr(lists, name).shape, (7, 5, *getattr(lists, name).stride()[2:])
+            )
+            for name in lists._fields[:4]
+        }
+    )
+    assert_close_to_oracle(*forward(inputs, **more), inputs)
+
+
+@pytest.mark.parametrize(
+    "case", [MASK_CASES[0], *(c for c in MASK_CASES if c.blocks)][:4], ids=lambda case: case.id
+)
+def test_no_call_waits_for_the_device(case: Case) -> None:
+    inputs = make_inputs(shares_heads_where_it_can(case), "cuda")
+    forward(inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, lse = forward(inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close_to_oracle(out, lse, inputs)
+
+
+def test_documents_of_a_callable_and_of_columns_agree() -> None:
+    """Two ways to say the same mask."""
+    case = Case("two-ways", 2, 700, 700, 4, 2, mask_mod="documents")
+    inputs = make_inputs(case, "cuda")
+    ids = inputs.keywords["aux_tensors"][0].long()
+    key = torch.arange(700, device="cuda").expand_as(ids)
+    is_same = ids[:, :, None] == ids[:, None, :]
+    starts = torch.where(is_same, key[:, None, :], 700).amin(-1)
+    ends = torch.where(is_same, key[:, None, :], -1).amax(-1) + 1
+    columns = torch.stack((ends, starts), dim=-1)[:, None].int()
+    by_callable = forward(inputs, mask_mod=MASK_MODS["documents"].cute)
+    by_columns = forward(inputs, mask_mod=None, aux_tensors=None, startend_row_indices=columns)
+    for a, b in zip(by_callable, by_columns, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+    assert_close_to_oracle(*by_columns, inputs)
