@@ -322,6 +322,10 @@ def lists_of(states: Tensor, state: int) -> tuple[Tensor, Tensor]:
     state. Entries behind the count point nowhere."""
     is_listed = states == state
     num_blocks = states.shape[-1]
-    idx = torch.arange(num_blocks).expand_as(states).masked_fill(~is_listed, num_blocks)
+    idx = (
+        torch.arange(num_blocks, device=states.device)
+        .expand_as(states)
+        .masked_fill(~is_listed, num_blocks)
+    )
     idx = idx.sort(dim=-1).values.masked_fill_(~is_listed.sort(-1, descending=True).values, -1)
     return is_listed.sum(-1, dtype=torch.int32), idx.int()

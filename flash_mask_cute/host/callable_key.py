@@ -54,7 +54,7 @@ import typing
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 OVERRIDE_ATTRIBUTE = "__flash_mask_key__"
@@ -229,7 +229,7 @@ def _release(module_name: str | None) -> str | None:
 def _release_of_top(top: str) -> str | None:
     module = sys.modules.get(top)
     path = PurePath(getattr(module, "__file__", None) or "")
-    if _SITE_FOLDERS.intersection(path.parts):
+    if _SITE_FOLDERS.intersection(path.parts) or _is_recorded(Path(path)):
         version = getattr(module, "__version__", None)
         if version is None:
             try:
@@ -242,6 +242,17 @@ def _release_of_top(top: str) -> str | None:
     if top in sys.stdlib_module_names and any(root in path.parents for root in _STDLIB_ROOTS):
         return "stdlib"
     return None
+
+
+def _is_recorded(path: Path) -> bool:
+    """Whether a distribution beside or above the file lists it as its own (`pip --target`)."""
+    for root in path.parents:
+        line = f"{path.relative_to(root).as_posix()},"
+        for record in root.glob("*.dist-info/RECORD"):
+            text = record.read_text(encoding="utf-8", errors="replace")
+            if text.startswith(line) or f"\n{line}" in text:
+                return True
+    return False
 
 
 def _resolves(obj: object, module_name: str | None, qualname: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import itertools
 import os
@@ -731,3 +732,28 @@ def test_specialised_bytecode_does_not_leak_in() -> None:
         mod(1, 2)
     module_under_test._FACTS.clear()
     assert callable_key(mod) == before
+
+
+def test_a_folder_that_pip_installed_into_is_not_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install --target` makes folders of any name, known by the records beside them."""
+    package = tmp_path / "inner" / "recorded_library"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '1.2'\nodd = iter(())\n")
+    record = tmp_path / "recorded_library-1.2.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text("inner/recorded_library/__init__.py,sha256=abc,1\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "inner"))
+    library = importlib.import_module("recorded_library")
+
+    def mod(x: Any) -> Any:
+        return library.odd
+
+    assert callable_key(mod)
+    record.unlink()
+    module_under_test._release_of_top.cache_clear()
+    with pytest.raises(TypeError, match="odd"):
+        callable_key(mod)
+    module_under_test._release_of_top.cache_clear()
+    monkeypatch.delitem(sys.modules, "recorded_library")
