@@ -287,20 +287,24 @@ class MaskRules:
         """Bits that mask_mod, and logical blocks smaller than a tile, leave to each row."""
         words = share.fill(ALL)
         if const_expr(self.mask_mod is not None):
+            # A lane asks about one column at a time, row after row: what the callable loads for a
+            # key is the same for all rows, so the compiler loads it once.
             words = share.fill(0)
-            for bit in cutlass.range(self.block_info.tile_n // self.columns.num_words, unroll=2):
+            for bit in cutlass.range(WORD, unroll=4):
                 words = self._ask(work, n_block, share, bit, words)
+            words = tuple(bit_tile.transpose(words, cute.arch.lane_idx()))
         if const_expr(self.args.bits is not None):
             words = self._within_logical_blocks(work, n_block, share, words)
         return words
 
     def _ask(self, work: Work, n_block: Int32, share: "Share", bit: Int32, words: tuple) -> tuple:
-        """Add one bit of each word, as mask_mod decides."""
+        """Ask mask_mod about row `bit` of each group, and this lane's column of each word."""
         asked = []
+        lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
         first_k_idx = n_block * self.block_info.tile_n
         for group in range(share.num_groups):
-            row = share.row(work, group)
+            row = share.row(work, group) - lane + bit
             head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
             for w in range(self.columns.num_words):
                 # positions past the ends are hidden, but the callable may index tensors with them
@@ -309,7 +313,7 @@ class MaskRules:
                     work.batch_idx,
                     head_idx,
                     cutlass.min(self._query(work, row), work.seqlen_q - 1),
-                    cutlass.min(first_k_idx + self.columns.col_of(w, bit), work.seqlen_k - 1),
+                    cutlass.min(first_k_idx + self.columns.col_of(w, lane), work.seqlen_k - 1),
                     self.args.aux_tensors,
                 )
                 asked.append(words[len(asked)] | (Int32(visible) << bit))

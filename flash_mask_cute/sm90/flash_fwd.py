@@ -177,7 +177,7 @@ class FlashAttentionForwardSm90:
             num_stages,
             stages_q,
             share_qo,
-            has_mods=mask_mod is not None or score_mod is not None,
+            has_mask_mod=mask_mod is not None,
         )
         refused = {
             "Q_in_regs": Q_in_regs,
@@ -577,7 +577,7 @@ class FlashAttentionForwardSm90:
         while is_valid:
             word = tiles.words[channels.k.index(block)]
             scores = wgmma.rows_by_cols(first_S)
-            modify(tile, word, scores)
+            modify(tile, word, scores, True)
             if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
                 _hide(scores, take_bits(cut))
                 cut += 1
@@ -618,7 +618,7 @@ class FlashAttentionForwardSm90:
                         warpgroup.wait_group(1)
                         channels.k.release(block + 1)
                         scores = wgmma.rows_by_cols(acc_S)
-                        modify(tile, word, scores)
+                        modify(tile, word, scores, kind == Kind.CUT)
                         if const_expr(kind == Kind.CUT):
                             _hide(scores, bits)
                         factors = (Float32(1.0), Float32(1.0))
@@ -734,16 +734,26 @@ class FlashAttentionForwardSm90:
         issue_scores(acc_S, tile, block)
 
     @cute.jit
-    def _modify(self, score_args: ScoreArgs, aux_tensors, ring: WorkRing, tile, word, scores):
+    def _modify(
+        self,
+        score_args: ScoreArgs,
+        aux_tensors,
+        ring: WorkRing,
+        tile,
+        word,
+        scores,
+        is_cut: cutlass.Constexpr,
+    ):
         """Soft-cap the scores of a key block, and let score_mod have them."""
         if const_expr(score_args.cap is not None):
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = cute.math.tanh(scores[i] * score_args.scale_in, fastmath=True)
         if const_expr(self.score_mod is not None):
             scale = score_args.scale_in if const_expr(score_args.cap is None) else score_args.cap
-            self._modify_each(scale, aux_tensors, ring.read(tile), word >> N_BLOCK_SHIFT, scores)
+            n_block = word >> N_BLOCK_SHIFT
+            self._modify_each(scale, aux_tensors, ring.read(tile), n_block, scores, is_cut)
 
-    def _modify_each(self, scale, aux_tensors, work: Work, n_block: Int32, scores):
+    def _modify_each(self, scale, aux_tensors, work: Work, n_block: Int32, scores, is_cut: bool):
         heads = self.plan.packed_heads
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(_thread_in_warpgroup())
         for r, row in enumerate(self._tile_rows(work, _thread_in_warpgroup())):
@@ -751,7 +761,9 @@ class FlashAttentionForwardSm90:
             q_idx = cutlass.min(row // heads, work.seqlen_q - 1)
             head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
             for c in range(cute.size(scores, mode=[1])):
-                k_idx = cutlass.min(first_k_idx + wgmma.col_offset(c), work.seqlen_k - 1)
+                k_idx = first_k_idx + wgmma.col_offset(c)
+                if is_cut:
+                    k_idx = cutlass.min(k_idx, work.seqlen_k - 1)
                 scores[r, c] = call_score_mod(
                     self.score_mod,
                     scores[r, c] * scale,
@@ -798,8 +810,9 @@ class FlashAttentionForwardSm90:
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cutlass.select_(used, output[r, c] * factor, Float32(0.0))
             else:
+                # adding 0 makes the zeros of a row that saw nothing positive, however they came
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
-                    output[r, c] = output[r, c] * factor
+                    output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
             if const_expr(mLSE is not None):  # noqa: SIM102 (decided while tracing)
                 if thread % 4 == 0 and q_idx[r] < work.slot_q:
                     if const_expr(lengths.cu_seqlens_q is None):

@@ -64,7 +64,7 @@ class FwdPlan:
     stages_kv: int = 2
     stages_q: int = 2
     share_qo: bool = False
-    has_mods: bool = False
+    has_mask_mod: bool = False
 
     @property
     def tile_d(self) -> int:
@@ -101,8 +101,8 @@ class FwdPlan:
         latency besides them.
         """
         choices = MMA_REGISTERS[self.num_mma_warpgroups]
-        # user callables want registers, both where scores are and where bits are painted
-        most = choices[0] if self.has_mods else choices[-1]
+        # mask_mod wants registers where bits are painted
+        most = choices[0] if self.has_mask_mod else choices[-1]
         return self.registers_needed + self.tile_n // 4 <= most
 
     @property
