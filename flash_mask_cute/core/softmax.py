@@ -24,6 +24,8 @@ LN_2 = 0.6931471805599453
 RESCALE_THRESHOLD = 8.0
 # probabilities of a tile may sum up to this before their maximum counts as too old
 SUM_LIMIT = 2.0**10
+# makes the exponential of any visible score infinite
+OVERFLOWING_BIAS = 2.0**100
 # independent chains per row for max and sum, so that their latency overlaps
 CHAINS = 4
 
@@ -115,40 +117,37 @@ class OnlineSoftmax(NamedTuple):
             sums.append(_chained_reduce(probs, _add))
         return tuple(sums)
 
-    def overflowed(self, sums: tuple) -> Boolean:
-        """Whether `exponentials` used too old a maximum in some row of this warp, or none at all; a
-        warp-uniform value."""
-        over = Boolean(False)
-        for r in range(self.num_rows):
-            within = sums[r] < cutlass.select_(
-                self.row_max[r] == -Float32.inf, Float32(0.0), Float32(SUM_LIMIT)
-            )
-            over = over | (within == Boolean(False))
-        return cute.arch.vote_any_sync(over)
+    def overflowed(self, sums: tuple) -> tuple:
+        """Per row, whether `exponentials` used too old a maximum, or none where there is one."""
+        return tuple((total < SUM_LIMIT) == Boolean(False) for total in sums)
 
     @cute.jit
     def add(self, sums: tuple) -> None:
         for r in cutlass.range_constexpr(self.num_rows):
             self.row_sum[r] = self.row_sum[r] + sums[r]
 
-    def outgrown(self, tile_max: tuple) -> Boolean:
-        """Whether some row of this warp needs a newer maximum; a warp-uniform value."""
-        grew = Boolean(False)
-        for r in range(self.num_rows):
-            grew = grew | (tile_max[r] > self.row_limit[r])
-        return cute.arch.vote_any_sync(grew)
+    def outgrown(self, tile_max: tuple) -> tuple:
+        """Per row, whether it needs a newer maximum before `accumulate`."""
+        return tuple(tile_max[r] > self.row_limit[r] for r in range(self.num_rows))
 
     @cute.jit
-    def renew(self, tile_max: tuple) -> tuple:
-        """Take newer maxima; returns the factor per row for what the old ones accumulated."""
+    def renew(self, tile_max: tuple, is_old: tuple) -> tuple:
+        """Take newer maxima where a thread of the row found the old one too old.
+
+        Returns the factor per row for what the old ones accumulated. A row's numbers depend on its
+        own scores only, so that it does not matter which rows share a warp.
+        """
         factors = []
         for r in cutlass.range_constexpr(self.num_rows):
+            vote = cutlass.select_(is_old[r], Float32(1.0), Float32(0.0))
+            is_renewed = quad_reduce(vote, cute.arch.fmax) > 0.0
             old_max = self.row_max[r]
             new_max = quad_reduce(cute.arch.fmax(tile_max[r], old_max), cute.arch.fmax)
-            self._adopt(r, new_max)
+            self._adopt(r, cutlass.select_(is_renewed, new_max, old_max))
             factor = cute.math.exp2(
                 cute.math.fma(old_max, self.scale_log2, self.row_bias[r]), fastmath=True
             )
+            factor = cutlass.select_(is_renewed, factor, Float32(1.0))
             self.row_sum[r] = self.row_sum[r] * factor
             factors.append(factor)
         return tuple(factors)
@@ -166,12 +165,13 @@ class OnlineSoftmax(NamedTuple):
             self.row_sum[r] = self.row_sum[r] + _chained_reduce(probs, _add)
 
     def _adopt(self, r: int, row_max: Float32) -> None:
-        # a row without a visible score has exponents of -inf whatever the bias; -inf * scale would
-        # make them nan
-        finite_max = cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max)
+        # In a row that has seen nothing, hidden scores get exponents of -inf whatever the bias, and
+        # the first visible one must not go unnoticed.
         self.row_max[r] = row_max
         self.row_limit[r] = row_max + cute.arch.rcp_approx(self.scale_log2) * RESCALE_THRESHOLD
-        self.row_bias[r] = -(finite_max * self.scale_log2)
+        self.row_bias[r] = cutlass.select_(
+            row_max == -Float32.inf, Float32(OVERFLOWING_BIAS), -(row_max * self.scale_log2)
+        )
 
     @cute.jit
     def finalize(self, sinks: tuple | None) -> tuple:
@@ -202,12 +202,17 @@ class OnlineSoftmax(NamedTuple):
         return tuple(results)
 
 
+def any_in_warp(flags: tuple) -> Boolean:
+    """Whether a flag is set in some thread of this warp; a warp-uniform value."""
+    found = Boolean(False)
+    for flag in flags:
+        found = found | flag
+    return cute.arch.vote_any_sync(found)
+
+
 def differ_from_one(factors: tuple) -> Boolean:
     """Whether some row of this warp has a factor other than 1; a warp-uniform value."""
-    differ = Boolean(False)
-    for factor in factors:
-        differ = differ | (factor != 1.0)
-    return cute.arch.vote_any_sync(differ)
+    return any_in_warp(tuple(factor != 1.0 for factor in factors))
 
 
 @cute.jit

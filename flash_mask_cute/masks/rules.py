@@ -316,7 +316,8 @@ class MaskRules:
                     cutlass.min(first_k_idx + self.columns.col_of(w, lane), work.seqlen_k - 1),
                     self.args.aux_tensors,
                 )
-                asked.append(words[len(asked)] | (Int32(visible) << bit))
+                word = words[len(asked)]
+                asked.append(word + cutlass.select_(visible, Int32(1) << bit, Int32(0)))
         return tuple(asked)
 
     @cute.jit

@@ -624,14 +624,16 @@ class FlashAttentionForwardSm90:
                         factors = (Float32(1.0), Float32(1.0))
                         if const_expr(plan.keeps_scores):
                             sums = softmax.exponentials(scores, keep_probs)
-                            if softmax.overflowed(sums):
-                                factors = softmax.renew(softmax.tile_max(scores))
+                            is_old = softmax.overflowed(sums)
+                            if softmax_math.any_in_warp(is_old):
+                                factors = softmax.renew(softmax.tile_max(scores), is_old)
                                 sums = softmax.exponentials(scores, keep_probs)
                             softmax.add(sums)
                         else:
                             tile_max = softmax.tile_max(scores)
-                            if softmax.outgrown(tile_max):
-                                factors = softmax.renew(tile_max)
+                            is_old = softmax.outgrown(tile_max)
+                            if softmax_math.any_in_warp(is_old):
+                                factors = softmax.renew(tile_max, is_old)
                             softmax.accumulate(scores)
                         # The wait stands behind a branch, with a copy inside it, because ptxas
                         # moves it up to the start of its basic block: above the exponentials that
