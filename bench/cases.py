@@ -188,8 +188,8 @@ def _tiny(name: str, kind: str) -> BenchCase:
 
 
 def _masked(name: str, d: int, mask: str, n: int, **fields: Any) -> BenchCase:
-    """A case of the FlashMask paper's size; `mask` is not native unless it says so."""
-    fields = {"form": "native" if mask in ("full", "causal") else "columns"} | fields
+    """A case of the FlashMask paper's size, said as a user would: by flags where there are any."""
+    fields = {"form": "native" if mask in NATIVE else "columns"} | fields
     return BenchCase(
         name=name,
         mask=mask,
