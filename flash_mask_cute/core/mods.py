@@ -8,8 +8,9 @@ index an aux tensor and one that only computes both work. One-element vectors lo
 Hopper, which has no packed fp32 or integer arithmetic.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import cutlass
 import cutlass.cute as cute
@@ -30,8 +31,10 @@ def call_score_mod(
     aux_tensors: Any,
 ) -> Float32:
     """The modified score; aux_tensors is the list the callable expects, or None."""
-    indices = (_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx))
-    return Float32(_scalar(score_mod(_vector(score, Float32), *indices, aux_tensors)))
+    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    with _no_truth_values():
+        result = score_mod(_vector(score, Float32), *indices, aux_tensors)
+    return Float32(_scalar(result))
 
 
 def call_mask_mod(
@@ -43,9 +46,36 @@ def call_mask_mod(
     aux_tensors: Any,
 ) -> Boolean:
     """Whether the callable lets the score count."""
-    indices = (_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx))
-    return Boolean(_scalar(mask_mod(*indices, aux_tensors)))
+    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    with _no_truth_values():
+        result = mask_mod(*indices, aux_tensors)
+    return Boolean(_scalar(result))
 
 
 def _scalar(result: Any) -> Any:
     return result[0] if isinstance(result, cute.TensorSSA) else result
+
+
+@contextmanager
+def _no_truth_values() -> Iterator[None]:
+    """Refuse `and`, `or`, `not`, `a < b < c` and `x if a else y` on vectors.
+
+    They ask a vector for its truth value, which Python would take to be True: a condition would be
+    lost without a word.
+    """
+    given = cute.TensorSSA.__dict__.get("__bool__")
+    cute.TensorSSA.__bool__ = _refuse_truth_value
+    try:
+        yield
+    finally:
+        if given is None:
+            del cute.TensorSSA.__bool__
+        else:
+            cute.TensorSSA.__bool__ = given
+
+
+def _refuse_truth_value(vector: cute.TensorSSA) -> NoReturn:
+    raise TypeError(
+        "a mod asks for the truth value of a vector: write & for and, | for or, two comparisons "
+        "for a < b < c, and cute.where for a conditional expression"
+    )

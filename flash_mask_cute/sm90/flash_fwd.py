@@ -6,8 +6,10 @@ A persistent CTA computes one work tile of tile_m query rows after another. Its 
 |-------------------------|-------|------------------------------------------------------------|
 | 0 of warpgroup 0        | load  | TMA of Q, K, V                                             |
 | 1 of warpgroup 0        | plan  | choose work tiles and the key blocks they visit            |
-| 2, 3 of warpgroup 0     | paint | bits of the scores that count, for blocks that a mask cuts |
+| 2, 3 of warpgroup 0 (*) | paint | bits of the scores that count, for blocks that a mask cuts |
 | warpgroups 1..tile_m/64 | mma   | 64 rows each: S = Q K^T, softmax, P V, output              |
+
+(*) or four warps in a warpgroup of their own, after the others, where there is a mask_mod.
 
 Channels (full/empty mbarrier pairs):
 
@@ -35,6 +37,7 @@ hidden: no role has a special case, the softmax of a row that saw nothing is O =
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,7 +61,7 @@ from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, ListArgs, MaskArgs, MaskRules, Share
 from flash_mask_cute.sm90 import tma, wgmma
 from flash_mask_cute.sm90.flash_fwd_plan import (
-    NUM_PAINTERS,
+    PAINTER_REGISTERS,
     RING_STAGES,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
@@ -130,6 +133,8 @@ class FlashAttentionForwardSm90:
     :param pack_gqa: the query heads of a KV head (a divisor of 64) share a tile's rows
     :param tile_m, tile_n: query rows and keys of a tile
     :param num_stages: key and value blocks in flight
+    :param num_threads: None, or what follows from the tiles; with mask_mod, the number without a
+        warpgroup of painters asks for none
     :param mask_mod, score_mod: user callables (`core/mods.py`)
     :param has_aux_tensors: the call passes aux_tensors to them
     :param stages_q: query tiles in flight, 1 or 2
@@ -167,7 +172,7 @@ class FlashAttentionForwardSm90:
         num_sms: int = 132,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        self.plan = FwdPlan(
+        plan = FwdPlan(
             dtype,
             head_dim,
             head_dim_v,
@@ -177,8 +182,12 @@ class FlashAttentionForwardSm90:
             num_stages,
             stages_q,
             share_qo,
-            has_mask_mod=mask_mod is not None,
         )
+        if mask_mod is not None and num_threads != plan.num_threads:
+            # if there are registers for it
+            painting = replace(plan, painter_warpgroup=True)
+            plan = plan if painting.infeasible() else painting
+        self.plan = plan
         refused = {
             "Q_in_regs": Q_in_regs,
             "intra_wg_overlap": not intra_wg_overlap,
@@ -353,12 +362,12 @@ class FlashAttentionForwardSm90:
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
         mma_warps = plan.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
-        loads, readers = 1, 1 + NUM_PAINTERS
+        loads, readers = 1, 1 + plan.num_painters
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             k=Channel.create(storage.k_barriers.data_ptr(), plan.stages_k, loads, mma_warps),
             v=Channel.create(storage.v_barriers.data_ptr(), plan.stages_kv, loads, mma_warps),
-            bits=Channel.create(storage.bits_barriers.data_ptr(), 1, NUM_PAINTERS, mma_warps),
+            bits=Channel.create(storage.bits_barriers.data_ptr(), 1, plan.num_painters, mma_warps),
             ring=WorkRing.create(
                 storage.ring.data_ptr(),
                 storage.ring_barriers.data_ptr(),
@@ -384,7 +393,8 @@ class FlashAttentionForwardSm90:
             bits=storage.bits.get_tensor(cute.make_layout((wgmma.COLUMNS.num_words, plan.tile_m))),
         )
 
-        if warp_idx < 4:
+        painter = warp_idx - plan.first_painter
+        if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(plan.load_registers)
             if warp_idx == Role.LOAD:
                 self.load(operands, tiles, channels, lengths, heads_per_kv)
@@ -397,21 +407,22 @@ class FlashAttentionForwardSm90:
                 )
                 rules = self._rules(masks, lengths)
                 plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
-            else:
-                share = Share.create(
-                    warp_idx - Role.PAINT, NUM_PAINTERS, plan.tile_m, wgmma.COLUMNS
-                )
-                paint_walks(
-                    self._rules(masks, lengths),
-                    share,
-                    tiles.bits,
-                    channels.bits,
-                    channels.ring,
-                    channels.walk,
-                )
-        else:
+            elif const_expr(not plan.painter_warpgroup):
+                self.paint(painter, tiles, channels, lengths, masks)
+        elif warp_idx < Role.MMA + mma_warps:
             cute.arch.setmaxregister_increase(plan.mma_registers)
             self.mma(operands, tiles, channels, mLSE, lengths, score_args, masks)
+        elif const_expr(plan.painter_warpgroup):
+            cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
+            self.paint(painter, tiles, channels, lengths, masks)
+
+    def paint(
+        self, painter: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
+    ):
+        """Painting warp: bits of a share of every tile's rows."""
+        share = Share.create(painter, self.plan.num_painters, self.plan.tile_m, wgmma.COLUMNS)
+        rules = self._rules(masks, lengths)
+        paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> MaskRules:
         block_info = BlockInfo(

@@ -25,11 +25,13 @@ SCALAR_REGISTERS = 28
 THREADS_PER_WARPGROUP = 128
 # what MMA warpgroups may take, by their number; the more, the less is left for the others
 MMA_REGISTERS = {2: (216, 232), 3: (152, 160), 4: (112,)}
+# the same beside a warpgroup of painters, and what that takes
+MMA_REGISTERS_BESIDE_PAINTERS = 208
+PAINTER_REGISTERS = 56
 # bytes kept for barriers and rings
 SMEM_BOOKKEEPING = 1024
 RING_STAGES = 4
 WALK_STAGES = 4
-NUM_PAINTERS = 2
 
 
 class Role(IntEnum):
@@ -38,6 +40,7 @@ class Role(IntEnum):
     LOAD = 0
     PLAN = 1
     PAINT = 2
+    MMA = 4
 
 
 class Barrier(IntEnum):
@@ -52,7 +55,8 @@ class FwdPlan:
     """Shape of one CTA's work.
 
     A second query stage, or an output of its own, lets the next tile's query arrive, and its first
-    scores be computed, while this tile's output leaves.
+    scores be computed, while this tile's output leaves. With `painter_warpgroup` a warpgroup of its
+    own paints, instead of two warps: asking a mask_mod about every score of a block is much work.
     """
 
     dtype: type[cutlass.Numeric]
@@ -64,7 +68,7 @@ class FwdPlan:
     stages_kv: int = 2
     stages_q: int = 2
     share_qo: bool = False
-    has_mask_mod: bool = False
+    painter_warpgroup: bool = False
 
     @property
     def tile_d(self) -> int:
@@ -84,12 +88,30 @@ class FwdPlan:
 
     @property
     def num_threads(self) -> int:
-        return THREADS_PER_WARPGROUP * (1 + self.num_mma_warpgroups)
+        return THREADS_PER_WARPGROUP * self._num_warpgroups
+
+    @property
+    def _num_warpgroups(self) -> int:
+        return 1 + self.num_mma_warpgroups + self.painter_warpgroup
+
+    @property
+    def num_painters(self) -> int:
+        return 4 if self.painter_warpgroup else Role.MMA - Role.PAINT
+
+    @property
+    def first_painter(self) -> int:
+        return Role.MMA + self.num_mma_warps if self.painter_warpgroup else int(Role.PAINT)
+
+    @property
+    def _register_choices(self) -> tuple[int, ...]:
+        if self.painter_warpgroup:
+            return (MMA_REGISTERS_BESIDE_PAINTERS,)
+        return MMA_REGISTERS[self.num_mma_warpgroups]
 
     @property
     def mma_registers(self) -> int:
         """The least that is enough for the products: the painters want what is left."""
-        choices = MMA_REGISTERS[self.num_mma_warpgroups]
+        choices = self._register_choices
         needed = self.registers_needed + self.keeps_scores * (self.tile_n // 4)
         return next((n for n in choices if n >= needed), choices[-1])
 
@@ -100,10 +122,7 @@ class FwdPlan:
         Then the maximum need not be searched before the exponentials, which is most of a block's
         latency besides them.
         """
-        choices = MMA_REGISTERS[self.num_mma_warpgroups]
-        # mask_mod wants registers where bits are painted
-        most = choices[0] if self.has_mask_mod else choices[-1]
-        return self.registers_needed + self.tile_n // 4 <= most
+        return self.registers_needed + self.tile_n // 4 <= self._register_choices[-1]
 
     @property
     def registers_needed(self) -> int:
@@ -114,8 +133,9 @@ class FwdPlan:
     def load_registers(self) -> int:
         # what the launch gave the CTA, less the share of the MMA warpgroups: asking for more would
         # block for ever
-        pool = REGISTER_FILE // self.num_threads // 8 * 8 * (1 + self.num_mma_warpgroups)
-        return pool - self.mma_registers * self.num_mma_warpgroups
+        pool = REGISTER_FILE // self.num_threads // 8 * 8 * self._num_warpgroups
+        painters = PAINTER_REGISTERS if self.painter_warpgroup else 0
+        return pool - self.mma_registers * self.num_mma_warpgroups - painters
 
     @property
     def row_tile(self) -> tuple[int, int]:
@@ -165,6 +185,8 @@ class FwdPlan:
 
     def infeasible(self) -> str | None:
         """Why this plan cannot run, or None."""
+        if self.painter_warpgroup and self.tile_m != 128:
+            return f"a warpgroup of painters needs tile_m 128, got {self.tile_m}"
         if self.tile_m not in (128, 192, 256):
             return f"tile_m must be 128, 192 or 256, got {self.tile_m}"
         max_n = COLUMNS.num_words * WORD

@@ -211,3 +211,18 @@ def test_import_does_not_load_the_compiler() -> None:
     program = "import sys, flash_mask_cute.host.host_mods; sys.exit('cutlass' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", program], cwd=root).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, k, aux: (k <= q) and (k > q - 5),
+        lambda b, h, q, k, aux: (k <= q) or (k < 3),
+        lambda b, h, q, k, aux: 0 <= k <= 5,
+    ],
+    ids=["and", "or", "chain"],
+)
+def test_a_lost_condition_is_refused(mod: Any) -> None:
+    """Python would take every vector for true, and drop the first comparison."""
+    with pytest.raises(TypeError, match="truth value of a vector: write & for and"):
+        eval_mask_mod(mod, None, 0, 0, torch.arange(4), torch.arange(4))
