@@ -6,8 +6,8 @@ atomic counter), or, without a counter, every grid-th one.
 
 Linear order, dense: heads in groups whose keys and values fit the L2 cache together; inside a group
 the query blocks, longest walk first where masking makes them differ; inside a block the heads.
-Varlen: sequence by sequence, head by head. Only the load warp runs this; everyone else reads its
-decision from the ring (`work_ring`).
+Varlen: sequence by sequence, head by head. Only the planning warp runs this; everyone else
+reads its decision from the ring (`work_ring`).
 """
 
 from collections.abc import Callable
