@@ -104,6 +104,8 @@ def _flash_attn_fwd(
     (heads_q, total_q), and None if neither return_lse nor lse asks for it. A row that sees nothing
     has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
 
+    out and lse, where given, must not share memory with q, k and v.
+
     pack_gqa: query heads of a KV head share tiles (None: where queries are few). Not supported with
     block lists, nor with column intervals that differ between these heads. config: a `FwdConfig`,
     or a mapping of some of its fields, instead of the table's.

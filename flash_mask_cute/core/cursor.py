@@ -15,7 +15,7 @@ from cutlass import Int32
 class Cursor(NamedTuple):
     """The fill number `count` of a pipeline of `stages` stages, seen by a producer or a consumer.
 
-    Has the `index` and `phase` that the methods of cutlass.pipeline read.
+    `index` is the stage of the fill, `phase` the parity its mbarriers are waited for with.
     """
 
     count: Int32

@@ -53,7 +53,13 @@ def call_mask_mod(
 
 
 def _scalar(result: Any) -> Any:
-    return result[0] if isinstance(result, cute.TensorSSA) else result
+    if result is None:
+        raise TypeError("a mod returned None: it must return a score, or whether the score counts")
+    if not isinstance(result, cute.TensorSSA):
+        return result
+    if cute.size(result.shape) != 1:
+        raise TypeError(f"a mod must return one value, got a vector of shape {result.shape}")
+    return result[0]
 
 
 @contextmanager

@@ -8,8 +8,10 @@ owns; columns of one row are spread over the four lanes of a quad.
 Method: Milakov and Gimelshein 2018 (online normaliser), in the base-2 form of FlashAttention-2
 (Dao 2023). The maximum is allowed to lag: as long as it grew by less than `RESCALE_THRESHOLD` in
 the exponent, the old one stays in use and the accumulator needs no rescaling (the idea of
-FlashAttention-4). Probabilities are then at most 2**RESCALE_THRESHOLD, which bf16, fp16 and the
-fp32 sums hold with the same relative precision.
+FlashAttention-4). Where registers suffice to keep the scores, not even the search for a tile's
+maximum comes before its exponentials: they are taken by the old one, and their sum tells whether it
+was too old (`exponentials`, `overflowed`). Probabilities are then at most 2**RESCALE_THRESHOLD, or
+SUM_LIMIT, which bf16, fp16 and the fp32 sums hold with the same relative precision.
 """
 
 from collections.abc import Callable, Sequence

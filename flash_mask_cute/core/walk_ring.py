@@ -17,6 +17,7 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core.channel import Channel
 
 CHUNK = 32
+# words of an entry; a `Chunk` leaves the last one free
 FIELDS = 8
 
 

@@ -34,6 +34,10 @@ class Work(NamedTuple):
     seqlen_k: Int32
 
     @property
+    def has_scores(self) -> Boolean:
+        return (self.seqlen_q > 0) & (self.seqlen_k > 0)
+
+    @property
     def seqlen(self) -> SeqlenInfoQK:
         return SeqlenInfoQK(self.offset_q, self.offset_k, self.seqlen_q, self.seqlen_k)
 

@@ -234,5 +234,7 @@ class _Lists:
         self, batch_idx: int, seqlen: SeqlenInfoQK, m_block: int, n_blocks: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(hidden, cut), bool (heads_q | 1, n_blocks)."""
+        # the slot of a sequence may have more rows than the lists
+        m_block = min(m_block, self.states.shape[2] - 1)
         states = self.states[min(batch_idx, self.states.shape[0] - 1), :, m_block, n_blocks]
         return states == ABSENT, (states != FULL) & self.asks

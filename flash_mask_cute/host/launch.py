@@ -73,7 +73,7 @@ class ResolvedFwd:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no query can see a key, so that there is nothing to launch."""
+        """Whether there are no queries or no keys, so that there is nothing to launch."""
         return not (self.shapes.batch and self.shapes.total_q and self.shapes.total_k)
 
     def outputs(self, q: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
@@ -292,7 +292,11 @@ def find_launch(
     try:
         address = q.data_ptr() | k.data_ptr() | v.data_ptr()
         if out is not None:
-            address |= out.data_ptr()
+            start = out.data_ptr()
+            if start in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
+                # to be refused, however a call with the same metadata went
+                return None, None
+            address |= start
         if address & _ADDRESS_MASK:
             return None, None
         key = (

@@ -11,7 +11,7 @@ the argument and quotes the value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -180,6 +180,7 @@ def check_fwd_inputs(
         _check_columns(startend_row_indices, causal, keys, heads_kv, heads_q, device)
     if out is not None:
         _check_out(out, (*shape_q[:-1], head_dim_v), q.dtype, device)
+        _check_apart("out", out, {"q": q, "k": k, "v": v})
     if lse is not None and cu_seqlens_q is None:
         _check_lse(lse, (batch, heads_q, seqlen_q), device)
     elif lse is not None:
@@ -535,6 +536,27 @@ def _check_out(
         raise ValueError(
             f"out must not overlap itself (an expanded tensor does), got strides {out.stride()}"
         )
+
+
+def _check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
+    """An output that is written while an input is read would change the result."""
+    start, end = _span(tensor)
+    for other, given in inputs.items():
+        first, last = _span(given)
+        if start < last and first < end:
+            raise ValueError(
+                f"{name} must not share memory with {other}, got bytes {start} to {end} and "
+                f"{first} to {last}"
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and end address between which a tensor's elements lie."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _check_lse(lse: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:

@@ -67,11 +67,12 @@ def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
 
 
 @cute.jit
-def hide_unset(scores: cute.Tensor, r: cutlass.Constexpr, word: Int32) -> None:
-    """Row r of scores (rows, cols) keeps the columns whose bit is set, the others become -inf."""
+def hide_unset(scores: cute.Tensor, words: tuple) -> None:
+    """Hide (-inf) the columns of scores (rows, cols) whose bit in their row's word is not set."""
     num_cols = cute.size(scores, mode=[1])
-    for first in cutlass.range_constexpr(0, num_cols, HALF_WORD):
-        half = word >> first
-        for c in cutlass.range_constexpr(first, min(first + HALF_WORD, num_cols)):
-            keep = (half & (1 << (c - first))) != 0
-            scores[r, c] = cutlass.select_(keep, scores[r, c], -Float32.inf)
+    for r in cutlass.range_constexpr(len(words)):
+        for first in cutlass.range_constexpr(0, num_cols, HALF_WORD):
+            half = words[r] >> first
+            for c in cutlass.range_constexpr(first, min(first + HALF_WORD, num_cols)):
+                keep = (half & (1 << (c - first))) != 0
+                scores[r, c] = cutlass.select_(keep, scores[r, c], -Float32.inf)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -64,6 +64,14 @@ class ColumnMask:
                 "startend_row_indices with 1 vector needs causal=True: it hides rows below only"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # bounds are kept by identity of tensors, which a copy in another process does not share
+        return {"startend_row_indices": self.startend_row_indices, "causal": self.causal}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in (state | {"_bounds": {}}).items():
+            object.__setattr__(self, name, value)
+
     @property
     def num_vectors(self) -> int:
         return self.startend_row_indices.shape[3]
@@ -79,9 +87,11 @@ class ColumnMask:
         batch is `ColumnMask(mask.startend_row_indices[:, :, start:end], mask.causal)`.
 
         Raises:
-            ValueError: more keys than there are.
+            ValueError: a negative length, or more keys than there are.
         """
         indices = self.startend_row_indices
+        if seqlen_q < 0:
+            raise ValueError(f"seqlen_q={seqlen_q} is negative")
         if seqlen_k is None:
             seqlen_k = indices.shape[2]
         elif not 0 <= seqlen_k <= indices.shape[2]:

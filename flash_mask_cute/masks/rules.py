@@ -197,7 +197,10 @@ class MaskRules:
 
     def _list_place(self, tensor: cute.Tensor, work: Work) -> tuple:
         first_row, _ = self.block_info.query_range(work.seqlen, work.m_block)
-        return (*_broadcast_place(tensor, work), first_row // self.args.lists.block_q)
+        # the slot of a sequence may have more rows than the lists, which end where its queries do
+        last = cute.size(tensor, mode=[2]) - 1
+        q_block = cutlass.min(first_row // self.args.lists.block_q, last)
+        return (*_broadcast_place(tensor, work), q_block)
 
     @cute.jit
     def _take_listed(self, work: Work, base: Int32, position: ListPosition) -> tuple:

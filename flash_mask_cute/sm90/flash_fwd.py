@@ -395,7 +395,7 @@ class FlashAttentionForwardSm90:
 
         painter = warp_idx - plan.first_painter
         if warp_idx < Role.MMA:
-            cute.arch.setmaxregister_decrease(plan.load_registers)
+            cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
                 self.load(operands, tiles, channels, lengths, heads_per_kv)
             elif warp_idx == Role.PLAN:
@@ -588,9 +588,13 @@ class FlashAttentionForwardSm90:
         while is_valid:
             word = tiles.words[channels.k.index(block)]
             scores = wgmma.rows_by_cols(first_S)
-            modify(tile, word, scores, True)
+            if const_expr(self.score_mod is None):
+                modify(tile, word, scores, True)
+            elif ring.read(tile).has_scores:
+                # a sequence without queries or keys has no position to ask about
+                modify(tile, word, scores, True)
             if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
-                _hide(scores, take_bits(cut))
+                bit_tile.hide_unset(scores, take_bits(cut))
                 cut += 1
             channels.k.release(block)
             softmax.start(scores)
@@ -631,7 +635,7 @@ class FlashAttentionForwardSm90:
                         scores = wgmma.rows_by_cols(acc_S)
                         modify(tile, word, scores, kind == Kind.CUT)
                         if const_expr(kind == Kind.CUT):
-                            _hide(scores, bits)
+                            bit_tile.hide_unset(scores, bits)
                         factors = (Float32(1.0), Float32(1.0))
                         if const_expr(plan.keeps_scores):
                             sums = softmax.exponentials(scores, keep_probs)
@@ -889,9 +893,3 @@ def _warpgroup_sync():
     cute.arch.barrier(
         barrier_id=Barrier.EPILOGUE + _warpgroup_idx(), number_of_threads=THREADS_PER_WARPGROUP
     )
-
-
-@cute.jit
-def _hide(scores: cute.Tensor, words: tuple):
-    for r in cutlass.range_constexpr(len(words)):
-        bit_tile.hide_unset(scores, r, words[r])

@@ -110,7 +110,7 @@ class FwdPlan:
 
     @property
     def mma_registers(self) -> int:
-        """The least that is enough for the products: the painters want what is left."""
+        """The least that is enough for the products and `keeps_scores`: others want the rest."""
         choices = self._register_choices
         needed = self.registers_needed + self.keeps_scores * (self.tile_n // 4)
         return next((n for n in choices if n >= needed), choices[-1])
@@ -130,9 +130,10 @@ class FwdPlan:
         return self.tile_n // 2 + self.tile_n // 4 + self.tile_dv // 2 + SCALAR_REGISTERS
 
     @property
-    def load_registers(self) -> int:
-        # what the launch gave the CTA, less the share of the MMA warpgroups: asking for more would
-        # block for ever
+    def helper_registers(self) -> int:
+        """Registers of warpgroup 0."""
+        # what the launch gave the CTA, less what the others take: asking for more would block for
+        # ever
         pool = REGISTER_FILE // self.num_threads // 8 * 8 * self._num_warpgroups
         painters = PAINTER_REGISTERS if self.painter_warpgroup else 0
         return pool - self.mma_registers * self.num_mma_warpgroups - painters
@@ -185,6 +186,8 @@ class FwdPlan:
 
     def infeasible(self) -> str | None:
         """Why this plan cannot run, or None."""
+        if self.stages_q not in (1, 2):
+            return f"stages_q must be 1 or 2, got {self.stages_q}"
         if self.painter_warpgroup and self.tile_m != 128:
             return f"a warpgroup of painters needs tile_m 128, got {self.tile_m}"
         if self.tile_m not in (128, 192, 256):

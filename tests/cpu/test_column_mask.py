@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import random
 import weakref
 from collections.abc import Callable
@@ -275,3 +276,18 @@ def test_inference_mode() -> None:
 def test_the_kernel_compiles(num_vectors: int, is_packed: bool) -> None:
     compiled = compile_bounds.compile_bounds(num_vectors, is_packed, "sm_90a")
     assert compile_bounds.compile_bounds(num_vectors, is_packed, "sm_90a") is compiled
+
+
+def test_it_can_be_pickled_after_use() -> None:
+    """Data loaders send masks from process to process."""
+    mask = ColumnMask(torch.zeros((1, 1, 200, 2), dtype=torch.int32), True)
+    lengths = torch.tensor([0, 50, 200], dtype=torch.int32)
+    bounds = mask.bounds(64, lengths)
+    copy = pickle.loads(pickle.dumps(mask))
+    assert torch.equal(copy.startend_row_indices, mask.startend_row_indices)
+    assert copy.causal and torch.equal(copy.bounds(64, lengths), bounds)
+
+
+def test_negative_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="seqlen_q=-1"):
+        ColumnMask(torch.zeros((1, 1, 8, 2), dtype=torch.int32), True).dense(-1)

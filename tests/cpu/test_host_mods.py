@@ -226,3 +226,14 @@ def test_a_lost_condition_is_refused(mod: Any) -> None:
     """Python would take every vector for true, and drop the first comparison."""
     with pytest.raises(TypeError, match="truth value of a vector: write & for and"):
         eval_mask_mod(mod, None, 0, 0, torch.arange(4), torch.arange(4))
+
+
+def test_a_mod_must_return_one_value() -> None:
+    with pytest.raises(TypeError, match="returned None"):
+        eval_mask_mod(lambda b, h, q, k, aux: None, None, 0, 0, torch.arange(2), torch.arange(2))
+
+    def two(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return cute.full((2,), True, cutlass.Boolean)
+
+    with pytest.raises(TypeError, match="one value, got a vector of shape"):
+        eval_mask_mod(two, None, 0, 0, torch.arange(2), torch.arange(2))

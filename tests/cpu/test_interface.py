@@ -542,3 +542,11 @@ def test_explain_takes_the_calls_keywords_only() -> None:
     assert flash_mask_cute.explain is explain
     with pytest.raises(AttributeError, match="nothing"):
         _ = flash_mask_cute.nothing
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_output_in_an_inputs_memory_is_refused(name: str) -> None:
+    given = {x: torch.randn(1, 8, 2, 16) for x in "qkv"}
+    _flash_attn_fwd(given["q"], given["k"], given["v"], out=torch.empty_like(given["q"]))
+    with pytest.raises(ValueError, match=f"out must not share memory with {name}"):
+        _flash_attn_fwd(given["q"], given["k"], given["v"], out=given[name])

@@ -180,3 +180,39 @@ def test_a_sink_of_minus_infinity_is_no_sink(simulator: ModuleType) -> None:
     inputs = make_inputs(Case("sink-none", 1, 200, 65, causal=True, sink=FP32))
     inputs.keywords["learnable_sink"].fill_(float("-inf"))
     run_sim(simulator, inputs)
+
+
+def _distance_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, aux: Any) -> Any:
+    return score + aux[0][q_idx[0]] + aux[0][kv_idx[0]]
+
+
+@pytest.mark.parametrize("empty", ["seqused_q", "seqused_k"])
+def test_score_mod_is_not_asked_in_an_empty_sequence(simulator: ModuleType, empty: str) -> None:
+    """Its position would be -1; the simulator reports a read before the start of the table."""
+    simulator.RESULTS.clear()
+    q, k, v = (torch.randn(2, 70, 1, 64).bfloat16() for _ in range(3))
+    used = torch.tensor([65, 0], dtype=torch.int32)
+    keywords = {"score_mod": _distance_bias, "aux_tensors": [torch.zeros(70)], empty: used}
+    launch_on_simulator(Inputs(Case("empty", 2, 70, 70, 1, 1, head_dim=64), q, k, v, keywords))
+    assert not simulator.RESULTS[-1]["warnings"]
+
+
+def test_lists_end_where_the_queries_do(simulator: ModuleType) -> None:
+    """A slot of 300 rows of which 100 are in use has more query blocks than its lists."""
+    edges = torch.tensor([0, 300], dtype=torch.int32)
+    q, k, v = (torch.randn(300, 1, 64).bfloat16() for _ in range(3))
+    cnt, idx = torch.ones((1, 1, 1), dtype=torch.int32), torch.zeros((1, 1, 1, 3)).int()
+    keywords = {
+        "cu_seqlens_q": edges,
+        "cu_seqlens_k": edges,
+        "max_seqlen_q": 100,
+        "max_seqlen_k": 300,
+        "seqused_q": torch.tensor([100], dtype=torch.int32),
+        "block_sparse_tensors_torch": BlockSparseTensorsTorch(cnt, idx, block_size=(128, 128)),
+    }
+    inputs = Inputs(Case("slot", 1, 300, 300, 1, 1, head_dim=64), q, k, v, keywords)
+    out, _ = launch_on_simulator(inputs)
+    scores = q[:100, 0].double() @ k[:128, 0].double().T * 64**-0.5
+    expected = torch.softmax(scores, -1) @ v[:128, 0].double()
+    assert (out[:100, 0].double() - expected).abs().max() < 0.02
+    assert not out[100:].any()
