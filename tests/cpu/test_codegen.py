@@ -1,0 +1,148 @@
+"""What bench.codegen counts, what it calls a change, and one variant that it compiles."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import ROOT, Json, codegen
+
+SASS = """
+\tcode for sm_90a
+\t\tFunction : kernel_flash
+\t.headerflags\t@"EF_CUDA_SM90 EF_CUDA_VIRTUAL_SM(EF_CUDA_SM90)"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;         /* 0x00000a00ff017b82 */
+                                                                  /* 0x000fe20000000800 */
+        /*0010*/              @!P0 BRA `(.L_x_3) ;                /* 0x0000000000088947 */
+        /*0020*/             @!UPT UIADD3 URZ, URZ, URZ, URZ ;    /* 0x0000003f3f3ff290 */
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0 ;
+        /*10040*/              @PT HGMMA.64x80x16.F32.BF16 R24, gdesc[UR4], !UPT ;
+        /*10050*/           @!UP0 UTMALDG.4D [UR8], [UR4], desc[UR6] ;
+.L_x_3:
+        /*10060*/                  BRA `(.L_x_3);
+"""
+SASS_COUNTS = {"BRA": 2, "HGMMA": 2, "LDC": 1, "UIADD3": 1, "UTMALDG": 1}
+
+PTX = """
+.version 8.8
+.target sm_90a
+.visible .entry kernel_flash(
+\t.param .u32 kernel_flash_param_0
+)
+.reqntid 384, 1, 1
+{
+\t.reg .pred \t%p<3>;
+\t.loc\t1 10 0                          // setp.eq.s32 in a comment
+$L__BB0_1:
+\t@%p1 bra \t$L__BB0_1;
+\t// begin inline asm
+\t{ .reg .pred P1; setp.eq.s32 P1, 1, 1; @P1 bra.uni DONE; bra.uni $L__BB0_1; DONE: }
+\t// end inline asm
+\twgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+\t\t{%f1, %f2,
+\t\t%f3}, %rd1, %rd2, p, 1, 1, 0, 0;
+\tex2.approx.ftz.f32 \t%f1, %f2;
+\tret;
+}
+"""
+PTX_COUNTS = {"bra": 3, "ex2": 1, "ret": 1, "setp": 1, "wgmma": 1}
+
+ROW: Json = {
+    "name": "d64-full",
+    "tiles": {"tile_m": 192, "tile_n": 128},
+    "registers": 168,
+    "spill_bytes": 0,
+    "smem_bytes": 1024,
+    "warnings": [],
+    "isa": "sass",
+    "opcodes": {"HGMMA": 40, "BAR": 10, "LDL": 1},
+    "compiler": "cutlass_dsl 4.8.1, CUDA 13.4",
+    "commit": "1234567",
+}
+
+
+def test_counts_of_a_disassembly() -> None:
+    assert codegen.count_sass(SASS) == SASS_COUNTS
+
+
+def test_counts_of_a_ptx_text() -> None:
+    assert codegen.count_ptx(PTX) == PTX_COUNTS
+
+
+def test_ptx_is_counted_where_no_disassembler_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for commands in ([], [["false"]], [["true"]]):
+        monkeypatch.setattr(codegen, "disassemblers", lambda commands=commands: iter(commands))
+        assert codegen.count_opcodes(b"", PTX, tmp_path) == ("ptx", PTX_COUNTS)
+    text = tmp_path / "sass"
+    text.write_text(SASS)
+    monkeypatch.setattr(codegen, "disassemblers", lambda: iter([["false"], ["cat", str(text)]]))
+    assert codegen.count_opcodes(b"", PTX, tmp_path) == ("sass", SASS_COUNTS)
+
+
+def test_differences() -> None:
+    assert codegen.differences(ROW, ROW | {"commit": "89abcde", "compiler": "other"}) == []
+    new = ROW | {"registers": 160, "opcodes": {"HGMMA": 40, "BAR": 12, "STL": 3}}
+    assert codegen.differences(ROW, new) == [
+        "registers 168 -> 160",
+        "BAR 10 -> 12 (+2)",
+        "LDL 1 -> 0 (-1)",
+        "STL 0 -> 3 (+3)",
+    ]
+    for key, value in {
+        "spill_bytes": 8,
+        "smem_bytes": 0,
+        "warnings": ["C7510"],
+        "tiles": {},
+    }.items():
+        assert len(codegen.differences(ROW, ROW | {key: value})) == 1
+    (only,) = codegen.differences(ROW, ROW | {"isa": "ptx", "opcodes": {"wgmma": 1}})
+    assert only.startswith("isa sass -> ptx")
+
+
+def test_status_against_kept_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {key: value for key, value in ROW.items() if key != "commit"}
+    monkeypatch.setattr(codegen, "compile_row", lambda name: made | {"name": name})
+    kept, again = str(tmp_path / "kept.jsonl"), str(tmp_path / "again.jsonl")
+    assert codegen.main(["d64-full", "d64-causal", "--out", kept]) == 0
+    assert codegen.main(["d64-[fc]*l", "--against", kept, "--out", again]) == 0
+    assert [row for row in codegen.read_rows(Path(again))] == ["d64-full", "d64-causal"]
+    assert "unchanged" in capsys.readouterr().out
+    assert codegen.main(["d64-window", "--against", kept]) == 1
+    assert "not in the other rows" in capsys.readouterr().out
+    made["registers"] = 128
+    assert codegen.main(["d64-full", "--against", kept]) == 1
+    assert "registers 168 -> 128" in capsys.readouterr().out
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert codegen.main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == list(codegen.VARIANTS)
+    assert codegen.main(["d256-*", "d128-*_mod", "--list"]) == 0
+    assert capsys.readouterr().out.split() == [
+        *(f"d256-{mask}" for mask in ("full", "causal", "window", "varlen")),
+        *("d128-mask_mod", "d128-score_mod"),
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        codegen.main(["no-such-variant"])
+
+
+def test_kept_rows_hold_every_variant() -> None:
+    rows = codegen.read_rows(ROOT / "bench" / "results" / "codegen_sm90a.jsonl")
+    assert list(rows) == list(codegen.VARIANTS)
+
+
+def test_a_variant_compiles(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert codegen.main(["d64-window", "--out", str(out)]) == 0
+    row = json.loads(out.read_text())
+    assert row.keys() == ROW.keys()
+    assert (row["tiles"]["tile_m"], row["tiles"]["tile_n"]) == (128, 128), "the narrow window's row"
+    assert row["registers"] and row["spill_bytes"] == 0 and not row["warnings"]
+    present = {"sass": ("HGMMA", "MUFU", "UTMALDG"), "ptx": ("wgmma", "ex2", "mbarrier")}
+    assert all(row["opcodes"][opcode] for opcode in present[row["isa"]])
