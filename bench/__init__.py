@@ -12,6 +12,7 @@ measure    one case, from inputs to rows
 run        `python -m bench.run`: appends rows to bench/results/<gpu>.jsonl
 report     `python -m bench.report`: the table of rows, and `--bars`, what they must reach
 linearity  `python -m bench.linearity`: latency against sparsity
+codegen    `python -m bench.codegen`: registers, spills and opcodes of the kernels, without a GPU
 
 Here: the rows themselves, where they come from, and the table of a run. A row is one figure, one
 JSON object on a line; it is appended, never edited. Its `note` starts with the name of its case.

@@ -111,7 +111,7 @@ def test_status_against_kept_rows(
     kept, again = str(tmp_path / "kept.jsonl"), str(tmp_path / "again.jsonl")
     assert codegen.main(["d64-full", "d64-causal", "--out", kept]) == 0
     assert codegen.main(["d64-[fc]*l", "--against", kept, "--out", again]) == 0
-    assert [row for row in codegen.read_rows(Path(again))] == ["d64-full", "d64-causal"]
+    assert list(codegen.read_rows(Path(again))) == ["d64-full", "d64-causal"]
     assert "unchanged" in capsys.readouterr().out
     assert codegen.main(["d64-window", "--against", kept]) == 1
     assert "not in the other rows" in capsys.readouterr().out

@@ -1,0 +1,198 @@
+"""python -m bench.codegen [NAMES]: what the compiler makes of the forward kernel, without a GPU.
+
+Compiles variants for sm_90a and prints a line for each: registers, spills, shared memory, and how
+often each opcode occurs. `--out` keeps the rows, `--against` says what differs from kept ones. A
+change that should not touch the code of a variant is seen here before anything is timed.
+
+Opcodes are machine instructions (`"isa": "sass"`) where `cuobjdump` or `nvdisasm` is found, on PATH
+or in an installed triton, else those of the PTX (`"isa": "ptx"`). The two are never compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from bench import Json, commit_here, versions
+from flash_mask_cute.host.problem import AttentionProblem, Mods
+
+SEQLEN, HEADS = 8192, 32
+WINDOW = SEQLEN // 16
+FIGURES = ("tiles", "registers", "spill_bytes", "smem_bytes", "warnings")
+# Opcodes that say most about a loop of the forward, for the printed line.
+SHOWN = ("HGMMA", "MUFU", "FFMA", "FMNMX", "F2FP", "UTMALDG", "BAR", "SYNCS", "LDL", "STL")
+SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_]+)", re.MULTILINE)
+PTX = re.compile(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?([a-z]\w*)(?=[.\s;])", re.MULTILINE)
+
+
+def sees_prefix(b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    return (k <= q) | (k < 64)
+
+
+def nears(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    import cutlass
+
+    return score - 0.125 * (q - k).to(cutlass.Float32)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of problem, the keys of its callables left open; the callables; and how many keys a
+    query sees at most where a window is closed on both sides."""
+
+    problem: AttentionProblem
+    mods: Mods = Mods()
+    window: int | None = None
+
+
+def _variants() -> Iterator[tuple[str, Variant]]:
+    def variant(d: int, *more: Any, **fields: Any) -> Variant:
+        return Variant(AttentionProblem("bfloat16", d, d, **fields), *more)
+
+    for d in (64, 128, 256):
+        yield f"d{d}-full", variant(d)
+        yield f"d{d}-causal", variant(d, is_causal=True)
+        yield f"d{d}-window", variant(d, Mods(), WINDOW + 1, is_causal=True, has_window_left=True)
+        yield f"d{d}-varlen", variant(d, is_causal=True, varlen_q=True, varlen_k=True)
+    for d in (64, 128):
+        for n, causal in ((1, True), (2, True), (4, False)):
+            yield f"d{d}-columns{n}", variant(d, is_causal=causal, intervals=(n, causal))
+    yield "d128-mask_mod", variant(128, Mods(mask_mod=sees_prefix))
+    yield "d128-score_mod", variant(128, Mods(score_mod=nears), is_causal=True)
+
+
+VARIANTS = dict(_variants())
+
+
+def disassemblers() -> Iterator[list[str]]:
+    """Commands that print the machine code of the cubin named after them."""
+    spec = importlib.util.find_spec("triton")
+    places: list[str | None] = [None]
+    if spec and spec.origin:
+        places.append(str(Path(spec.origin).parent / "backends/nvidia/bin"))
+    for place in places:
+        for name, option in (("cuobjdump", "-sass"), ("nvdisasm", "-c")):
+            if program := shutil.which(name, path=place):
+                yield [program, option]
+
+
+def count_sass(text: str) -> dict[str, int]:
+    """How often each base opcode (HGMMA, of HGMMA.64x128x16.F32.BF16) occurs in a disassembly."""
+    return dict(sorted(Counter(SASS.findall(text)).items()))
+
+
+def count_ptx(text: str) -> dict[str, int]:
+    """How often each base instruction (mad, of mad.lo.s32) occurs in a PTX text."""
+    return dict(sorted(Counter(PTX.findall(re.sub(r"//[^\n]*", "", text))).items()))
+
+
+def count_opcodes(cubin: bytes, ptx: str, folder: Path) -> tuple[str, dict[str, int]]:
+    """The instruction set that was counted, and the counts. `folder` is written to."""
+    (path := folder / "kernel.bin").write_bytes(cubin)
+    for command in disassemblers():
+        done = subprocess.run([*command, str(path)], capture_output=True, text=True)
+        if done.returncode == 0 and (counts := count_sass(done.stdout)):
+            return "sass", counts
+    return "ptx", count_ptx(ptx)
+
+
+def compile_row(name: str) -> Json:
+    """Compile a variant for sm_90a now; its row, less the commit."""
+    from cutlass import CUDA_VERSION as CUDA
+
+    from flash_mask_cute.host.cache import compile_lock
+    from flash_mask_cute.host.callable_key import callable_key
+    from flash_mask_cute.host.compile import build_fwd
+    from flash_mask_cute.host.config import select_fwd_config
+    from flash_mask_cute.host.target import Target
+    from flash_mask_cute.host.validate import FwdShapes
+
+    variant = VARIANTS[name]
+    keys = {kind: callable_key(mod) for kind, mod in variant.mods._asdict().items() if mod}
+    problem = AttentionProblem(**{**vars(variant.problem), **keys})
+    dims = (problem.head_dim, problem.head_dim_v)
+    shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
+    tiles = select_fwd_config(problem, shapes, window=variant.window).tiles
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--keep-cubin --keep-ptx --dump-dir={folder}"
+        with compile_lock():
+            compiled = build_fwd(problem, tiles, Target.default(), variant.mods, options)
+        function: Any = compiled.function
+        isa, opcodes = count_opcodes(function.__cubin__, function.__ptx__, Path(folder))
+    compiler = f"cutlass_dsl {versions()['cutlass_dsl']}, CUDA {CUDA.major}.{CUDA.minor}"
+    figures = {"tiles": asdict(tiles), **compiled.meta}
+    counted = {"isa": isa, "opcodes": opcodes, "compiler": compiler}
+    return {"name": name, **{key: figures[key] for key in FIGURES}, **counted}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changed from one row of a variant to another, other than where the rows come from
+    (commit, compiler); opcodes only within one instruction set."""
+    found = [f"{key} {old[key]} -> {new[key]}" for key in FIGURES if old[key] != new[key]]
+    if old["isa"] != new["isa"]:
+        return [*found, f"isa {old['isa']} -> {new['isa']}: opcodes not compared"]
+    before, after = Counter(old["opcodes"]), Counter(new["opcodes"])
+    for opcode in sorted(before | after):
+        if before[opcode] != after[opcode]:
+            change = after[opcode] - before[opcode]
+            found.append(f"{opcode} {before[opcode]} -> {after[opcode]} ({change:+d})")
+    return found
+
+
+def read_rows(path: Path) -> dict[str, Json]:
+    """Rows by name of variant; of equal names the last counts."""
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return {row["name"]: row for row in rows}
+
+
+def _line(row: Json) -> str:
+    tiles, counts = row["tiles"], row["opcodes"]
+    shown = " ".join(f"{op} {counts[op]}" for op in SHOWN if op in counts)
+    figures = f"regs {row['registers']}  spill {row['spill_bytes']}  smem {row['smem_bytes']}"
+    parts = [f"{row['name']:15} {tiles['tile_m']}x{tiles['tile_n']:<4}", figures]
+    return "  ".join([*parts, f"{row['isa']} {sum(counts.values())}", shown, *row["warnings"]])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 1 if anything differs from the rows of --against, 2 if no name matches."""
+    parser = argparse.ArgumentParser(prog="python -m bench.codegen", description=__doc__)
+    parser.add_argument("names", nargs="*", default=["*"], help="names of variants, or patterns")
+    parser.add_argument("--list", action="store_true", help="print the names and stop")
+    parser.add_argument("--out", type=Path, help="write the rows here, over what was there")
+    parser.add_argument("--against", type=Path, help="compare with these rows, made earlier")
+    options = parser.parse_args(arguments)
+    names = [name for name in VARIANTS if any(fnmatch(name, p) for p in options.names)]
+    if not names:
+        parser.error(f"no variant is called {', '.join(options.names)}; --list names them")
+    if options.list:
+        print("\n".join(names))
+        return 0
+    known = read_rows(options.against) if options.against else {}
+    commit, rows, changed = commit_here(), [], False
+    for name in names:
+        row = compile_row(name) | {"commit": commit}
+        rows.append(row)
+        print(_line(row), flush=True)
+        if options.against:
+            found = differences(known[name], row) if name in known else ["not in the other rows"]
+            changed |= bool(found)
+            print("\n".join(f"    {text}" for text in found or ["unchanged"]), flush=True)
+    if options.out:
+        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return int(changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
