@@ -702,7 +702,7 @@ class FlashAttentionForwardSm90:
 
     def _kinds(self, masks: MaskArgs) -> tuple[Kind, ...]:
         """What blocks after a walk's first may be."""
-        can_cut = (self.is_causal, self.is_local, self.mask_mod, masks.columns, masks.lists)
+        can_cut = (self.is_causal, self.is_local, self.mask_mod, masks.columns, masks.bits)
         has_cut = any(x is not None and x is not False for x in can_cut)
         return (Kind.CUT, Kind.WHOLE) if has_cut or not self.skip_blocks else (Kind.WHOLE,)
 
