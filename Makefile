@@ -31,7 +31,8 @@ demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/07_native_api.py
 
 # Each folder has a process of its own: the software GPU takes the place of CUDA in its process.
-test: test-cpu test-sim test-gpu
+# The GPU tests go first, so that the last words of a machine without a GPU are about tests that ran.
+test: test-gpu test-sim test-cpu
 
 test-cpu: $(call needs_venv,$(DEV))
 	$(DEV) -m pytest tests/cpu -n $(WORKERS)

@@ -11,6 +11,7 @@ one, else on the CPU. Ends with an error if the result is wrong.
 from __future__ import annotations
 
 import torch
+from dense_check import check, pick_device
 from torch import Tensor
 
 from flash_mask_cute import ColumnMask, builders
@@ -19,15 +20,6 @@ from flash_mask_cute.interface import _flash_attn_fwd
 # tokens of [question, answer, answer, ...] of each document
 DOCUMENTS_GPU = [[700, 300, 205], [100, 60, 61, 62, 1], [900, 511, 1000, 196]]
 DOCUMENTS_CPU = [[70, 30, 25], [60, 31, 33, 1], [90, 60]]
-
-
-def pick_device() -> torch.device:
-    """A Hopper GPU if torch sees one, else the CPU; says which."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        print(f"device: {torch.cuda.get_device_name()}")
-        return torch.device("cuda")
-    print("device: CPU (no Hopper GPU here), in float64 over the tiles that the kernel would visit")
-    return torch.device("cpu")
 
 
 def visible_by_definition(documents: list[list[int]]) -> Tensor:
@@ -58,25 +50,6 @@ def hidden_from_row(documents: list[list[int]]) -> Tensor:
     return torch.tensor(starts_hiding, dtype=torch.int32).view(1, 1, -1, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """O of (batch, seqlen, heads, d) tensors in their dtype; visible: bool (seqlen_q, seqlen_k)."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
-    probabilities = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return (probabilities.to(q.dtype) @ v).transpose(1, 2)
-
-
-def check(name: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> None:
-    exact = attend(q.double(), k.double(), v.double(), visible)
-    error = (out.double() - exact).abs().max().item()
-    eager_error = (attend(q, k, v, visible).double() - exact).abs().max().item()
-    print(f"{name}: largest error {error:.2e} (plain bfloat16 torch: {eager_error:.2e})")
-    if not error <= 2 * eager_error + torch.finfo(q.dtype).eps:
-        raise SystemExit(f"03_column_intervals: wrong result ({name})")
-
-
 def main() -> None:
     device = pick_device()
     on_gpu = device.type == "cuda"
@@ -96,16 +69,16 @@ def main() -> None:
 
     # one object for all layers: what is known about its blocks of keys is computed once
     out, _ = _flash_attn_fwd(q, k, v, startend_row_indices=mask)
-    check("built by name", out, q, k, v, visible)
+    check("03_column_intervals", "built by name", out, q, k, v, visible)
 
     indices = hidden_from_row(documents).to(device)
     out, _ = _flash_attn_fwd(q, k, v, startend_row_indices=ColumnMask(indices, causal=True))
-    check("written by hand", out, q, k, v, visible)
+    check("03_column_intervals", "written by hand", out, q, k, v, visible)
 
     out, _ = _flash_attn_fwd(q, k, v, startend_row_indices=mask, window_size_left=window)
     row = torch.arange(seqlen, device=device)
     in_window = row >= row[:, None] - window
-    check(f"and a window of {window}", out, q, k, v, visible & in_window)
+    check("03_column_intervals", f"and a window of {window}", out, q, k, v, visible & in_window)
 
 
 if __name__ == "__main__":

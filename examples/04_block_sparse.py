@@ -12,21 +12,13 @@ Ends with an error if the result is wrong.
 from __future__ import annotations
 
 import torch
+from dense_check import check, pick_device
 from torch import Tensor
 
 from flash_mask_cute import BlockSparseTensorsTorch
 from flash_mask_cute.interface import _flash_attn_fwd
 
 BLOCK = 64  # not the kernel's tile: the library fits one to the other
-
-
-def pick_device() -> torch.device:
-    """A Hopper GPU if torch sees one, else the CPU; says which."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        print(f"device: {torch.cuda.get_device_name()}")
-        return torch.device("cuda")
-    print("device: CPU (no Hopper GPU here), in float64 over the tiles that the kernel would visit")
-    return torch.device("cpu")
 
 
 def pattern(heads: int, num_blocks: int, generator: torch.Generator) -> Tensor:
@@ -51,25 +43,6 @@ def to_lists(blocks: Tensor) -> BlockSparseTensorsTorch:
     return BlockSparseTensorsTorch(count, seen_first.int(), block_size=(BLOCK, BLOCK))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """O of (batch, seqlen, heads, d) tensors in their dtype; visible: bool (..., heads, q, k)."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
-    probabilities = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return (probabilities.to(q.dtype) @ v).transpose(1, 2)
-
-
-def check(name: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> None:
-    exact = attend(q.double(), k.double(), v.double(), visible)
-    error = (out.double() - exact).abs().max().item()
-    eager_error = (attend(q, k, v, visible).double() - exact).abs().max().item()
-    print(f"{name}: largest error {error:.2e} (plain bfloat16 torch: {eager_error:.2e})")
-    if not error <= 2 * eager_error + torch.finfo(q.dtype).eps:
-        raise SystemExit(f"04_block_sparse: wrong result ({name})")
-
-
 def main() -> None:
     device = pick_device()
     on_gpu = device.type == "cuda"
@@ -87,10 +60,10 @@ def main() -> None:
     visible = blocks.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)
     visible = visible[:, :, :seqlen, :seqlen]
     out, _ = _flash_attn_fwd(q, k, v, block_sparse_tensors_torch=lists)
-    check("block lists", out, q, k, v, visible)
+    check("04_block_sparse", "block lists", out, q, k, v, visible)
 
     out, _ = _flash_attn_fwd(q, k, v, block_sparse_tensors_torch=lists, causal=True)
-    check("block lists and causal", out, q, k, v, visible.tril())
+    check("04_block_sparse", "block lists and causal", out, q, k, v, visible.tril())
 
 
 if __name__ == "__main__":

@@ -16,19 +16,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
-from torch import Tensor
+from dense_check import check, pick_device
 
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.utils import scalar_to_ssa
-
-
-def pick_device() -> torch.device:
-    """A Hopper GPU if torch sees one, else the CPU; says which."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        print(f"device: {torch.cuda.get_device_name()}")
-        return torch.device("cuda")
-    print("device: CPU (no Hopper GPU here), in float64 over the tiles that the kernel would visit")
-    return torch.device("cpu")
 
 
 def make_alibi(heads: int) -> Callable[..., Any]:
@@ -69,40 +60,6 @@ def relative_bias(
     return score + scalar_to_ssa(table[h_idx[0], distance], cutlass.Float32)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, visible: Tensor, softcap: float = 0.0
-) -> Tensor:
-    """O of (batch, seqlen, heads, d) tensors in their dtype; bias: (heads, seqlen_q, seqlen_k)."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = (scores + bias.to(q.dtype)).masked_fill(~visible, float("-inf"))
-    probabilities = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return (probabilities.to(q.dtype) @ v).transpose(1, 2)
-
-
-def check(
-    name: str,
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    visible: Tensor,
-    softcap: float = 0.0,
-) -> None:
-    exact = attend(q.double(), k.double(), v.double(), bias.double(), visible, softcap)
-    error = (out.double() - exact).abs().max().item()
-    eager = attend(q, k, v, bias, visible, softcap)
-    eager_error = (eager.double() - exact).abs().max().item()
-    print(f"{name}: largest error {error:.2e} (plain bfloat16 torch: {eager_error:.2e})")
-    if not error <= 2 * eager_error + torch.finfo(q.dtype).eps:
-        raise SystemExit(f"05_score_mod: wrong result ({name})")
-
-
 def main() -> None:
     device = pick_device()
     on_gpu = device.type == "cuda"
@@ -118,19 +75,19 @@ def main() -> None:
     head = torch.arange(1, heads_q + 1, device=device)
     slopes = torch.exp2(head * (-8.0 / heads_q)).view(-1, 1, 1)
     out, _ = _flash_attn_fwd(q, k, v, causal=True, score_mod=make_alibi(heads_q))
-    check("ALiBi", out, q, k, v, -slopes * distance, causal)
+    check("05_score_mod", "ALiBi", out, q, k, v, causal, bias=-slopes * distance)
 
     for reach in (128, 40):
         table = torch.randn(heads_q, reach, device=device)
         bias = table[:, distance.clamp(max=reach - 1)]
         out, _ = _flash_attn_fwd(q, k, v, causal=True, score_mod=relative_bias, aux_tensors=[table])
-        check(f"relative bias, {reach} distances", out, q, k, v, bias, causal)
+        check("05_score_mod", f"relative bias, {reach} distances", out, q, k, v, causal, bias)
 
     # a score_mod sees scores that are scaled and soft-capped already
     out, _ = _flash_attn_fwd(
         q, k, v, causal=True, softcap=5.0, score_mod=relative_bias, aux_tensors=[table]
     )
-    check("relative bias after a soft cap", out, q, k, v, bias, causal, softcap=5.0)
+    check("05_score_mod", "relative bias after a soft cap", out, q, k, v, causal, bias, softcap=5.0)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,11 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import torch
-from torch import Tensor
+from dense_check import check, pick_device
 
 from flash_mask_cute import BlockSparseTensorsTorch, create_block_mask
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.utils import scalar_to_ssa
-
-
-def pick_device() -> torch.device:
-    """A Hopper GPU if torch sees one, else the CPU; says which."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        print(f"device: {torch.cuda.get_device_name()}")
-        return torch.device("cuda")
-    print("device: CPU (no Hopper GPU here), in float64 over the tiles that the kernel would visit")
-    return torch.device("cpu")
 
 
 @cute.jit
@@ -53,16 +44,6 @@ def count_blocks(lists: BlockSparseTensorsTorch) -> str:
     return f"{full} blocks visible, {cut} cut, {total - full - cut} hidden"
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """O of (batch, seqlen, heads, d) tensors in their dtype; visible: bool (batch, 1, q, k)."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
-    probabilities = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return (probabilities.to(q.dtype) @ v).transpose(1, 2)
-
-
 def main() -> None:
     device = pick_device()
     on_gpu = device.type == "cuda"
@@ -84,13 +65,8 @@ def main() -> None:
             q, k, v, mask_mod=prefix_lm, aux_tensors=[prefix], block_sparse_tensors_torch=lists
         )
         visible = (row <= row[:, None]) | (row < prefix.view(2, 1, 1, 1))
-        exact = attend(q.double(), k.double(), v.double(), visible)
-        error = (out.double() - exact).abs().max().item()
-        eager_error = (attend(q, k, v, visible).double() - exact).abs().max().item()
         print(f"prefixes of {lengths} tokens of {seqlen}: {count_blocks(lists)}")
-        print(f"largest error of out {error:.2e} (plain bfloat16 torch: {eager_error:.2e})")
-        if not error <= 2 * eager_error + torch.finfo(q.dtype).eps:
-            raise SystemExit("06_mask_mod_prefix_lm: wrong result")
+        check("06_mask_mod_prefix_lm", None, out, q, k, v, visible)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from flash_mask_cute.block_sparsity import (
     as_block_size,
     to_cute_block_sparse_tensors,
 )
-from flash_mask_cute.host.compile_scan import CUTLASS_NAMES, HOST, ScanProblem, compile_scan
+from flash_mask_cute.host.compile_scan import HOST, ScanProblem, compile_scan
+from flash_mask_cute.host.problem import CUTLASS_NAMES
 from flash_mask_cute.host.target import Target
 
 TorchLists = tuple[Tensor, Tensor, Tensor | None, Tensor | None]

@@ -14,11 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.ring import Ring
 
 CHUNK = 32
-# words of an entry; a `Chunk` leaves the last one free
-FIELDS = 8
 
 
 class Kind(IntEnum):
@@ -77,29 +75,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class WalkRing:
-    """Chunks (FIELDS, stages) int32 and their channel."""
+    """A ring of `Chunk`."""
 
-    chunks: cute.Tensor
-    channel: Channel
+    ring: Ring
 
-    @staticmethod
-    def create(
-        chunks: cute.Pointer, barriers: cute.Pointer, stages: int, num_readers: int
-    ) -> "WalkRing":
-        """num_readers: warps that read every chunk."""
-        layout = cute.make_layout((FIELDS, stages))
-        channel = Channel.create(barriers, stages, 1, num_readers)
-        return WalkRing(cute.make_tensor(chunks, layout), channel)
-
-    @cute.jit
     def write(self, number: Int32, chunk: Chunk) -> None:
         """Write chunk `number`, counted from 0 over all walks."""
-        self.channel.acquire(number)
-        index = self.channel.index(number)
-        if cute.arch.lane_idx() == 0:
-            for field in cutlass.range_constexpr(len(chunk)):
-                self.chunks[field, index] = Int32(chunk[field])
-        self.channel.publish(number)
+        self.ring.write(number, chunk)
 
     @cute.jit
     def visit(
@@ -116,9 +98,8 @@ class WalkRing:
         """
         is_last = Boolean(False)
         while not is_last:
-            self.channel.wait(number)
-            index = self.channel.index(number)
-            chunk = Chunk(*(self.chunks[field, index] for field in range(len(Chunk._fields))))
+            self.ring.channel.wait(number)
+            chunk = Chunk(*self.ring.read(number, len(Chunk._fields)))
             remaining = chunk.visible & (chunk.cut if const_expr(only_cut) else Int32(-1))
             is_last = chunk.follower == Kind.END
             while remaining != 0:
@@ -128,8 +109,7 @@ class WalkRing:
                 if remaining != 0:
                     follower = chunk.kind_of(highest_bit(remaining))
                 state = step(state, chunk.block(bit, follower))
-            cute.arch.sync_warp()
-            self.channel.release(number)
+            self.ring.release(number)
             number += 1
         return number, state
 

@@ -8,14 +8,10 @@ a negative m_block ends the work.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import cutlass
-import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.ring import Ring
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
-
-FIELDS = 8
 
 
 class Work(NamedTuple):
@@ -42,53 +38,35 @@ class Work(NamedTuple):
         return SeqlenInfoQK(self.offset_q, self.offset_k, self.seqlen_q, self.seqlen_k)
 
 
-NO_WORK = Work(-1, *[0] * (FIELDS - 1))
+NO_WORK = Work(-1, *[0] * (len(Work._fields) - 1))
 
 
 @dataclass(frozen=True)
 class WorkRing:
-    """Entries (FIELDS, stages) int32 and their channel."""
+    """A ring of `Work`."""
 
-    entries: cute.Tensor
-    channel: Channel
-
-    @staticmethod
-    def create(
-        entries: cute.Pointer, barriers: cute.Pointer, stages: int, num_readers: int
-    ) -> "WorkRing":
-        """num_readers: warps that read every entry."""
-        layout = cute.make_layout((FIELDS, stages))
-        channel = Channel.create(barriers, stages, 1, num_readers)
-        return WorkRing(cute.make_tensor(entries, layout), channel)
+    ring: Ring
 
     def acquire(self, number: Int32) -> None:
         """Wait until entry `number` may be written."""
-        self.channel.acquire(number)
+        self.ring.channel.acquire(number)
 
-    @cute.jit
     def write(self, number: Int32, work: Work) -> None:
         """Write entry `number` (from 0)."""
-        self.channel.acquire(number)
-        index = self.channel.index(number)
-        if cute.arch.lane_idx() == 0:
-            for field in cutlass.range_constexpr(FIELDS):
-                self.entries[field, index] = Int32(work[field])
-        self.channel.publish(number)
+        self.ring.write(number, work)
 
     def wait(self, number: Int32) -> Boolean:
         """Wait for entry `number`; whether it holds work (False: there is no more)."""
-        self.channel.wait(number)
-        return self.entries[0, self.channel.index(number)] >= 0
+        self.ring.channel.wait(number)
+        return self.read(number).m_block >= 0
 
     def read(self, number: Int32) -> Work:
         """Entry `number`, between `wait` and `release`.
 
         Read it where it is used instead of keeping it: its loads are cheap, registers are not.
         """
-        index = self.channel.index(number)
-        return Work(*(self.entries[field, index] for field in range(FIELDS)))
+        return Work(*self.ring.read(number, len(Work._fields)))
 
     def release(self, number: Int32) -> None:
         """This warp has read entry `number` for the last time."""
-        cute.arch.sync_warp()
-        self.channel.release(number)
+        self.ring.release(number)

@@ -10,7 +10,7 @@ from typing import Any
 
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.config import FwdTiles
-from flash_mask_cute.host.problem import AttentionProblem, Mods
+from flash_mask_cute.host.problem import CUTLASS_NAMES, AttentionProblem, Mods
 from flash_mask_cute.host.target import Target
 
 CACHE = CompileCache()
@@ -67,7 +67,7 @@ def build_fwd(
     from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
 
     kernel = FlashAttentionForwardSm90(
-        getattr(cutlass, _CUTLASS_NAMES[problem.dtype]),
+        getattr(cutlass, CUTLASS_NAMES[problem.dtype]),
         problem.head_dim,
         problem.head_dim_v,
         qhead_per_kvhead=problem.packed_heads,
@@ -88,15 +88,6 @@ def build_fwd(
     return Compiled(function, {"smem_bytes": kernel.plan.smem_bytes, **_read(said.getvalue())})
 
 
-_CUTLASS_NAMES = {
-    "bfloat16": "BFloat16",
-    "float16": "Float16",
-    "float32": "Float32",
-    "int32": "Int32",
-    "int64": "Int64",
-}
-
-
 def _options(target: Target) -> str:
     return f"--enable-tvm-ffi --gpu-arch {target.arch} remarks{{ptx}}"
 
@@ -111,7 +102,7 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
         return tuple(cute.sym_int() for _ in range(rank))
 
     def operand(rank: int, dim: int) -> Any:
-        dtype = getattr(cutlass, _CUTLASS_NAMES[problem.dtype])
+        dtype = getattr(cutlass, CUTLASS_NAMES[problem.dtype])
         strides = tuple(cute.sym_int64(divisibility=_STRIDE_STEP) for _ in range(rank - 1))
         return make_fake_tensor(
             dtype, (*extents(rank - 1), dim), (*strides, 1), assumed_align=_BASE_ALIGNMENT
@@ -120,7 +111,7 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
     def vector(name: str | None) -> Any:
         if name is None:
             return None
-        dtype = getattr(cutlass, _CUTLASS_NAMES[name])
+        dtype = getattr(cutlass, CUTLASS_NAMES[name])
         return make_fake_tensor(dtype, extents(1), (1,), assumed_align=dtype.width // 8)
 
     def int32_vector(present: bool) -> Any:
@@ -128,7 +119,7 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
 
     def strided(rank: int, name: str = "int32") -> Any:
         # Also the last stride is free: where the extent is 1, torch leaves it to chance.
-        dtype = getattr(cutlass, _CUTLASS_NAMES[name])
+        dtype = getattr(cutlass, CUTLASS_NAMES[name])
         strides = tuple(cute.sym_int64() for _ in range(rank))
         return make_fake_tensor(dtype, extents(rank), strides, assumed_align=dtype.width // 8)
 

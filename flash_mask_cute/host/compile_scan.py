@@ -11,22 +11,10 @@ import torch
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import CACHE
-from flash_mask_cute.host.host_mods import _gpu_instructions
-from flash_mask_cute.host.problem import dtype_name
+from flash_mask_cute.host.host_mods import HOST_OPTIONS, compile_for_host
+from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
 
 HOST = "host"  # in place of an architecture: code for the CPU
-CUTLASS_NAMES = {
-    "bool": "Boolean",
-    "uint8": "Uint8",
-    "int8": "Int8",
-    "int16": "Int16",
-    "int32": "Int32",
-    "int64": "Int64",
-    "float16": "Float16",
-    "bfloat16": "BFloat16",
-    "float32": "Float32",
-    "float64": "Float64",
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +71,7 @@ def compile_scan(
 
 
 def _options(problem: ScanProblem) -> str:
-    return "--enable-tvm-ffi" + ("" if problem.arch == HOST else f" --gpu-arch {problem.arch}")
+    return HOST_OPTIONS if problem.arch == HOST else f"{HOST_OPTIONS} --gpu-arch {problem.arch}"
 
 
 def _build(mask_mod: Callable[..., Any], problem: ScanProblem) -> Compiled:
@@ -110,32 +98,8 @@ def _build(mask_mod: Callable[..., Any], problem: ScanProblem) -> Compiled:
     aux = tuple(tensor(name, rank) for name, rank in problem.aux) or None
     scan = BlockScan(mask_mod, problem.has_full, problem.samples)
     if problem.arch == HOST:
-        function = _compile_for_host(scan.on_host, lists, grid, aux, options=_options(problem))
+        function = compile_for_host("mask_mod", scan.on_host, lists, grid, aux)
     else:
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         function = cute.compile(scan, lists, grid, aux, stream, options=_options(problem))
     return Compiled(function, {})
-
-
-def _compile_for_host(function: Any, *arguments: Any, options: str) -> Any:
-    import cutlass.cute as cute
-
-    refused: list[str] = []
-
-    def refuse_gpu_instructions(_dsl: Any, module: Any, _name: str) -> None:
-        # the compiler would abort the process
-        refused.extend(_gpu_instructions(module.operation))
-        if refused:
-            raise NotImplementedError
-
-    try:
-        return cute.compile(
-            function, *arguments, options=options, trace_finalize_hooks=refuse_gpu_instructions
-        )
-    except Exception as error:
-        if not refused:
-            raise
-        raise NotImplementedError(
-            f"mask_mod uses {', '.join(sorted(set(refused)))}, which exists on GPUs only: compute "
-            "the block lists on a GPU, or write it with other functions"
-        ) from error

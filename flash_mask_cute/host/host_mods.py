@@ -13,18 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.cache import compile_lock
 from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
 
-MAX_AUX_RANK = 4
-_AUX_DTYPES = {
-    torch.int32: "Int32",
-    torch.int64: "Int64",
-    torch.float32: "Float32",
-    torch.bfloat16: "BFloat16",
-    torch.float16: "Float16",
-}
-
+HOST_OPTIONS = "--enable-tvm-ffi"
 _compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 
@@ -83,8 +77,8 @@ def _run(
 ) -> None:
     aux = None if aux_tensors is None else tuple(aux_tensors)
     for i, tensor in enumerate(aux or ()):
-        _check_aux(i, tensor)
-    layout = None if aux is None else tuple((x.dtype, x.dim()) for x in aux)
+        check_aux_tensor(f"aux_tensors[{i}]", tensor, q_idx.device)
+    layout = None if aux is None else tuple((dtype_name(x.dtype), x.dim()) for x in aux)
     key = kind, callable_key(mod), layout
     function = _compiled.get(key)
     if function is None:
@@ -95,19 +89,8 @@ def _run(
     function(values, batch_idx, head_idx, q_idx, k_idx, aux)
 
 
-def _check_aux(position: int, tensor: Tensor) -> None:
-    name = f"aux_tensors[{position}]"
-    if tensor.dtype not in _AUX_DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _AUX_DTYPES)
-        raise TypeError(f"{name} has dtype {tensor.dtype}, expected one of {allowed}")
-    if not 1 <= tensor.dim() <= MAX_AUX_RANK:
-        raise ValueError(f"{name} has {tensor.dim()} dimensions, expected 1 to {MAX_AUX_RANK}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}, expected the CPU like q")
-
-
 def _compile(
-    kind: str, mod: Callable[..., Any], layout: tuple[tuple[torch.dtype, int], ...] | None
+    kind: str, mod: Callable[..., Any], layout: tuple[tuple[str, int], ...] | None
 ) -> Callable[..., None]:
     import cutlass
     import cutlass.cute as cute
@@ -124,7 +107,30 @@ def _compile(
 
     aux = None
     if layout is not None:
-        aux = tuple(tensor(getattr(cutlass, _AUX_DTYPES[dtype]), rank) for dtype, rank in layout)
+        aux = tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), rank) for name, rank in layout)
+    return compile_for_host(
+        kind,
+        _loops()[kind],
+        mod,
+        tensor(cutlass.Uint8 if kind == "mask_mod" else cutlass.Float32, 2),
+        cutlass.Int32(0),
+        cutlass.Int32(0),
+        tensor(cutlass.Int32, 1),
+        tensor(cutlass.Int32, 1),
+        aux,
+    )
+
+
+def compile_for_host(kind: str, function: Any, *arguments: Any) -> Any:
+    """Compile a jit function that calls a callable of the user for the CPU. Hold `compile_lock`.
+
+    kind: "mask_mod" or "score_mod".
+
+    Raises:
+        NotImplementedError: the callable uses an instruction that only a GPU has.
+    """
+    import cutlass.cute as cute
+
     refused: list[str] = []
 
     def refuse_gpu_instructions(_dsl: Any, module: Any, _name: str) -> None:
@@ -135,22 +141,16 @@ def _compile(
 
     try:
         return cute.compile(
-            _loops()[kind],
-            mod,
-            tensor(cutlass.Uint8 if kind == "mask_mod" else cutlass.Float32, 2),
-            cutlass.Int32(0),
-            cutlass.Int32(0),
-            tensor(cutlass.Int32, 1),
-            tensor(cutlass.Int32, 1),
-            aux,
-            options="--enable-tvm-ffi",
+            function,
+            *arguments,
+            options=HOST_OPTIONS,
             trace_finalize_hooks=refuse_gpu_instructions,
         )
     except Exception as error:
         if refused:
             raise NotImplementedError(
                 f"the {kind} uses {', '.join(sorted(set(refused)))}, which exists only for GPUs: "
-                "pass CUDA tensors, or write it with other functions of cutlass.cute.math "
+                "use CUDA tensors, or write it with other functions of cutlass.cute.math "
                 "(not cute.arch, not approx=True)"
             ) from error
         raise

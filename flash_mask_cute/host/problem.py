@@ -8,6 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+# torch dtypes, by name, and what the DSL calls them
+CUTLASS_NAMES = {
+    "bool": "Boolean",
+    "uint8": "Uint8",
+    "int8": "Int8",
+    "int16": "Int16",
+    "int32": "Int32",
+    "int64": "Int64",
+    "float16": "Float16",
+    "bfloat16": "BFloat16",
+    "float32": "Float32",
+    "float64": "Float64",
+}
 # A side as wide as this is open: no sequence is longer, and kernels add window sides to positions
 # in 32 bits.
 OPEN_WINDOW = 1 << 30

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
+from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.host_mods import MAX_AUX_RANK
 from flash_mask_cute.masks.column_mask import NUM_VECTORS, ColumnMask
 
 _DTYPES = {
@@ -27,7 +27,6 @@ _DTYPES = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
 _SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_AUX_DTYPES = (torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16)
 _MIN_HEAD_DIM = 8
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
@@ -459,13 +458,7 @@ def _check_aux_tensors(
     for position, tensor in enumerate(value):
         name = f"aux_tensors[{position}]"
         _check_tensor(name, tensor)
-        if tensor.dtype not in _AUX_DTYPES:
-            raise TypeError(f"{name} must have dtype {_names(_AUX_DTYPES)}, got {tensor.dtype}")
-        if not 1 <= tensor.dim() <= MAX_AUX_RANK:
-            raise ValueError(
-                f"{name} must have 1 to {MAX_AUX_RANK} dimensions, got shape {tuple(tensor.shape)}"
-            )
-        _check_device(name, tensor, device)
+        check_aux_tensor(name, tensor, device)
 
 
 def _check_block_lists(value: object, mask_mod: object) -> None:

@@ -51,6 +51,7 @@ from flash_mask_cute.core import softmax as softmax_math
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.mods import call_score_mod
+from flash_mask_cute.core.ring import Ring
 from flash_mask_cute.core.softmax import LOG2_E, OnlineSoftmax
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.walk_ring import Block, Kind, WalkRing
@@ -368,14 +369,18 @@ class FlashAttentionForwardSm90:
             k=Channel.create(storage.k_barriers.data_ptr(), plan.stages_k, loads, mma_warps),
             v=Channel.create(storage.v_barriers.data_ptr(), plan.stages_kv, loads, mma_warps),
             bits=Channel.create(storage.bits_barriers.data_ptr(), 1, plan.num_painters, mma_warps),
-            ring=WorkRing.create(
-                storage.ring.data_ptr(),
-                storage.ring_barriers.data_ptr(),
-                RING_STAGES,
-                readers + mma_warps,
+            ring=WorkRing(
+                Ring.create(
+                    storage.ring.data_ptr(),
+                    storage.ring_barriers.data_ptr(),
+                    RING_STAGES,
+                    readers + mma_warps,
+                )
             ),
-            walk=WalkRing.create(
-                storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, readers
+            walk=WalkRing(
+                Ring.create(
+                    storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, readers
+                )
             ),
         )
         cute.arch.mbarrier_init_fence()

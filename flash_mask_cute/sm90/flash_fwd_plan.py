@@ -14,7 +14,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from flash_mask_cute.core import walk_ring, work_ring
+from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.masks.bit_tile import WORD
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
@@ -286,12 +286,8 @@ class FwdPlan:
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
-            ring: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int32, work_ring.FIELDS * RING_STAGES], 16
-            ]
-            walk: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int32, walk_ring.FIELDS * WALK_STAGES], 16
-            ]
+            ring: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * RING_STAGES], 16]
+            walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
             words: cute.struct.MemRange[cutlass.Int32, self.stages_k]
             bits: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, COLUMNS.num_words * self.tile_m], 16

@@ -114,13 +114,7 @@ def test_torch_block_mask(name: str, block: tuple[int, int]) -> None:
     dense = dense_mask(mask, 2, 3, seqlen_q, seqlen_k)
     assert torch.equal(dense_states(lists), states_of(dense, *block))
     # the way of the FlexAttention post: nothing is said of the block size
-    _, _, mask_cnt, mask_idx, full_cnt, full_idx, *_ = block_mask.as_tuple()
-    plain = BlockSparseTensorsTorch(
-        mask_block_cnt=mask_cnt,
-        mask_block_idx=mask_idx,
-        full_block_cnt=full_cnt,
-        full_block_idx=full_idx,
-    )
+    plain = BlockSparseTensorsTorch(*block_mask.as_tuple()[2:6])
     assert plain.block_size is None
     assert torch.equal(dense_states(plain), dense_states(lists))
 

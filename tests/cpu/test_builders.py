@@ -150,43 +150,42 @@ def draw_qk_sparse(rng: random.Random, seqlen: int) -> Drawn:
     )
 
 
+def of_documents(mask: ColumnMask, owner: list[int | None], is_causal: bool) -> Drawn:
+    return Drawn(
+        mask,
+        lambda q, k: same(owner, q, k) and (k <= q or not is_causal),
+        (True, 1) if is_causal else (False, 2),
+    )
+
+
 def draw_from_cu_seqlens(rng: random.Random, seqlen: int) -> Drawn:
     lengths = draw_lengths(rng, seqlen)
-    owner = owners(lengths, seqlen)
     cu_seqlens = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     is_causal = rng.random() < 0.5
     given: Any = cu_seqlens if rng.random() < 0.5 else torch.tensor(cu_seqlens, dtype=torch.int32)
-    return Drawn(
-        builders.from_cu_seqlens(given, seqlen, causal=is_causal),
-        lambda q, k: same(owner, q, k) and (k <= q or not is_causal),
-        (True, 1) if is_causal else (False, 2),
-    )
+    mask = builders.from_cu_seqlens(given, seqlen, causal=is_causal)
+    return of_documents(mask, owners(lengths, seqlen), is_causal)
+
+
+def whole_documents(rng: random.Random, seqlen: int) -> tuple[list[int], bool]:
+    """Lengths of documents that are not empty and fill seqlen, and whether they are causal."""
+    lengths = draw_lengths(rng, seqlen, least=1)
+    lengths[-1] += seqlen - sum(lengths)
+    return lengths, rng.random() < 0.5
 
 
 def draw_from_document_ids(rng: random.Random, seqlen: int) -> Drawn:
-    lengths = draw_lengths(rng, seqlen, least=1)
-    lengths[-1] += seqlen - sum(lengths)
+    lengths, is_causal = whole_documents(rng, seqlen)
     owner = owners(lengths, seqlen)
     ids = torch.tensor([7 - 3 * (i or 0) for i in owner], dtype=torch.int64)
-    is_causal = rng.random() < 0.5
-    return Drawn(
-        builders.from_document_ids(ids, causal=is_causal),
-        lambda q, k: same(owner, q, k) and (k <= q or not is_causal),
-        (True, 1) if is_causal else (False, 2),
-    )
+    return of_documents(builders.from_document_ids(ids, causal=is_causal), owner, is_causal)
 
 
 def draw_from_position_ids(rng: random.Random, seqlen: int) -> Drawn:
-    lengths = draw_lengths(rng, seqlen, least=1)
-    lengths[-1] += seqlen - sum(lengths)
-    owner = owners(lengths, seqlen)
+    lengths, is_causal = whole_documents(rng, seqlen)
     positions = torch.tensor([i for length in lengths for i in range(length)])
-    is_causal = rng.random() < 0.5
-    return Drawn(
-        builders.from_position_ids(positions, causal=is_causal),
-        lambda q, k: same(owner, q, k) and (k <= q or not is_causal),
-        (True, 1) if is_causal else (False, 2),
-    )
+    mask = builders.from_position_ids(positions, causal=is_causal)
+    return of_documents(mask, owners(lengths, seqlen), is_causal)
 
 
 DRAW = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import cutlass
@@ -10,6 +10,11 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass.cute.runtime import from_dlpack
+from post_mods import (
+    create_causal_mask_with_offset,
+    create_prefix_lm_mask,
+    document_mask_mod_of_heads,
+)
 from torch import Tensor
 
 import flash_mask_cute.utils as utils
@@ -35,38 +40,7 @@ def no_disk_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_MASK_CUTE_CACHE_DIR", "off")
 
 
-# -- mods in the wording of the FlexAttention post, and the same in torch -------------------------
-
-
-def create_causal_mask_with_offset(offset: int) -> Any:
-    @cute.jit
-    def _causal_mask_mod(batch_idx, head_idx, q_idx, kv_idx, aux_tensors):
-        offset_ssa = utils.scalar_to_ssa(val=offset, dtype=cutlass.Int32)
-        return kv_idx <= q_idx + offset_ssa
-
-    return _causal_mask_mod
-
-
-@cute.jit
-def document_mask_mod(batch_idx, head_idx, q_idx, kv_idx, aux_tensors):
-    doc_ids = aux_tensors[0]
-    doc_id_q = doc_ids[batch_idx[0], head_idx[0], q_idx[0]]
-    doc_id_kv = doc_ids[batch_idx[0], head_idx[0], kv_idx[0]]
-    q_doc = utils.scalar_to_ssa(doc_id_q, cutlass.Int32)
-    kv_doc = utils.scalar_to_ssa(doc_id_kv, cutlass.Int32)
-    return q_doc == kv_doc
-
-
-def create_prefix_lm_mask(prefix: int, offset: int) -> Any:
-    @cute.jit
-    def _prefix_lm_mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors):
-        prefix_ssa = utils.scalar_to_ssa(prefix, cutlass.Int32)
-        offset_ssa = utils.scalar_to_ssa(offset, cutlass.Int32)
-        in_prefix = kv_idx < prefix_ssa
-        causal = kv_idx <= q_idx + offset_ssa
-        return in_prefix | causal
-
-    return _prefix_lm_mask_mod
+# -- mods, and the same in torch ----------------------------------------------------------------
 
 
 @cute.jit
@@ -101,7 +75,7 @@ MASKS: dict[str, tuple[Any, Callable[..., Tensor], bool]] = {
     "window": (annotated_window_mod, lambda b, h, q, k, _: (q - k).abs() <= 30 * (h + 1), False),
     "batch": (plain_batch_mod, lambda b, h, q, k, _: k < (b + 1) * 70, False),
     "documents": (
-        document_mask_mod,
+        document_mask_mod_of_heads,
         lambda b, h, q, k, ids: ids[b, h, q] == ids[b, h, k],
         True,
     ),
@@ -161,40 +135,25 @@ def test_against_asking_everything(name: str, block: tuple[int, int]) -> None:
 # -- the post's examples ------------------------------------------------------------------------
 
 
+def assert_lists_are(
+    lists: Sequence[Tensor | None], partial: list[list[int]], full: list[list[int]], num_keys: int
+) -> None:
+    """Of one batch entry and head: the key blocks of each query block, of num_keys in all."""
+    assert len(lists) == 4
+    for cnt, idx, rows in ((lists[0], lists[1], partial), (lists[2], lists[3], full)):
+        assert cnt is not None and idx is not None
+        assert cnt.tolist() == [[[len(row) for row in rows]]]
+        assert idx.tolist() == [[[row + [0] * (num_keys - len(row)) for row in rows]]]
+
+
 def test_causal_768_by_896_of_the_post() -> None:
     """FlexAttention post, "Example: Causal Masking Block Sparsity"."""
     cute_lists, torch_lists = compute_blocksparse_tensors(
         128, 128, 1, 1, 768, 896, create_causal_mask_with_offset(128), None, "cpu"
     )
-    mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx = (
-        x.tolist() for x in torch_lists
-    )
-    assert mask_block_cnt == [[[1, 1, 1, 1, 1, 1]]]
-    assert mask_block_idx == [
-        [
-            [
-                [1, 0, 0, 0, 0, 0, 0],
-                [2, 0, 0, 0, 0, 0, 0],
-                [3, 0, 0, 0, 0, 0, 0],
-                [4, 0, 0, 0, 0, 0, 0],
-                [5, 0, 0, 0, 0, 0, 0],
-                [6, 0, 0, 0, 0, 0, 0],
-            ]
-        ]
-    ]
-    assert full_block_cnt == [[[1, 2, 3, 4, 5, 6]]]
-    assert full_block_idx == [
-        [
-            [
-                [0, 0, 0, 0, 0, 0, 0],
-                [0, 1, 0, 0, 0, 0, 0],
-                [0, 1, 2, 0, 0, 0, 0],
-                [0, 1, 2, 3, 0, 0, 0],
-                [0, 1, 2, 3, 4, 0, 0],
-                [0, 1, 2, 3, 4, 5, 0],
-            ]
-        ]
-    ]
+    partial = [[1], [2], [3], [4], [5], [6]]
+    full = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
+    assert_lists_are(torch_lists, partial, full, num_keys=7)
     for made, tensor in zip(cute_lists, torch_lists, strict=True):
         assert made.data_ptr == tensor.data_ptr()
 
@@ -204,14 +163,12 @@ def test_documents_of_the_post() -> None:
     doc_ids[0, 0, :230] = 0
     doc_ids[0, 0, 230:410] = 1
     doc_ids[0, 0, 410:] = 2
-    _, (mask_cnt, mask_idx, full_cnt, full_idx) = compute_block_sparsity(
-        128, 128, 1, 1, 640, 640, document_mask_mod, [doc_ids], device="cpu"
+    _, torch_lists = compute_block_sparsity(
+        128, 128, 1, 1, 640, 640, document_mask_mod_of_heads, [doc_ids], device="cpu"
     )
     partial = [[1], [0, 1, 2, 3], [1, 3], [1, 2, 3, 4], [3]]
     full = [[0], [], [2], [], [4]]
-    for cnt, idx, rows in ((mask_cnt, mask_idx, partial), (full_cnt, full_idx, full)):
-        assert cnt.tolist() == [[[len(row) for row in rows]]]
-        assert idx.tolist() == [[[row + [0] * (5 - len(row)) for row in rows]]]
+    assert_lists_are(torch_lists, partial, full, num_keys=5)
 
 
 def test_getting_started_of_the_post() -> None:
@@ -388,7 +345,7 @@ def test_gpu_instructions_are_refused() -> None:
     def mod(b, h, q, k, aux):
         return utils.scalar_to_ssa(cute.arch.lane_idx(), cutlass.Int32) <= k
 
-    with pytest.raises(NotImplementedError, match="mask_mod uses nvvm.*GPUs only"):
+    with pytest.raises(NotImplementedError, match="mask_mod uses nvvm.*only for GPUs"):
         create_block_mask(mod, 1, 1, 3, 3, "cpu")
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -185,9 +184,7 @@ def test_development_dtypes(dtype: torch.dtype) -> None:
 def test_public_call_against_oracle(case: Case) -> None:
     from flash_mask_cute.interface import _flash_attn_fwd
 
-    if case.blocks is not None or (case.column is not None and case.column_heads == "q"):
-        case = replace(case, pack_gqa=None)  # packing is refused where heads of a group may differ
-    inputs = kept_inputs(case)
+    inputs = kept_inputs(case.packed_if_supported())
     out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **inputs.keywords)
     lse_atol = SCORE_MOD_ATOL if case.score_mod else LSE_ATOL
     assert_close_to_oracle(out, lse, inputs, lse_atol=lse_atol)

@@ -3,12 +3,12 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launch_recorder import Recorder
 from mask_cases import MASK_MODS
 from support import BF16, FP32, FP64, Case, assert_close_to_oracle, make_inputs
 from torch import Tensor
@@ -17,7 +17,7 @@ import flash_mask_cute
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.host.explanation import Explanation
-from flash_mask_cute.host.launch import EmptyLaunch, Extras, KernelLaunch, ResolvedFwd, Settings
+from flash_mask_cute.host.launch import EmptyLaunch, Extras, Settings
 from flash_mask_cute.host.mask_args import Masks
 from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
 
@@ -225,32 +225,6 @@ def test_the_cpu_path_compiles_nothing() -> None:
 
 
 # -- launches, with a function that only takes notes --------------------------------------------
-
-
-class Recorder:
-    """Stands for the compiled kernel. `prepared` counts misses."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.prepared: list[ResolvedFwd] = []
-
-    def __call__(self, *args: Any) -> None:
-        self.calls.append(args)
-
-    def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
-    ) -> KernelLaunch:
-        resolved, _ = interface._resolve(q, k, v, extras, masks, settings)
-        self.prepared.append(resolved)
-        return KernelLaunch(resolved, self, q, k, v, extras.out)
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    recorder = Recorder()
-    monkeypatch.setattr(interface, "_launches", {})
-    monkeypatch.setattr(interface, "_prepare", recorder.prepare)
-    yield recorder
 
 
 def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:

@@ -3,20 +3,18 @@ reaches the kernel. Needs no GPU: a recorder stands for the compiled function.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from launch_recorder import Recorder
 from mask_cases import MASK_MODS, SCORE_MODS
 from support import BF16, FP32, Case, assert_close_to_oracle, make_inputs
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.host.launch import Extras, KernelLaunch, ResolvedFwd, Settings
-from flash_mask_cute.host.mask_args import Masks
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -46,38 +44,6 @@ def lists(
     return BlockSparseTensorsTorch(
         cnt, idx, torch.zeros_like(cnt) if has_full else None, idx if has_full else None, block
     )
-
-
-class Recorder:
-    """Stands for the compiled kernel. `prepared` holds what each miss resolved to."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.prepared: list[ResolvedFwd] = []
-
-    def __call__(self, *args: Any) -> None:
-        self.calls.append(args)
-
-    def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
-    ) -> KernelLaunch:
-        resolved, _ = interface._resolve(q, k, v, extras, masks, settings)
-        self.prepared.append(resolved)
-        return KernelLaunch(resolved, self, q, k, v, extras.out)
-
-    def given(self, call: int = -1) -> dict[str, Any]:
-        """The mask arguments of a kernel call by name."""
-        args = self.calls[call]
-        names = ("columns", "block_size", "bits")
-        return {"lists": args[14], "aux": args[15], **dict(zip(names, args[18:], strict=True))}
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    recorder = Recorder()
-    monkeypatch.setattr(interface, "_launches", {})
-    monkeypatch.setattr(interface, "_prepare", recorder.prepare)
-    yield recorder
 
 
 # -- what reaches the kernel --------------------------------------------------------------------

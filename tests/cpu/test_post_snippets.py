@@ -1,11 +1,11 @@
 # ruff: noqa: UP045
 """Code written for FlexAttention in flash-attn-4 runs here with only the package's name changed.
 
-What stands between the lines "quoted" and "end" is from the post that introduced it (work of Tri
-Dao, Driss Guessous and others), so that users who learn from that post find it true here. Two
-things differ besides: tensors are on the CPU, and ALiBi, which the post has in pseudo code only, is
-written for the CuTe DSL. Every result is held against dense attention in float64, whose bias and
-mask are written in torch, independently of the callables.
+What stands in `post_mods` and between the lines "quoted" and "end" is from the post that introduced
+it (work of Tri Dao, Driss Guessous and others), so that users who learn from that post find it true
+here. Two things differ besides: tensors are on the CPU, and ALiBi, which the post has in pseudo
+code only, is written for the CuTe DSL. Every result is held against dense attention in float64,
+whose bias and mask are written in torch, independently of the callables.
 """
 
 import inspect
@@ -17,6 +17,11 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass._mlir.dialects import math as mlir_math
+from post_mods import (
+    create_causal_mask_with_offset,
+    create_prefix_lm_mask,
+    document_mask_mod_of_heads,
+)
 from torch import Tensor
 
 import flash_mask_cute.utils as utils
@@ -127,19 +132,6 @@ def test_alibi() -> None:
 # -- mask modification --------------------------------------------------------------------------
 
 
-# quoted
-def create_causal_mask_with_offset(offset: int):
-    @cute.jit
-    def _causal_mask_mod(batch_idx, head_idx, q_idx, kv_idx, aux_tensors):
-        offset_ssa = utils.scalar_to_ssa(val=offset, dtype=cutlass.Int32)
-        return kv_idx <= q_idx + offset_ssa
-
-    return _causal_mask_mod
-
-
-# end
-
-
 @pytest.mark.parametrize("offset", [20, -40])
 def test_causal_mask_with_offset(offset: int) -> None:
     qkv = q, k, v = make_qkv(1, 2, 1, 130, 150)
@@ -154,20 +146,6 @@ def test_causal_mask_with_the_offset_of_the_lengths_is_causal() -> None:
     out, lse = _flash_attn_fwd(q, k, v, causal=True)
     torch.testing.assert_close(by_mod, out)
     torch.testing.assert_close(lse_by_mod, lse)
-
-
-# quoted
-@cute.jit
-def document_mask_mod_of_heads(batch_idx, head_idx, q_idx, kv_idx, aux_tensors):
-    doc_ids = aux_tensors[0]
-    doc_id_q = doc_ids[batch_idx[0], head_idx[0], q_idx[0]]
-    doc_id_kv = doc_ids[batch_idx[0], head_idx[0], kv_idx[0]]
-    q_doc = utils.scalar_to_ssa(doc_id_q, cutlass.Int32)
-    kv_doc = utils.scalar_to_ssa(doc_id_kv, cutlass.Int32)
-    return q_doc == kv_doc
-
-
-# end
 
 
 def test_document_masking() -> None:
@@ -292,19 +270,6 @@ def test_documents_with_relative_bias() -> None:
 
 
 # quoted
-def create_prefix_lm_mask(prefix: int, offset: int):
-    @cute.jit
-    def _prefix_lm_mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors):
-        prefix_ssa = utils.scalar_to_ssa(prefix, cutlass.Int32)
-        offset_ssa = utils.scalar_to_ssa(offset, cutlass.Int32)
-        # Allow bidirectional attention in prefix OR causal after
-        in_prefix = kv_idx < prefix_ssa
-        causal = kv_idx <= q_idx + offset_ssa
-        return in_prefix | causal
-
-    return _prefix_lm_mask_mod
-
-
 @cute.jit
 def head_bias_score_mod(tSrS_ssa, b_idx, h_idx, q_idx, kv_idx, aux_tensors):
     head_bias = aux_tensors[0]

@@ -10,7 +10,6 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.host import host_mods, validate
 from flash_mask_cute.host.validate import FwdShapes, check_fwd_inputs, check_memory_layout
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -172,10 +171,6 @@ def test_columns_are_accepted(num_vectors: int, causal: bool, heads: int) -> Non
 def test_a_column_masks_own_causal_is_enough() -> None:
     mask = ColumnMask(_columns(1, 1, SEQLEN_K, 1), causal=True)
     _check(_dense() | {"startend_row_indices": mask, "causal": False})
-
-
-def test_aux_dtypes_are_those_of_the_cpu_path() -> None:
-    assert set(validate._AUX_DTYPES) == set(host_mods._AUX_DTYPES)
 
 
 def test_empty_problems() -> None:

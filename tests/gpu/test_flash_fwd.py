@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from public_call import check, check_replay, forward
 from support import (
     BF16,
     CASES,
@@ -16,29 +17,11 @@ from support import (
     make_inputs,
     random_case,
 )
-from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
-
-
-def forward(inputs: Inputs, **more: object) -> tuple[Tensor, Tensor]:
-    return _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **inputs.keywords, **more)
-
-
-def check(inputs: Inputs) -> None:
-    """Outputs of the library and outputs of the caller, all NaN before: close to the oracle, equal
-    in every bit, nothing written around them."""
-    out, lse = forward(inputs)
-    assert_close_to_oracle(out, lse, inputs)
-    given = GuardedOutputs(inputs)
-    forward(inputs, out=given.out, lse=given.lse)
-    given.assert_guards_intact()
-    rows = inputs.rows_in_use("q")
-    assert torch.equal(given.out[rows], out[rows]), inputs.case.id
-    assert torch.equal(given.lse.mT[rows], lse.mT[rows]), inputs.case.id
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
@@ -144,15 +127,9 @@ def test_cuda_graph_replays_on_new_inputs(case: Case) -> None:
     forward(inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = forward(inputs)
+        results = forward(inputs)
     for seed in (1, 2):
-        fresh = make_inputs(case, "cuda", seed)
-        for captured, new in ((inputs.q, fresh.q), (inputs.k, fresh.k), (inputs.v, fresh.v)):
-            captured.copy_(new)
-        out.fill_(float("nan"))
-        lse.fill_(float("nan"))
-        graph.replay()
-        assert_close_to_oracle(out, lse, fresh)
+        check_replay(graph, inputs, results, make_inputs(case, "cuda", seed))
 
 
 def test_runs_on_the_current_stream() -> None:

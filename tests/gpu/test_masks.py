@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from mask_cases import CAUSAL_OFFSET, MASK_MODS
+from public_call import check, check_replay, forward
 from support import (
     MASK_CASES,
     Case,
-    GuardedOutputs,
     Inputs,
     assert_close_to_oracle,
     make_inputs,
@@ -24,52 +24,27 @@ from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import ColumnMask
-from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
-
-
-def forward(inputs: Inputs, **more: Any) -> tuple[Tensor, Tensor]:
-    return _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **(inputs.keywords | more))
-
-
-def shares_heads_where_it_can(case: Case) -> Case:
-    """Packing is not supported where the heads of a group may see different things by list or by
-    column: there it is left to the library."""
-    differs = case.blocks is not None or (case.column is not None and case.column_heads == "q")
-    return replace(case, pack_gqa=None) if differs else case
-
-
-def check(inputs: Inputs) -> None:
-    """Outputs of the library and outputs of the caller, all NaN before: close to the oracle, equal
-    in every bit, nothing written around them."""
-    out, lse = forward(inputs)
-    assert_close_to_oracle(out, lse, inputs)
-    given = GuardedOutputs(inputs)
-    forward(inputs, out=given.out, lse=given.lse)
-    given.assert_guards_intact()
-    rows = inputs.rows_in_use("q")
-    assert torch.equal(given.out[rows], out[rows]), inputs.case.id
-    assert torch.equal(given.lse.mT[rows], lse.mT[rows]), inputs.case.id
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.id)
 def test_against_oracle(case: Case) -> None:
-    check(make_inputs(shares_heads_where_it_can(case), "cuda"))
+    check(make_inputs(case.packed_if_supported(), "cuda"))
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("seed", range(120))
 def test_fuzzed_masks(seed: int) -> None:
     case = random_mask_case(random.Random(seed))
-    check(make_inputs(shares_heads_where_it_can(case), "cuda", seed))
+    check(make_inputs(case.packed_if_supported(), "cuda", seed))
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.id)
 def test_skipping_changes_no_bit(case: Case) -> None:
-    inputs = make_inputs(shares_heads_where_it_can(case), "cuda")
+    inputs = make_inputs(case.packed_if_supported(), "cuda")
     skipping = forward(inputs)
     visiting = forward(inputs, config={"skip_blocks": False})
     assert torch.equal(skipping[0].view(torch.int16), visiting[0].view(torch.int16))
@@ -171,16 +146,11 @@ def test_cuda_graph_follows_the_columns(keeps: bool) -> None:
     with torch.cuda.graph(graph):
         if isinstance(columns, ColumnMask):
             columns.refresh()
-        out, lse = forward(captured, startend_row_indices=columns)
+        results = forward(captured, startend_row_indices=columns)
     for seed in (1, 2):
         fresh = make_inputs(case, "cuda", seed)
-        for x, new in ((captured.q, fresh.q), (captured.k, fresh.k), (captured.v, fresh.v)):
-            x.copy_(new)
         indices.copy_(fresh.keywords["startend_row_indices"])
-        out.fill_(float("nan"))
-        lse.fill_(float("nan"))
-        graph.replay()
-        assert_close_to_oracle(out, lse, fresh)
+        check_replay(graph, captured, results, fresh)
 
 
 @pytest.mark.parametrize("block", [128, 64], ids=["nested", "retiled"])
@@ -220,7 +190,7 @@ def test_any_strides_of_what_masks_read() -> None:
     "case", [MASK_CASES[0], *(c for c in MASK_CASES if c.blocks)][:4], ids=lambda case: case.id
 )
 def test_no_call_waits_for_the_device(case: Case) -> None:
-    inputs = make_inputs(shares_heads_where_it_can(case), "cuda")
+    inputs = make_inputs(case.packed_if_supported(), "cuda")
     forward(inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:

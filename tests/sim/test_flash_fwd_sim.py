@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -98,17 +97,10 @@ def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case))
 
 
-def shares_heads_where_it_can(case: Case) -> Case:
-    """Packing is not supported where the heads of a group may see different things by list or by
-    column: there it is left to the library."""
-    differs = case.blocks is not None or (case.column is not None and case.column_heads == "q")
-    return replace(case, pack_gqa=None) if differs else case
-
-
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("position", range(len(MASK_CASES)), ids=lambda i: MASK_CASES[i].id)
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
-    inputs = make_inputs(shares_heads_where_it_can(MASK_CASES[position]))
+    inputs = make_inputs(MASK_CASES[position].packed_if_supported())
     run_sim(simulator, inputs, seeds=DELAY_SEEDS if position % 3 == 0 else (None,))
 
 

@@ -1,0 +1,26 @@
+"""Tensors that callables of the user read: what is allowed, in kernels and on the CPU path."""
+
+from __future__ import annotations
+
+import torch
+
+AUX_DTYPES = (torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16)
+MAX_AUX_RANK = 4
+
+
+def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse what a callable of attention cannot read.
+
+    Raises:
+        TypeError: the dtype.
+        ValueError: no dimension, or more than four; a device other than q's.
+    """
+    if tensor.dtype not in AUX_DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in AUX_DTYPES)
+        raise TypeError(f"{name} must have dtype {allowed}, got {tensor.dtype}")
+    if not 1 <= tensor.dim() <= MAX_AUX_RANK:
+        raise ValueError(
+            f"{name} must have 1 to {MAX_AUX_RANK} dimensions, got shape {tuple(tensor.shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import pytest
+from launch_recorder import Recorder
+
+from flash_mask_cute import interface
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Takes the place of every kernel that the public call would launch."""
+    recorder = Recorder()
+    monkeypatch.setattr(interface, "_launches", {})
+    monkeypatch.setattr(interface, "_prepare", recorder.prepare)
+    return recorder

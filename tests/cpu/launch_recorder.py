@@ -1,0 +1,35 @@
+"""What the public call does up to the kernel, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flash_mask_cute import interface
+from flash_mask_cute.host.launch import Extras, KernelLaunch, ResolvedFwd, Settings
+from flash_mask_cute.host.mask_args import Masks
+
+
+class Recorder:
+    """Stands for the compiled kernel. `prepared` holds what each miss resolved to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.prepared: list[ResolvedFwd] = []
+
+    def __call__(self, *args: Any) -> None:
+        self.calls.append(args)
+
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
+    ) -> KernelLaunch:
+        resolved, _ = interface._resolve(q, k, v, extras, masks, settings)
+        self.prepared.append(resolved)
+        return KernelLaunch(resolved, self, q, k, v, extras.out)
+
+    def given(self, call: int = -1) -> dict[str, Any]:
+        """The mask arguments of a kernel call by name."""
+        args = self.calls[call]
+        names = ("columns", "block_size", "bits")
+        return {"lists": args[14], "aux": args[15], **dict(zip(names, args[18:], strict=True))}
