@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from flash_mask_cute.core.tile_scheduler import WorkTile
 from flash_mask_cute.core.work_ring import Work
@@ -23,8 +23,8 @@ class Lengths(NamedTuple):
 
 
 @cute.jit
-def describe(tile: WorkTile, lengths: Lengths) -> Work:
-    """The ring entry of a work tile."""
+def describe(tile: WorkTile, lengths: Lengths, blocks_are_keys: cutlass.Constexpr) -> Work:
+    """The ring entry of a work tile of queries, or of keys."""
     batch_idx = cutlass.select_(tile.is_valid, tile.batch_idx, Int32(0))
     slot = SeqlenInfoQK.create(
         batch_idx, lengths.seqlen_q, lengths.seqlen_k, lengths.cu_seqlens_q, lengths.cu_seqlens_k
@@ -39,11 +39,11 @@ def describe(tile: WorkTile, lengths: Lengths) -> Work:
         lengths.seqused_k,
     )
     return Work(
-        tile.m_block,
+        tile.block,
         tile.head_idx,
         batch_idx,
         Int32(used.offset_q),
-        Int32(slot.seqlen_q),
+        Int32(slot.seqlen_k if const_expr(blocks_are_keys) else slot.seqlen_q),
         Int32(used.seqlen_q),
         Int32(used.offset_k),
         Int32(used.seqlen_k),

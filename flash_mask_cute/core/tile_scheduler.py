@@ -1,11 +1,12 @@
 """Which work tile a persistent CTA computes next.
 
-A work tile is one block of tile_m query rows of one head of one sequence. Tiles have a fixed linear
+A work tile is one block of one head of one sequence: tile_m query rows in the forward, tile_n keys
+in the backward. Tiles have a fixed linear
 order; a CTA starts with the tile of its own number and takes the next free one when it is done (an
 atomic counter), or, without a counter, every grid-th one.
 
 Linear order, dense: heads in groups whose keys and values fit the L2 cache together; inside a group
-the query blocks, longest walk first where masking makes them differ; inside a block the heads.
+the blocks, longest walk first where masking makes them differ; inside a block the heads.
 Varlen: sequence by sequence, head by head. Only the planning warp runs this; everyone else
 reads its decision from the ring (`work_ring`).
 """
@@ -22,9 +23,10 @@ WARP = 32
 
 
 class WorkTile(NamedTuple):
-    """Coordinates of a work tile; head_idx counts KV heads when query heads are packed."""
+    """Coordinates of a work tile; head_idx counts KV heads in the backward, and where query heads
+    are packed."""
 
-    m_block: Int32
+    block: Int32
     head_idx: Int32
     batch_idx: Int32
     is_valid: Boolean
@@ -33,7 +35,7 @@ class WorkTile(NamedTuple):
 class ScheduleParams(NamedTuple):
     """Run-time extents of the schedule, made on the host side of the launch."""
 
-    num_m_blocks: Int32
+    num_blocks: Int32
     num_heads: Int32
     num_batch: Int32
     heads_per_group: Int32
@@ -55,7 +57,7 @@ class TileScheduler:
     """Hands out the work tiles of a launch.
 
     counter: (2,) int32 tiles handed out and CTAs finished, both 0 between launches, or None.
-    longest_last: later query blocks have longer walks, so start with them.
+    longest_last: later blocks have longer walks, so start with them.
     varlen: blocks per sequence differ.
     """
 
@@ -94,39 +96,39 @@ class TileScheduler:
                 self.counter[1] = Int32(0)
 
     def locate(
-        self, search: Search, num_m_blocks_of: Callable[[Int32], Int32]
+        self, search: Search, num_blocks_of: Callable[[Int32], Int32]
     ) -> tuple[WorkTile, Search]:
         """The tile at hand, and the search moved up to it. Run by a whole warp.
 
-        num_m_blocks_of(batch_idx): query blocks of a sequence, used where they differ.
+        num_blocks_of(batch_idx): blocks of a sequence, used where they differ.
         """
         if const_expr(self.varlen):
-            return self._locate_varlen(search, num_m_blocks_of)
+            return self._locate_varlen(search, num_blocks_of)
         return self._locate_dense(search.index), search
 
-    def _walk_order(self, m_block: Int32, num_m_blocks: Int32) -> Int32:
-        return num_m_blocks - 1 - m_block if self.longest_last else m_block
+    def _walk_order(self, block: Int32, num_blocks: Int32) -> Int32:
+        return num_blocks - 1 - block if self.longest_last else block
 
     def _locate_dense(self, index: Int32) -> WorkTile:
         params = self.params
         num_rows = params.num_heads * params.num_batch
-        is_valid = index < num_rows * params.num_m_blocks
-        group = index // (params.heads_per_group * params.num_m_blocks)
+        is_valid = index < num_rows * params.num_blocks
+        group = index // (params.heads_per_group * params.num_blocks)
         first_row = group * params.heads_per_group
-        in_group = index - first_row * params.num_m_blocks
+        in_group = index - first_row * params.num_blocks
         group_size = cutlass.min(params.heads_per_group, cutlass.max(num_rows - first_row, 1))
-        m_block = in_group // group_size
-        row = first_row + in_group - m_block * group_size
+        block = in_group // group_size
+        row = first_row + in_group - block * group_size
         batch_idx = row // params.num_heads
         return WorkTile(
-            self._walk_order(m_block, params.num_m_blocks),
+            self._walk_order(block, params.num_blocks),
             row - batch_idx * params.num_heads,
             batch_idx,
             is_valid,
         )
 
     @cute.jit
-    def _locate_varlen(self, search: Search, num_m_blocks_of: cutlass.Constexpr) -> tuple:
+    def _locate_varlen(self, search: Search, num_blocks_of: cutlass.Constexpr) -> tuple:
         """`locate` where sequences differ in their number of blocks.
 
         32 sequences are looked at together, a lane each; indices only grow, so the search never
@@ -135,13 +137,13 @@ class TileScheduler:
         params = self.params
         lane = cute.arch.lane_idx()
         index, batch_start, tiles_before = search
-        blocks = self._blocks_in_window(batch_start + lane, num_m_blocks_of)
+        blocks = self._blocks_in_window(batch_start + lane, num_blocks_of)
         ends = _inclusive_scan(blocks, lane) * params.num_heads
         in_window = cute.arch.shuffle_sync(ends, WARP - 1)
         while index >= tiles_before + in_window and batch_start + WARP < params.num_batch:
             batch_start += WARP
             tiles_before += in_window
-            blocks = self._blocks_in_window(batch_start + lane, num_m_blocks_of)
+            blocks = self._blocks_in_window(batch_start + lane, num_blocks_of)
             ends = _inclusive_scan(blocks, lane) * params.num_heads
             in_window = cute.arch.shuffle_sync(ends, WARP - 1)
         offset = index - tiles_before
@@ -151,15 +153,15 @@ class TileScheduler:
         tiles_end = cute.arch.shuffle_sync(ends, owner)
         in_sequence = offset - (tiles_end - num_blocks * params.num_heads)
         head_idx = in_sequence // num_blocks
-        m_block = self._walk_order(in_sequence - head_idx * num_blocks, num_blocks)
-        work = WorkTile(m_block, head_idx, batch_start + owner, offset < in_window)
+        block = self._walk_order(in_sequence - head_idx * num_blocks, num_blocks)
+        work = WorkTile(block, head_idx, batch_start + owner, offset < in_window)
         return work, Search(index, batch_start, tiles_before)
 
     @cute.jit
-    def _blocks_in_window(self, batch_idx: Int32, num_m_blocks_of: cutlass.Constexpr) -> Int32:
+    def _blocks_in_window(self, batch_idx: Int32, num_blocks_of: cutlass.Constexpr) -> Int32:
         blocks = Int32(0)
         if batch_idx < self.params.num_batch:
-            blocks = num_m_blocks_of(batch_idx)
+            blocks = num_blocks_of(batch_idx)
         return blocks
 
 

@@ -1,6 +1,7 @@
-"""The key blocks that a work tile visits, handed from the planning warp to those that fill stages.
+"""The blocks that a work tile visits, handed from the planning warp to those that fill stages.
 
-A walk is sent as chunks of up to 32 neighbouring key blocks, a bit each, highest first: finding the
+Blocks of keys in the forward; in the backward blocks of queries, of one query head after another. A
+walk is sent as chunks of up to 32 neighbouring blocks, a bit each, highest first: finding the
 visible ones of a chunk is one vote of a warp, and iterating over them is counting leading zeros.
 Chunks without a visible block are not sent, but a walk has at least one block.
 """
@@ -28,9 +29,10 @@ class Kind(IntEnum):
 
 
 class Block(NamedTuple):
-    """A visited key block: its number, what cuts it, its kind and that of the next."""
+    """A visited block: its number and query head, what cuts it, its kind and that of the next."""
 
-    n_block: Int32
+    index: Int32
+    head_idx: Int32
     is_hidden: Boolean
     is_band: Boolean
     is_columns: Boolean
@@ -40,7 +42,7 @@ class Block(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Words of one bit per key block, of which bit 0 is block `base`.
+    """Words of one bit per block, of which bit 0 is block `base`, and the head of their scores.
 
     visible: blocks to visit. The others say what cuts them: hidden (nothing of the block is
     visible), band (an edge of it, or the end of the keys), columns (an edge of an interval), asks
@@ -48,12 +50,38 @@ class Chunk(NamedTuple):
     """
 
     base: Int32
+    head_idx: Int32
     follower: Int32
     visible: Int32
     hidden: Int32
     band: Int32
     columns: Int32
     asks: Int32
+
+    @staticmethod
+    def hidden_block(index: Int32, head_idx: Int32) -> "Chunk":
+        """A whole walk that visits one block, of which nothing is visible."""
+        words = (index, head_idx, Kind.END, 1, 1, 0, 0, 0)
+        return Chunk(*(Int32(word) for word in words))
+
+    @staticmethod
+    def of_votes(
+        base: Int32, head_idx: Int32, visible: Int32, is_band: Boolean, is_columns: Boolean,
+        asks: Int32,
+    ) -> "Chunk":  # fmt: skip
+        """The last chunk of a walk, from what each lane of a warp says about its block."""
+        band, columns = (cute.arch.vote_ballot_sync(x) for x in (is_band, is_columns))
+        return Chunk(base, head_idx, Int32(Kind.END), visible, Int32(0), band, columns, asks)
+
+    def without_skipping(self, exists: Boolean, has_columns: bool) -> "Chunk":
+        """The chunk that visits and paints all blocks for which a lane says that they exist."""
+        every = Int32(-1)
+        return self._replace(
+            visible=cute.arch.vote_ballot_sync(exists),
+            hidden=self.visible ^ every,
+            band=every,
+            columns=every if has_columns else Int32(0),
+        )
 
     @property
     def cut(self) -> Int32:
@@ -67,6 +95,7 @@ class Chunk(NamedTuple):
         cuts = (self.hidden, self.band, self.columns, self.asks)
         return Block(
             self.base + bit,
+            self.head_idx,
             *(((word >> bit) & 1) != 0 for word in cuts),
             self.kind_of(bit),
             follower,

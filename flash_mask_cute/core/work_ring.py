@@ -2,7 +2,7 @@
 
 Each entry holds the coordinates of a work tile and the lengths of its sequence, so that only one
 warp decides, and only that warp waits for `cu_seqlens` to arrive from global memory. An entry with
-a negative m_block ends the work.
+a negative block ends the work.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,16 @@ from flash_mask_cute.seqlen_info import SeqlenInfoQK
 class Work(NamedTuple):
     """A work tile and its sequence.
 
-    slot_q: rows that the sequence occupies in Q and O; seqlen_q: how many of them are in use.
+    block: of queries in the forward, of keys in the backward; head_idx counts KV heads in the
+    backward, and where query heads are packed.
+    slot: rows that the sequence occupies on the block's side, in use or not.
     """
 
-    m_block: Int32
+    block: Int32
     head_idx: Int32
     batch_idx: Int32
     offset_q: Int32
-    slot_q: Int32
+    slot: Int32
     seqlen_q: Int32
     offset_k: Int32
     seqlen_k: Int32
@@ -58,7 +60,7 @@ class WorkRing:
     def wait(self, number: Int32) -> Boolean:
         """Wait for entry `number`; whether it holds work (False: there is no more)."""
         self.ring.channel.wait(number)
-        return self.read(number).m_block >= 0
+        return self.read(number).block >= 0
 
     def read(self, number: Int32) -> Work:
         """Entry `number`, between `wait` and `release`.

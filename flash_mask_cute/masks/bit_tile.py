@@ -11,7 +11,7 @@ from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 WORD = 32
 # bits that are tested together: tests of a 16-bit word compile to register-to-predicate moves
@@ -64,6 +64,10 @@ def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
         turned = [(x << turn) | (x >> (Uint32(WORD) - turn)) for x in others]
         squares = [(x & keep) | (y & take) for x, y in zip(squares, turned, strict=True)]
     return [Int32(x) for x in squares]
+
+
+def is_set(word: Int32, bit: int) -> Boolean:
+    return (word & (1 << bit if bit < WORD - 1 else -(1 << bit))) != 0
 
 
 @cute.jit

@@ -11,46 +11,38 @@ from flash_mask_cute.core.lengths import Lengths, describe
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Block, WalkRing
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
-from flash_mask_cute.masks.rules import MaskRules, Share
+from flash_mask_cute.masks.key_walks import KeyWalks
+from flash_mask_cute.masks.query_walks import QueryWalks
+from flash_mask_cute.masks.rules import Share
 
 
 @cute.jit
 def plan_walks(
-    scheduler: TileScheduler, rules: MaskRules, lengths: Lengths, ring: WorkRing, walk: WalkRing
+    scheduler: TileScheduler,
+    rules: QueryWalks | KeyWalks,
+    lengths: Lengths,
+    ring: WorkRing,
+    walk: WalkRing,
 ) -> None:
-    """One warp: decide on work tiles and the key blocks they visit, and announce both."""
-    info = rules.block_info
-    num_m_blocks_of = partial(
-        _num_m_blocks, info.tile_m, info.qhead_per_kvhead_packgqa, lengths.cu_seqlens_q
-    )
+    """One warp: decide on work tiles and the blocks they visit, and announce both."""
+    num_blocks_of = partial(rules.num_blocks, lengths)
     tiles, chunks = Int32(0), Int32(0)
-    tile, search = scheduler.locate(scheduler.start(), num_m_blocks_of)
+    tile, search = scheduler.locate(scheduler.start(), num_blocks_of)
     while tile.is_valid:
-        work = describe(tile, lengths)
+        work = describe(tile, lengths, isinstance(rules, KeyWalks))
         ring.write(tiles, work)
         chunks = rules.plan(walk, chunks, work)
         tiles += 1
         # a tile is claimed as late as can be: another CTA may be free for it sooner
         ring.acquire(tiles)
-        tile, search = scheduler.locate(scheduler.advance(search), num_m_blocks_of)
+        tile, search = scheduler.locate(scheduler.advance(search), num_blocks_of)
     scheduler.finish()
     ring.write(tiles, NO_WORK)
 
 
 @cute.jit
-def _num_m_blocks(
-    tile_m: cutlass.Constexpr,
-    heads: cutlass.Constexpr,
-    cu_seqlens_q: cute.Tensor,
-    batch_idx: Int32,
-) -> Int32:
-    slot = cu_seqlens_q[batch_idx + 1] - cu_seqlens_q[batch_idx]
-    return cute.ceil_div(slot * heads, tile_m)
-
-
-@cute.jit
 def paint_walks(
-    rules: MaskRules,
+    rules: QueryWalks | KeyWalks,
     share: Share,
     bit_tile: cute.Tensor,
     bits: Channel,
@@ -69,7 +61,7 @@ def paint_walks(
 
 @cute.jit
 def _paint_block(
-    rules: MaskRules,
+    rules: QueryWalks | KeyWalks,
     share: Share,
     bit_tile: cute.Tensor,
     bits: Channel,

@@ -59,17 +59,11 @@ from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, ListArgs, MaskArgs, MaskRules, Share
+from flash_mask_cute.masks.query_walks import QueryWalks
+from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, ListArgs, MaskArgs, Share
 from flash_mask_cute.sm90 import tma, wgmma
-from flash_mask_cute.sm90.flash_fwd_plan import (
-    PAINTER_REGISTERS,
-    RING_STAGES,
-    THREADS_PER_WARPGROUP,
-    WALK_STAGES,
-    Barrier,
-    FwdPlan,
-    Role,
-)
+from flash_mask_cute.sm90.cta import RING_STAGES, THREADS_PER_WARPGROUP, WALK_STAGES, Role
+from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/measured_facts.md).
@@ -303,7 +297,7 @@ class FlashAttentionForwardSm90:
         num_batch = mQ.shape[0]
         if const_expr(varlen_q):
             num_batch = mCuSeqlensQ.shape[0] - 1
-        num_m_blocks = cute.ceil_div(seqlen_q * plan.packed_heads, plan.tile_m)
+        num_blocks = cute.ceil_div(seqlen_q * plan.packed_heads, plan.tile_m)
         # heads that share keys stay together
         heads_per_kv = num_heads // heads_kv
         heads_per_group = heads_per_kv
@@ -311,10 +305,10 @@ class FlashAttentionForwardSm90:
             kv_bytes = Int64(cutlass.max(seqlen_k, 1)) * ((plan.head_dim + plan.head_dim_v) * 2)
             fitting = Int32(cutlass.max(cutlass.min(L2_SHARE // kv_bytes, heads_kv * num_batch), 1))
             heads_per_group = fitting * heads_per_kv
-        schedule = ScheduleParams(num_m_blocks, num_heads, num_batch, heads_per_group)
+        schedule = ScheduleParams(num_blocks, num_heads, num_batch, heads_per_group)
         grid = Int32(self.num_sms)
         if const_expr(not varlen_q):
-            grid = cutlass.min(grid, num_m_blocks * num_heads * num_batch)
+            grid = cutlass.min(grid, num_blocks * num_heads * num_batch)
 
         scale_log2, scale_in = softmax_scale * LOG2_E, None
         if const_expr(softcap is not None):
@@ -429,7 +423,7 @@ class FlashAttentionForwardSm90:
         rules = self._rules(masks, lengths)
         paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
 
-    def _rules(self, masks: MaskArgs, lengths: Lengths) -> MaskRules:
+    def _rules(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
         block_info = BlockInfo(
             self.plan.tile_m,
             self.plan.tile_n,
@@ -439,7 +433,7 @@ class FlashAttentionForwardSm90:
             window_size_right=masks.window_right,
             qhead_per_kvhead_packgqa=self.plan.packed_heads,
         )
-        return MaskRules(
+        return QueryWalks(
             masks,
             block_info,
             self.intervals,
@@ -489,7 +483,7 @@ class FlashAttentionForwardSm90:
         head, batch, offset = place
         number = state.blocks
         # all that can be known before the stage is free, since from then on time counts
-        word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.n_block << N_BLOCK_SHIFT)
+        word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.index << N_BLOCK_SHIFT)
         if const_expr(lengths.cu_seqlens_k is None):
             gK = operands.k[None, None, head, batch]
         else:
@@ -502,12 +496,12 @@ class FlashAttentionForwardSm90:
         channels.k.expect(number, plan.bytes_k)
         cute.copy(
             operands.k_atom,
-            src[None, block.n_block],
+            src[None, block.index],
             dst[None, channels.k.index(number)],
             tma_bar_ptr=channels.k.barrier(number),
         )
         load_v(state)
-        return LoadState(number + 1, block.n_block, head, batch, offset)
+        return LoadState(number + 1, block.index, head, batch, offset)
 
     @cute.jit
     def _load_values(self, operands, sV, channel: Channel, lengths: Lengths, state: LoadState):
@@ -541,7 +535,7 @@ class FlashAttentionForwardSm90:
         channel.acquire(number)
         channel.expect(number, plan.bytes_q)
         for w in range(plan.num_mma_warpgroups):
-            tile_row = work.m_block * plan.tile_m + w * wgmma.ROWS_PER_WARPGROUP
+            tile_row = work.block * plan.tile_m + w * wgmma.ROWS_PER_WARPGROUP
             first = (
                 work.head_idx * plan.packed_heads,
                 work.offset_q + tile_row // plan.packed_heads,
@@ -798,7 +792,7 @@ class FlashAttentionForwardSm90:
 
     def _tile_rows(self, work: Work, thread: Int32):
         """Rows of the sequence (of its packed rows) that a thread's accumulator holds."""
-        first = work.m_block * self.plan.tile_m + _warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        first = work.block * self.plan.tile_m + _warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
         return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
 
     @cute.jit
@@ -836,7 +830,7 @@ class FlashAttentionForwardSm90:
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
             if const_expr(mLSE is not None):  # noqa: SIM102 (decided while tracing)
-                if thread % 4 == 0 and q_idx[r] < work.slot_q:
+                if thread % 4 == 0 and q_idx[r] < work.slot:
                     if const_expr(lengths.cu_seqlens_q is None):
                         mLSE[work.batch_idx, heads[r], q_idx[r]] = lse
                     else:
@@ -855,12 +849,12 @@ class FlashAttentionForwardSm90:
         cute.arch.fence_proxy("async.shared", space="cta")
         _warpgroup_sync()
         if is_storing_warp:
-            tile_row = work.m_block * plan.tile_m + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
+            tile_row = work.block * plan.tile_m + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
             first = (work.head_idx * plan.packed_heads, tile_row // plan.packed_heads)
             if const_expr(lengths.cu_seqlens_q is None):
                 gO = operands.o[None, None, work.batch_idx]
             else:
-                gO = tma.at_ragged_sequence(operands.o, work.offset_q, work.slot_q)
+                gO = tma.at_ragged_sequence(operands.o, work.offset_q, work.slot)
             dst, src = tma.tile_of(operands.o_atom, gO, first, (plan.row_tile, plan.tile_dv), sO)
             cute.copy(operands.o_atom, src, dst)
             cute.arch.cp_async_bulk_commit_group()

@@ -16,31 +16,24 @@ from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.masks.bit_tile import WORD
+from flash_mask_cute.sm90.cta import (
+    RING_STAGES,
+    SMEM_BOOKKEEPING,
+    SMEM_CAPACITY,
+    THREADS_PER_WARPGROUP,
+    WALK_STAGES,
+    Role,
+    registers_left,
+)
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
-SMEM_CAPACITY = 232448
-REGISTER_FILE = 65536
 # what a thread needs besides the fragments of S, P and O, or ptxas serialises the products
 SCALAR_REGISTERS = 28
-THREADS_PER_WARPGROUP = 128
 # what MMA warpgroups may take, by their number; the more, the less is left for the others
 MMA_REGISTERS = {2: (216, 232), 3: (152, 160), 4: (112,)}
 # the same beside a warpgroup of painters, and what that takes
 MMA_REGISTERS_BESIDE_PAINTERS = 208
 PAINTER_REGISTERS = 56
-# bytes kept for barriers and rings
-SMEM_BOOKKEEPING = 1024
-RING_STAGES = 4
-WALK_STAGES = 4
-
-
-class Role(IntEnum):
-    """First warp of each role of warpgroup 0."""
-
-    LOAD = 0
-    PLAN = 1
-    PAINT = 2
-    MMA = 4
 
 
 class Barrier(IntEnum):
@@ -132,11 +125,9 @@ class FwdPlan:
     @property
     def helper_registers(self) -> int:
         """Registers of warpgroup 0."""
-        # what the launch gave the CTA, less what the others take: asking for more would block for
-        # ever
-        pool = REGISTER_FILE // self.num_threads // 8 * 8 * self._num_warpgroups
         painters = PAINTER_REGISTERS if self.painter_warpgroup else 0
-        return pool - self.mma_registers * self.num_mma_warpgroups - painters
+        taken = self.mma_registers * self.num_mma_warpgroups + painters
+        return registers_left(self._num_warpgroups, taken)
 
     @property
     def row_tile(self) -> tuple[int, int]:

@@ -6,9 +6,11 @@ sequences are views in which TMA clips a tile at the end of its sequence.
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
+from cutlass.experimental import primitives
 
 # bound of a ragged row coordinate: no sequence is longer (see `ragged_rows`)
 RAGGED_BOUND = 1 << 26
@@ -72,3 +74,25 @@ def blocks_of(atom: cute.CopyAtom, blocks: cute.Tensor, smem: cute.Tensor):
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(blocks, 0, 2)
     )
     return g, s
+
+
+@cute.jit
+def copy_bulk(gmem: cute.Tensor, smem: cute.Tensor, barrier: cute.Pointer):
+    """Copy contiguous fp32 values of a static number, a multiple of 4, completing on `barrier`."""
+    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+    with cute.arch.elect_one():
+        cute.copy(atom, gmem, smem, mbar_ptr=barrier)
+
+
+@cute.jit
+def add_bulk(smem: cute.Pointer, gmem: cute.Pointer, count: cutlass.Constexpr):
+    """Add `count` contiguous fp32 values in shared to those in global memory, as one bulk group."""
+    with cute.arch.elect_one():
+        primitives.cp_reduce_async_bulk_global_shared_cta(
+            gmem,
+            smem,
+            count * 4,
+            op=primitives.CpReduceOp.ADD,
+            type=primitives.CpReduceType.F32,
+        )
+    cute.arch.cp_async_bulk_commit_group()

@@ -104,7 +104,6 @@ def _round_pair(p: Float32, q: Float32, dtype: type) -> Int32:
     )
 
 
-@cute.jit
 def issue(
     tiled_mma: cute.TiledMma,
     acc: cute.Tensor,
@@ -113,11 +112,23 @@ def issue(
     accumulate: bool | Boolean,
 ) -> None:
     """Start acc (+)= a b as one commit group; `accumulate` False overwrites acc."""
+    issue_sum(tiled_mma, acc, [(a, b)], accumulate)
+
+
+@cute.jit
+def issue_sum(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    pairs: list[tuple[cute.Tensor, cute.Tensor]],
+    accumulate: bool | Boolean,
+) -> None:
+    """Start acc (+)= the sum of a b over `pairs`, as one commit group."""
     # an atom of its own, so that the flag set here is not carried out of a dynamic region
     mma = cute.make_mma_atom(tiled_mma.op)
     mma.set(warpgroup.Field.ACCUMULATE, accumulate)
     warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
-        mma.set(warpgroup.Field.ACCUMULATE, True)
+    for a, b in pairs:
+        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

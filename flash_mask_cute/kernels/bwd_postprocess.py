@@ -1,0 +1,143 @@
+"""From the backward's sums of dQ, fp32 in accumulator order, to dQ.
+
+A CTA takes one row block of one head. It reads the sums in the order in which they lie, so that
+each access of a warp is one piece of memory, and turns them into rows by way of shared memory.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.kernels.bwd_preprocess import (
+    NUM_THREADS,
+    VECTOR_16_BITS,
+    VECTOR_32_BITS,
+    WARP,
+    rows_of,
+    rows_of_head,
+    vector_of,
+)
+
+THREADS_PER_WARPGROUP = 128
+ROWS_PER_WARPGROUP = 64
+COLS_PER_GROUP = 8
+# column groups that a thread loads before it waits for one
+IN_FLIGHT = 16
+# Makes a row an odd number of 16-byte units long, so that the 8 rows of a group of columns, which
+# a warp writes together, lie in different banks.
+PADDING = 8
+
+
+class BwdPostprocess:
+    """Scales and rounds the sums of dQ; to be passed to `cute.compile`.
+
+    The sums of a row block are those of two warpgroups of 128 threads, each 64 rows times n
+    columns: where tile_m is 64, one half of the columns each; where it is 128, one half of the
+    rows. Value e of thread t of warpgroup w in the columns [8 * g, 8 * g + 8) is at
+    ((w * (n / 8) + g) * 128 + t) * 4 + e, as a WGMMA accumulator has them.
+
+    :param dtype: of dQ, 16 bits
+    :param head_dim: a multiple of 8, at most accum_cols
+    :param tile_m: query rows of a row block, 64 or 128
+    :param accum_cols: columns of a row block's sums: a multiple of 32, or of 16 where tile_m is 128
+    :raises ValueError: a size is none of these
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, tile_m: int, accum_cols: int):
+        if tile_m not in (64, 128):
+            raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
+        if accum_cols % (32 if tile_m == 64 else 16):
+            raise ValueError(f"rows of {accum_cols} sums do not fit tile_m={tile_m}")
+        if head_dim % VECTOR_16_BITS or not 0 < head_dim <= accum_cols:
+            raise ValueError(f"head_dim must be a multiple of 8 up to accum_cols, got {head_dim}")
+        self.dtype = dtype
+        self.tile_m = tile_m
+        self.accum_cols = accum_cols
+        self.vectors_per_row = head_dim // VECTOR_16_BITS
+        self.cols_per_warpgroup = accum_cols * tile_m // (2 * ROWS_PER_WARPGROUP)
+
+    @cute.jit
+    def __call__(
+        self,
+        mdQaccum: cute.Tensor,
+        mdQ: cute.Tensor,
+        scale: Float32,
+        stream,
+        mCuSeqlensQ: cute.Tensor | None,
+        mSeqUsedQ: cute.Tensor | None,
+    ):
+        """Launch on `stream`, for at least one head and row block.
+
+        :param mdQaccum: fp32 (heads_q, num_row_blocks, tile_m * accum_cols), contiguous and aligned
+            to 16 bytes
+        :param mdQ: (batch, seqlen_q, heads_q, head_dim) or packed (total_q, heads_q, head_dim),
+            rows contiguous and aligned to 16 bytes, other strides free. Gets scale times the sums;
+            0 in rows of a sequence that are not in use; rows of no sequence stay as they are.
+        :param mCuSeqlensQ: int32 (num_sequences + 1,), with at least one sequence; packed only
+        :param mSeqUsedQ: int32 (batch,) or (num_sequences,)
+        """
+        # the rows of packed tensors are of no interest: lengths come from mCuSeqlensQ
+        seqlen_q = Int32(mdQ.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
+        lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
+        heads, num_row_blocks, _ = mdQaccum.shape
+        self.kernel(mdQaccum, mdQ, scale, lengths).launch(
+            grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mdQaccum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, lengths: Lengths):
+        cta, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        # heads change fastest, as they do in memory
+        block = cta // mdQaccum.shape[0]
+        head_idx = cta - block * mdQaccum.shape[0]
+        # rows of pairs of columns
+        layout = cute.make_layout(
+            (self.tile_m, self.accum_cols // 2), stride=((self.accum_cols + PADDING) // 2, 1)
+        )
+        sdQ = cutlass.memory.SmemAllocator().allocate_tensor(Int32, layout, 16)
+        rows = rows_of(block, lengths, self.tile_m)
+        if rows.in_slot > 0:
+            self._sums_to_rows(mdQaccum[head_idx, block, None], sdQ, scale, thread)
+            cute.arch.sync_threads()
+            sRows = cute.recast_tensor(sdQ, self.dtype)
+            gdQ = rows_of_head(mdQ, head_idx, rows)
+            num_vectors = self.tile_m * self.vectors_per_row
+            for start in range_constexpr(0, num_vectors, NUM_THREADS):
+                row = (start + thread) // self.vectors_per_row
+                vector = (start + thread) % self.vectors_per_row
+                if row < rows.in_slot:
+                    values = cute.make_rmem_tensor((VECTOR_16_BITS,), self.dtype)
+                    cute.autovec_copy(vector_of(sRows[row, None], vector, VECTOR_16_BITS), values)
+                    pairs = cute.recast_tensor(values, Int32)
+                    for i in range_constexpr(cute.size(pairs)):
+                        pairs[i] = cutlass.select_(row < rows.in_use, pairs[i], Int32(0))
+                    cute.autovec_copy(values, vector_of(gdQ[row, None], vector, VECTOR_16_BITS))
+
+    @cute.jit
+    def _sums_to_rows(self, gdQaccum: cute.Tensor, sdQ: cute.Tensor, scale: Float32, thread: Int32):
+        """Scaled and rounded, into sdQ."""
+        groups = self.cols_per_warpgroup // COLS_PER_GROUP
+        warpgroup_idx = thread // THREADS_PER_WARPGROUP
+        t = thread % THREADS_PER_WARPGROUP
+        row = (t // 32) * 16 + (t % 32) // 4
+        pair = t % 4
+        if const_expr(self.tile_m == ROWS_PER_WARPGROUP):
+            pair += warpgroup_idx * (self.cols_per_warpgroup // 2)
+        else:
+            row += warpgroup_idx * ROWS_PER_WARPGROUP
+        for start in range_constexpr(0, groups, IN_FLIGHT):
+            batch = range(start, min(start + IN_FLIGHT, groups))
+            sums = []
+            for g in batch:
+                values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
+                source = (thread // WARP * groups + g) * WARP + thread % WARP
+                cute.autovec_copy(vector_of(gdQaccum, source, VECTOR_32_BITS), values)
+                sums.append(values)
+            for g, values in zip(batch, sums, strict=True):
+                rounded = cute.make_rmem_tensor((VECTOR_32_BITS,), self.dtype)
+                rounded.store((values.load() * scale).to(self.dtype))
+                pairs = cute.recast_tensor(rounded, Int32)
+                for r in range_constexpr(2):
+                    sdQ[row + 8 * r, pair + g * (COLS_PER_GROUP // 2)] = pairs[r]

@@ -1,0 +1,211 @@
+"""The masks of a launch as a block of keys meets them: its walk over queries, and the bits of it.
+
+The work tile belongs to a KV head and visits the query blocks of each query head of its group. A
+line of a bit tile is a key, so what a column of intervals hides is a range of bits as it is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing, highest_bit
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.masks.bit_tile import ALL, bit_range
+from flash_mask_cute.masks.rules import MaskRules, Share, both
+
+
+@dataclass(frozen=True)
+class KeyWalks(MaskRules):
+    """`MaskRules` for work tiles of tile_n keys that visit blocks of queries.
+
+    Block lists are given as bits, whether tiles nest in their blocks or not. group: query heads of
+    a KV head.
+    """
+
+    group: Int32
+
+    def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
+        """Work tiles of a packed sequence, keys that are not in use included."""
+        starts = lengths.cu_seqlens_k
+        return cute.ceil_div(starts[batch_idx + 1] - starts[batch_idx], self.block_info.tile_n)
+
+    # -- tiles ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def plan(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
+        """Send the walk of a work tile as chunks from `number` on; returns the next number.
+
+        A walk that sees nothing visits one hidden block, so that no role has a special case.
+        """
+        m_block_min, m_block_max = self.block_info.get_m_block_min_max(work.seqlen, work.block)
+        if const_expr(not self.skip):
+            m_block_min = Int32(0)
+            m_block_max = cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
+        first_head = work.head_idx * self.group
+        pending = Chunk.hidden_block(Int32(0), first_head)
+        found_any = Boolean(False)
+        for i in cutlass.range(self.group):
+            chunk_idx = (cutlass.max(m_block_max, 1) - 1) // CHUNK
+            while chunk_idx >= m_block_min // CHUNK:
+                chunk = self._classify(work, first_head + i, chunk_idx * CHUNK)
+                if chunk.visible != 0:
+                    if found_any:
+                        follower = chunk.kind_of(highest_bit(chunk.visible))
+                        ring.write(number, pending._replace(follower=follower))
+                        number += 1
+                    pending = chunk
+                    found_any = Boolean(True)
+                chunk_idx -= 1
+        ring.write(number, pending)
+        return number + 1
+
+    @cute.jit
+    def _classify(self, work: Work, head_idx: Int32, base: Int32) -> Chunk:
+        """The chunk of the 32 blocks from `base` on, a lane each."""
+        m_block = base + cute.arch.lane_idx()
+        verdict = self._judge(work, head_idx, m_block, work.block)
+        is_visible = verdict.is_visible
+        asks = Boolean(const_expr(self.mask_mod is not None))
+        if const_expr(self.args.bits is not None):
+            listed, asks = self._judge_listed(work, head_idx, m_block)
+            is_visible = is_visible & listed
+        chunk = Chunk.of_votes(
+            base,
+            head_idx,
+            cute.arch.vote_ballot_sync(is_visible),
+            verdict.is_band,
+            verdict.is_columns,
+            cute.arch.vote_ballot_sync(asks),
+        )
+        if const_expr(not self.skip):
+            exists = m_block < cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
+            chunk = chunk.without_skipping(exists, self.args.columns is not None)
+        return chunk
+
+    @cute.jit
+    def _judge_listed(self, work: Work, head_idx: Int32, m_block: Int32) -> tuple:
+        """Whether a tile touches a listed logical block, and whether it has to be asked about."""
+        args, info = self.args.bits, self.block_info
+        first_q_idx, first_k_idx = m_block * info.tile_m, work.block * info.tile_n
+        end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q)
+        end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k)
+        any_listed, all_full = Int32(0), Int32(1)
+        qb = first_q_idx // args.block_q
+        while qb * args.block_q < end_q_idx:
+            kb = first_k_idx // args.block_k
+            while kb * args.block_k < end_k_idx:
+                is_listed, is_full = self._block_bits(work, head_idx, qb, kb)
+                any_listed = any_listed | is_listed
+                all_full = all_full & is_full
+                kb += 1
+            qb += 1
+        return any_listed != 0, all_full == 0
+
+    # -- scores ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def paint(self, work: Work, block: Block, share: Share) -> tuple:
+        """The words of a block's bits in this warp's share of a tile's keys, for `Share.store`.
+
+        A lane holds a key of each group of 32.
+        """
+        words = share.fill(ALL)
+        if block.is_hidden:
+            words = share.fill(0)
+        else:
+            if block.is_band | block.is_columns:
+                words = self._seen_words(work, block, share)
+            if const_expr(self._can_ask):  # noqa: SIM102 (decided while tracing)
+                if block.asks:
+                    words = both(words, self._asked_words(work, block, share))
+        return words
+
+    def _seen_words(self, work: Work, block: Block, share: Share) -> tuple:
+        """Bits that the band, the end of the keys included, and the intervals leave to each key."""
+        band = self.block_info.band(work.seqlen)
+        first_q_idx = block.index * self.block_info.tile_m
+        words = []
+        for group in range(share.num_groups):
+            k_idx = share.line(work, group)
+            lo, hi = band.q_range(k_idx)
+            hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
+            hidden = ()
+            if self.args.columns is not None:
+                hidden = self._hidden_rows(work, block.head_idx, k_idx)
+            for w in range(self.columns.num_words):
+                word = self._range_bits(w, lo - first_q_idx, hi - first_q_idx)
+                for start, end in hidden:
+                    word = word & (
+                        self._range_bits(w, start - first_q_idx, end - first_q_idx) ^ ALL
+                    )
+                words.append(word)
+        return tuple(words)
+
+    def _range_bits(self, w: int, first: Int32, end: Int32) -> Int32:
+        """Bits of word w for the queries first <= q < end, counted in the tile."""
+        return bit_range(self.columns.count_below(w, first), self.columns.count_below(w, end))
+
+    def _asked_words(self, work: Work, block: Block, share: Share) -> tuple:
+        """Bits that mask_mod and logical blocks leave to each key."""
+        words = share.fill(ALL)
+        if self.mask_mod is not None:
+            words = self._ask_all(work, block, share)
+        if self.args.bits is not None:
+            words = self._within_logical_blocks(work, block, share, words)
+        return words
+
+    @cute.jit
+    def _ask_all(self, work: Work, block: Block, share: Share) -> tuple:
+        # query after query, the same for all lanes: what the callable loads for a key, the compiler
+        # loads once
+        words = share.fill(0)
+        bits_per_word = self.block_info.tile_m // self.columns.num_words
+        for bit in cutlass.range(bits_per_word, unroll=4):
+            words = self._ask(work, block, share, bit, words)
+        return words
+
+    def _ask(self, work: Work, block: Block, share: Share, bit: Int32, words: tuple) -> tuple:
+        """Ask mask_mod about the column of one bit of each word."""
+        asked: list[Any] = []
+        first_q_idx = block.index * self.block_info.tile_m
+        for group in range(share.num_groups):
+            k_idx = share.line(work, group)
+            for w in range(self.columns.num_words):
+                q_idx = first_q_idx + self.columns.col_of(w, bit)
+                visible = self._ask_mod(work, block.head_idx, q_idx, k_idx)
+                word = words[len(asked)]
+                asked.append(word + cutlass.select_(visible, Int32(1) << bit, Int32(0)))
+        return tuple(asked)
+
+    @cute.jit
+    def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:
+        """The given bits where a listed logical block asks for them, all where it is full."""
+        args, info = self.args.bits, self.block_info
+        first_q_idx = block.index * info.tile_m
+        end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q)
+        result = share.fill(0)
+        qb = first_q_idx // args.block_q
+        while qb * args.block_q < end_q_idx:
+            result = self._add_logical_block(work, block, qb, share, words, result)
+            qb += 1
+        return result
+
+    def _add_logical_block(
+        self, work: Work, block: Block, qb: Int32, share: Share, words: tuple, result: tuple
+    ) -> tuple:
+        args = self.args.bits
+        start = qb * args.block_q - block.index * self.block_info.tile_m
+        added: list[Any] = []
+        for group in range(share.num_groups):
+            k_idx = cutlass.min(share.line(work, group), work.seqlen_k - 1)
+            is_listed, is_full = self._block_bits(work, block.head_idx, qb, k_idx // args.block_k)
+            for w in range(self.columns.num_words):
+                bits = self._range_bits(w, start, start + args.block_q)
+                i = len(added)
+                # 0 - 1 is a word of ones
+                added.append(result[i] | (bits & (0 - is_listed) & (words[i] | (0 - is_full))))
+        return tuple(added)

@@ -1,0 +1,397 @@
+"""The kernels before and after the backward's main one, on the software GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.sim
+
+HEADS = 2
+# The first run lets warps take turns, the others shuffle them.
+DELAY_SEEDS = (None, 1, 2)
+NAN = float("nan")
+INF = float("inf")
+
+
+def tile_cols(head_dim: int, tile_m: int) -> int:
+    step = 32 if tile_m == 64 else 16
+    return -(-head_dim // step) * step
+
+
+class Sequences(NamedTuple):
+    """What lies in the tensors of a launch."""
+
+    slots: tuple[int, ...]
+    """Rows of each sequence; all the same unless packed."""
+    used: tuple[int, ...] | None = None
+    """How many of them are in use; None: all."""
+    is_packed: bool = False
+    tail: int = 0
+    """Rows of packed tensors that no sequence has."""
+
+    @property
+    def rows(self) -> int:
+        return sum(self.slots) + self.tail if self.is_packed else self.slots[0]
+
+    def num_blocks(self, tile_m: int) -> int:
+        from flash_mask_cute.core.row_blocks import num_row_blocks
+
+        return num_row_blocks(self.rows, len(self.slots), self.is_packed, tile_m)
+
+    def extents(self) -> tuple[int, ...]:
+        """Of a tensor, before its heads."""
+        return (self.rows,) if self.is_packed else (len(self.slots), self.rows)
+
+    def of(self, tensor: Tensor, b: int) -> Tensor:
+        """The rows of sequence b; a view."""
+        if not self.is_packed:
+            return tensor[b]
+        start = sum(self.slots[:b])
+        return tensor[start : start + self.slots[b]]
+
+    def used_of(self, b: int) -> int:
+        return self.slots[b] if self.used is None else self.used[b]
+
+    def blocks(self, tile_m: int) -> Iterator[tuple[int, int, slice]]:
+        """(row block, sequence, rows in the sequence), by the numbering that is agreed upon."""
+        for b, slot in enumerate(self.slots):
+            if self.is_packed:
+                first = sum(self.slots[:b]) // tile_m + b
+            else:
+                first = b * -(-self.rows // tile_m)
+            for i in range(-(-slot // tile_m)):
+                yield first + i, b, slice(i * tile_m, min((i + 1) * tile_m, slot))
+
+    def cu_seqlens(self) -> Tensor | None:
+        return torch.tensor([0, *self.slots]).cumsum(0).int() if self.is_packed else None
+
+    def seqused(self) -> Tensor | None:
+        return None if self.used is None else torch.tensor(self.used).int()
+
+
+DENSE = Sequences((150, 150), used=(150, 70))
+PACKED = Sequences((64, 0, 129, 0, 1, 100), (64, 0, 65, 0, 0, 99), is_packed=True, tail=9)
+# a block longer than its sequences, the first of which has no row in use; blocks that are all full
+LONE = Sequences((5,) * 3, used=(0, 5, 3))
+EXACT = Sequences((128,))
+# more than a warp looks at together, the first and last ones empty
+MANY = Sequences((0, 0, *((1, 0, 3, 66) * 16), 0), is_packed=True)
+
+
+def by_heads(x: Tensor) -> Tensor:
+    """The same values, heads before rows in memory."""
+    return x.transpose(-2, -3).contiguous().transpose(-2, -3)
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    """The same values, with something between rows."""
+    gapped = torch.full((*x.shape[:-1], x.shape[-1] + 8), NAN, dtype=x.dtype)
+    gapped[..., : x.shape[-1]] = x
+    return gapped[..., : x.shape[-1]]
+
+
+def run(simulator: ModuleType, function: Any, outputs: list[Tensor], *args: Any) -> Iterator[None]:
+    """Runs once for each seed; look at the outputs after each."""
+    for seed in DELAY_SEEDS:
+        simulator.OPTIONS.pop("delay", None)
+        if seed is not None:
+            simulator.OPTIONS["delay"] = seed
+        simulator.RESULTS.clear()
+        for output in outputs:
+            output.fill_(NAN)
+        function(*args)
+        assert len(simulator.RESULTS) == 1, "one launch"
+        assert not simulator.RESULTS[0]["warnings"]
+        yield
+
+
+class Fakes:
+    """Stand-ins for tensors, by what kernels may know about them."""
+
+    @staticmethod
+    def rows(dtype: str, rank: int, dim: int) -> Any:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_tensor
+
+        shape: Any = (*(cute.sym_int() for _ in range(rank - 1)), dim)
+        strides: Any = (*(cute.sym_int64(divisibility=8) for _ in range(rank - 1)), 1)
+        return make_fake_tensor(getattr(cutlass, dtype), shape, strides, assumed_align=16)
+
+    @staticmethod
+    def strided(dtype: str, rank: int) -> Any:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_tensor
+
+        shape: Any = tuple(cute.sym_int() for _ in range(rank))
+        strides: Any = tuple(cute.sym_int64() for _ in range(rank))
+        numeric = getattr(cutlass, dtype)
+        return make_fake_tensor(numeric, shape, strides, assumed_align=numeric.width // 8)
+
+    @staticmethod
+    def scratch(*inner: int) -> Any:
+        """fp32 (heads, row blocks, *inner)"""
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor
+
+        shape: Any = (cute.sym_int(), cute.sym_int(), *inner)
+        order = tuple(reversed(range(len(shape))))
+        align = 16 if inner else 4
+        return make_fake_compact_tensor(
+            cutlass.Float32, shape, stride_order=order, assumed_align=align
+        )
+
+
+def compile_for_sim(kernel: Any, *args: Any) -> Any:
+    import cutlass.cute as cute
+
+    return cute.compile(kernel, *args, options="--enable-tvm-ffi --gpu-arch sm_90a")
+
+
+def fake_stream() -> Any:
+    from cutlass.cute.runtime import make_fake_stream
+
+    return make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+CUTLASS_NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+
+
+class Extras(NamedTuple):
+    is_packed: bool
+    has_used: bool
+    has_dlse: bool
+    sink_dtype: torch.dtype | None
+
+
+@lru_cache
+def preprocess_of(dtype: torch.dtype, head_dim_v: int, tile_m: int, extras: Extras) -> Any:
+    import cutlass
+
+    from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess
+
+    name = CUTLASS_NAMES[dtype]
+    rank = 3 if extras.is_packed else 4
+    accum_cols = tile_cols(head_dim_v, tile_m)
+    sink = None
+    if extras.sink_dtype is not None:
+        sink = Fakes.strided(CUTLASS_NAMES.get(extras.sink_dtype, "Float32"), 1)
+    return compile_for_sim(
+        BwdPreprocess(getattr(cutlass, name), head_dim_v, tile_m, accum_cols),
+        Fakes.rows(name, rank, head_dim_v),
+        Fakes.rows(name, rank, head_dim_v),
+        Fakes.strided("Float32", rank - 1),
+        Fakes.strided("Float32", rank - 1) if extras.has_dlse else None,
+        Fakes.scratch(2, tile_m),
+        Fakes.scratch(tile_m * accum_cols),
+        sink,
+        None if sink is None else Fakes.scratch(),
+        fake_stream(),
+        Fakes.strided("Int32", 1) if extras.is_packed else None,
+        Fakes.strided("Int32", 1) if extras.has_used else None,
+    )
+
+
+def check_preprocess(
+    simulator: ModuleType,
+    seqs: Sequences,
+    head_dim_v: int,
+    tile_m: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    has_dlse: bool = True,
+    sink_dtype: torch.dtype | None = torch.float32,
+    arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+) -> None:
+    generator = torch.Generator().manual_seed(head_dim_v + tile_m)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    o, do = (draw(*seqs.extents(), HEADS, head_dim_v).to(dtype) for _ in range(2))
+    lse, dlse = (draw(*seqs.extents(), HEADS) for _ in range(2))
+    if not has_dlse:
+        dlse.zero_()
+    sink = torch.full((HEADS,), -INF) if sink_dtype is None else draw(HEADS).to(sink_dtype)
+    for b in range(len(seqs.slots)):
+        # hidden rows, whose gradients must not matter
+        for x, value in ((lse, -INF), (do, INF), (dlse, NAN if has_dlse else 0.0)):
+            seqs.of(x, b)[3::7] = value
+        for x in (o, do, lse):
+            seqs.of(x, b)[seqs.used_of(b) :] = NAN
+    blocks = seqs.num_blocks(tile_m)
+    stats = torch.empty(HEADS, blocks, 2, tile_m)
+    accum = torch.empty(HEADS, blocks, tile_m * tile_cols(head_dim_v, tile_m))
+    parts = torch.empty(HEADS, blocks)
+
+    expected = torch.zeros(HEADS, blocks, 2, tile_m, dtype=torch.float64)
+    expected[:, :, 0] = INF
+    expected_parts = torch.zeros(HEADS, blocks, dtype=torch.float64)
+    for block, b, rows in seqs.blocks(tile_m):
+        rows = slice(rows.start, min(rows.stop, seqs.used_of(b)))
+        if rows.start >= rows.stop:
+            continue
+        o_, do_, lse_, dlse_ = (seqs.of(x, b)[rows].double() for x in (o, do, lse, dlse))
+        delta = torch.where(lse_ == -INF, 0.0, (o_ * do_).sum(-1) - dlse_)
+        kept = torch.where(lse_ == -INF, INF, lse_)
+        expected[:, block, 0, : delta.shape[0]] = kept.mT / math.log(2)
+        expected[:, block, 1, : delta.shape[0]] = delta.mT
+        expected_parts[:, block] = -((sink.double() - kept).exp() * delta).sum(0)
+    of_sequences = [block for block, _, _ in seqs.blocks(tile_m)]
+
+    extras = Extras(seqs.is_packed, seqs.used is not None, has_dlse, sink_dtype)
+    for _ in run(
+        simulator,
+        preprocess_of(dtype, head_dim_v, tile_m, extras),
+        [stats, accum, parts],
+        arrange(o),
+        arrange(do),
+        # (..., heads, rows)
+        lse.transpose(-1, -2).contiguous(),
+        # any strides: here heads are next to each other
+        dlse.transpose(-1, -2) if has_dlse else None,
+        stats,
+        accum,
+        None if sink_dtype is None else sink,
+        None if sink_dtype is None else parts,
+        seqs.cu_seqlens(),
+        seqs.seqused(),
+    ):
+        close: dict[str, Any] = {"check_dtype": False, "rtol": 1e-5, "atol": 1e-4}
+        torch.testing.assert_close(stats[:, of_sequences], expected[:, of_sequences], **close)
+        assert (accum == 0).all()
+        if sink_dtype is not None:
+            torch.testing.assert_close(
+                parts, expected_parts, check_dtype=False, rtol=1e-5, atol=1e-3
+            )
+
+
+@pytest.mark.parametrize("seqs", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("tile_m", [64, 128])
+@pytest.mark.parametrize("head_dim_v", [64, 72, 128, 256])
+def test_preprocess(simulator: ModuleType, head_dim_v: int, tile_m: int, seqs: Sequences) -> None:
+    check_preprocess(simulator, seqs, head_dim_v, tile_m)
+
+
+@pytest.mark.parametrize("arrange", [by_heads, with_gaps])
+@pytest.mark.parametrize("seqs", [DENSE, PACKED], ids=["dense", "packed"])
+def test_preprocess_strides(
+    simulator: ModuleType, seqs: Sequences, arrange: Callable[[Tensor], Tensor]
+) -> None:
+    check_preprocess(simulator, seqs, 64, 64, dtype=torch.float16, arrange=arrange)
+
+
+@pytest.mark.parametrize("seqs", [LONE, EXACT, PACKED._replace(used=None)])
+def test_preprocess_without_extras(simulator: ModuleType, seqs: Sequences) -> None:
+    check_preprocess(simulator, seqs, 40, 64, has_dlse=False, sink_dtype=None)
+
+
+def test_preprocess_many_sequences(simulator: ModuleType) -> None:
+    check_preprocess(simulator, MANY, 8, 64, sink_dtype=torch.bfloat16)
+
+
+@lru_cache
+def postprocess_of(
+    dtype: torch.dtype, head_dim: int, tile_m: int, is_packed: bool, has_used: bool
+) -> Any:
+    import cutlass
+
+    from flash_mask_cute.kernels.bwd_postprocess import BwdPostprocess
+
+    name = CUTLASS_NAMES[dtype]
+    accum_cols = tile_cols(head_dim, tile_m)
+    return compile_for_sim(
+        BwdPostprocess(getattr(cutlass, name), head_dim, tile_m, accum_cols),
+        Fakes.scratch(tile_m * accum_cols),
+        Fakes.rows(name, 3 if is_packed else 4, head_dim),
+        cutlass.Float32(1.0),
+        fake_stream(),
+        Fakes.strided("Int32", 1) if is_packed else None,
+        Fakes.strided("Int32", 1) if has_used else None,
+    )
+
+
+def in_accumulator_order(sums: Tensor) -> Tensor:
+    """(heads, row blocks, tile_m * cols) of sums (heads, row blocks, tile_m, cols)."""
+    tile_m, cols = sums.shape[2:]
+    n = cols // 2 if tile_m == 64 else cols
+    w, warp, g, lane, e = torch.meshgrid(
+        *(torch.arange(size) for size in (2, 4, n // 8, 32, 4)), indexing="ij"
+    )
+    t = warp * 32 + lane
+    row = t // 32 * 16 + t % 32 // 4 + 8 * (e // 2)
+    col = 8 * g + 2 * (t % 4) + e % 2
+    if tile_m == 64:
+        col = col + w * n
+    else:
+        row = row + 64 * w
+    return sums[:, :, row, col].flatten(2).contiguous()
+
+
+def check_postprocess(
+    simulator: ModuleType,
+    seqs: Sequences,
+    head_dim: int,
+    tile_m: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+) -> None:
+    generator = torch.Generator().manual_seed(head_dim + tile_m)
+    blocks = seqs.num_blocks(tile_m)
+    cols = tile_cols(head_dim, tile_m)
+    # NaN wherever nothing may be taken from
+    sums = torch.full((HEADS, blocks, tile_m, cols), NAN)
+    scale = 0.3
+    dq = arrange(torch.empty(*seqs.extents(), HEADS, head_dim, dtype=dtype))
+    expected = torch.full(dq.shape, NAN, dtype=torch.float64)
+    for block, b, rows in seqs.blocks(tile_m):
+        used = max(0, min(rows.stop, seqs.used_of(b)) - rows.start)
+        drawn = torch.randn(HEADS, used, head_dim, generator=generator)
+        sums[:, block, :used, :head_dim] = drawn
+        slot = seqs.of(expected, b)[rows]
+        slot[:] = 0.0
+        slot[:used] = drawn.double().transpose(0, 1) * scale
+    accum = in_accumulator_order(sums)
+
+    function = postprocess_of(dtype, head_dim, tile_m, seqs.is_packed, seqs.used is not None)
+    for _ in run(simulator, function, [dq], accum, dq, scale, seqs.cu_seqlens(), seqs.seqused()):
+        torch.testing.assert_close(
+            dq,
+            expected,
+            check_dtype=False,
+            equal_nan=True,
+            # half a unit in the last place, and the product's own rounding
+            rtol=torch.finfo(dtype).eps / 2 * 1.01,
+            atol=1e-7,
+        )
+
+
+@pytest.mark.parametrize("seqs", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("tile_m", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_postprocess(simulator: ModuleType, head_dim: int, tile_m: int, seqs: Sequences) -> None:
+    check_postprocess(simulator, seqs, head_dim, tile_m)
+
+
+@pytest.mark.parametrize("arrange", [by_heads, with_gaps])
+@pytest.mark.parametrize("seqs", [DENSE, PACKED], ids=["dense", "packed"])
+def test_postprocess_strides(
+    simulator: ModuleType, seqs: Sequences, arrange: Callable[[Tensor], Tensor]
+) -> None:
+    check_postprocess(simulator, seqs, 64, 64, dtype=torch.float16, arrange=arrange)
+
+
+@pytest.mark.parametrize("seqs", [LONE, EXACT, PACKED._replace(used=None), MANY])
+def test_postprocess_lengths(simulator: ModuleType, seqs: Sequences) -> None:
+    check_postprocess(simulator, seqs, 8, 64)
