@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from flash_mask_cute import plot
     from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
     from flash_mask_cute.compute_block_sparsity import create_block_mask
+    from flash_mask_cute.functional import (
+        flash_attn_func,
+        flash_attn_varlen_func,
+        flashmask_attention,
+    )
     from flash_mask_cute.interface import explain
     from flash_mask_cute.masks import builders
     from flash_mask_cute.masks.column_mask import ColumnMask
@@ -26,6 +31,9 @@ __all__ = [
     "compile_count",
     "create_block_mask",
     "explain",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flashmask_attention",
     "plot",
 ]
 
@@ -35,6 +43,9 @@ _HOME = {
     "ColumnMask": "flash_mask_cute.masks.column_mask",
     "create_block_mask": "flash_mask_cute.compute_block_sparsity",
     "explain": "flash_mask_cute.interface",
+    "flash_attn_func": "flash_mask_cute.functional",
+    "flash_attn_varlen_func": "flash_mask_cute.functional",
+    "flashmask_attention": "flash_mask_cute.functional",
 }
 
 

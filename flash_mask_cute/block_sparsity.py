@@ -19,8 +19,8 @@ imports torch, not the compiler.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -384,19 +384,36 @@ def retile_lists(
     return _retiled.get(lists, (tile_m, tile_n, seqlen_q, seqlen_k))
 
 
-class _Retiled:
-    """Retiled lists by the identity and version of the tensors they were made from."""
+def block_bits(lists: BlockSparseTensorsTorch) -> LogicalBits:
+    """The states of the blocks as bits, for a kernel that has no use for lists.
 
-    def __init__(self) -> None:
-        self._entries: dict[Any, tuple[Any, Any, RetiledLists]] = {}
+    They are kept as `retile_lists` keeps its results, and shared with these.
+
+    Raises:
+        ValueError: `block_size` is None.
+    """
+    if lists.block_size is None:
+        raise ValueError("lists must have a block_size, got None")
+    return _bits.get(lists, ())
+
+
+_Made = TypeVar("_Made")
+
+
+class _Kept(Generic[_Made]):
+    """What was made of lists and sizes, by the identity and version of the lists' tensors."""
+
+    def __init__(self, make: Callable[..., _Made]) -> None:
+        self._make = make
+        self._entries: dict[Any, tuple[Any, Any, _Made]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, lists: BlockSparseTensorsTorch, sizes: tuple[int, int, int, int]) -> RetiledLists:
+    def get(self, lists: BlockSparseTensorsTorch, sizes: tuple[int, ...]) -> _Made:
         tensors = [tensor for _, tensor in _named_tensors(lists) if tensor is not None]
         if any(tensor.is_inference() for tensor in tensors):
-            return _retile(lists, *sizes)
+            return self._make(lists, *sizes)
         key = tuple(map(id, tensors)), lists.block_size, sizes
         versions = [tensor._version for tensor in tensors]
         entry = self._entries.get(key)
@@ -407,7 +424,7 @@ class _Retiled:
             if alive and made_from == versions:
                 return result
         with torch.inference_mode(False), torch.no_grad():
-            result = _retile(lists, *sizes)
+            result = self._make(lists, *sizes)
         if not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             # memory of a graph being captured holds nothing yet
             references = [weakref.ref(tensor, lambda _: self._drop(key)) for tensor in tensors]
@@ -418,9 +435,6 @@ class _Retiled:
         self._entries.pop(key, None)
 
 
-_retiled = _Retiled()
-
-
 def _retile(
     lists: BlockSparseTensorsTorch, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int
 ) -> RetiledLists:
@@ -428,7 +442,6 @@ def _retile(
     block_q, block_k = lists.block_size
     states = dense_states(lists)
     is_visible, is_full = states != ABSENT, states == FULL
-    bits = LogicalBits(_pack(is_visible), _pack(is_full), block_q, block_k)
     touched_q = _touched(tile_m, block_q, seqlen_q, states.device)
     touched_k = _touched(tile_n, block_k, seqlen_k, states.device)
     # the blocks that a tile touches are a rectangle: fold one side, then the other
@@ -439,7 +452,19 @@ def _retile(
         is_full = is_full.index_select(dim, flat).view(shape).all(dim + 1)
     tiles = is_visible.to(torch.uint8).masked_fill_(is_full, FULL)
     has_full = lists.full_block_cnt is not None
-    return RetiledLists(_to_lists(tiles, has_full, (tile_m, tile_n)), bits)
+    return RetiledLists(_to_lists(tiles, has_full, (tile_m, tile_n)), block_bits(lists))
+
+
+_retiled = _Kept(_retile)
+
+
+def _make_bits(lists: BlockSparseTensorsTorch) -> LogicalBits:
+    assert lists.block_size is not None
+    states = dense_states(lists)
+    return LogicalBits(_pack(states != ABSENT), _pack(states == FULL), *lists.block_size)
+
+
+_bits = _Kept(_make_bits)
 
 
 def _touched(tile: int, block: int, seqlen: int, device: torch.device) -> Tensor:

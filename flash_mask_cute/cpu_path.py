@@ -9,7 +9,7 @@ host. All heads of a batch entry take a step together, but for those that the ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -84,66 +84,44 @@ def flash_attn_fwd_cpu(
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
             on the CPU, see `eval_mask_mod`.
     """
-    if column_mask is not None and column_mask.causal:
-        window_right = 0 if window_right is None else min(window_right, 0)
-    block_info = BlockInfo(
-        tile_m,
-        tile_n,
-        is_local=True,
-        window_size_left=window_left,
-        window_size_right=window_right,
-        qhead_per_kvhead_packgqa=pack_gqa,
+    walks = sequence_walks(
+        q,
+        softmax_scale=softmax_scale,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_kv=k.shape[-2],
+        pack_gqa=pack_gqa,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        column_mask=column_mask,
+        block_lists=block_lists,
+        skip_blocks=skip_blocks,
     )
-    bounds = None if column_mask is None else column_mask.bounds(tile_n, cu_seqlens_k)
-    states = None if block_lists is None else dense_states(block_lists)
-    lengths = [
-        None if x is None else x.tolist()
-        for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    ]
     lse_by_row = None if lse is None else lse.transpose(-1, -2)
-    for batch_idx in range(q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1):
-        seqlen_info = SeqlenInfoQK.create(batch_idx, seqlen_q, seqlen_k, *lengths)
-        slot_q = _slot(batch_idx, seqlen_info.offset_q, seqlen_info.seqlen_q, cu_seqlens_q)
-        slot_k = _slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, cu_seqlens_k)
-        masks: list[_Mask] = [_BandMask(block_info, seqlen_info)]
-        if column_mask is not None and bounds is not None:
-            masks.append(
-                _ColumnIntervals.create(
-                    column_mask, bounds, batch_idx, seqlen_info, tile_n, q.shape[-2]
-                )
-            )
-        if block_lists is not None or mask_mod is not None:
-            masks.append(
-                _ListsAndMod(
-                    None if states is None else _of_batch(states, batch_idx),
-                    None if block_lists is None else block_lists.block_size,
-                    mask_mod,
-                    aux_tensors,
-                    batch_idx,
-                )
-            )
-        rules = _ScoreRules(
-            softmax_scale,
-            softcap,
-            None if score_mod is None else partial(_modify, score_mod, aux_tensors, batch_idx),
-            masks,
-            skip_blocks,
-        )
+    for walk in walks:
         sequence_out, sequence_lse = _attend_sequence(
-            _to_rows(q[slot_q].double(), k.shape[-2], pack_gqa),
-            _to_rows(k[slot_k].double(), k.shape[-2], 1),
-            _to_rows(v[slot_k].double(), k.shape[-2], 1),
-            _sink_of_rows(learnable_sink, seqlen_info.seqlen_q, k.shape[-2], pack_gqa),
-            block_info,
-            seqlen_info,
-            rules,
+            walk.rows_of_q(q),
+            walk.rows_of_k(k),
+            walk.rows_of_k(v),
+            walk.rows_of_sink(learnable_sink),
+            walk,
+            None if score_mod is None else partial(_modify, score_mod, aux_tensors, walk.batch_idx),
         )
-        out[slot_q] = _from_rows(sequence_out, pack_gqa).to(out.dtype)
+        out[walk.slot_q] = from_rows(sequence_out, pack_gqa).to(out.dtype)
         if lse_by_row is not None:
-            lse_by_row[slot_q] = _from_rows(sequence_lse, pack_gqa).to(lse_by_row.dtype)
+            lse_by_row[walk.slot_q] = from_rows(sequence_lse, pack_gqa).to(lse_by_row.dtype)
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """One score tile, its ranges cut off where the sequence ends.
 
     rows are those of `pack` interleaved heads, queries the positions that they touch.
@@ -163,22 +141,191 @@ class _Mask(Protocol):
     Heads are query heads; one entry stands for all of them.
     """
 
-    def classify(self, tile: _Tile) -> tuple[Tensor, Tensor]:
+    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """(hidden, cut), bool (heads | 1,): whether it hides all of the tile, or some of it."""
 
-    def visible(self, tile: _Tile, heads: Tensor) -> Tensor:
+    def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         """Bool (heads | 1, queries, keys). What it says of a head that `heads`, bool (heads_q,),
         does not have is not used."""
 
 
-class _ScoreRules(NamedTuple):
-    """What becomes of the scores of a sequence. modify(scores, tile, heads) works in place."""
+@dataclass(frozen=True)
+class SequenceWalk:
+    """The tiles of one batch entry: in which order, which scores they hold, which of these count.
 
+    slot_*: index of the used tokens in a tensor of q's or k's layout. Rows of a head group are laid
+    out as (heads_kv, lanes, rows), see `to_rows`.
+    """
+
+    batch_idx: int
+    block_info: BlockInfo
+    seqlen_info: SeqlenInfoQK
+    masks: list[_Mask]
     softmax_scale: float
     softcap: float
-    modify: Callable[[Tensor, _Tile, Tensor], None] | None
-    masks: list[_Mask]
+    heads_q: int
+    heads_kv: int
+    slot_q: Any
+    slot_k: Any
     skip_blocks: bool
+
+    @property
+    def pack(self) -> int:
+        return self.block_info.qhead_per_kvhead_packgqa
+
+    @property
+    def num_m_blocks(self) -> int:
+        return _ceil_div(self.seqlen_info.seqlen_q * self.pack, self.block_info.tile_m)
+
+    @property
+    def num_n_blocks(self) -> int:
+        return _ceil_div(self.seqlen_info.seqlen_k, self.block_info.tile_n)
+
+    def n_blocks(self, m_block: int) -> range:
+        """The key blocks that a query block visits."""
+        if not self.skip_blocks:
+            return range(self.num_n_blocks)
+        return range(*self.block_info.get_n_block_min_max(self.seqlen_info, m_block))
+
+    def m_blocks(self, n_block: int) -> range:
+        """The query blocks that a key block visits."""
+        if not self.skip_blocks:
+            return range(self.num_m_blocks)
+        return range(*self.block_info.get_m_block_min_max(self.seqlen_info, n_block))
+
+    def rows(self, m_block: int) -> slice:
+        last = self.seqlen_info.seqlen_q * self.pack
+        return _cut_off(m_block, self.block_info.tile_m, last)
+
+    def keys(self, n_block: int) -> slice:
+        return _cut_off(n_block, self.block_info.tile_n, self.seqlen_info.seqlen_k)
+
+    def tile(self, m_block: int, n_block: int) -> Tile:
+        rows, keys = self.rows(m_block), self.keys(n_block)
+        return Tile(
+            m_block,
+            n_block,
+            range(rows.start, rows.stop),
+            range(rows.start // self.pack, _ceil_div(rows.stop, self.pack)),
+            range(keys.start, keys.stop),
+            self.pack,
+        )
+
+    def rows_of_q(self, x: Tensor) -> Tensor:
+        """Of a tensor laid out like q, with or without its last mode: float64, by rows."""
+        return to_rows(x[self.slot_q].double(), self.heads_kv, self.pack)
+
+    def rows_of_k(self, x: Tensor) -> Tensor:
+        """Of a tensor laid out like k: float64 (heads_kv, 1, seqlen_k, .)."""
+        return to_rows(x[self.slot_k].double(), self.heads_kv, 1)
+
+    def rows_of_sink(self, sink: Tensor | None) -> Tensor | None:
+        """One logit per query head, for each row."""
+        if sink is None:
+            return None
+        by_query = sink.double().expand(self.seqlen_info.seqlen_q, -1)
+        return to_rows(by_query, self.heads_kv, self.pack)
+
+    def capped_scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scores of one tile after scale and softcap."""
+        scores = q @ k.mT * self.softmax_scale
+        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
+
+    def visible(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Which heads have anything to see in a tile, bool (heads_q,), and what they see, bool
+        (heads_kv, lanes, rows, keys).
+
+        A mask is evaluated only for the heads that it cuts the tile for.
+        """
+        heads = torch.ones(self.heads_q, dtype=torch.bool)
+        cuts = [heads for _ in self.masks]
+        if self.skip_blocks:
+            for i, mask in enumerate(self.masks):
+                hidden, cuts[i] = mask.classify(tile)
+                heads = heads & ~hidden
+        visible = heads[:, None, None]
+        for mask, cut in zip(self.masks, cuts, strict=True):
+            asked = heads & cut
+            if asked.any():
+                visible = visible & (mask.visible(tile, asked) | ~asked[:, None, None])
+        by_query = visible.expand(-1, len(tile.queries), len(tile.keys)).movedim(1, 0)
+        first = tile.rows.start - tile.queries.start * tile.pack
+        by_row = to_rows(by_query, self.heads_kv, tile.pack)
+        return heads, by_row[:, :, first : first + len(tile.rows)]
+
+
+def sequence_walks(
+    q: Tensor,
+    *,
+    softmax_scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_kv: int,
+    pack_gqa: int,
+    tile_m: int,
+    tile_n: int,
+    mask_mod: Callable[..., Any] | None,
+    aux_tensors: Sequence[Tensor] | None,
+    column_mask: ColumnMask | None,
+    block_lists: BlockSparseTensorsTorch | None,
+    skip_blocks: bool,
+) -> Iterator[SequenceWalk]:
+    """The walk of each batch entry; arguments as in `flash_attn_fwd_cpu`."""
+    if column_mask is not None and column_mask.causal:
+        window_right = 0 if window_right is None else min(window_right, 0)
+    block_info = BlockInfo(
+        tile_m,
+        tile_n,
+        is_local=True,
+        window_size_left=window_left,
+        window_size_right=window_right,
+        qhead_per_kvhead_packgqa=pack_gqa,
+    )
+    bounds = None if column_mask is None else column_mask.bounds(tile_n, cu_seqlens_k)
+    states = None if block_lists is None else dense_states(block_lists)
+    lengths = [
+        None if x is None else x.tolist()
+        for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    ]
+    for batch_idx in range(q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1):
+        seqlen_info = SeqlenInfoQK.create(batch_idx, seqlen_q, seqlen_k, *lengths)
+        masks: list[_Mask] = [_BandMask(block_info, seqlen_info)]
+        if column_mask is not None and bounds is not None:
+            masks.append(
+                _ColumnIntervals.create(
+                    column_mask, bounds, batch_idx, seqlen_info, tile_n, q.shape[-2]
+                )
+            )
+        if block_lists is not None or mask_mod is not None:
+            masks.append(
+                _ListsAndMod(
+                    None if states is None else _of_batch(states, batch_idx),
+                    None if block_lists is None else block_lists.block_size,
+                    mask_mod,
+                    aux_tensors,
+                    batch_idx,
+                )
+            )
+        yield SequenceWalk(
+            batch_idx,
+            block_info,
+            seqlen_info,
+            masks,
+            softmax_scale,
+            softcap,
+            q.shape[-2],
+            heads_kv,
+            _slot(batch_idx, seqlen_info.offset_q, seqlen_info.seqlen_q, cu_seqlens_q),
+            _slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, cu_seqlens_k),
+            skip_blocks,
+        )
 
 
 def _attend_sequence(
@@ -186,28 +333,24 @@ def _attend_sequence(
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
-    block_info: BlockInfo,
-    seqlen_info: SeqlenInfoQK,
-    rules: _ScoreRules,
+    walk: SequenceWalk,
+    modify: Callable[[Tensor, Tile, Tensor], None] | None,
 ) -> tuple[Tensor, Tensor]:
     """One batch entry: q (heads_kv, lanes, rows, d), k and v (heads_kv, 1, seqlen_k, .), sink
-    (heads_kv, lanes, rows). Returns out and lse of q's rows."""
-    tile_m, tile_n = block_info.tile_m, block_info.tile_n
+    (heads_kv, lanes, rows). Returns out and lse of q's rows. modify(scores, tile, heads) works in
+    place."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], NEG_INF)
-    for m_block in range(_ceil_div(q.shape[-2], tile_m)):
-        rows = slice(m_block * tile_m, min((m_block + 1) * tile_m, q.shape[-2]))
+    for m_block in range(walk.num_m_blocks):
+        rows = walk.rows(m_block)
         softmax = _OnlineSoftmax(out[..., rows, :])
-        n_blocks = range(_ceil_div(seqlen_info.seqlen_k, tile_n))
-        if rules.skip_blocks:
-            n_blocks = range(*block_info.get_n_block_min_max(seqlen_info, m_block))
-        for n_block in n_blocks:
-            keys = slice(n_block * tile_n, min((n_block + 1) * tile_n, seqlen_info.seqlen_k))
-            tile = _tile(block_info, m_block, n_block, rows, keys)
-            heads, visible = _mask_tile(tile, rules, q.shape[0] * q.shape[1] * tile.pack)
+        for n_block in walk.n_blocks(m_block):
+            keys = walk.keys(n_block)
+            tile = walk.tile(m_block, n_block)
+            heads, visible = walk.visible(tile)
             if heads.any():
-                scores = _score_tile(q[..., rows, :], k[..., keys, :], tile, heads, rules)
-                scores.masked_fill_(~_visible_rows(visible, tile, q.shape[0]), NEG_INF)
+                scores = _score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, modify)
+                scores.masked_fill_(~visible, NEG_INF)
                 softmax.add(scores, v[..., keys, :])
         out[..., rows, :], lse[..., rows] = softmax.finalize(
             None if sink is None else sink[..., rows]
@@ -215,50 +358,19 @@ def _attend_sequence(
     return out, lse
 
 
-def _tile(block_info: BlockInfo, m_block: int, n_block: int, rows: slice, keys: slice) -> _Tile:
-    pack = block_info.qhead_per_kvhead_packgqa
-    return _Tile(
-        m_block,
-        n_block,
-        range(rows.start, rows.stop),
-        range(rows.start // pack, _ceil_div(rows.stop, pack)),
-        range(keys.start, keys.stop),
-        pack,
-    )
-
-
-def _score_tile(q: Tensor, k: Tensor, tile: _Tile, heads: Tensor, rules: _ScoreRules) -> Tensor:
+def _score_tile(
+    q: Tensor,
+    k: Tensor,
+    tile: Tile,
+    heads: Tensor,
+    walk: SequenceWalk,
+    modify: Callable[[Tensor, Tile, Tensor], None] | None,
+) -> Tensor:
     """Scores of one tile, before masking."""
-    scores = q @ k.mT * rules.softmax_scale
-    if rules.softcap:
-        scores = rules.softcap * torch.tanh(scores / rules.softcap)
-    if rules.modify is not None:
-        rules.modify(scores, tile, heads)
+    scores = walk.capped_scores(q, k)
+    if modify is not None:
+        modify(scores, tile, heads)
     return scores
-
-
-def _mask_tile(tile: _Tile, rules: _ScoreRules, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Which heads have anything to see in a tile, bool (heads,), and what they see, bool (heads,
-    queries | 1, keys | 1). A mask is evaluated only for the heads that it cuts the tile for."""
-    heads = torch.ones(num_heads, dtype=torch.bool)
-    cuts = [heads for _ in rules.masks]
-    if rules.skip_blocks:
-        for i, mask in enumerate(rules.masks):
-            hidden, cuts[i] = mask.classify(tile)
-            heads = heads & ~hidden
-    visible = heads[:, None, None]
-    for mask, cut in zip(rules.masks, cuts, strict=True):
-        asked = heads & cut
-        if asked.any():
-            visible = visible & (mask.visible(tile, asked) | ~asked[:, None, None])
-    return heads, visible
-
-
-def _visible_rows(visible: Tensor, tile: _Tile, heads_kv: int) -> Tensor:
-    """From (heads_q, queries | 1, keys | 1) to (heads_kv, lanes, rows, keys)."""
-    by_query = visible.expand(-1, len(tile.queries), len(tile.keys)).movedim(1, 0)
-    first = tile.rows.start - tile.queries.start * tile.pack
-    return _to_rows(by_query, heads_kv, tile.pack)[:, :, first : first + len(tile.rows)]
 
 
 def _modify(
@@ -266,24 +378,46 @@ def _modify(
     aux_tensors: Sequence[Tensor] | None,
     batch_idx: int,
     scores: Tensor,
-    tile: _Tile,
+    tile: Tile,
     heads: Tensor,
 ) -> None:
     """Apply score_mod to scores (heads_kv, lanes, rows, keys) of the given heads, in float32."""
+    for of_head in heads_in_tile(tile, heads):
+        of_head.part(scores).copy_(
+            eval_score_mod(
+                score_mod,
+                of_head.part(scores).float(),
+                aux_tensors,
+                batch_idx,
+                of_head.head_idx,
+                of_head.q_idx,
+                of_head.k_idx,
+            )
+        )
+
+
+class HeadInTile(NamedTuple):
+    """Where the scores of one query head lie in a tile, and their positions, int32."""
+
+    head_idx: int
+    lane: int
+    rows: slice
+    q_idx: Tensor
+    k_idx: Tensor
+
+    def part(self, scores: Tensor) -> Tensor:
+        """View (queries, keys) of the scores (heads_kv, lanes, rows, keys) of the tile."""
+        heads_kv_idx, lane = divmod(self.lane, scores.shape[1])
+        return scores[heads_kv_idx, lane, self.rows]
+
+
+def heads_in_tile(tile: Tile, heads: Tensor) -> Iterator[HeadInTile]:
+    """Of the query heads that `heads`, bool (heads_q,), has."""
     k_idx = _int32(tile.keys)
-    of_lanes = scores.flatten(0, 1)
     for head_idx in heads.nonzero().flatten().tolist():
         lane, head_in_lane = divmod(head_idx, tile.pack)
         rows = slice((head_in_lane - tile.rows.start) % tile.pack, None, tile.pack)
-        of_lanes[lane, rows] = eval_score_mod(
-            score_mod,
-            of_lanes[lane, rows].float(),
-            aux_tensors,
-            batch_idx,
-            head_idx,
-            _int32(tile.rows[rows]) // tile.pack,
-            k_idx,
-        ).double()
+        yield HeadInTile(head_idx, lane, rows, _int32(tile.rows[rows]) // tile.pack, k_idx)
 
 
 @dataclass(frozen=True)
@@ -293,14 +427,14 @@ class _BandMask:
     block_info: BlockInfo
     seqlen_info: SeqlenInfoQK
 
-    def classify(self, tile: _Tile) -> tuple[Tensor, Tensor]:
+    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
         info, seqlen = self.block_info, self.seqlen_info
         cut = tile.n_block >= info.get_n_block_min_causal_local_mask(seqlen, tile.m_block, 0)
         if info.window_size_left is not None:
             cut |= tile.n_block < info.get_n_block_min_before_local_mask(seqlen, tile.m_block, 0)
         return torch.tensor([False]), torch.tensor([cut])
 
-    def visible(self, tile: _Tile, heads: Tensor) -> Tensor:
+    def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         k_idx = _int32(tile.keys)
         lo, hi = self.block_info.band(self.seqlen_info).k_range(_int32(tile.queries)[:, None])
         return ((lo <= k_idx) & (k_idx < hi))[None]
@@ -336,11 +470,11 @@ class _ColumnIntervals:
             seqlen_info.seqlen_q,
         )
 
-    def classify(self, tile: _Tile) -> tuple[Tensor, Tensor]:
+    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
         bounds = self.bounds[..., tile.n_block].unbind(-1)
         return self.intervals.classify(bounds, tile.queries.start, tile.queries.stop, self.seqlen_q)
 
-    def visible(self, tile: _Tile, heads: Tensor) -> Tensor:
+    def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         q_idx = _int32(tile.queries)[:, None]
         columns = self.columns[:, None, tile.keys.start : tile.keys.stop].unbind(-1)
         visible = torch.ones((1, 1, 1), dtype=torch.bool)
@@ -363,7 +497,7 @@ class _ListsAndMod:
     aux_tensors: Sequence[Tensor] | None
     batch_idx: int
 
-    def classify(self, tile: _Tile) -> tuple[Tensor, Tensor]:
+    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
         if self.states is None or self.block_size is None:
             return torch.tensor([False]), torch.tensor([True])
         block_q, block_k = self.block_size
@@ -375,7 +509,7 @@ class _ListsAndMod:
         cutting = states == ABSENT if self.mask_mod is None else states != FULL
         return (states == ABSENT).all(dim=1), cutting.any(dim=1)
 
-    def visible(self, tile: _Tile, heads: Tensor) -> Tensor:
+    def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         q_idx, k_idx = _int32(tile.queries), _int32(tile.keys)
         states = torch.full((1, len(q_idx), len(k_idx)), PARTIAL)
         if self.states is not None and self.block_size is not None:
@@ -432,12 +566,16 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def _cut_off(block: int, size: int, end: int) -> slice:
+    return slice(block * size, min((block + 1) * size, end))
+
+
 def _slot(batch_idx: int, offset: int, length: int, cu_seqlens: Tensor | None) -> Any:
     """Index of the used tokens of a batch entry in a tensor of either layout."""
     return (batch_idx, slice(length)) if cu_seqlens is None else slice(offset, offset + length)
 
 
-def _to_rows(x: Tensor, heads_kv: int, pack: int) -> Tensor:
+def to_rows(x: Tensor, heads_kv: int, pack: int) -> Tensor:
     """(seqlen, heads, ...) to (heads_kv, lanes, rows, ...): heads of a KV head are interleaved as
     rows, `pack` at a time; each such set of heads is a lane."""
     lanes = x.shape[1] // (heads_kv * pack)
@@ -445,11 +583,7 @@ def _to_rows(x: Tensor, heads_kv: int, pack: int) -> Tensor:
     return by_head.movedim(0, 2).flatten(2, 3)
 
 
-def _from_rows(x: Tensor, pack: int) -> Tensor:
-    """The inverse of `_to_rows`."""
+def from_rows(x: Tensor, pack: int) -> Tensor:
+    """The inverse of `to_rows`."""
     by_head = x.unflatten(2, (x.shape[2] // pack, pack))
     return by_head.movedim(2, 0).flatten(1, 3)
-
-
-def _sink_of_rows(sink: Tensor | None, seqlen_q: int, heads_kv: int, pack: int) -> Tensor | None:
-    return None if sink is None else _to_rows(sink.double().expand(seqlen_q, -1), heads_kv, pack)

@@ -8,13 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from flash_mask_cute.host.bwd_launch import (
+    BwdCpuLaunch,
+    BwdEmptyLaunch,
+    BwdExtras,
+    BwdKernelLaunch,
+    BwdLaunch,
+    BwdOperands,
+    BwdSettings,
+    ResolvedBwd,
+    find_bwd_launch,
+)
+from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import compile_fwd, preload
-from flash_mask_cute.host.config import FwdConfig, select_fwd_config
+from flash_mask_cute.host.compile_bwd import compile_bwd
+from flash_mask_cute.host.config import (
+    BwdConfig,
+    FwdConfig,
+    select_bwd_config,
+    select_fwd_config,
+)
 from flash_mask_cute.host.explanation import Explanation, explain_fwd
 from flash_mask_cute.host.launch import (
     CpuLaunch,
@@ -27,18 +45,19 @@ from flash_mask_cute.host.launch import (
     find_launch,
 )
 from flash_mask_cute.host.mask_args import NO_MASKS, Masks, ResolvedMasks
-from flash_mask_cute.host.problem import AttentionProblem, fold_window
+from flash_mask_cute.host.problem import AttentionProblem, dtype_name, fold_window
 from flash_mask_cute.host.target import Target
-from flash_mask_cute.host.validate import check_fwd_inputs
+from flash_mask_cute.host.validate import FwdShapes, check_bwd_inputs, check_fwd_inputs
 from flash_mask_cute.masks.column_mask import ColumnMask
 
-__all__ = ["FwdConfig", "_flash_attn_fwd", "explain"]
+__all__ = ["BwdConfig", "FwdConfig", "_flash_attn_bwd", "_flash_attn_fwd", "explain"]
 
 if torch.cuda.is_available():
     preload()
 
 _MAX_LAUNCHES = 4096
 _launches: dict[Any, Launch] = {}
+_bwd_launches: dict[Any, BwdLaunch] = {}
 
 
 def _flash_attn_fwd(
@@ -130,8 +149,91 @@ def _flash_attn_fwd(
     launch, key = find_launch(_launches, q, k, v, extras, masks, rest)
     if launch is None:
         launch = _prepare(q, k, v, extras, masks or NO_MASKS, Settings._make(rest))
-        _remember(key, launch)
+        _remember(_launches, key, launch)
     return launch(q, k, v, extras, masks)
+
+
+def _flash_attn_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: Any = None,
+    block_sparse_tensors_torch: Any = None,
+    startend_row_indices: Tensor | ColumnMask | None = None,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    dsink: Tensor | None = None,
+    config: BwdConfig | Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention backward: (dq, dk, dv), the gradients of a loss by q, k and v.
+
+    out and lse are what `_flash_attn_fwd` returned for the same arguments, dout and dlse the loss's
+    gradients by them, of the same shapes and dtypes; without dlse the loss does not depend on lse.
+    dout may have any strides: what kernels cannot read (an expanded or a transposed tensor, as
+    autograd makes them) is copied. lse and dlse may have any strides, too. The arguments that both
+    calls have mean the same; heads of a group are never packed here.
+
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
+    by the score that score_mod returns, the one by the score that it is given. Without it,
+    score_mod is differentiated. aux_tensors get no gradients here.
+
+    dq, dk, dv are new contiguous tensors, or those that the caller gives: like q, k and v, in
+    memory of their own. They are 0 in rows that see nothing, for keys that nobody sees, and in rows
+    past seqused_*. Packed rows that belong to no sequence are 0 in new tensors, and stay as they
+    are in the caller's on a GPU. dsink (heads_q,), of learnable_sink's dtype, gets the gradient of
+    the sink, which is not computed otherwise.
+
+    config: a `BwdConfig`, or a mapping of some of its fields, instead of the table's.
+    deterministic=True and head dimensions above 128 are for CPU tensors only so far. On a GPU, dq
+    is summed in an order that differs from call to call.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
+    """
+    operands = BwdOperands(q, k, v, out, dout, lse)
+    extras = BwdExtras(
+        learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink
+    )
+    settings = (
+        softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
+        max_seqlen_k, score_mod_bwd, deterministic,
+        None if config is None else BwdConfig.of(config),
+    )  # fmt: skip
+    masks = None
+    if not (
+        score_mod is mask_mod is aux_tensors is block_sparse_tensors_torch is startend_row_indices
+        is None
+    ):  # fmt: skip
+        masks = Masks(
+            score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch, startend_row_indices
+        )
+    launch, key = find_bwd_launch(_bwd_launches, operands, extras, masks, settings)
+    if launch is None:
+        launch = _prepare_bwd(operands, extras, masks or NO_MASKS, BwdSettings._make(settings))
+        _remember(_bwd_launches, key, launch)
+    return launch(operands, extras, masks)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
@@ -154,19 +256,25 @@ def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:
     Raises:
         TypeError: a keyword is none of the call's, or config is no configuration.
     """
-    unknown = sorted(keywords.keys() - {*Extras._fields, *Masks._fields, *Settings._fields})
+    extras, masks, settings = _sort_keywords(keywords, Extras, Masks, Settings)
+    return extras, masks, settings._replace(config=FwdConfig.of(settings.config))
+
+
+def bundle_bwd(keywords: Mapping[str, Any]) -> tuple[BwdExtras, Masks, BwdSettings]:
+    """Keywords of the public backward in the form that the host path passes on; as `bundle`."""
+    extras, masks, settings = _sort_keywords(keywords, BwdExtras, Masks, BwdSettings)
+    return extras, masks, settings._replace(config=BwdConfig.of(settings.config))
+
+
+def _sort_keywords(keywords: Mapping[str, Any], *bundles: Any) -> list[Any]:
+    """The named tuples `bundles`, each with its fields of the keywords."""
+    unknown = sorted(keywords.keys() - {name for kind in bundles for name in kind._fields})
     if unknown:
         raise TypeError(f"unexpected keyword arguments {unknown}")
-
-    def take(fields: tuple[str, ...]) -> dict[str, Any]:
-        return {name: keywords[name] for name in fields if name in keywords}
-
-    settings = Settings(**take(Settings._fields))
-    return (
-        Extras(**take(Extras._fields)),
-        Masks(**take(Masks._fields)),
-        settings._replace(config=FwdConfig.of(settings.config)),
-    )
+    return [
+        kind(**{name: keywords[name] for name in kind._fields if name in keywords})
+        for kind in bundles
+    ]
 
 
 def _resolve(
@@ -177,25 +285,16 @@ def _resolve(
     config = arguments.pop("config")
     shapes = check_fwd_inputs(q, k, v, **arguments)
     resolved_masks = ResolvedMasks.of(masks, settings.causal, shapes, q.device)
-    is_causal = settings.causal or resolved_masks.is_causal
-    window_left, window_right = fold_window(
-        is_causal, settings.window_size_left, settings.window_size_right
-    )
-    problem = AttentionProblem.of(
+    problem, window_left, window_right = _problem(
         q,
         v,
-        is_causal=is_causal,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=settings.softcap,
+        extras,
+        settings,
+        resolved_masks,
         learnable_sink=extras.learnable_sink,
-        cu_seqlens_q=extras.cu_seqlens_q,
-        cu_seqlens_k=extras.cu_seqlens_k,
-        seqused_q=extras.seqused_q,
-        seqused_k=extras.seqused_k,
         needs_lse=settings.return_lse or extras.lse is not None,
     )
-    problem = replace(problem, **resolved_masks.problem_fields())
+    is_causal = problem.is_causal
     window = None
     if window_left is not None and (is_causal or window_right is not None):
         window = window_left + (window_right or 0) + 1
@@ -209,7 +308,6 @@ def _resolve(
         block_size,
         resolved_masks.unpackable(shapes),
     )
-    scale = settings.softmax_scale
     rows = tuple(q.shape[:-1])
     resolved = ResolvedFwd(
         shapes,
@@ -219,13 +317,85 @@ def _resolve(
             has_bits=block_size is not None and not choice.tiles.nest_in(block_size),
         ),
         choice,
-        shapes.head_dim**-0.5 if scale is None else float(scale),
+        _scale(settings, shapes),
         window_left,
         window_right,
         float(settings.softcap),
         out_shape=(*rows, shapes.head_dim_v),
         lse_shape=(*rows[:-2], rows[-1], rows[-2]),
         block_size=block_size,
+    )
+    return resolved, resolved_masks
+
+
+def _problem(
+    q: Tensor,
+    v: Tensor,
+    extras: Extras | BwdExtras,
+    settings: Settings | BwdSettings,
+    masks: ResolvedMasks,
+    learnable_sink: Tensor | None,
+    needs_lse: bool,
+) -> tuple[AttentionProblem, int | None, int | None]:
+    """The problem, not packed, and the window sides that say something."""
+    is_causal = settings.causal or masks.is_causal
+    window_left, window_right = fold_window(
+        is_causal, settings.window_size_left, settings.window_size_right
+    )
+    problem = AttentionProblem.of(
+        q,
+        v,
+        is_causal=is_causal,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=settings.softcap,
+        learnable_sink=learnable_sink,
+        cu_seqlens_q=extras.cu_seqlens_q,
+        cu_seqlens_k=extras.cu_seqlens_k,
+        seqused_q=extras.seqused_q,
+        seqused_k=extras.seqused_k,
+        needs_lse=needs_lse,
+    )
+    return replace(problem, **masks.problem_fields()), window_left, window_right
+
+
+def _scale(settings: Settings | BwdSettings, shapes: FwdShapes) -> float:
+    scale = settings.softmax_scale
+    return shapes.head_dim**-0.5 if scale is None else float(scale)
+
+
+def _resolve_bwd(
+    operands: BwdOperands, extras: BwdExtras, masks: Masks, settings: BwdSettings
+) -> tuple[ResolvedBwd, ResolvedMasks]:
+    """Validate, and decide everything that comes before compilation."""
+    arguments = extras._asdict() | masks._asdict() | settings._asdict()
+    config = arguments.pop("config")
+    shapes = check_bwd_inputs(*operands, **arguments)
+    q, _, v, *_ = operands
+    resolved_masks = ResolvedMasks.of(masks, settings.causal, shapes, q.device)
+    problem, window_left, window_right = _problem(
+        q, v, extras, settings, resolved_masks, learnable_sink=None, needs_lse=False
+    )
+    mod_bwd = settings.score_mod_bwd
+    problem = replace(
+        problem,
+        score_mod_bwd=None if mod_bwd is None else callable_key(mod_bwd),
+        has_lists=False,
+        has_full_lists=False,
+        has_bits=problem.has_lists,
+    )
+    resolved = ResolvedBwd(
+        shapes,
+        problem,
+        select_bwd_config(shapes.head_dim, shapes.head_dim_v, problem.mask_kind, config),
+        _scale(settings, shapes),
+        window_left,
+        window_right,
+        float(settings.softcap),
+        has_dlse=extras.dlse is not None,
+        sink_dtype=None if extras.dsink is None else dtype_name(extras.dsink.dtype),
+        score_mod_bwd=mod_bwd,
+        block_size=resolved_masks.block_size,
     )
     return resolved, resolved_masks
 
@@ -243,10 +413,29 @@ def _prepare(
     return KernelLaunch(resolved, compiled.function, q, k, v, extras.out)
 
 
-def _remember(key: Any, launch: Launch) -> None:
+def _prepare_bwd(
+    operands: BwdOperands, extras: BwdExtras, masks: Masks, settings: BwdSettings
+) -> BwdLaunch:
+    resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings)
+    if not operands.q.is_cuda:
+        return BwdCpuLaunch(resolved, resolved_masks)
+    target = Target.of(operands.q.device)
+    if resolved.is_empty:
+        return BwdEmptyLaunch(resolved)
+    mods = masks.mods._replace(score_mod_bwd=settings.score_mod_bwd)
+    kernels = compile_bwd(
+        resolved.problem, resolved.choice, target, mods, resolved.has_dlse, resolved.sink_dtype
+    )
+    return BwdKernelLaunch(resolved, kernels, operands, extras)
+
+
+_AnyLaunch = TypeVar("_AnyLaunch", Launch, BwdLaunch)
+
+
+def _remember(launches: dict[Any, _AnyLaunch], key: Any, launch: _AnyLaunch) -> None:
     # on the CPU the contents of cu_seqlens and seqused are checked in every call
-    if key is None or isinstance(launch, CpuLaunch):
+    if key is None or isinstance(launch, CpuLaunch | BwdCpuLaunch):
         return
-    if len(_launches) >= _MAX_LAUNCHES:
-        _launches.clear()
-    _launches[key] = launch
+    if len(launches) >= _MAX_LAUNCHES:
+        launches.clear()
+    launches[key] = launch

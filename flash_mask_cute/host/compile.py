@@ -8,15 +8,15 @@ import re
 from dataclasses import asdict
 from typing import Any
 
+from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.config import FwdTiles
-from flash_mask_cute.host.problem import CUTLASS_NAMES, AttentionProblem, Mods
+from flash_mask_cute.host.problem import AttentionProblem, Mods
+from flash_mask_cute.host.stand_ins import int32_pair, int32_vector, operand, strided
 from flash_mask_cute.host.target import Target
 
 CACHE = CompileCache()
 KERNEL_NAME = "flash_fwd_sm90"
-_STRIDE_STEP = 8  # elements of 16 bits, as TMA wants
-_BASE_ALIGNMENT = 16  # bytes
 NO_MODS = Mods()
 
 
@@ -46,7 +46,7 @@ def compile_fwd(
         lambda: {"problem": asdict(problem), "tiles": asdict(tiles), "num_sms": target.num_sms},
         lambda: build_fwd(problem, tiles, target, mods),
         arch=target.arch,
-        options=_options(target),
+        options=options_of(target),
         token=(problem, tiles, target),
     )
 
@@ -58,16 +58,12 @@ def build_fwd(
     mods: Mods = NO_MODS,
     more_options: str = "",
 ) -> Compiled:
-    """Compile now. `meta`: registers, spill_bytes (stores and loads; either is None when ptxas told
-    nothing), smem_bytes, and warnings, what ptxas said about lost performance."""
-    import cutlass
-    import cutlass.cute as cute
-
+    """Compile now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.masks.intervals import Intervals
     from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
 
     kernel = FlashAttentionForwardSm90(
-        getattr(cutlass, CUTLASS_NAMES[problem.dtype]),
+        stand_ins.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,
         qhead_per_kvhead=problem.packed_heads,
@@ -81,14 +77,13 @@ def build_fwd(
         num_sms=target.num_sms,
         **asdict(tiles),
     )
-    options = f"{_options(target)} {more_options}".strip()
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        function = cute.compile(kernel, *_fake_arguments(problem), options=options)
-    return Compiled(function, {"smem_bytes": kernel.plan.smem_bytes, **_read(said.getvalue())})
+    options = f"{options_of(target)} {more_options}".strip()
+    smem_bytes = kernel.plan.smem_bytes
+    return compile_object(kernel, _fake_arguments(problem), options, smem_bytes=smem_bytes)
 
 
-def _options(target: Target) -> str:
+def options_of(target: Target) -> str:
+    """What the compiler is told for kernels of this target."""
     return f"--enable-tvm-ffi --gpu-arch {target.arch} remarks{{ptx}}"
 
 
@@ -96,53 +91,28 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
     """Stand-ins for the arguments of the kernel object's `__call__`, the stream included."""
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+    from cutlass.cute.runtime import make_fake_tensor
 
-    def extents(rank: int) -> tuple[Any, ...]:
-        return tuple(cute.sym_int() for _ in range(rank))
-
-    def operand(rank: int, dim: int) -> Any:
-        dtype = getattr(cutlass, CUTLASS_NAMES[problem.dtype])
-        strides = tuple(cute.sym_int64(divisibility=_STRIDE_STEP) for _ in range(rank - 1))
-        return make_fake_tensor(
-            dtype, (*extents(rank - 1), dim), (*strides, 1), assumed_align=_BASE_ALIGNMENT
-        )
-
-    def vector(name: str | None) -> Any:
-        if name is None:
-            return None
-        dtype = getattr(cutlass, CUTLASS_NAMES[name])
-        return make_fake_tensor(dtype, extents(1), (1,), assumed_align=dtype.width // 8)
-
-    def int32_vector(present: bool) -> Any:
-        return vector("int32" if present else None)
-
-    def strided(rank: int, name: str = "int32") -> Any:
-        # Also the last stride is free: where the extent is 1, torch leaves it to chance.
-        dtype = getattr(cutlass, CUTLASS_NAMES[name])
-        strides = tuple(cute.sym_int64() for _ in range(rank))
-        return make_fake_tensor(dtype, extents(rank), strides, assumed_align=dtype.width // 8)
-
-    def int32_pair() -> Any:
-        return cutlass.Int32(0), cutlass.Int32(0)
-
+    dtype = problem.dtype
     rank_q, rank_k = (3 if varlen else 4 for varlen in (problem.varlen_q, problem.varlen_k))
     lse = None
     if problem.needs_lse:
         strides: Any = (*(cute.sym_int64() for _ in range(rank_q - 2)), 1)
-        lse = make_fake_tensor(cutlass.Float32, extents(rank_q - 1), strides, assumed_align=4)
+        lse = make_fake_tensor(
+            cutlass.Float32, stand_ins.extents(rank_q - 1), strides, assumed_align=4
+        )
     lists = None
     if problem.has_lists:
         full = (strided(3), strided(4)) if problem.has_full_lists else (None, None)
         lists = (strided(3), strided(4), *full)
     return [
-        operand(rank_q, problem.head_dim),
-        operand(rank_k, problem.head_dim),
-        operand(rank_k, problem.head_dim_v),
-        operand(rank_q, problem.head_dim_v),
+        operand(dtype, rank_q, problem.head_dim),
+        operand(dtype, rank_k, problem.head_dim),
+        operand(dtype, rank_k, problem.head_dim_v),
+        operand(dtype, rank_q, problem.head_dim_v),
         lse,
         cutlass.Float32(1.0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        stand_ins.stream(),
         int32_vector(problem.varlen_q),
         int32_vector(problem.varlen_k),
         int32_vector(problem.has_seqused_q),
@@ -150,15 +120,29 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
         None,
         cutlass.Int32(0) if problem.has_window_left else None,
         cutlass.Int32(0) if problem.has_window_right else None,
-        vector(problem.sink_dtype),
+        stand_ins.vector(problem.sink_dtype),
         lists,
-        tuple(strided(rank, dtype) for dtype, rank in problem.aux) or None,
+        tuple(strided(rank, name) for name, rank in problem.aux) or None,
         cutlass.Float32(1.0) if problem.has_softcap else None,
-        make_fake_tensor(cutlass.Int32, (2,), (1,), assumed_align=4),
+        stand_ins.counter(),
         (strided(4), strided(4)) if problem.intervals is not None else None,
         int32_pair() if problem.has_lists else None,
         (strided(4), strided(4), *int32_pair()) if problem.has_bits else None,
     ]
+
+
+def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any) -> Compiled:
+    """Compile a kernel object now, for stand-ins of its arguments.
+
+    `meta`, beside what is given: registers, spill_bytes (stores and loads; either is None when
+    ptxas told nothing), and warnings, what ptxas said about lost performance.
+    """
+    import cutlass.cute as cute
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        function = cute.compile(kernel, *arguments, options=options)
+    return Compiled(function, {**meta, **_read(said.getvalue())})
 
 
 def _read(remarks: str) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""Which tiles a forward kernel uses: a table row, made to fit, under the caller's override."""
+"""Which tiles a kernel uses: a row of the table, made to fit, under the caller's override."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from flash_mask_cute.host.problem import AttentionProblem
-from flash_mask_cute.host.tables import SM90_FWD, FwdRow
+from flash_mask_cute.host.tables import SM90_BWD, SM90_FWD, BwdRow, FwdRow
 from flash_mask_cute.host.validate import FwdShapes
 
 # query rows that one warpgroup holds; packed heads must fill them evenly
@@ -45,31 +46,60 @@ class FwdConfig:
                 wrong.
             ValueError: a mapping has a key that is no field, or a number is not positive.
         """
-        if value is None:
-            return None
-        if isinstance(value, Mapping):
-            unknown = sorted(set(map(str, value)) - set(_FIELDS))
-            if unknown:
-                raise ValueError(f"config has unknown keys {unknown}; it may have {list(_FIELDS)}")
-            value = FwdConfig(**value)
-        if not isinstance(value, FwdConfig):
-            raise TypeError(
-                f"config must be a FwdConfig, a mapping or None, got {type(value).__name__}"
-            )
-        for name, number in value.given().items():
-            kind = bool if name in ("share_qo", "skip_blocks") else int
-            if type(number) is not kind:
-                raise TypeError(f"config.{name} must be of type {kind.__name__}, got {number!r}")
-            if kind is int and number < 1:
-                raise ValueError(f"config.{name} must be positive, got {number}")
-        return value
-
-    def given(self) -> dict[str, Any]:
-        """The fields that are not None."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return _config_of(FwdConfig, value)
 
 
-_FIELDS = tuple(field.name for field in fields(FwdConfig))
+@dataclass(frozen=True)
+class BwdConfig:
+    """Tile shape of a backward kernel; None lets the library choose that field.
+
+    tile_m: query rows of a block, 64 or 128. stages_q, stages_do: blocks of queries and of their
+    output gradients in flight. stages_kv: key tiles in flight. All stages are 1 or 2.
+    skip_blocks: as in `FwdConfig`.
+    """
+
+    tile_m: int | None = None
+    stages_q: int | None = None
+    stages_do: int | None = None
+    stages_kv: int | None = None
+    skip_blocks: bool | None = None
+
+    @staticmethod
+    def of(value: BwdConfig | Mapping[str, Any] | None) -> BwdConfig | None:
+        """What the argument `config` of the public backward means; errors as in `FwdConfig.of`."""
+        return _config_of(BwdConfig, value)
+
+
+_Config = TypeVar("_Config", FwdConfig, BwdConfig)
+
+
+def _config_of(kind: type[_Config], value: Any) -> _Config | None:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        known = [field.name for field in fields(kind)]
+        unknown = sorted(set(map(str, value)) - set(known))
+        if unknown:
+            raise ValueError(f"config has unknown keys {unknown}; it may have {known}")
+        value = kind(**value)
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"config must be a {kind.__name__}, a mapping or None, got {type(value).__name__}"
+        )
+    for name, number in given_fields(value).items():
+        wanted = bool if name in ("share_qo", "skip_blocks") else int
+        if type(number) is not wanted:
+            raise TypeError(f"config.{name} must be of type {wanted.__name__}, got {number!r}")
+        if wanted is int and number < 1:
+            raise ValueError(f"config.{name} must be positive, got {number}")
+    return value
+
+
+def given_fields(config: FwdConfig | BwdConfig | None) -> dict[str, Any]:
+    """The fields that are not None."""
+    if config is None:
+        return {}
+    return {name: value for name, value in asdict(config).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -176,7 +206,7 @@ def _of_row(row: FwdRow) -> FwdTiles:
 def _fit(
     row: FwdRow, head_dim: int, head_dim_v: int, override: FwdConfig | None
 ) -> tuple[FwdTiles, int, str]:
-    given = {} if override is None else override.given()
+    given = given_fields(override)
     refusal = ""
     for tiles in _candidates(row, given):
         smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles)
@@ -209,14 +239,20 @@ def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal
         conditions += f", window <= {row.max_window}"
     if row.for_lists:
         conditions += f", blocks of a multiple of {row.tile_m} x {row.tile_n}"
-    parts = [f"row {conditions}: {row.reason}"]
+    changed = _changed(asdict(_of_row(row)), asdict(tiles), given)
+    return _join_reasons(f"row {conditions}: {row.reason}", given, changed, refusal)
+
+
+def _changed(row: dict[str, Any], tiles: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in tiles.items() if name not in given and value != row[name]
+    }
+
+
+def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], refusal: str) -> str:
+    parts = [reason]
     if given:
         parts.append("config= sets " + ", ".join(f"{name}={given[name]}" for name in given))
-    changed = {
-        name: value
-        for name, value in asdict(tiles).items()
-        if name not in given and value != getattr(_of_row(row), name)
-    }
     if changed:
         text = ", ".join(f"{name}={value}" for name, value in changed.items())
         parts.append(f"{text} because {refusal}")
@@ -241,3 +277,92 @@ def check_feasible(head_dim: int, head_dim_v: int, tiles: FwdTiles) -> tuple[int
         share_qo=tiles.share_qo,
     )
     return plan.smem_bytes, plan.infeasible()
+
+
+# -- the backward -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BwdTiles:
+    """A complete configuration of the backward: no field is open."""
+
+    tile_m: int
+    stages_q: int
+    stages_do: int
+    stages_kv: int
+    skip_blocks: bool = True
+
+
+@dataclass(frozen=True)
+class BwdChoice:
+    """The tiles of a problem, what the kernel's plan says about them, and why they were chosen.
+
+    tile_n: keys of a work tile. tile_d: columns of the scratch memory that dQ is summed in.
+    """
+
+    tiles: BwdTiles
+    tile_n: int
+    tile_d: int
+    smem_bytes: int
+    reason: str
+
+
+@functools.lru_cache(maxsize=1024)
+def select_bwd_config(
+    head_dim: int, head_dim_v: int, mask_kind: str, override: BwdConfig | None = None
+) -> BwdChoice:
+    """Choose tiles: the first row that takes the head dimensions and the `mask_kind` of a problem,
+    with fewer stages where it does not fit beside the override. Wider heads than any row's, which
+    no kernel takes, get the tiles of the widest, for the CPU path to walk.
+
+    Raises:
+        ValueError: the override asks for what cannot run.
+    """
+    given = given_fields(override)
+    widest = SM90_BWD[-1]
+    head_dim, head_dim_v = min(head_dim, widest.max_dim), min(head_dim_v, widest.max_dim_v)
+    row = next(
+        r
+        for r in SM90_BWD
+        if head_dim <= r.max_dim
+        and head_dim_v <= r.max_dim_v
+        and (r.masks is None or mask_kind in r.masks)
+    )
+    refusal = ""
+    for tiles in _bwd_candidates(row, given):
+        plan = _bwd_plan(head_dim, head_dim_v, tiles)
+        why_not = plan.infeasible()
+        if why_not is None:
+            conditions = f"head_dim <= {row.max_dim}, head_dim_v <= {row.max_dim_v}"
+            if row.masks is not None:
+                conditions += f", masks {'/'.join(row.masks)}"
+            changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
+            reason = _join_reasons(f"row {conditions}: {row.reason}", given, changed, refusal)
+            return BwdChoice(tiles, plan.tile_n, plan.tile_d, plan.smem_bytes, reason)
+        refusal = refusal or why_not
+    raise ValueError(
+        f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
+    )
+
+
+def _of_bwd_row(row: BwdRow) -> BwdTiles:
+    return BwdTiles(row.tile_m, row.stages_q, row.stages_do, row.stages_kv)
+
+
+def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
+    """The row under the override, then with fewer stages in the fields that were not given."""
+    wanted = replace(_of_bwd_row(row), **given)
+    # the last ones are given up first
+    free = [x for x in ("stages_q", "stages_do", "stages_kv") if x not in given]
+    for stages in itertools.product(*(range(getattr(wanted, name), 0, -1) for name in free)):
+        fewer: dict[str, Any] = dict(zip(free, stages, strict=True))
+        yield replace(wanted, **fewer)
+
+
+def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> Any:
+    from cutlass import BFloat16  # here: a package import must not wait for the compiler's
+
+    from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
+
+    stages = {name: value for name, value in asdict(tiles).items() if name != "skip_blocks"}
+    return BwdPlan(BFloat16, head_dim, head_dim_v, **stages)

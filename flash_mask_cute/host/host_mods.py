@@ -1,9 +1,10 @@
 """User callables on CPU tensors: the CuTe DSL compiles them for the host, no GPU needed.
 
-A `mask_mod` or `score_mod` runs over a rectangle of queries and keys of one head, called exactly as
-a kernel calls it (`core/mods.py`), so that what was tried here is what a kernel compiles. One
-compiled function serves all sizes and strides; it is kept in memory under the structure of the
-callable and the dtypes and ranks of its aux tensors.
+A `mask_mod`, a `score_mod`, its derivative or a `score_mod_bwd` runs over a rectangle of queries
+and keys of one head, called exactly as a kernel calls it (`core/mods.py`, `core/derivative.py`),
+so that what was tried here is what a kernel compiles. One compiled function serves all sizes and
+strides; it is kept in memory under the structure of the callable and the dtypes and ranks of its
+aux tensors.
 """
 
 import functools
@@ -19,6 +20,13 @@ from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
 
 HOST_OPTIONS = "--enable-tvm-ffi"
+# Dtypes of the tensors (rows, cols) that the loop of a kind takes.
+_VALUES = {
+    "mask_mod": ("Uint8",),
+    "score_mod": ("Float32",),
+    "derivative": ("Float32", "Float32"),
+    "score_mod_bwd": ("Float32", "Float32"),
+}
 _compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 
@@ -42,7 +50,7 @@ def eval_mask_mod(
         NotImplementedError: the callable uses an instruction that only a GPU has.
     """
     visible = torch.empty((q_idx.shape[0], k_idx.shape[0]), dtype=torch.uint8)
-    _run("mask_mod", mask_mod, visible, aux_tensors, batch_idx, head_idx, q_idx, k_idx)
+    _run("mask_mod", mask_mod, (visible,), aux_tensors, batch_idx, head_idx, q_idx, k_idx)
     return visible.view(torch.bool)
 
 
@@ -61,14 +69,58 @@ def eval_score_mod(
     those of `eval_mask_mod`.
     """
     modified = scores.to(torch.float32, copy=True)
-    _run("score_mod", score_mod, modified, aux_tensors, batch_idx, head_idx, q_idx, k_idx)
+    _run("score_mod", score_mod, (modified,), aux_tensors, batch_idx, head_idx, q_idx, k_idx)
     return modified
+
+
+def eval_score_mod_derivative(
+    score_mod: Callable[..., Any],
+    scores: Tensor,
+    aux_tensors: Sequence[Tensor] | None,
+    batch_idx: int,
+    head_idx: int,
+    q_idx: Tensor,
+    k_idx: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The modified scores and their derivatives by the scores, new float32 tensors (rows, cols).
+
+    The arguments and the errors are those of `eval_score_mod`.
+
+    Raises:
+        NotImplementedError: also where the callable has no derivative, see `differentiate`.
+    """
+    modified = scores.to(torch.float32, copy=True)
+    derivative = torch.empty_like(modified)
+    values = modified, derivative
+    _run("derivative", score_mod, values, aux_tensors, batch_idx, head_idx, q_idx, k_idx)
+    return modified, derivative
+
+
+def eval_score_mod_bwd(
+    score_mod_bwd: Callable[..., Any],
+    grads: Tensor,
+    scores: Tensor,
+    aux_tensors: Sequence[Tensor] | None,
+    batch_idx: int,
+    head_idx: int,
+    q_idx: Tensor,
+    k_idx: Tensor,
+) -> Tensor:
+    """Gradients of the scores, a new float32 tensor (rows, cols), from those of the modified ones.
+
+    grads, scores: float32 (rows, cols), the scores as score_mod sees them. The other arguments and
+    the errors are those of `eval_mask_mod`.
+    """
+    result = grads.to(torch.float32, copy=True)
+    values = result, scores.to(torch.float32)
+    _run("score_mod_bwd", score_mod_bwd, values, aux_tensors, batch_idx, head_idx, q_idx, k_idx)
+    return result
 
 
 def _run(
     kind: str,
     mod: Callable[..., Any],
-    values: Tensor,
+    values: tuple[Tensor, ...],
     aux_tensors: Sequence[Tensor] | None,
     batch_idx: int,
     head_idx: int,
@@ -86,7 +138,7 @@ def _run(
             function = _compiled.get(key)
             if function is None:
                 function = _compiled[key] = _compile(kind, mod, layout)
-    function(values, batch_idx, head_idx, q_idx, k_idx, aux)
+    function(*values, batch_idx, head_idx, q_idx, k_idx, aux)
 
 
 def _compile(
@@ -109,10 +161,10 @@ def _compile(
     if layout is not None:
         aux = tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), rank) for name, rank in layout)
     return compile_for_host(
-        kind,
+        "score_mod" if kind == "derivative" else kind,
         _loops()[kind],
         mod,
-        tensor(cutlass.Uint8 if kind == "mask_mod" else cutlass.Float32, 2),
+        *(tensor(getattr(cutlass, name), 2) for name in _VALUES[kind]),
         cutlass.Int32(0),
         cutlass.Int32(0),
         tensor(cutlass.Int32, 1),
@@ -124,7 +176,7 @@ def _compile(
 def compile_for_host(kind: str, function: Any, *arguments: Any) -> Any:
     """Compile a jit function that calls a callable of the user for the CPU. Hold `compile_lock`.
 
-    kind: "mask_mod" or "score_mod".
+    kind: "mask_mod", "score_mod" or "score_mod_bwd".
 
     Raises:
         NotImplementedError: the callable uses an instruction that only a GPU has.
@@ -179,6 +231,7 @@ def _loops() -> dict[str, Any]:
     import cutlass.cute as cute
     from cutlass import Int32, Uint8
 
+    from flash_mask_cute.core.derivative import call_score_mod_bwd, differentiate
     from flash_mask_cute.core.mods import call_mask_mod, call_score_mod
 
     @cute.jit
@@ -219,4 +272,58 @@ def _loops() -> dict[str, Any]:
                     aux_tensors,
                 )
 
-    return {"mask_mod": fill_mask, "score_mod": modify_scores}
+    @cute.jit
+    def differentiate_scores(
+        score_mod: cutlass.Constexpr,
+        scores: Any,
+        derivative: Any,
+        batch_idx: Int32,
+        head_idx: Int32,
+        q_idx: Any,
+        k_idx: Any,
+        aux_tensors: Any,
+    ) -> None:
+        for i in range(cute.size(q_idx)):
+            for j in range(cute.size(k_idx)):
+                value, slope, _ = differentiate(
+                    score_mod,
+                    scores[i, j],
+                    batch_idx,
+                    head_idx,
+                    q_idx[i],
+                    k_idx[j],
+                    aux_tensors,
+                )
+                scores[i, j] = value
+                derivative[i, j] = slope
+
+    @cute.jit
+    def pull_back_scores(
+        score_mod_bwd: cutlass.Constexpr,
+        grads: Any,
+        scores: Any,
+        batch_idx: Int32,
+        head_idx: Int32,
+        q_idx: Any,
+        k_idx: Any,
+        aux_tensors: Any,
+    ) -> None:
+        for i in range(cute.size(q_idx)):
+            for j in range(cute.size(k_idx)):
+                grads[i, j] = call_score_mod_bwd(
+                    score_mod_bwd,
+                    grads[i, j],
+                    scores[i, j],
+                    batch_idx,
+                    head_idx,
+                    q_idx[i],
+                    k_idx[j],
+                    aux_tensors,
+                )
+
+    return {
+        "mask_mod": fill_mask,
+        "score_mod": modify_scores,
+        "derivative": differentiate_scores,
+        "score_mod_bwd": pull_back_scores,
+    }

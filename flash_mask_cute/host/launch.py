@@ -20,7 +20,7 @@ from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
 
 _STRIDE_STEP = 8
-_ADDRESS_MASK = 15
+ADDRESS_MASK = 15
 
 
 class Extras(NamedTuple):
@@ -111,7 +111,7 @@ class KernelLaunch:
         self._function = function
         self._out_shape = resolved.out_shape
         self._is_out_like_q = (
-            q.is_contiguous() and q.shape == resolved.out_shape and _tma_strides(q) is None
+            q.is_contiguous() and q.shape == resolved.out_shape and tma_strides(q) is None
         )
         self._lse_shape = resolved.lse_shape if resolved.problem.needs_lse else None
         self._scale = resolved.softmax_scale
@@ -121,7 +121,7 @@ class KernelLaunch:
         self._mask_arguments = MaskArguments(
             resolved.problem, resolved.choice.tiles, resolved.shapes, resolved.block_size
         )
-        strides = tuple(None if x is None else _tma_strides(x) for x in (q, k, v, out))
+        strides = tuple(None if x is None else tma_strides(x) for x in (q, k, v, out))
         self._restrides = strides if any(strides) else None
 
     def __call__(
@@ -135,7 +135,7 @@ class KernelLaunch:
             lse = q.new_empty(self._lse_shape, dtype=torch.float32)
         result = out, lse
         if self._restrides is not None:
-            q, k, v, out = _restride((q, k, v, out), self._restrides)
+            q, k, v, out = restride((q, k, v, out), self._restrides)
         index = q.get_device()
         if index >= 0 and index != torch.cuda.current_device():
             with torch.cuda.device(index):
@@ -148,7 +148,7 @@ class KernelLaunch:
         self._function(
             q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None,
             self._window_left, self._window_right, sink, lists, aux_tensors, self._softcap,
-            _tile_counter(q, index), columns, block_size, bits,
+            tile_counter(q, index), columns, block_size, bits,
         )  # fmt: skip
         return result
 
@@ -172,7 +172,7 @@ class EmptyLaunch:
         lse_by_row = lse.transpose(-1, -2)
         lse_by_row.copy_(extras.learnable_sink)
         if extras.seqused_q is not None:
-            unused = _unused_rows(lse_by_row, extras.cu_seqlens_q, extras.seqused_q)
+            unused = unused_rows(lse_by_row, extras.cu_seqlens_q, extras.seqused_q)
             lse_by_row.masked_fill_(unused[..., None], NEG_INF)
         return out, lse
 
@@ -225,7 +225,7 @@ class CpuLaunch:
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
-def _tile_counter(q: Tensor, index: int) -> Tensor:
+def tile_counter(q: Tensor, index: int) -> Tensor:
     """Two zeros on q's device, the current one, which the kernel leaves as zeros; launches that may
     overlap get their own."""
     # A captured launch may overlap any other when its graph is replayed.
@@ -238,7 +238,7 @@ def _tile_counter(q: Tensor, index: int) -> Tensor:
     return counter
 
 
-def _tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
+def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Strides that TMA takes, where an extent of 1 has one that it refuses; None: as they are.
 
     PyTorch leaves the stride of such an extent to chance.
@@ -250,17 +250,17 @@ def _tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
     return None if strides == tensor.stride()[:-1] else (*strides, 1)
 
 
-def _restride(
-    operands: tuple[Tensor, ...], strides: tuple[tuple[int, ...] | None, ...]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, out = (
+def restride(
+    operands: tuple[Any, ...], strides: tuple[tuple[int, ...] | None, ...]
+) -> tuple[Any, ...]:
+    """Views with the strides that are given."""
+    return tuple(
         x if wanted is None else x.as_strided(x.shape, wanted)
         for x, wanted in zip(operands, strides, strict=True)
     )
-    return q, k, v, out
 
 
-def _unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor) -> Tensor:
+def unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor) -> Tensor:
     """Boolean, (batch, seqlen_q) or (total_q,): which rows lie past seqused_q."""
     row = torch.arange(lse_by_row.shape[-2], device=lse_by_row.device)
     if cu_seqlens_q is None:
@@ -297,19 +297,19 @@ def find_launch(
                 # to be refused, however a call with the same metadata went
                 return None, None
             address |= start
-        if address & _ADDRESS_MASK:
+        if address & ADDRESS_MASK:
             return None, None
         key = (
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device,
-            sink if sink is None else _metadata(sink),
-            cu_seqlens_q if cu_seqlens_q is None else _metadata(cu_seqlens_q),
-            cu_seqlens_k if cu_seqlens_k is None else _metadata(cu_seqlens_k),
-            seqused_q if seqused_q is None else _metadata(seqused_q),
-            seqused_k if seqused_k is None else _metadata(seqused_k),
-            out if out is None else _metadata(out),
-            lse if lse is None else _metadata(lse),
+            sink if sink is None else metadata(sink),
+            cu_seqlens_q if cu_seqlens_q is None else metadata(cu_seqlens_q),
+            cu_seqlens_k if cu_seqlens_k is None else metadata(cu_seqlens_k),
+            seqused_q if seqused_q is None else metadata(seqused_q),
+            seqused_k if seqused_k is None else metadata(seqused_k),
+            out if out is None else metadata(out),
+            lse if lse is None else metadata(lse),
             masks if masks is None else mask_key(masks),
             rest,
         )  # fmt: skip
@@ -318,5 +318,5 @@ def find_launch(
         return None, None
 
 
-def _metadata(tensor: Tensor) -> tuple[Any, ...]:
+def metadata(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

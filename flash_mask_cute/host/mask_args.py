@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import (
     BlockSparseTensorsTorch,
+    block_bits,
     check_block_lists,
     from_block_mask,
     retile_lists,
@@ -197,10 +198,9 @@ class MaskArguments:
         _, _, aux_tensors, given_lists, given_columns = masks
         lists = columns = block_size = bits = None
         if given_columns is not None:
-            mask = given_columns
-            if not isinstance(mask, ColumnMask):
-                mask = ColumnMask(mask, self._causal_form)
-            columns = mask.startend_row_indices, mask.bounds(self._extents[1], cu_seqlens_k)
+            columns = _column_tensors(
+                given_columns, self._causal_form, self._extents[1], cu_seqlens_k
+            )
         if given_lists is not None:
             sized = from_block_mask(given_lists)._replace(block_size=self._block_size)
             retiled = retile_lists(sized, *self._extents)
@@ -210,3 +210,37 @@ class MaskArguments:
         if self._has_aux and aux_tensors is not None:
             aux = tuple(aux_tensors)
         return lists, aux, columns, block_size, bits
+
+
+class BwdMaskArguments:
+    """`MaskArguments` for the backward, which reads block lists as bits only."""
+
+    __slots__ = ("_block_size", "_causal_form", "_has_aux", "_tile_n")
+
+    def __init__(
+        self, problem: AttentionProblem, tile_n: int, block_size: tuple[int, int] | None
+    ) -> None:
+        self._causal_form = problem.intervals is not None and problem.intervals[1]
+        self._tile_n = tile_n
+        self._block_size = block_size
+        self._has_aux = bool(problem.aux)
+
+    def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> tuple[Any, ...]:
+        """(aux_tensors, column_tensors, block_bits), each may be None."""
+        _, _, aux_tensors, given_lists, given_columns = masks
+        aux = columns = bits = None
+        if self._has_aux and aux_tensors is not None:
+            aux = tuple(aux_tensors)
+        if given_columns is not None:
+            columns = _column_tensors(given_columns, self._causal_form, self._tile_n, cu_seqlens_k)
+        if given_lists is not None:
+            sized = from_block_mask(given_lists)._replace(block_size=self._block_size)
+            bits = tuple(block_bits(sized))
+        return aux, columns, bits
+
+
+def _column_tensors(
+    given: Tensor | ColumnMask, causal_form: bool, tile_n: int, cu_seqlens_k: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    mask = given if isinstance(given, ColumnMask) else ColumnMask(given, causal_form)
+    return mask.startend_row_indices, mask.bounds(tile_n, cu_seqlens_k)

@@ -31,20 +31,24 @@ class Mods(NamedTuple):
 
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
+    score_mod_bwd: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """A kind of forward problem: two problems that are equal share one compiled kernel.
+    """A kind of problem: two of one direction that are equal share one compiled kernel.
 
     dtype and sink_dtype are names of torch dtypes ("bfloat16"); sink_dtype None means no sink.
     packed_heads: query heads of a KV head that share a tile's rows, 1 for no packing. Lengths,
     batch, number of heads, strides and values are run-time arguments and not here.
 
-    intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod: `callable_key`
-    of the callables, which travel beside the problem. aux: (dtype, rank) of each aux tensor.
-    has_lists: block lists are given; has_full_lists: also those of full blocks; has_bits: tiles do
-    not nest in the blocks, whose states are given as bits.
+    intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
+    `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
+    tensor. has_lists: block lists are given; has_full_lists: also those of full blocks; has_bits:
+    tiles do not nest in the blocks, whose states are given as bits.
+
+    The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
+    as bits only.
     """
 
     dtype: str
@@ -64,6 +68,7 @@ class AttentionProblem:
     intervals: tuple[int, bool] | None = None
     score_mod: str | None = None
     mask_mod: str | None = None
+    score_mod_bwd: str | None = None
     aux: tuple[tuple[str, int], ...] = ()
     has_lists: bool = False
     has_full_lists: bool = False

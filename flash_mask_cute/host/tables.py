@@ -32,6 +32,22 @@ class FwdRow(NamedTuple):
     for_lists: bool = False
 
 
+class BwdRow(NamedTuple):
+    """Query rows of a block and buffers of the backward, and why these; keys are 128 in a tile.
+
+    masks: the `mask_kind`s of problems that the row is for, None for all.
+    """
+
+    max_dim: int
+    max_dim_v: int
+    tile_m: int
+    stages_q: int
+    stages_do: int
+    stages_kv: int
+    reason: str
+    masks: tuple[str, ...] | None = None
+
+
 SM90_FWD = (
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
@@ -74,4 +90,10 @@ SM90_FWD = (
         *(256, 256, 128, 64, 2, 1, True),
         "registers for scores and probabilities at once, and a third stage of K",
     ),
+)
+
+SM90_BWD = (
+    BwdRow(*(64, 64, 64, 2, 2, 1), "user callables take the registers of 64 queries", ("mods",)),
+    BwdRow(*(64, 64, 128, 2, 2, 1), "registers for 128 queries beside the sums of dK and dV"),
+    BwdRow(*(128, 128, 64, 2, 2, 1), "registers for 64 queries beside the sums of dK and dV"),
 )

@@ -1,4 +1,4 @@
-"""Argument checks of the public forward call, but for those of block lists (`block_sparsity`).
+"""Argument checks of the public calls, but for those of block lists (`block_sparsity`).
 
 The checks look at metadata only. Contents of `cu_seqlens_*` and `seqused_*` are checked when they
 are CPU tensors; a CUDA tensor is never read, so no check waits for the device.
@@ -20,6 +20,7 @@ import torch
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.tables import SM90_BWD
 from flash_mask_cute.masks.column_mask import NUM_VECTORS, ColumnMask
 
 _DTYPES = {
@@ -35,7 +36,7 @@ _BASE_ALIGNMENT = 16  # bytes
 
 
 class FwdShapes(NamedTuple):
-    """The extents of one forward problem.
+    """The extents of one problem.
 
     seqlen_q and seqlen_k are upper bounds per sequence: the length of a dense tensor; for packed
     sequences max_seqlen_q or max_seqlen_k, or the total number of rows when it is not given.
@@ -178,7 +179,7 @@ def check_fwd_inputs(
         keys = (batch, shape_k[1]) if cu_seqlens_k is None else (1, total_k)
         _check_columns(startend_row_indices, causal, keys, heads_kv, heads_q, device)
     if out is not None:
-        _check_out(out, (*shape_q[:-1], head_dim_v), q.dtype, device)
+        _check_output("out", out, (*shape_q[:-1], head_dim_v), "the shape of q with head_dim_v", q)
         _check_apart("out", out, {"q": q, "k": k, "v": v})
     if lse is not None and cu_seqlens_q is None:
         _check_lse(lse, (batch, heads_q, seqlen_q), device)
@@ -187,6 +188,75 @@ def check_fwd_inputs(
     return FwdShapes(
         batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v
     )
+
+
+def check_bwd_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    dsink: torch.Tensor | None = None,
+    **forward: Any,
+) -> FwdShapes:
+    """Check the arguments of `_flash_attn_bwd` and return the extents of the problem.
+
+    forward: those that `check_fwd_inputs` knows. Shapes: out and dout like q with head_dim_v; lse
+    and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any strides;
+    dq, dk, dv like q, k, v; dsink like learnable_sink. The strides and the address of dout are not
+    looked at: what a kernel cannot read is copied.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see the module docstring.
+    """
+    shapes = check_fwd_inputs(q, k, v, **forward)
+    device = q.device
+    on_cuda = device.type == "cuda"
+    _check_bool("deterministic", deterministic)
+    if on_cuda and deterministic:
+        raise NotImplementedError(
+            "deterministic=True is not supported yet on CUDA: dq is summed in the order in which "
+            "key tiles come to an end; it must be False, got True"
+        )
+    widest = SM90_BWD[-1]
+    for name, value, most in (
+        ("head_dim (last dimension of q)", shapes.head_dim, widest.max_dim),
+        ("head_dim_v (last dimension of v)", shapes.head_dim_v, widest.max_dim_v),
+    ):
+        if on_cuda and value > most:
+            raise NotImplementedError(
+                f"{name} above {most} is not supported yet in the backward on CUDA, got {value}"
+            )
+    _check_mod("score_mod_bwd", score_mod_bwd)
+    if score_mod_bwd is not None and forward.get("score_mod") is None:
+        raise ValueError(
+            f"score_mod_bwd is the derivative of score_mod, which is None, got "
+            f"{_brief(score_mod_bwd)}"
+        )
+    out_shape = (*q.shape[:-1], shapes.head_dim_v)
+    for name, tensor in (("out", out), ("dout", dout)):
+        _check_shaped(name, tensor, out_shape, "the shape of q with head_dim_v", q)
+    check_memory_layout("out", out, aligned=on_cuda)
+    lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    _check_fp32("lse", lse, lse_shape, device)
+    if dlse is not None:
+        _check_fp32("dlse", dlse, lse_shape, device)
+    if dsink is not None:
+        _check_dsink(dsink, forward.get("learnable_sink"))
+    inputs = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
+    for name, gradient, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if gradient is not None:
+            _check_output(name, gradient, tuple(like.shape), f"the shape of {name[1:]}", q)
+            _check_apart(name, gradient, inputs)
+    return shapes
 
 
 def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
@@ -513,22 +583,28 @@ def _check_columns(
     _check_device(name, tensor, device)
 
 
-def _check_out(
-    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+def _check_output(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], shape_name: str, q: torch.Tensor
 ) -> None:
-    _check_tensor("out", out)
-    if out.dtype != dtype:
-        raise TypeError(f"out must have the dtype of q ({dtype}), got {out.dtype}")
-    if tuple(out.shape) != shape:
+    """A tensor like q, k, v or out that the call writes."""
+    _check_shaped(name, tensor, shape, shape_name, q)
+    check_memory_layout(name, tensor, aligned=q.device.type == "cuda")
+    if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
-            f"out must have the shape of q with head_dim_v, {shape}, got {tuple(out.shape)}"
+            f"{name} must not overlap itself (an expanded tensor does), got strides "
+            f"{tensor.stride()}"
         )
-    _check_device("out", out, device)
-    check_memory_layout("out", out, aligned=device.type == "cuda")
-    if any(s == 0 and n > 1 for n, s in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(
-            f"out must not overlap itself (an expanded tensor does), got strides {out.stride()}"
-        )
+
+
+def _check_shaped(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], shape_name: str, q: torch.Tensor
+) -> None:
+    _check_tensor(name, tensor)
+    if tensor.dtype != q.dtype:
+        raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have {shape_name}, {shape}, got {tuple(tensor.shape)}")
+    _check_device(name, tensor, q.device)
 
 
 def _check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -553,11 +629,33 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _check_lse(lse: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    _check_tensor("lse", lse)
-    if lse.dtype != torch.float32:
-        raise TypeError(f"lse must have dtype float32, got {lse.dtype}")
-    if tuple(lse.shape) != shape:
-        raise ValueError(f"lse must have shape {shape}, got {tuple(lse.shape)}")
-    _check_device("lse", lse, device)
+    _check_fp32("lse", lse, shape, device)
     if not lse.is_contiguous():
         raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")
+
+
+def _check_fp32(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    _check_tensor(name, value)
+    if value.dtype != torch.float32:
+        raise TypeError(f"{name} must have dtype float32, got {value.dtype}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
+    _check_device(name, value, device)
+
+
+def _check_dsink(dsink: torch.Tensor, sink: torch.Tensor | None) -> None:
+    if sink is None:
+        raise ValueError(
+            f"dsink is the gradient of learnable_sink, which is None, got {_brief(dsink)}"
+        )
+    _check_tensor("dsink", dsink)
+    if dsink.dtype != sink.dtype:
+        raise TypeError(
+            f"dsink must have the dtype of learnable_sink ({sink.dtype}), got {dsink.dtype}"
+        )
+    if dsink.shape != sink.shape:
+        raise ValueError(
+            f"dsink must have the shape of learnable_sink, {tuple(sink.shape)}, got "
+            f"{tuple(dsink.shape)}"
+        )
+    _check_device("dsink", dsink, sink.device)

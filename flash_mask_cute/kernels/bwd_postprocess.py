@@ -30,21 +30,26 @@ PADDING = 8
 
 
 class BwdPostprocess:
-    """Scales and rounds the sums of dQ; to be passed to `cute.compile`.
+    """Turns the backward's sums into dQ; to be passed to `cute.compile`.
 
-    The sums of a row block are those of two warpgroups of 128 threads, each 64 rows times n
-    columns: where tile_m is 64, one half of the columns each; where it is 128, one half of the
-    rows. Value e of thread t of warpgroup w in the columns [8 * g, 8 * g + 8) is at
-    ((w * (n / 8) + g) * 128 + t) * 4 + e, as a WGMMA accumulator has them.
+    Two warpgroups w of four warps v wrote the sums of a row block, each 64 rows of an accumulator
+    with n columns: halves of dQ's columns (tile_m 64) or of its rows (tile_m 128). What lane l has
+    in the columns [8 g, 8 g + 8) of it lies at (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4.
 
     :param dtype: of dQ, 16 bits
     :param head_dim: a multiple of 8, at most accum_cols
-    :param tile_m: query rows of a row block, 64 or 128
+    :param tile_m: query rows of a row block: 64 or 128
     :param accum_cols: columns of a row block's sums: a multiple of 32, or of 16 where tile_m is 128
     :raises ValueError: a size is none of these
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, tile_m: int, accum_cols: int):
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        head_dim: int,
+        tile_m: int,
+        accum_cols: int,
+    ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
         if accum_cols % (32 if tile_m == 64 else 16):
@@ -116,23 +121,24 @@ class BwdPostprocess:
                     cute.autovec_copy(values, vector_of(gdQ[row, None], vector, VECTOR_16_BITS))
 
     @cute.jit
-    def _sums_to_rows(self, gdQaccum: cute.Tensor, sdQ: cute.Tensor, scale: Float32, thread: Int32):
+    def _sums_to_rows(
+        self,
+        gdQaccum: cute.Tensor,
+        sdQ: cute.Tensor,
+        scale: Float32,
+        thread: Int32,
+    ):
         """Scaled and rounded, into sdQ."""
         groups = self.cols_per_warpgroup // COLS_PER_GROUP
         warpgroup_idx = thread // THREADS_PER_WARPGROUP
-        t = thread % THREADS_PER_WARPGROUP
-        row = (t // 32) * 16 + (t % 32) // 4
-        pair = t % 4
-        if const_expr(self.tile_m == ROWS_PER_WARPGROUP):
-            pair += warpgroup_idx * (self.cols_per_warpgroup // 2)
-        else:
-            row += warpgroup_idx * ROWS_PER_WARPGROUP
+        warp, lane = thread // WARP, thread % WARP
+        acc_row = (warp % 4) * 16 + lane // 4
         for start in range_constexpr(0, groups, IN_FLIGHT):
             batch = range(start, min(start + IN_FLIGHT, groups))
             sums = []
             for g in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                source = (thread // WARP * groups + g) * WARP + thread % WARP
+                source = (warp * groups + g) * WARP + lane
                 cute.autovec_copy(vector_of(gdQaccum, source, VECTOR_32_BITS), values)
                 sums.append(values)
             for g, values in zip(batch, sums, strict=True):
@@ -140,4 +146,10 @@ class BwdPostprocess:
                 rounded.store((values.load() * scale).to(self.dtype))
                 pairs = cute.recast_tensor(rounded, Int32)
                 for r in range_constexpr(2):
-                    sdQ[row + 8 * r, pair + g * (COLS_PER_GROUP // 2)] = pairs[r]
+                    row = acc_row + 8 * r
+                    pair = lane % 4 + g * (COLS_PER_GROUP // 2)
+                    if const_expr(self.tile_m == ROWS_PER_WARPGROUP):
+                        pair += warpgroup_idx * (self.cols_per_warpgroup // 2)
+                        sdQ[row, pair] = pairs[r]
+                    else:
+                        sdQ[row + warpgroup_idx * ROWS_PER_WARPGROUP, pair] = pairs[r]

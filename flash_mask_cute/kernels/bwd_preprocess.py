@@ -103,20 +103,22 @@ class BwdPreprocess:
 
     :param dtype: of O and dO, 16 bits
     :param head_dim_v: a multiple of 8, at most 256
-    :param tile_m: query rows of a row block, 64 or 128
+    :param tile_m: query rows of a row block, a multiple of 16 up to 256
     :param accum_cols: columns of a row block's dQ accumulator, a multiple of 16
     :raises ValueError: a size is none of these
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim_v: int, tile_m: int, accum_cols: int):
-        if tile_m not in (64, 128):
-            raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
+        if tile_m % 16 or not 0 < tile_m <= NUM_THREADS:
+            raise ValueError(f"tile_m must be a multiple of 16 up to {NUM_THREADS}, got {tile_m}")
         if head_dim_v % VECTOR_16_BITS or not 0 < head_dim_v <= 256:
             raise ValueError(f"head_dim_v must be a multiple of 8 up to 256, got {head_dim_v}")
         if accum_cols % 16:
             raise ValueError(f"accum_cols must be a multiple of 16, got {accum_cols}")
         self.dtype = dtype
         self.tile_m = tile_m
+        # rows that whole warps and whole rounds see to, the last of them for nothing
+        self.padded_rows = -(-tile_m // WARP) * WARP
         self.accum_cols = accum_cols
         self.vectors_per_row = head_dim_v // VECTOR_16_BITS
         self.vectors_per_lane = -(-self.vectors_per_row // LANES_PER_ROW)
@@ -182,8 +184,8 @@ class BwdPreprocess:
         block = cta // mStats.shape[0]
         head_idx = cta - block * mStats.shape[0]
         smem = cutlass.memory.SmemAllocator()
-        sDelta = smem.allocate_tensor(Float32, cute.make_layout(self.tile_m))
-        sParts = smem.allocate_tensor(Float32, cute.make_layout(self.tile_m // WARP))
+        sDelta = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows))
+        sParts = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows // WARP))
         self._clear(mdQaccum[head_idx, block, None], thread)
         if const_expr(mSink is not None):
             sink = mSink[head_idx].to(Float32)
@@ -199,13 +201,14 @@ class BwdPreprocess:
             gO = rows_of_head(mO, head_idx, rows)
             self._sum_products(gO, rows_of_head(mdO, head_idx, rows), sDelta, rows, thread)
             cute.arch.sync_threads()
-            if thread < self.tile_m:
+            if thread < self.padded_rows:
                 sees_something = lse != -Float32.inf
                 delta = cutlass.select_(sees_something, sDelta[thread] - dlse, Float32(0.0))
-                mStats[head_idx, block, 0, thread] = cutlass.select_(
-                    sees_something, lse * LOG2_E, Float32.inf
-                )
-                mStats[head_idx, block, 1, thread] = delta
+                if thread < self.tile_m:
+                    mStats[head_idx, block, 0, thread] = cutlass.select_(
+                        sees_something, lse * LOG2_E, Float32.inf
+                    )
+                    mStats[head_idx, block, 1, thread] = delta
                 if const_expr(mSink is not None):
                     part = -cute.math.exp2((sink - lse) * LOG2_E, fastmath=True) * delta
                     part = cutlass.select_(sees_something, part, Float32(0.0))
@@ -214,7 +217,7 @@ class BwdPreprocess:
                         sParts[thread // WARP] = part
             if const_expr(mSink is not None):
                 cute.arch.sync_threads()
-                for i in range_constexpr(self.tile_m // WARP):
+                for i in range_constexpr(self.padded_rows // WARP):
                     sink_part += sParts[i]
         elif thread < self.tile_m:
             # keys of a sequence without queries visit this block, hidden as it is
@@ -242,7 +245,7 @@ class BwdPreprocess:
     ):
         """sDelta = the sum of O * dO of each row in use; of another row where one is not."""
         row_in_round = thread // LANES_PER_ROW
-        rounds = self.tile_m // ROWS_PER_ROUND
+        rounds = self.padded_rows // ROWS_PER_ROUND
         rounds_in_flight = max(1, IN_FLIGHT // (2 * self.vectors_per_lane))
         # Rows not in use are replaced by one that may be read: a clamp costs less than a branch.
         last_row = cutlass.max(rows.in_use, 1) - 1

@@ -164,7 +164,7 @@ class KeyWalks(MaskRules):
         # loads once
         words = share.fill(0)
         bits_per_word = self.block_info.tile_m // self.columns.num_words
-        for bit in cutlass.range(bits_per_word, unroll=4):
+        for bit in cutlass.range(bits_per_word, unroll=2):
             words = self._ask(work, block, share, bit, words)
         return words
 

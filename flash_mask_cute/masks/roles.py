@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 

@@ -19,20 +19,17 @@ Channels (full/empty mbarrier pairs):
     load ---------kv----> mma          keys and values of a work tile
     load ---------q-----> mma          a query block, its LSE and delta, and words that say which
     load ---------do----> mma          dO of a query block
+    load ---------dq----> mma          the staging memory of dQ, free again
     paint --------bits--> mma          the bits of a query block that is cut
 
 A warpgroup computes S^T and dP^T of its own keys, 64 rows by tile_m columns, so that P^T and dS^T
 lie in registers as dV and dK want them (FlashAttention-3's choice). dS also goes to shared memory,
 where both warpgroups sum dQ over the keys of both, a part of the block's rows or columns each.
 
-The products of a block, in the order of their issue: dP, dV, S of the *next* block, dQ, dK. The
-exponentials run beside dK of the block before and dP, the differentiation of the softmax beside dV,
-the exchange of dS beside the next S, the sums of dQ leave beside dK.
-
-dQ is added up in fp32 scratch memory by vector reductions straight from the accumulators: its
-layout is the accumulator's own (`docs/backward_sm90.md`), so they are coalesced and nothing is
-staged. As in the forward, the mma warps know no mask but bits (`masks/key_walks.py`), and a key
-block that nobody sees visits one hidden query block.
+The products of a block, in the order of their issue: S, dP, dV, dQ, dK. The sums of dQ go, in fp32
+and in the order of the accumulators, to shared memory, from where the load warp has them added to
+scratch memory. As in the forward, the mma warps know no mask but bits (`masks/key_walks.py`), and a
+key block that nobody sees visits one hidden query block. docs/backward_sm90.md tells why.
 """
 
 from collections.abc import Callable
@@ -41,14 +38,12 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.derivative import call_score_mod_bwd, differentiate
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.mods import call_score_mod
 from flash_mask_cute.core.ring import Ring
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import LOG2_E
@@ -62,7 +57,14 @@ from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, MaskArgs, Share
 from flash_mask_cute.sm90 import tma, wgmma
 from flash_mask_cute.sm90.cta import RING_STAGES, THREADS_PER_WARPGROUP, WALK_STAGES, Role
+from flash_mask_cute.sm90.flash_bwd_math import (
+    ScoreArgs,
+    ScoreChain,
+    probabilities,
+    score_gradients,
+)
 from flash_mask_cute.sm90.flash_bwd_plan import (
+    DS_STAGES,
     NUM_MMA_WARPGROUPS,
     QUERY_WORDS,
     Barrier,
@@ -94,15 +96,6 @@ class Operands(NamedTuple):
     dv: cute.Tensor
 
 
-class ScoreArgs(NamedTuple):
-    """What happens to a score, as in the forward; scale goes into dQ and dK besides."""
-
-    scale: Float32
-    scale_log2: Float32
-    scale_in: Float32 | None
-    cap: Float32 | None
-
-
 class Scratch(NamedTuple):
     """fp32, by row block: stats (heads_q, row_blocks, 2, tile_m), dq (heads_q, row_blocks, -1)."""
 
@@ -116,6 +109,7 @@ class Channels(NamedTuple):
     q: Channel
     do: Channel
     kv: Channel
+    dq: Channel
     bits: Channel
     ring: WorkRing
     walk: WalkRing
@@ -189,9 +183,7 @@ class FlashAttentionBackwardSm90:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        self.plan = BwdPlan(
-            dtype, head_dim, head_dim_v, tile_m, stages_q, stages_do, stages_kv
-        )
+        self.plan = BwdPlan(dtype, head_dim, head_dim_v, tile_m, stages_q, stages_do, stages_kv)
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)
@@ -346,6 +338,7 @@ class FlashAttentionBackwardSm90:
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             do=Channel.create(storage.do_barriers.data_ptr(), plan.stages_do, loads, mma_warps),
             kv=Channel.create(storage.kv_barriers.data_ptr(), plan.stages_kv, loads, mma_warps),
+            dq=Channel.create(storage.dq_barriers.data_ptr(), 1, loads, mma_warps),
             bits=Channel.create(storage.bits_barriers.data_ptr(), 1, plan.num_painters, mma_warps),
             ring=WorkRing(
                 Ring.create(
@@ -382,7 +375,7 @@ class FlashAttentionBackwardSm90:
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
-                self.load(operands, tiles, channels, scratch.stats, lengths)
+                self.load(operands, tiles, channels, scratch, lengths)
             elif warp_idx == Role.PLAN:
                 scheduler = TileScheduler(
                     schedule, tile_counter, False, lengths.cu_seqlens_k is not None
@@ -396,7 +389,7 @@ class FlashAttentionBackwardSm90:
                 paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
         else:
             cute.arch.setmaxregister_increase(plan.mma_registers)
-            self.mma(operands, tiles, channels, scratch.dq, lengths, score_args, masks)
+            self.mma(operands, tiles, channels, lengths, score_args, masks)
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
         block_info = BlockInfo(
@@ -426,18 +419,43 @@ class FlashAttentionBackwardSm90:
         operands: Operands,
         tiles: Tiles,
         channels: Channels,
-        mStats: cute.Tensor,
+        scratch: Scratch,
         lengths: Lengths,
     ):
-        """Load warp: keys and values of every work tile, and the query blocks of its walk."""
+        """Load warp: keys and values of every work tile, and the query blocks of its walk.
+
+        It also sends off what the others have summed of dQ. A stage of q comes back when its
+        block's dQ lies ready, so there is nothing more to wait for.
+        """
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
+        add_dq = partial(self._add_dq, tiles, channels, scratch.dq)
         while channels.ring.wait(tile):
             work = channels.ring.read(tile)
             self._load_keys(operands, tiles, channels.kv, lengths, tile, work)
-            step = partial(self._load_block, operands, tiles, channels, mStats, lengths, work)
-            chunk, number = channels.walk.visit(chunk, number, step)
+            # head and row block of blocks whose dQ is due, the oldest first
+            due = (Int32(0), Int32(-1)) * self.plan.stages_q
+            step = partial(
+                self._load_block, operands, tiles, channels, scratch.stats, lengths, work, add_dq
+            )
+            chunk, state = channels.walk.visit(chunk, (number, *due), step)
+            number = state[0]
+            for i in cutlass.range_constexpr(self.plan.stages_q):
+                channels.q.acquire(number + i)
+                add_dq(number + i - self.plan.stages_q, *state[1 + 2 * i : 3 + 2 * i])
             channels.ring.release(tile)
             tile += 1
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _add_dq(
+        self, tiles: Tiles, channels: Channels, mdQaccum: cute.Tensor, number, head_idx, row_block
+    ):
+        """Add the staged dQ of query block `number`, if it is one, to the scratch memory."""
+        if row_block >= 0:
+            target = mdQaccum[head_idx, row_block, None].iterator
+            tma.add_bulk(tiles.dq.iterator, target, cute.size(tiles.dq))
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            channels.dq.publish(number)
 
     def _load_keys(self, operands, tiles, channel: Channel, lengths, number, work: Work):
         plan = self.plan
@@ -465,10 +483,14 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def _load_block(
-        self, operands, tiles, channels, mStats, lengths, work: Work, number: Int32, block: Block
+        self, operands, tiles, channels, mStats, lengths, work: Work, add_dq, state, block: Block
     ):
-        """Fetch a query block: Q with its statistics, and dO."""
+        """Fetch a query block: Q with its statistics, and dO.
+
+        state: its number, and head and row block of the last stages_q blocks.
+        """
         plan = self.plan
+        number = state[0]
         first = (block.head_idx, block.index * plan.tile_m)
         row_block = block.index + RowBlocks(lengths, plan.tile_m).first_of(
             work.batch_idx, work.offset_q
@@ -503,7 +525,8 @@ class FlashAttentionBackwardSm90:
             dst[None, channels.do.index(number)],
             tma_bar_ptr=channels.do.barrier(number),
         )
-        return number + 1
+        add_dq(number - plan.stages_q, *state[1:3])
+        return (number + 1, *state[3:], block.head_idx, row_block)
 
     # -- mma ------------------------------------------------------------------------------------
 
@@ -513,7 +536,6 @@ class FlashAttentionBackwardSm90:
         operands: Operands,
         tiles: Tiles,
         channels: Channels,
-        mdQaccum: cute.Tensor,
         lengths: Lengths,
         score_args: ScoreArgs,
         masks: MaskArgs,
@@ -532,9 +554,14 @@ class FlashAttentionBackwardSm90:
         tdVrP = wgmma.as_operand_a(cute.recast_tensor(probs, plan.dtype))
         tdKrdS = wgmma.as_operand_a(cute.recast_tensor(grads, plan.dtype))
 
-        # whether anything lies between the products and the softmax
-        has_chain = self.score_mod is not None or score_args.cap is not None
-        chain = partial(self._chain, score_args, masks.aux_tensors)
+        chain = ScoreChain(
+            score_args,
+            masks.aux_tensors,
+            self.score_mod,
+            self.score_mod_bwd,
+            plan.dtype,
+            (plan.tile_m, plan.tile_n),
+        )
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
@@ -560,32 +587,32 @@ class FlashAttentionBackwardSm90:
                         acc_dP = wgmma.make_accumulator(plan.tile_m)
                         v_tile = at.scores_v[None, None, None, own_keys]
                         do_tile = at.scores_do[None, None, None, do_stage]
-                        issue_dP = partial(
-                            wgmma.issue, mma_scores, acc_dP, v_tile, do_tile, False
-                        )
-                        if const_expr(not has_chain):
+                        issue_dP = partial(wgmma.issue, mma_scores, acc_dP, v_tile, do_tile, False)
+                        if const_expr(chain.is_empty):
                             issue_dP()
 
                         scores = wgmma.rows_by_cols(acc_S)
                         lse, delta = self._statistics(tiles.stats, stage)
-                        warpgroup.wait_group(0 if const_expr(has_chain) else 1)
+                        warpgroup.wait_group(1 if const_expr(chain.is_empty) else 0)
                         bits = None
                         if const_expr(kind == Kind.CUT):
                             bits = self._take_bits(tiles.bits, channels.bits, cut)
                             cut += 1
-                        if const_expr(has_chain):
-                            # no registers for dP meanwhile
-                            chain(ring.read(tile), tiles.words, stage, scores, bits, lse, probs)
-                            issue_dP()
-                        else:
+                        if const_expr(chain.is_empty):
                             if const_expr(kind == Kind.CUT):
                                 bit_tile.hide_unset(scores, bits)
-                            self._probabilities(scores, lse, score_args)
+                            probabilities(scores, lse, score_args.scale_log2)
+                        else:
+                            # no registers for dP meanwhile
+                            work = ring.read(tile)
+                            m_block, head_idx = tiles.words[1, stage], tiles.words[2, stage]
+                            chain.apply(work, head_idx, m_block, scores, bits, lse, probs)
+                            issue_dP()
                         warpgroup.wait_group(0)
-                        self._score_gradients(acc_dP, scores, delta)
+                        score_gradients(wgmma.rows_by_cols(acc_dP), scores, delta)
                         wgmma.round_pairs(grads, acc_dP, plan.dtype)
-                        ds_stage = block % plan.stages_ds
-                        if const_expr(not has_chain):
+                        ds_stage = block % DS_STAGES
+                        if const_expr(chain.is_empty):
                             wgmma.round_pairs(probs, acc_S, plan.dtype)
                         self._store_ds(tiles.ds, grads, ds_stage)
                         do_tile = at.dv_do[None, None, None, do_stage]
@@ -597,7 +624,7 @@ class FlashAttentionBackwardSm90:
                         wgmma.issue(mma_dk, acc_dK, tdKrdS, q_tile, accumulate)
                         warpgroup.wait_group(1)
                         channels.do.release(block)
-                        self._add_dq(mdQaccum, tiles, channels, block, acc_dQ)
+                        self._stage_dq(tiles, channels.dq, block, acc_dQ)
                         warpgroup.wait_group(0)
                         channels.q.release(block)
                         accumulate = Boolean(True)
@@ -666,111 +693,17 @@ class FlashAttentionBackwardSm90:
         )
 
     @cute.jit
-    def _probabilities(self, scores: cute.Tensor, mLSE: cute.Tensor, score_args: ScoreArgs):
-        """P = exp(S - LSE) in place of S."""
-        lse = cute.make_rmem_tensor(mLSE.layout.shape, Float32)
-        cute.autovec_copy(mLSE, lse)
-        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-                exponent = cute.math.fma(scores[r, c], score_args.scale_log2, -lse[c])
-                scores[r, c] = cute.math.exp2(exponent, fastmath=True)
-
-    @cute.jit
-    def _chain(
-        self,
-        score_args: ScoreArgs,
-        aux_tensors,
-        work: Work,
-        words: cute.Tensor,
-        stage: Int32,
-        scores: cute.Tensor,
-        bits: tuple | None,
-        mLSE: cute.Tensor,
-        probs: cute.Tensor,
-    ):
-        """P, in 16 bits, of scores that are capped or modified; in place of the scores, what
-        dP - delta is to be multiplied with: P times the derivative of the modified score.
-        """
-        if work.has_scores:
-            self._chain_each(score_args, aux_tensors, work, words, stage, scores, bits, mLSE, probs)
-        else:
-            # no position to ask a callable about
-            probs.fill(0)
-            for i in cutlass.range_constexpr(cute.size(scores)):
-                scores[i] = Float32(0.0)
-
-    def _chain_each(
-        self, score_args, aux_tensors, work, words, stage, scores, bits, mLSE, probs
-    ):  # fmt: skip
-        head_idx = words[2, stage]
-        thread = _thread_in_warpgroup()
-        first_k_idx = work.block * self.plan.tile_n + _warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        first_q_idx = words[1, stage] * self.plan.tile_m + wgmma.first_col_of(thread)
-        for r in range(wgmma.ROWS_PER_THREAD):
-            # positions past the ends are hidden, but the callable may index tensors with them
-            k_idx = cutlass.min(first_k_idx + wgmma.row_of(thread, r), work.seqlen_k - 1)
-            for pair in range(cute.size(scores, mode=[1]) // 2):
-                rounded = []
-                for c in (2 * pair, 2 * pair + 1):
-                    q_idx = cutlass.min(first_q_idx + wgmma.col_offset(c), work.seqlen_q - 1)
-                    place = (work.batch_idx, head_idx, q_idx, k_idx)
-                    score, slope = self._modified(score_args, aux_tensors, scores[r, c], place)
-                    exponent = cute.math.fma(score, score_args.scale_log2, -mLSE[c])
-                    prob = cute.math.exp2(exponent, fastmath=True)
-                    if bits is not None:
-                        prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
-                    # where nothing counts, the slope may be anything
-                    product = cutlass.select_(prob > 0.0, prob * slope, Float32(0.0))
-                    scores[r, c] = product
-                    rounded.append(prob)
-                wgmma.keep_pair(probs, self.plan.dtype, r, 2 * pair, *rounded)
-
-    def _modified(self, score_args: ScoreArgs, aux_tensors, score: Float32, place: tuple) -> tuple:
-        """A raw product as the softmax sees it, over scale_log2, and its derivative by the scaled
-        product."""
-        slope = Float32(1.0)
-        if score_args.cap is not None:
-            score = cute.math.tanh(score * score_args.scale_in, fastmath=True)
-            slope = cute.math.fma(-score, score, Float32(1.0))
-        if self.score_mod is not None:
-            score = score * (score_args.scale_in if score_args.cap is None else score_args.cap)
-            if self.score_mod_bwd is None:
-                score, by_score, _ = differentiate(self.score_mod, score, *place, aux_tensors)
-            else:
-                # a derivative is linear in the gradient that it is given
-                by_score = call_score_mod_bwd(
-                    self.score_mod_bwd, Float32(1.0), score, *place, aux_tensors
-                )
-                score = call_score_mod(self.score_mod, score, *place, aux_tensors)
-            slope = slope * by_score
-        return score, slope
-
-    @cute.jit
-    def _score_gradients(self, acc_dP: cute.Tensor, probs: cute.Tensor, mDelta: cute.Tensor):
-        """dS = P * (dP - delta) in place of dP, from the P that dV is summed with.
-
-        Unrounded probabilities would have to stay in registers that are not there.
-        """
-        delta = cute.make_rmem_tensor(mDelta.layout.shape, Float32)
-        cute.autovec_copy(mDelta, delta)
-        grads = wgmma.rows_by_cols(acc_dP)
-        for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
-            for r in cutlass.range_constexpr(cute.size(grads, mode=[0])):
-                grads[r, c] = probs[r, c] * (grads[r, c] - delta[c])
-
-    @cute.jit
     def _store_ds(self, sdS: cute.Tensor, grads: cute.Tensor, stage: Int32):
         """Write this warpgroup's dS^T where the products of dQ read it."""
         plan = self.plan
         values = cute.recast_tensor(grads, plan.dtype)
         size = cute.size(values) // plan.num_row_groups
+        layout = wgmma.make_accumulator(wgmma.ROWS_PER_WARPGROUP).layout
         for i in cutlass.range_constexpr(plan.num_row_groups):
-            part = cute.make_tensor(
-                values.iterator + i * size, wgmma.make_accumulator(wgmma.ROWS_PER_WARPGROUP).layout
-            )
+            part = cute.make_tensor(values.iterator + i * size, layout)
             unit = self._ds_unit(stage, _warpgroup_idx(), i)
             self._store_rows(part, wgmma.ROWS_PER_WARPGROUP, sdS[None, None, unit])
-        cute.arch.fence_view_async_shared()
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def _ds_unit(self, stage: Int32, warpgroup_idx: Int32, row_group: Int32) -> Int32:
         groups = self.plan.num_row_groups
@@ -801,27 +734,17 @@ class FlashAttentionBackwardSm90:
         wgmma.issue_sum(mma_dq, acc_dQ, pairs, False)
 
     @cute.jit
-    def _add_dq(
-        self, mdQaccum: cute.Tensor, tiles: Tiles, channels: Channels, block: Int32, acc_dQ
-    ):
-        """Add this warp's part of a query block's dQ to the scratch memory."""
+    def _stage_dq(self, tiles: Tiles, channel: Channel, block: Int32, acc_dQ: cute.Tensor):
+        """Write this warp's part of a query block's dQ where the load warp adds it from."""
         groups = self.plan.dq_cols // 8
         lane = cute.arch.lane_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-        stage = channels.q.index(block)
-        head_idx, row_block = tiles.words[2, stage], tiles.words[3, stage]
-        own = tiles.dq[None, None, None, warp_idx]
         quads = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, groups)))
-        # the last sum has left this memory
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
+        if block > 0:
+            channel.wait(block - 1)
         for g in cutlass.range_constexpr(groups):
-            cute.autovec_copy(quads[None, g], own[None, lane, g])
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        size = cute.size(own)
-        target = mdQaccum[head_idx, row_block, None].iterator + warp_idx * size
-        tma.add_bulk(own.iterator, target, size)
+            cute.autovec_copy(quads[None, g], tiles.dq[None, lane, g, warp_idx])
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def _scale(self, acc: cute.Tensor, factor: Float32):
@@ -856,7 +779,7 @@ class FlashAttentionBackwardSm90:
             rounded = cute.make_rmem_tensor(acc.layout, plan.dtype)
             rounded.store(acc.load().to(plan.dtype))
             self._store_rows(rounded, cols, smem[None, None, stage])
-        cute.arch.fence_view_async_shared()
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(
             barrier_id=Barrier.EPILOGUE + _warpgroup_idx(),
             number_of_threads=THREADS_PER_WARPGROUP,

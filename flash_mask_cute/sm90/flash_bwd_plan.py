@@ -27,9 +27,15 @@ from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
 NUM_MMA_WARPGROUPS = 2
 TILE_N = NUM_MMA_WARPGROUPS * ROWS_PER_WARPGROUP
-MMA_REGISTERS = 232
+# what MMA warpgroups may take: the more, the less is left for the others
+MMA_REGISTERS = (216, 232)
+# what a thread needs besides fragments, or nearly so
+SCALAR_REGISTERS = 40
+MAX_REGISTERS = 248
 # words that go with a query block: its flags, number, head and row block
 QUERY_WORDS = 4
+# dS of a block is written while the other warpgroup may still sum that of the block before
+DS_STAGES = 2
 
 
 class Barrier(IntEnum):
@@ -56,11 +62,6 @@ class BwdPlan:
     stages_q: int = 2
     stages_do: int = 2
     stages_kv: int = 1
-
-    @property
-    def stages_ds(self) -> int:
-        """One is written while the other warpgroup may still sum the last one."""
-        return 2
 
     @property
     def tile_n(self) -> int:
@@ -101,7 +102,8 @@ class BwdPlan:
 
     @property
     def mma_registers(self) -> int:
-        return MMA_REGISTERS
+        needed = self.fragment_registers + SCALAR_REGISTERS
+        return next((n for n in MMA_REGISTERS if n >= needed), MMA_REGISTERS[-1])
 
     @property
     def helper_registers(self) -> int:
@@ -111,8 +113,8 @@ class BwdPlan:
 
     @property
     def fragment_registers(self) -> int:
-        """Registers of a thread for dK, dV, S, dP, and the 16-bit P that dV reads meanwhile."""
-        return self.tile_d // 2 + self.tile_dv // 2 + self.tile_m + self.tile_m // 4
+        """Registers of a thread for dK, dV, S and dP."""
+        return self.tile_d // 2 + self.tile_dv // 2 + self.tile_m
 
     @property
     def bytes_q(self) -> int:
@@ -149,7 +151,7 @@ class BwdPlan:
         return (
             self.stages_q * (self.bytes_q + self.bytes_stats)
             + self.stages_do * self.bytes_do
-            + self.stages_ds * self.bytes_ds
+            + DS_STAGES * self.bytes_ds
             + self.stages_kv * self.bytes_kv
             + self.bytes_dq
             + self.bytes_bits
@@ -167,8 +169,8 @@ class BwdPlan:
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
-        if self.fragment_registers > self.mma_registers:
-            return f"{self.fragment_registers} registers a thread exceed {self.mma_registers}"
+        if self.fragment_registers + SCALAR_REGISTERS > MAX_REGISTERS:
+            return f"{self.fragment_registers} registers of fragments are too many for a thread"
         return None
 
     def _mma(
@@ -222,7 +224,7 @@ class BwdPlan:
 
     def layout_ds(self) -> cute.ComposedLayout:
         """(64 keys, 64 queries, row group * warpgroup * stages), queries contiguous."""
-        count = self.num_row_groups * NUM_MMA_WARPGROUPS * self.stages_ds
+        count = self.num_row_groups * NUM_MMA_WARPGROUPS * DS_STAGES
         return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, count)
 
     def layout_dq(self) -> cute.Layout:
@@ -258,7 +260,7 @@ class BwdPlan:
             walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
-            ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_ds]
+            dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_kv]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]

@@ -58,8 +58,8 @@ from flash_mask_cute.core.walk_ring import Block, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
-from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.query_walks import QueryWalks
+from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, ListArgs, MaskArgs, Share
 from flash_mask_cute.sm90 import tma, wgmma
 from flash_mask_cute.sm90.cta import RING_STAGES, THREADS_PER_WARPGROUP, WALK_STAGES, Role

@@ -147,7 +147,7 @@ def test_only_tiles_that_show_something_are_scored(
     visited = []
     score_tile = cpu_path._score_tile
 
-    def counted(q: Tensor, k: Tensor, tile: cpu_path._Tile, *args: Any) -> Tensor:
+    def counted(q: Tensor, k: Tensor, tile: cpu_path.Tile, *args: Any) -> Tensor:
         visited.append((tile.m_block, tile.n_block))
         return score_tile(q, k, tile, *args)
 

@@ -1,0 +1,700 @@
+"""Attention for autograd, `torch.compile` and checkpointing.
+
+Every call has the same two halves, `_run_forward` and `_run_backward`, and one way to keep things
+between them, `_save` and `_restore`. Eager calls on plain tensors reach them through an
+`autograd.Function`. What traces or intercepts calls (torch.compile, torch.export, dispatch modes,
+tensor subclasses) gets operators of the namespace flash_mask_cute instead, whose
+arguments are tensors, numbers and strings only.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
+from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from flash_mask_cute.masks.column_mask import ColumnMask
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
+
+WindowSize: TypeAlias = tuple[int | None, int | None]
+Mod: TypeAlias = Callable[..., Any]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    mask_mod: Mod | None = None,
+    *,
+    score_mod: Mod | None = None,
+    score_mod_bwd: Mod | None = None,
+    aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None,
+    startend_row_indices: Tensor | ColumnMask | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v and learnable_sink.
+
+    q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
+    with head_dim_v; bf16 or fp16 on CUDA, also fp32 and fp64 on the CPU. The arguments are those of
+    `interface._flash_attn_fwd`, which tells what they mean and how they combine, but for:
+
+    window_size: (left, right); None or -1 leaves a side open.
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: the gradient by
+    the score that score_mod gets, from the one by the score that it returns. Without it the
+    derivative of score_mod is taken from its trace.
+    block_sparse_tensors: a `BlockSparseTensorsTorch`, or a torch `BlockMask` with its mask as
+    mask_mod.
+    deterministic: gradients have the same bits in every run.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q; with return_lse (out, lse),
+        lse fp32 (batch, heads_q, seqlen_q), natural log, differentiable too.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
+            An aux tensor that requires grad, and a second differentiation, are not supported.
+    """
+    _refuse_unsupported(num_splits, None, aux_tensors)
+    left, right = _window_sides(window_size)
+    call = _Call(
+        None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
+        mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
+        deterministic, pack_gqa,
+    )  # fmt: skip
+    return _attend(q, k, v, learnable_sink, call, return_lse)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    *,
+    score_mod: Mod | None = None,
+    score_mod_bwd: Mod | None = None,
+    mask_mod: Mod | None = None,
+    aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None,
+    startend_row_indices: Tensor | ColumnMask | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`flash_attn_func` for sequences of different lengths.
+
+    With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim), with
+    cu_seqlens_k k and v are; a side without it is dense. seqused_* (int32, batch) count the rows in
+    use of each slot. lse of packed queries is (heads_q, total_q). Gradients are 0 in rows that are
+    not in use.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; page_table is not
+            supported yet.
+    """
+    _refuse_unsupported(num_splits, page_table, aux_tensors)
+    left, right = _window_sides(window_size)
+    call = _Call(
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
+        softmax_scale, causal, left, right, softcap, score_mod, mask_mod, aux_tensors,
+        block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa,
+    )  # fmt: skip
+    return _attend(q, k, v, learnable_sink, call, return_lse)
+
+
+def flashmask_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    startend_row_indices: Tensor | ColumnMask | None = None,
+    *,
+    dropout: float = 0.0,
+    causal: bool = False,
+    window_size: int | WindowSize | None = None,
+    return_softmax_lse: bool = False,
+    training: bool = True,
+    softmax_scale: float | None = None,
+) -> Any:
+    """Attention under column intervals, called as PaddlePaddle's function of this name.
+
+    q, k, v: as in `flash_attn_func`. startend_row_indices: int32 (batch or 1, heads, seqlen_k, n),
+    heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: an int stands for both sides;
+    None or -1 leaves a side open. It and the intervals may be given together.
+
+    Returns:
+        out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; dropout in training is not
+            supported.
+    """
+    if dropout and training:
+        raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
+    if not isinstance(window_size, tuple | list):
+        window_size = (window_size, window_size)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        window_size,
+        startend_row_indices=startend_row_indices,
+        return_lse=return_softmax_lse,
+    )
+
+
+# -- a call -------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """The arguments of a call but q, k, v and the sink, in the names of the host path."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool
+    window_size_left: int | None
+    window_size_right: int | None
+    softcap: float
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    aux_tensors: Sequence[Tensor] | None
+    block_sparse_tensors_torch: Any
+    startend_row_indices: Tensor | ColumnMask | None
+    score_mod_bwd: Mod | None
+    deterministic: bool
+    pack_gqa: bool | None
+
+    @property
+    def has_tensors(self) -> bool:
+        return not (
+            self.cu_seqlens_q is self.cu_seqlens_k is self.seqused_q is self.seqused_k is None
+            and self.aux_tensors is self.block_sparse_tensors_torch is None
+            and self.startend_row_indices is None
+        )
+
+
+_LENGTHS = _Call._fields[:4]
+_NO_LENGTHS: dict[str, Any] = dict.fromkeys(_LENGTHS)
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+def _refuse_unsupported(
+    num_splits: int, page_table: Tensor | None, aux_tensors: Sequence[Tensor] | None
+) -> None:
+    if num_splits != 1:
+        raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
+    if page_table is not None:
+        raise NotImplementedError(
+            f"page_table is not supported yet, got a {type(page_table).__name__}"
+        )
+    if isinstance(aux_tensors, list | tuple) and torch.is_grad_enabled():
+        for position, tensor in enumerate(aux_tensors):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise NotImplementedError(
+                    f"aux_tensors[{position}] requires grad, and gradients by aux tensors are not "
+                    f"supported yet; pass aux_tensors[{position}].detach()"
+                )
+
+
+def _window_sides(window_size: WindowSize) -> WindowSize:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
+    return None if left == -1 else left, None if right == -1 else right
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, return_lse: bool
+) -> Any:
+    if torch.compiler.is_compiling() or _is_intercepted(q):
+        out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *_to_operator(call))
+        return (out, lse) if return_lse else out
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
+    if isinstance(call.startend_row_indices, Tensor):
+        # forward and backward then share the bounds
+        mask = ColumnMask(call.startend_row_indices, call.causal)
+        call = call._replace(startend_row_indices=mask)
+    if _needs_graph(q, k, v, sink):
+        out, lse = _Attention.apply(q, k, v, sink, call)
+    else:
+        out, lse = _run_forward(q, k, v, sink, call, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _is_intercepted(q: Any) -> bool:
+    """Whether something other than autograd wants to see operators."""
+    return torch._C._len_torch_dispatch_stack() > 0 or (
+        type(q) not in _PLAIN_TENSORS and isinstance(q, Tensor)
+    )
+
+
+def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
+    # forward-mode differentiation does not ask for requires_grad
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    try:
+        return (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (sink is not None and sink.requires_grad)
+        )
+    except AttributeError:
+        return False  # what is no tensor is refused by the host path, by name
+
+
+def _run_forward(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, return_lse: bool = True
+) -> tuple[Tensor, Any]:
+    return _flash_attn_fwd(
+        q,
+        k,
+        v,
+        learnable_sink=sink,
+        pack_gqa=call.pack_gqa,
+        return_lse=return_lse,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
+        window_size_left=call.window_size_left,
+        window_size_right=call.window_size_right,
+        softcap=call.softcap,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        seqused_q=call.seqused_q,
+        seqused_k=call.seqused_k,
+        score_mod=call.score_mod,
+        mask_mod=call.mask_mod,
+        aux_tensors=call.aux_tensors,
+        block_sparse_tensors_torch=call.block_sparse_tensors_torch,
+        startend_row_indices=call.startend_row_indices,
+    )
+
+
+def _run_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    call: _Call,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dsink = None if sink is None else torch.empty_like(sink)
+    dq, dk, dv = _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        learnable_sink=sink,
+        score_mod_bwd=call.score_mod_bwd,
+        deterministic=call.deterministic,
+        dlse=dlse,
+        dsink=dsink,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
+        window_size_left=call.window_size_left,
+        window_size_right=call.window_size_right,
+        softcap=call.softcap,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        seqused_q=call.seqused_q,
+        seqused_k=call.seqused_k,
+        score_mod=call.score_mod,
+        mask_mod=call.mask_mod,
+        aux_tensors=call.aux_tensors,
+        block_sparse_tensors_torch=call.block_sparse_tensors_torch,
+        startend_row_indices=call.startend_row_indices,
+    )
+    return dq, dk, dv, dsink
+
+
+# -- between forward and backward ---------------------------------------------------------------
+
+
+def _save(
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    call: _Call,
+) -> None:
+    """Everything goes through `save_for_backward`, so that torch notices a change in place.
+
+    Masks are kept as they are, too: what was computed of them is found by the identity of their
+    tensors, which hooks on saved tensors change.
+    """
+    plain = (q, k, v, sink, out, lse)
+    aux_tensors = call.aux_tensors
+    ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
+    if not call.has_tensors:
+        ctx.save_for_backward(*plain)
+    else:
+        ctx.save_for_backward(*plain, *call[:4], *(aux_tensors or ()), *_mask_tensors(call))
+        call = call._replace(**_NO_LENGTHS, aux_tensors=None)
+    ctx.call = call
+    ctx.set_materialize_grads(False)
+
+
+def _restore(ctx: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, _Call]:
+    saved, call = ctx.saved_tensors, ctx.call
+    q, k, v, sink, out, lse = saved[:6]
+    if len(saved) > 6:
+        aux_tensors = None if ctx.num_aux is None else saved[10 : 10 + ctx.num_aux]
+        lengths = dict(zip(_LENGTHS, saved[6:10], strict=True))
+        call = call._replace(**lengths, aux_tensors=aux_tensors)
+    return q, k, v, sink, out, lse, call
+
+
+def _mask_tensors(call: _Call) -> list[Tensor]:
+    tensors: list[Tensor | None] = []
+    if call.startend_row_indices is not None:
+        mask: Any = call.startend_row_indices
+        tensors.append(mask.startend_row_indices)
+    if call.block_sparse_tensors_torch is not None:
+        tensors += from_block_mask(call.block_sparse_tensors_torch)[:4]
+    # inference tensors cannot be saved, and nothing tells when they change
+    return [x for x in tensors if x is not None and not x.is_inference()]
+
+
+def _gradients(
+    ctx: Any, grads: tuple[Tensor | None, ...], run: Callable[..., Any]
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv and dsink (None without a sink) from the gradients by out and lse.
+
+    run: `_run_backward`, or another way to it.
+    """
+    dout, dlse = grads
+    if dout is None and dlse is None:
+        return None, None, None, None
+    q, k, v, sink, out, lse, call = _restore(ctx)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients: tuple[Tensor | None, ...] = run(q, k, v, sink, out, lse, dout, dlse, call)
+    return gradients
+
+
+def _refuse_second_derivative(*_: Any) -> Any:
+    raise NotImplementedError(
+        "flash_mask_cute attention cannot be differentiated twice: double backward is not supported"
+    )
+
+
+# -- eager calls --------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _run_forward(q, k, v, sink, call)
+        _save(ctx, q, k, v, sink, out, lse, call)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # only create_graph=True runs this with gradients enabled
+        run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward
+        return *_gradients(ctx, grads, run), None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("forward-mode differentiation of attention is not supported")
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """Makes gradients that know that they cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+        return _run_backward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _refuse_second_derivative()
+
+
+# -- operators ----------------------------------------------------------------------------------
+
+# Bounds of column intervals are an operand of the operators, so that a graph computes them once for
+# all calls with a mask. All tiles that both directions use for head dimensions up to 128 have as
+# many keys; the forward computes others by itself.
+_TILE_N = 128
+
+_CALL_SCHEMA = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
+    "SymInt? window_size_left, SymInt? window_size_right, float softcap, "
+    "str? score_mod, str? mask_mod, Tensor[]? aux_tensors, "
+    "Tensor? mask_block_cnt, Tensor? mask_block_idx, Tensor? full_block_cnt, "
+    "Tensor? full_block_idx, SymInt? block_q, SymInt? block_k, "
+    "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
+    "str? score_mod_bwd, bool deterministic, bool? pack_gqa"
+)
+_library = torch.library.Library("flash_mask_cute", "DEF")
+_library.define(
+    "column_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
+)
+_library.define(
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {_CALL_SCHEMA}) "
+    "-> (Tensor out, Tensor lse)"
+)
+_library.define(
+    "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor out, Tensor lse, "
+    f"Tensor dout, Tensor? dlse, {_CALL_SCHEMA}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
+)
+
+
+class _BoundedMask(ColumnMask):
+    """A mask of one call whose bounds for `_TILE_N` an operator has computed."""
+
+    def __init__(self, startend_row_indices: Tensor, causal: bool, given: Tensor) -> None:
+        super().__init__(startend_row_indices, causal)
+        object.__setattr__(self, "given", given)
+
+    def bounds(self, tile_n: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
+        given: Tensor = vars(self)["given"]
+        return given if tile_n == _TILE_N else super().bounds(tile_n, cu_seqlens_k)
+
+
+def _to_operator(call: _Call) -> tuple[Any, ...]:
+    """The arguments of an operator by `_CALL_SCHEMA`."""
+    lists: tuple[Any, ...] = (None,) * 6
+    if call.block_sparse_tensors_torch is not None:
+        *tensors, block_size = from_block_mask(call.block_sparse_tensors_torch)
+        lists = (*tensors, *((None, None) if block_size is None else block_size))
+    mask: Any = call.startend_row_indices
+    columns: tuple[Any, ...] = (None, None, False)
+    if isinstance(mask, _BoundedMask):
+        columns = mask.startend_row_indices, mask.bounds(_TILE_N), mask.causal
+    elif mask is not None:
+        indices, causal = mask, call.causal
+        if not isinstance(mask, Tensor):
+            indices, causal = mask.startend_row_indices, mask.causal
+        bounds = torch.ops.flash_mask_cute.column_bounds(indices, causal, call.cu_seqlens_k)
+        columns = indices, bounds, causal
+    aux_tensors = None if call.aux_tensors is None else list(call.aux_tensors)
+    return (
+        *call[:11], _optional_name(call.score_mod), _optional_name(call.mask_mod), aux_tensors,
+        *lists, *columns, _optional_name(call.score_mod_bwd), call.deterministic, call.pack_gqa,
+    )  # fmt: skip
+
+
+def _from_operator(arguments: Sequence[Any]) -> _Call:
+    """The call with these arguments of an operator by `_CALL_SCHEMA`."""
+    score_mod, mask_mod, aux_tensors, *rest = arguments[11:]
+    *list_tensors, block_q, block_k, indices, bounds, columns_causal = rest[:9]
+    score_mod_bwd, deterministic, pack_gqa = rest[9:]
+    lists = None
+    if list_tensors[0] is not None:
+        lists = BlockSparseTensorsTorch(*list_tensors)
+        lists = lists._replace(block_size=None if block_q is None else (block_q, block_k))
+    mask = None if indices is None else _BoundedMask(indices, columns_causal, bounds)
+    mods = _optional_mod(score_mod), _optional_mod(mask_mod)
+    backward = _optional_mod(score_mod_bwd), deterministic, pack_gqa
+    return _Call._make((*arguments[:11], *mods, aux_tensors, lists, mask, *backward))
+
+
+def _without_identity(call: _Call) -> _Call:
+    """With block lists that nothing is remembered for.
+
+    Retiled lists are found by the identity and version of tensors. A compiled graph writes new
+    contents into a tensor that it no longer needs, and torch does not count that.
+    """
+    lists = call.block_sparse_tensors_torch
+    if lists is None:
+        return call
+    fresh = (None if x is None else x.detach() for x in lists[:4])
+    return call._replace(block_sparse_tensors_torch=type(lists)(*fresh, lists.block_size))
+
+
+@torch.library.impl(_library, "column_bounds", "CompositeExplicitAutograd")
+def _column_bounds(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
+    return ColumnMask(indices, causal).bounds(_TILE_N, cu_seqlens_k)
+
+
+@torch.library.register_fake("flash_mask_cute::column_bounds", lib=_library)
+def _(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
+    batch, heads, seqlen_k, num_vectors = indices.shape
+    if cu_seqlens_k is None:
+        num_blocks = (seqlen_k + _TILE_N - 1) // _TILE_N
+    else:
+        num_blocks = seqlen_k // _TILE_N + cu_seqlens_k.shape[0] - 1
+    return indices.new_empty((batch, heads, 2 * num_vectors, num_blocks))
+
+
+@torch.library.impl(_library, "attention_fwd", "CompositeExplicitAutograd")
+def _attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    return _run_forward(q, k, v, sink, _without_identity(_from_operator(arguments)))
+
+
+@torch.library.register_fake("flash_mask_cute::attention_fwd", lib=_library)
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    *rows, heads_q, _ = q.shape
+    out = q.new_empty((*rows, heads_q, v.shape[-1]))
+    return out, q.new_empty((*rows[:-1], heads_q, rows[-1]), dtype=torch.float32)
+
+
+@torch.library.impl(_library, "attention_bwd", "CompositeExplicitAutograd")
+def _attention_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = _without_identity(_from_operator(arguments))
+    dq, dk, dv, dsink = _run_backward(q, k, v, sink, out, lse, dout, dlse, call)
+    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
+
+
+@torch.library.register_fake("flash_mask_cute::attention_bwd", lib=_library)
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(0) if sink is None else torch.empty_like(sink)
+
+
+def _run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
+    *tensors, call = arguments
+    *gradients, dsink = torch.ops.flash_mask_cute.attention_bwd(*tensors, *_to_operator(call))
+    return *gradients, None if tensors[3] is None else dsink
+
+
+def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sink, *arguments = inputs
+    _save(ctx, q, k, v, sink, *output, _from_operator(arguments))
+    ctx.num_arguments = len(arguments)
+
+
+def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    others: list[Any] = [None] * ctx.num_arguments
+    if ctx.num_aux is not None:
+        others[_Call._fields.index("aux_tensors")] = [None] * ctx.num_aux
+    return *_gradients(ctx, grads, _run_backward_operator), *others
+
+
+torch.library.register_autograd(
+    "flash_mask_cute::attention_fwd",
+    _operator_gradients,
+    setup_context=_setup_operator,
+    lib=_library,
+)
+torch.library.register_autograd(
+    "flash_mask_cute::attention_bwd", _refuse_second_derivative, lib=_library
+)
+
+
+# -- callables as strings -----------------------------------------------------------------------
+
+_mods: dict[str, Mod] = {}
+
+
+def _optional_name(mod: Mod | None) -> str | None:
+    if mod is None:
+        return None
+    # Dynamo hands over the parts of a method, but not the method
+    owner = None
+    if isinstance(mod, types.MethodType):
+        owner, mod = mod.__self__, mod.__func__
+    # Of a function Dynamo guards the code and not what it closes over. Asked for its id, it guards
+    # that, too, so that another function makes another graph.
+    id(mod)
+    return _name_of(mod, owner)
+
+
+@torch.compiler.assume_constant_result
+def _name_of(mod: Mod, owner: object) -> str:
+    """A name that stands for this object, in its present state, for as long as the process lives.
+
+    Equal callables of two objects have two names, as one of the objects may change later. owner:
+    of a method, or None.
+    """
+    if owner is not None:
+        mod = types.MethodType(mod, owner)
+    key = callable_key(mod)
+    names = (f"{key}#{number}" for number in count())
+    return next(name for name in names if _is_same(_mods.setdefault(name, mod), mod))
+
+
+def _is_same(known: Mod, mod: Mod) -> bool:
+    # a method is bound anew whenever it is looked up
+    return known is mod or (isinstance(mod, types.MethodType) and known == mod)
+
+
+def _optional_mod(name: str | None) -> Mod | None:
+    """The callable of that name.
+
+    Raises:
+        RuntimeError: no callable has got that name in this process.
+    """
+    if name is None:
+        return None
+    mod = _mods.get(name)
+    if mod is None:
+        raise RuntimeError(
+            f"no callable is known as {name!r}: names of score_mod, mask_mod and score_mod_bwd in "
+            "operators of flash_mask_cute hold in the process that made them only; trace the call "
+            "again in this one"
+        )
+    return mod

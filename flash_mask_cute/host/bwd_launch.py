@@ -1,0 +1,328 @@
+"""A backward call with everything resolved that its metadata decide, like `launch` for the forward.
+
+On a GPU a launch is three kernels: statistics of the query rows, the main one, and the conversion
+of dQ. What they share lives in scratch memory that each call allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.cpu_backward import flash_attn_bwd_cpu
+from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.compile_bwd import BwdKernels, num_row_blocks
+from flash_mask_cute.host.config import BwdChoice, BwdConfig
+from flash_mask_cute.host.launch import (
+    ADDRESS_MASK,
+    metadata,
+    restride,
+    tile_counter,
+    tma_strides,
+    unused_rows,
+)
+from flash_mask_cute.host.mask_args import BwdMaskArguments, Masks, ResolvedMasks, mask_key
+from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.host.validate import FwdShapes
+
+_STRIDE_STEP = 8
+
+
+class BwdOperands(NamedTuple):
+    """The tensors that every backward has."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    dout: Tensor
+    lse: Tensor
+
+
+class BwdExtras(NamedTuple):
+    """The tensors of a call that may be absent."""
+
+    learnable_sink: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    dlse: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dsink: Tensor | None = None
+
+
+class BwdSettings(NamedTuple):
+    """The other arguments of a call, but for masks."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size_left: int | None = None
+    window_size_right: int | None = None
+    softcap: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    score_mod_bwd: Callable[..., Any] | None = None
+    deterministic: bool = False
+    config: BwdConfig | None = None
+
+
+@dataclass(frozen=True)
+class ResolvedBwd:
+    """A call after validation and all decisions, before anything is compiled.
+
+    Window sides are None where they are open. block_size: that of block lists, (queries, keys).
+    sink_dtype: that of the sink whose gradient is asked for, a name of a torch dtype.
+    """
+
+    shapes: FwdShapes
+    problem: AttentionProblem
+    choice: BwdChoice
+    softmax_scale: float
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    has_dlse: bool
+    sink_dtype: str | None
+    score_mod_bwd: Callable[..., Any] | None
+    block_size: tuple[int, int] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries or no keys, so that there is nothing to launch."""
+        return not (self.shapes.batch and self.shapes.total_q and self.shapes.total_k)
+
+
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
+BwdLaunch: TypeAlias = Callable[[BwdOperands, BwdExtras, Masks | None], Gradients]
+
+
+class BwdKernelLaunch:
+    """Runs the compiled kernels on the current stream."""
+
+    __slots__ = (
+        "_accum_shape", "_copies_dout", "_is_packed_k", "_is_packed_q", "_is_plain", "_kernels",
+        "_mask_arguments", "_parts_shape", "_restrides", "_scale", "_softcap", "_stats_shape",
+        "_window_left", "_window_right",
+    )  # fmt: skip
+
+    def __init__(
+        self, resolved: ResolvedBwd, kernels: BwdKernels, operands: BwdOperands, extras: BwdExtras
+    ) -> None:
+        choice, problem, shapes = resolved.choice, resolved.problem, resolved.shapes
+        tile_m = choice.tiles.tile_m
+        row_blocks = num_row_blocks(
+            shapes.total_q if problem.varlen_q else shapes.seqlen_q,
+            shapes.batch,
+            problem.varlen_q,
+            tile_m,
+        )
+        self._kernels = kernels
+        self._stats_shape = shapes.heads_q, row_blocks, 2, tile_m
+        self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
+        self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
+        self._is_packed_q, self._is_packed_k = problem.varlen_q, problem.varlen_k
+        self._scale = resolved.softmax_scale
+        self._window_left = resolved.window_left
+        self._window_right = resolved.window_right
+        self._softcap = resolved.softcap if problem.has_softcap else None
+        self._mask_arguments = BwdMaskArguments(problem, choice.tile_n, resolved.block_size)
+        q, k, v, out, dout, _ = operands
+        self._is_plain = tuple(x.is_contiguous() and tma_strides(x) is None for x in (q, k, v))
+        self._copies_dout = not _can_be_read(dout)
+        tensors = (q, k, v, out, None if self._copies_dout else dout, *extras[6:9])
+        strides = tuple(None if x is None else tma_strides(x) for x in tensors)
+        self._restrides = strides if any(strides) else None
+
+    def __call__(
+        self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
+    ) -> Gradients:
+        q, k, v, out, dout, lse = operands
+        index = q.get_device()
+        if index >= 0 and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self(operands, extras, masks)
+        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink = extras
+        of_q, of_k, of_v = self._is_plain
+        if dq is None:
+            dq = _new_gradient(q, of_q, self._is_packed_q)
+        if dk is None:
+            dk = _new_gradient(k, of_k, self._is_packed_k)
+        if dv is None:
+            dv = _new_gradient(v, of_v, self._is_packed_k)
+        result = dq, dk, dv
+        if self._copies_dout:
+            dout = dout.clone(memory_format=torch.contiguous_format)
+        if self._restrides is not None:
+            q, k, v, out, dout, dq, dk, dv = restride(
+                (q, k, v, out, dout, dq, dk, dv), self._restrides
+            )
+        aux_tensors = columns = bits = parts = None
+        if masks is not None:
+            aux_tensors, columns, bits = self._mask_arguments(masks, cu_seqlens_k)
+        stats = q.new_empty(self._stats_shape, dtype=torch.float32)
+        dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
+        if self._parts_shape is None:
+            sink = None
+        else:
+            parts = q.new_empty(self._parts_shape, dtype=torch.float32)
+        preprocess, main, postprocess = self._kernels
+        preprocess(
+            out, dout, lse, dlse, stats, dq_accum, sink, parts, cu_seqlens_q, seqused_q,
+        )  # fmt: skip
+        main(
+            q, k, v, dout, stats, dq_accum, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
+            seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
+            self._softcap, tile_counter(q, index), columns, bits,
+        )  # fmt: skip
+        postprocess(dq_accum, dq, self._scale, cu_seqlens_q, seqused_q)
+        if dsink is not None and parts is not None:
+            dsink.copy_(parts.sum(dim=1))
+        return result
+
+
+class BwdEmptyLaunch:
+    """Fills the gradients of a problem without keys or without queries."""
+
+    def __init__(self, resolved: ResolvedBwd) -> None:
+        self._resolved = resolved
+
+    @torch.no_grad()
+    def __call__(
+        self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
+    ) -> Gradients:
+        dq, dk, dv = (
+            x.new_zeros(x.shape) if given is None else given.zero_()
+            for x, given in zip(operands[:3], extras[6:9], strict=True)
+        )
+        if extras.dsink is not None:
+            extras.dsink.copy_(self._sink_gradient(operands, extras))
+        return dq, dk, dv
+
+    def _sink_gradient(self, operands: BwdOperands, extras: BwdExtras) -> Tensor:
+        """Without keys the sink is all there is: out is 0, and lse the sink."""
+        lse_by_row = operands.lse.transpose(-1, -2)
+        if extras.dlse is None or self._resolved.shapes.batch == 0:
+            return lse_by_row.new_zeros(lse_by_row.shape[-1:])
+        seen = lse_by_row > -torch.inf
+        if extras.cu_seqlens_q is not None:
+            row = torch.arange(seen.shape[0], device=seen.device)
+            seen = seen & (row < extras.cu_seqlens_q[-1])[:, None]
+        if extras.seqused_q is not None:
+            unused = unused_rows(lse_by_row, extras.cu_seqlens_q, extras.seqused_q)
+            seen = seen & ~unused[..., None]
+        terms = torch.where(seen, extras.dlse.transpose(-1, -2), 0.0)
+        return terms.flatten(0, -2).sum(dim=0)
+
+
+class BwdCpuLaunch:
+    """Computes on CPU tensors, walking the tiles of the kernel's configuration."""
+
+    def __init__(self, resolved: ResolvedBwd, masks: ResolvedMasks) -> None:
+        self._resolved = resolved
+        self._masks = masks
+
+    @torch.no_grad()
+    def __call__(
+        self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
+    ) -> Gradients:
+        call = self._resolved
+        dq, dk, dv, dsink = flash_attn_bwd_cpu(
+            *operands,
+            softmax_scale=call.softmax_scale,
+            window_left=call.window_left,
+            window_right=0 if call.problem.is_causal else call.window_right,
+            softcap=call.softcap,
+            learnable_sink=extras.learnable_sink,
+            cu_seqlens_q=extras.cu_seqlens_q,
+            cu_seqlens_k=extras.cu_seqlens_k,
+            seqused_q=extras.seqused_q,
+            seqused_k=extras.seqused_k,
+            seqlen_q=call.shapes.seqlen_q,
+            seqlen_k=call.shapes.seqlen_k,
+            pack_gqa=1,
+            tile_m=call.choice.tiles.tile_m,
+            tile_n=call.choice.tile_n,
+            dlse=extras.dlse,
+            score_mod_bwd=call.score_mod_bwd,
+            **self._masks._asdict(),
+            skip_blocks=call.choice.tiles.skip_blocks,
+        )
+        if extras.dsink is not None and dsink is not None:
+            extras.dsink.copy_(dsink)
+        dq, dk, dv = (
+            new if given is None else given.copy_(new)
+            for new, given in zip((dq, dk, dv), extras[6:9], strict=True)
+        )
+        return dq, dk, dv
+
+
+def _new_gradient(like: Tensor, is_plain: bool, is_packed: bool) -> Tensor:
+    """Zeros where there may be rows that belong to no sequence, which no kernel writes."""
+    if is_plain:  # the same, but half the time
+        return torch.zeros_like(like) if is_packed else torch.empty_like(like)
+    return like.new_zeros(like.shape) if is_packed else like.new_empty(like.shape)
+
+
+def _can_be_read(dout: Tensor) -> bool:
+    """Whether kernels take the tensor as it is, but for strides of extents of 1. What autograd
+    hands on may be expanded or transposed."""
+    return (
+        dout.stride(-1) == 1
+        and dout.data_ptr() & ADDRESS_MASK == 0
+        and all(
+            size == 1 or (stride > 0 and stride % _STRIDE_STEP == 0)
+            for size, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True)
+        )
+    )
+
+
+def find_bwd_launch(
+    launches: Mapping[Any, BwdLaunch],
+    operands: BwdOperands,
+    extras: BwdExtras,
+    masks: Masks | None,
+    settings: tuple[Any, ...],
+) -> tuple[BwdLaunch | None, Any]:
+    """The launch for these arguments, if there is one, and its key; as `find_launch`.
+
+    settings: the fields of `BwdSettings`.
+    """
+    q, k, v, out, dout, lse = operands
+    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink = extras
+    try:
+        starts = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()
+        address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
+        for gradient in (dq, dk, dv):
+            if gradient is not None:
+                start = gradient.data_ptr()
+                if start in starts:
+                    # to be refused, however a call with the same metadata went
+                    return None, None
+                address |= start
+        if address & ADDRESS_MASK:
+            return None, None
+        *others, score_mod_bwd, deterministic, config = settings
+        key = (
+            q.shape, q.stride(), q.dtype, q.device,
+            k.shape, k.stride(), k.dtype, k.device,
+            v.shape, v.stride(), v.dtype, v.device,
+            out.shape, out.stride(), out.dtype, out.device,
+            dout.shape, dout.stride(), dout.dtype, dout.device,
+            lse.shape, lse.stride(), lse.dtype, lse.device,
+            *[None if x is None else metadata(x) for x in extras],
+            None if masks is None else mask_key(masks),
+            *others,
+            None if score_mod_bwd is None else callable_key(score_mod_bwd),
+            deterministic,
+            config,
+        )  # fmt: skip
+        return launches.get(key), key
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None, None

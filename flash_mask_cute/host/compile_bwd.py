@@ -1,0 +1,213 @@
+"""Compile the three kernels of a backward from its problem, without ever seeing a real tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from flash_mask_cute.host import stand_ins
+from flash_mask_cute.host.cache import CompileCache, Compiled
+from flash_mask_cute.host.compile import CACHE, NO_MODS, compile_object, options_of
+from flash_mask_cute.host.config import BwdChoice
+from flash_mask_cute.host.problem import AttentionProblem, Mods
+from flash_mask_cute.host.stand_ins import int32_pair, int32_vector, operand, scratch, strided
+from flash_mask_cute.host.target import Target
+
+KERNEL_NAME = "flash_bwd_sm90"
+PREPROCESS_NAME = "bwd_preprocess"
+POSTPROCESS_NAME = "bwd_postprocess"
+
+
+class BwdKernels(NamedTuple):
+    """The compiled functions, in the order of their launches. They take, by position and None for
+    what the problem does not have:
+
+    preprocess: out, dout, lse, dlse, stats, dq_accum, sink, sink_parts, cu_seqlens_q, seqused_q.
+    main: q, k, v, dout, stats, dq_accum, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
+    seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
+    column tensors (indices, bounds), block bits (visible, full, block_q, block_k).
+    postprocess: dq_accum, dq, softmax_scale, cu_seqlens_q, seqused_q.
+    """
+
+    preprocess: Callable[..., Any]
+    main: Callable[..., Any]
+    postprocess: Callable[..., Any]
+
+
+class RowFacts(NamedTuple):
+    """What decides the code of the kernels before and after the main one.
+
+    dim: head_dim_v before, head_dim after. has_dlse and sink_dtype matter before only.
+    """
+
+    dtype: str
+    dim: int
+    tile_m: int
+    tile_d: int
+    varlen_q: bool
+    has_seqused_q: bool
+    has_dlse: bool = False
+    sink_dtype: str | None = None
+
+
+def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
+    """Row blocks of a head in scratch tensors; rows: seqlen_q, or total_q where it is packed."""
+    from flash_mask_cute.core import row_blocks
+
+    return row_blocks.num_row_blocks(rows, batch, is_packed, tile_m)
+
+
+def compile_bwd(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    mods: Mods = NO_MODS,
+    has_dlse: bool = False,
+    sink_dtype: str | None = None,
+    cache: CompileCache = CACHE,
+) -> BwdKernels:
+    """The compiled kernels, from the cache or built now. mods: the callables of problem's keys.
+
+    sink_dtype: that of the sink, if its gradient is asked for.
+    """
+    rows = (choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q)
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype)
+    after = RowFacts(problem.dtype, problem.head_dim, *rows)
+    options = options_of(target)
+    preprocess = cache.get(
+        PREPROCESS_NAME,
+        before._asdict,
+        lambda: build_preprocess(before, target),
+        arch=target.arch,
+        options=options,
+        token=before,
+    )
+    main = cache.get(
+        KERNEL_NAME,
+        lambda: {
+            "problem": asdict(problem),
+            "tiles": asdict(choice.tiles),
+            "num_sms": target.num_sms,
+        },
+        lambda: build_bwd(problem, choice, target, mods),
+        arch=target.arch,
+        options=options,
+        token=(problem, choice.tiles, target),
+    )
+    postprocess = cache.get(
+        POSTPROCESS_NAME,
+        after._asdict,
+        lambda: build_postprocess(after, target),
+        arch=target.arch,
+        options=options,
+        token=after,
+    )
+    return BwdKernels(preprocess.function, main.function, postprocess.function)
+
+
+def build_bwd(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    mods: Mods = NO_MODS,
+    more_options: str = "",
+) -> Compiled:
+    """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` tells."""
+    from flash_mask_cute.masks.intervals import Intervals
+    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
+
+    kernel = FlashAttentionBackwardSm90(
+        stand_ins.cutlass_dtype(problem.dtype),
+        problem.head_dim,
+        problem.head_dim_v,
+        is_causal=problem.is_causal,
+        is_local=problem.is_local,
+        **mods._asdict(),
+        has_aux_tensors=bool(problem.aux),
+        intervals=None if problem.intervals is None else Intervals(*problem.intervals),
+        num_sms=target.num_sms,
+        **asdict(choice.tiles),
+    )
+    options = f"{options_of(target)} {more_options}".strip()
+    arguments = _main_arguments(problem, choice)
+    return compile_object(kernel, arguments, options, smem_bytes=kernel.plan.smem_bytes)
+
+
+def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
+    """Stand-ins for the arguments of the main kernel object's `__call__`, the stream included."""
+    import cutlass
+
+    dtype, tile_m = problem.dtype, choice.tiles.tile_m
+    rank_q, rank_k = (3 if varlen else 4 for varlen in (problem.varlen_q, problem.varlen_k))
+    return [
+        operand(dtype, rank_q, problem.head_dim),
+        operand(dtype, rank_k, problem.head_dim),
+        operand(dtype, rank_k, problem.head_dim_v),
+        operand(dtype, rank_q, problem.head_dim_v),
+        scratch(2, tile_m),
+        scratch(tile_m * choice.tile_d),
+        operand(dtype, rank_k, problem.head_dim),
+        operand(dtype, rank_k, problem.head_dim_v),
+        cutlass.Float32(1.0),
+        stand_ins.stream(),
+        int32_vector(problem.varlen_q),
+        int32_vector(problem.varlen_k),
+        int32_vector(problem.has_seqused_q),
+        int32_vector(problem.has_seqused_k),
+        cutlass.Int32(0) if problem.has_window_left else None,
+        cutlass.Int32(0) if problem.has_window_right else None,
+        tuple(strided(rank, name) for name, rank in problem.aux) or None,
+        cutlass.Float32(1.0) if problem.has_softcap else None,
+        stand_ins.counter(),
+        (strided(4), strided(4)) if problem.intervals is not None else None,
+        (strided(4), strided(4), *int32_pair()) if problem.has_bits else None,
+    ]
+
+
+def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
+    """Compile the kernel of the row statistics now."""
+    from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess
+
+    rank = 3 if facts.varlen_q else 4
+    kernel = BwdPreprocess(
+        stand_ins.cutlass_dtype(facts.dtype), facts.dim, facts.tile_m, facts.tile_d
+    )
+    arguments = [
+        operand(facts.dtype, rank, facts.dim),
+        operand(facts.dtype, rank, facts.dim),
+        strided(rank - 1, "float32"),
+        strided(rank - 1, "float32") if facts.has_dlse else None,
+        scratch(2, facts.tile_m),
+        scratch(facts.tile_m * facts.tile_d),
+        stand_ins.vector(facts.sink_dtype),
+        scratch() if facts.sink_dtype else None,
+        stand_ins.stream(),
+        int32_vector(facts.varlen_q),
+        int32_vector(facts.has_seqused_q),
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
+    """Compile the kernel that writes dQ now."""
+    import cutlass
+
+    from flash_mask_cute.kernels.bwd_postprocess import BwdPostprocess
+
+    rank = 3 if facts.varlen_q else 4
+    kernel = BwdPostprocess(
+        stand_ins.cutlass_dtype(facts.dtype),
+        facts.dim,
+        facts.tile_m,
+        facts.tile_d,
+    )
+    arguments = [
+        scratch(facts.tile_m * facts.tile_d),
+        operand(facts.dtype, rank, facts.dim),
+        cutlass.Float32(1.0),
+        stand_ins.stream(),
+        int32_vector(facts.varlen_q),
+        int32_vector(facts.has_seqused_q),
+    ]
+    return compile_object(kernel, arguments, options_of(target))

@@ -1,0 +1,138 @@
+"""The Hopper backward between its products: P from S, dS from dP, as accumulators hold them.
+
+Rows are keys and columns queries. No pipelines here: everything works in registers, and reads LSE
+and delta of the columns from shared memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from flash_mask_cute.core.derivative import call_score_mod_bwd, differentiate
+from flash_mask_cute.core.mods import call_score_mod
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.masks import bit_tile
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.cta import THREADS_PER_WARPGROUP
+
+
+class ScoreArgs(NamedTuple):
+    """What happens to a score, as in the forward; scale goes into dQ and dK besides."""
+
+    scale: Float32
+    scale_log2: Float32
+    scale_in: Float32 | None
+    cap: Float32 | None
+
+
+@cute.jit
+def probabilities(scores: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float32) -> None:
+    """P = exp(S - LSE) in place of S."""
+    lse = cute.make_rmem_tensor(sLSE.layout.shape, Float32)
+    cute.autovec_copy(sLSE, lse)
+    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            exponent = cute.math.fma(scores[r, c], scale_log2, -lse[c])
+            scores[r, c] = cute.math.exp2(exponent, fastmath=True)
+
+
+@cute.jit
+def score_gradients(grads: cute.Tensor, factors: cute.Tensor, sDelta: cute.Tensor) -> None:
+    """dS = factor * (dP - delta) in place of dP. A factor is P, or what `ScoreChain` made of it."""
+    delta = cute.make_rmem_tensor(sDelta.layout.shape, Float32)
+    cute.autovec_copy(sDelta, delta)
+    for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
+        for r in cutlass.range_constexpr(cute.size(grads, mode=[0])):
+            grads[r, c] = factors[r, c] * (grads[r, c] - delta[c])
+
+
+@dataclass(frozen=True)
+class ScoreChain:
+    """What lies between the products and the softmax: soft cap and score_mod.
+
+    The derivative of score_mod is score_mod_bwd, or found by `core/derivative.py`. tiles: (tile_m,
+    tile_n).
+    """
+
+    args: ScoreArgs
+    aux_tensors: Any
+    score_mod: cutlass.Constexpr[Callable[..., Any] | None]
+    score_mod_bwd: cutlass.Constexpr[Callable[..., Any] | None]
+    dtype: cutlass.Constexpr[type]
+    tiles: cutlass.Constexpr[tuple[int, int]]
+
+    @property
+    def is_empty(self) -> bool:
+        return self.score_mod is None and self.args.cap is None
+
+    @cute.jit
+    def apply(
+        self,
+        work: Work,
+        head_idx: Int32,
+        m_block: Int32,
+        scores: cute.Tensor,
+        bits: tuple | None,
+        sLSE: cute.Tensor,
+        probs: cute.Tensor,
+    ) -> None:
+        """Round P of these scores into the words of probs; in place of the scores, P times the
+        derivative of the modified score. bits: which scores count, None if all do.
+        """
+        if work.has_scores:
+            self._apply_each(work, head_idx, m_block, scores, bits, sLSE, probs)
+        else:
+            # no position to ask a callable about
+            probs.fill(0)
+            for i in cutlass.range_constexpr(cute.size(scores)):
+                scores[i] = Float32(0.0)
+
+    def _apply_each(self, work, head_idx, m_block, scores, bits, sLSE, probs) -> None:
+        tile_m, tile_n = self.tiles
+        # threads of warpgroup 0 compute no scores
+        thread = cute.arch.thread_idx()[0] - THREADS_PER_WARPGROUP
+        warpgroup_idx, thread = thread // THREADS_PER_WARPGROUP, thread % THREADS_PER_WARPGROUP
+        first_k_idx = work.block * tile_n + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
+        first_q_idx = m_block * tile_m + wgmma.first_col_of(thread)
+        for r in range(wgmma.ROWS_PER_THREAD):
+            # positions past the ends are hidden, but the callable may index tensors with them
+            k_idx = cutlass.min(first_k_idx + wgmma.row_of(thread, r), work.seqlen_k - 1)
+            for first in range(0, cute.size(scores, mode=[1]), 2):
+                pair = []
+                for c in (first, first + 1):
+                    q_idx = cutlass.min(first_q_idx + wgmma.col_offset(c), work.seqlen_q - 1)
+                    place = (work.batch_idx, head_idx, q_idx, k_idx)
+                    score, slope = self._modified(scores[r, c], place)
+                    exponent = cute.math.fma(score, self.args.scale_log2, -sLSE[c])
+                    prob = cute.math.exp2(exponent, fastmath=True)
+                    if bits is not None:
+                        prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
+                    # where nothing counts, the slope may be anything
+                    scores[r, c] = cutlass.select_(prob > 0.0, prob * slope, Float32(0.0))
+                    pair.append(prob)
+                wgmma.keep_pair(probs, self.dtype, r, first, *pair)
+
+    def _modified(self, score: Float32, place: tuple) -> tuple[Float32, Float32]:
+        """A raw product as the softmax sees it (over scale_log2), and the derivative of this by the
+        scaled product."""
+        args, slope = self.args, Float32(1.0)
+        if args.cap is not None:
+            score = cute.math.tanh(score * args.scale_in, fastmath=True)
+            slope = cute.math.fma(-score, score, Float32(1.0))
+        if self.score_mod is not None:
+            score = score * (args.scale_in if args.cap is None else args.cap)
+            if self.score_mod_bwd is None:
+                score, by_score, _ = differentiate(self.score_mod, score, *place, self.aux_tensors)
+            else:
+                # a derivative is linear in the gradient that it is given
+                one = Float32(1.0)
+                by_score = call_score_mod_bwd(
+                    self.score_mod_bwd, one, score, *place, self.aux_tensors
+                )
+                score = call_score_mod(self.score_mod, score, *place, self.aux_tensors)
+            slope = slope * by_score
+        return score, slope

@@ -1,0 +1,752 @@
+"""The public backward: results on the CPU, refusals, what reaches the kernels, and their code."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mask_cases import MASK_MODS, SCORE_MODS
+from support import (
+    BF16,
+    FP32,
+    MASK_CASES,
+    QUICK_CASES,
+    Case,
+    Inputs,
+    assert_gradients_close,
+    make_inputs,
+    make_output_gradients,
+)
+from test_validate import OnCuda
+from torch import Tensor
+
+from flash_mask_cute import compile_count, interface
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, retile_lists
+from flash_mask_cute.host.bwd_launch import (
+    BwdEmptyLaunch,
+    BwdExtras,
+    BwdKernelLaunch,
+    BwdOperands,
+    BwdSettings,
+    ResolvedBwd,
+)
+from flash_mask_cute.host.cache import CompileCache, compile_lock
+from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.compile import NO_MODS
+from flash_mask_cute.host.compile_bwd import BwdKernels, build_bwd, compile_bwd
+from flash_mask_cute.host.config import BwdConfig, BwdTiles, select_bwd_config
+from flash_mask_cute.host.mask_args import Masks
+from flash_mask_cute.host.problem import AttentionProblem, Mods
+from flash_mask_cute.host.tables import SM90_BWD
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.host.validate import check_bwd_inputs
+from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from flash_mask_cute.masks.column_mask import ColumnMask
+
+NAN = float("nan")
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def bwd_keywords(inputs: Inputs) -> dict[str, Any]:
+    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    if inputs.case.sink is not None:
+        keywords["dsink"] = torch.full_like(keywords["learnable_sink"], NAN)
+    return keywords
+
+
+def check_on_cpu(
+    inputs: Inputs, dout: Tensor, dlse: Tensor | None = None, **more: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and backward by the public calls, against the oracle."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    out, lse = _flash_attn_fwd(q, k, v, **inputs.keywords)
+    assert lse is not None
+    keywords = bwd_keywords(inputs) | more
+    gradients = _flash_attn_bwd(q, k, v, out, dout, lse, dlse=dlse, **keywords)
+    named = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    assert_gradients_close(named | {"dsink": keywords.get("dsink")}, inputs, dout, dlse)
+    return gradients
+
+
+# -- results on the CPU -------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", QUICK_CASES[1::5] + MASK_CASES[::4], ids=lambda case: case.id)
+def test_against_oracle(case: Case) -> None:
+    inputs = make_inputs(case.packed_if_supported())
+    dout, dlse = make_output_gradients(inputs)
+    check_on_cpu(inputs, dout, dlse)
+
+
+SMALL = Case("small", 2, 70, 130, 4, 2, causal=True, sink=FP32, head_dim=16)
+
+
+def test_gradients_into_the_callers_tensors() -> None:
+    """Also slices of one tensor."""
+    inputs = make_inputs(replace(SMALL, seqlen_q=130))
+    dout, _ = make_output_gradients(inputs)
+    expected = check_on_cpu(inputs, dout)
+    fused = inputs.q.new_full((2, 130, 8, 16), NAN)
+    given = fused.split((4, 2, 2), dim=2)
+    names = ("dq", "dk", "dv")
+    found = check_on_cpu(inputs, dout, **dict(zip(names, given, strict=True)))
+    assert all(x is y and torch.equal(x, z) for x, y, z in zip(found, given, expected, strict=True))
+
+
+def test_output_gradients_of_any_strides() -> None:
+    inputs = make_inputs(SMALL)
+    dout, dlse = make_output_gradients(inputs)
+    check_on_cpu(inputs, dout.transpose(1, 3).contiguous().transpose(1, 3), dlse.mT.clone().mT)
+    check_on_cpu(inputs, dout[:1, :1].expand_as(dout), dlse[:, :, :1].expand_as(dlse))
+
+
+def test_without_dsink_the_sink_has_no_gradient_but_counts() -> None:
+    inputs = make_inputs(SMALL)
+    dout, _ = make_output_gradients(inputs)
+    out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **inputs.keywords)
+    keywords = bwd_keywords(inputs)
+    assert lse is not None
+    arguments = (inputs.q, inputs.k, inputs.v, out, dout, lse)
+    with_dsink = _flash_attn_bwd(*arguments, **keywords)
+    del keywords["dsink"]
+    without = _flash_attn_bwd(*arguments, **keywords)
+    assert all(torch.equal(x, y) for x, y in zip(with_dsink, without, strict=True))
+
+
+def square_scores(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score * score
+
+
+def square_scores_bwd(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return grad * score * 2.0
+
+
+def test_a_score_mod_with_and_without_its_derivative() -> None:
+    q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
+    out, lse = _flash_attn_fwd(q, k, v, score_mod=square_scores)
+    assert lse is not None
+    arguments = (q, k, v, out, torch.randn_like(out), lse)
+    found = _flash_attn_bwd(*arguments, score_mod=square_scores)
+    told = _flash_attn_bwd(*arguments, score_mod=square_scores, score_mod_bwd=square_scores_bwd)
+    for x, y in zip(found, told, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+    # nothing but the given derivative is believed
+    wrong = _flash_attn_bwd(
+        *arguments, score_mod=square_scores, score_mod_bwd=lambda grad, *rest: grad * 0.0
+    )
+    assert (wrong[0] == 0).all() and torch.equal(wrong[2], found[2])
+
+
+@pytest.mark.parametrize("name", ["skip_blocks", "tile_m"])
+def test_any_config_gives_the_same_result(name: str) -> None:
+    inputs = make_inputs(Case("config", 1, 300, 200, 2, 1, head_dim=16, column="stepped2"))
+    dout, _ = make_output_gradients(inputs)
+    config = {"skip_blocks": {"skip_blocks": False}, "tile_m": BwdConfig(tile_m=64)}[name]
+    expected = check_on_cpu(inputs, dout)
+    for x, y in zip(check_on_cpu(inputs, dout, config=config), expected, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+
+
+def test_no_graph_is_recorded() -> None:
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+    out, lse = _flash_attn_fwd(q, q, q)
+    assert lse is not None
+    assert not any(x.requires_grad for x in _flash_attn_bwd(q, q, q, out, out, lse))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "seqlen_k"), [(0, 5, 5), (3, 0, 5), (3, 5, 0), (3, 0, 0)]
+)
+def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int, packed: bool) -> None:
+    """What the GPU path does where there are no keys or no queries, against the CPU path."""
+    q, k = torch.randn(batch, seqlen_q, 4, 16), torch.randn(batch, seqlen_k, 2, 16)
+    keywords: dict[str, Any] = {"learnable_sink": torch.randn(4)}
+    if batch and seqlen_q:
+        keywords["seqused_q"] = int32(2, 0, 5)
+    if packed:
+        # a row more than the sequences have
+        q, k = torch.cat([q.flatten(0, 1), torch.randn(1, 4, 16)]), k.flatten(0, 1)
+        keywords["cu_seqlens_q"] = torch.arange(batch + 1, dtype=torch.int32) * seqlen_q
+        keywords["cu_seqlens_k"] = torch.arange(batch + 1, dtype=torch.int32) * seqlen_k
+    out, lse = _flash_attn_fwd(q, k, k, **keywords)
+    assert lse is not None
+    operands = BwdOperands(q, k, k, out, torch.randn_like(out), lse)
+    keywords["dlse"] = torch.randn_like(lse)
+    expected_dsink = torch.full((4,), NAN)
+    expected = _flash_attn_bwd(*operands, **keywords, dsink=expected_dsink)
+    extras, masks, settings = interface.bundle_bwd(keywords | {"dsink": torch.full((4,), NAN)})
+    resolved, _ = interface._resolve_bwd(operands, extras, masks, settings)
+    assert resolved.is_empty or (packed and batch and seqlen_k)
+    found = BwdEmptyLaunch(resolved)(operands, extras)
+    for x, y in zip(found, expected, strict=True):
+        assert x.shape == y.shape and (x == 0).all() and (y == 0).all()
+    assert extras.dsink is not None
+    torch.testing.assert_close(extras.dsink, expected_dsink)
+    assert (expected_dsink != 0).any() == bool(batch and seqlen_q)
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+def arguments() -> dict[str, Any]:
+    """Of a good call: q (2, 24, 6, 64), k (2, 40, 2, 64), v (2, 40, 2, 32)."""
+    return {
+        "q": torch.zeros(2, 24, 6, 64, dtype=BF16),
+        "k": torch.zeros(2, 40, 2, 64, dtype=BF16),
+        "v": torch.zeros(2, 40, 2, 32, dtype=BF16),
+        "out": torch.zeros(2, 24, 6, 32, dtype=BF16),
+        "dout": torch.zeros(2, 24, 6, 32, dtype=BF16),
+        "lse": torch.zeros(2, 6, 24),
+    }
+
+
+SINK = torch.zeros(6, dtype=BF16)
+
+REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "forward's": ({"softcap": -1.0}, ValueError, ("softcap", "-1.0")),
+    "out_type": ({"out": None}, TypeError, ("out must be a torch.Tensor", "None")),
+    "out_shape": (
+        {"out": torch.zeros(2, 24, 6, 64, dtype=BF16)},
+        ValueError,
+        ("out must have", "(2, 24, 6, 32)", "(2, 24, 6, 64)"),
+    ),
+    "out_strided": (
+        {"out": torch.zeros(2, 24, 6, 64, dtype=BF16)[..., ::2]},
+        ValueError,
+        ("out must be contiguous", "2)"),
+    ),
+    "dout_type": ({"dout": 3}, TypeError, ("dout must be a torch.Tensor", "3")),
+    "dout_dtype": (
+        {"dout": torch.zeros(2, 24, 6, 32)},
+        TypeError,
+        ("dout must have the dtype of q", "float32"),
+    ),
+    "dout_shape": (
+        {"dout": torch.zeros(2, 24, 6, 16, dtype=BF16)},
+        ValueError,
+        ("dout must have", "(2, 24, 6, 32)", "(2, 24, 6, 16)"),
+    ),
+    "dout_device": (
+        {"dout": torch.zeros(2, 24, 6, 32, dtype=BF16, device="meta")},
+        ValueError,
+        ("dout must be on", "meta"),
+    ),
+    "lse_none": ({"lse": None}, TypeError, ("lse must be a torch.Tensor", "None")),
+    "lse_dtype": ({"lse": torch.zeros(2, 6, 24, dtype=BF16)}, TypeError, ("lse", "bfloat16")),
+    "lse_shape": ({"lse": torch.zeros(2, 24, 6)}, ValueError, ("lse", "(2, 6, 24)", "(2, 24, 6)")),
+    "dlse_dtype": ({"dlse": torch.zeros(2, 6, 24).double()}, TypeError, ("dlse", "float64")),
+    "dlse_shape": ({"dlse": torch.zeros(6, 24)}, ValueError, ("dlse", "(2, 6, 24)", "(6, 24)")),
+    "deterministic": ({"deterministic": 1}, TypeError, ("deterministic", "1 (int)")),
+    "score_mod_bwd_alone": (
+        {"score_mod_bwd": square_scores_bwd},
+        ValueError,
+        ("score_mod_bwd", "score_mod", "function"),
+    ),
+    "score_mod_bwd_type": (
+        {"score_mod": square_scores, "score_mod_bwd": 3},
+        TypeError,
+        ("score_mod_bwd must be callable", "3"),
+    ),
+    "dsink_alone": ({"dsink": SINK}, ValueError, ("dsink", "learnable_sink", "(6,)")),
+    "dsink_dtype": (
+        {"learnable_sink": SINK, "dsink": SINK.float()},
+        TypeError,
+        ("dsink must have the dtype", "bfloat16", "float32"),
+    ),
+    "dsink_shape": (
+        {"learnable_sink": SINK, "dsink": SINK[:2]},
+        ValueError,
+        ("dsink must have the shape", "(6,)", "(2,)"),
+    ),
+    "dq_shape": (
+        {"dq": torch.zeros(2, 24, 2, 64, dtype=BF16)},
+        ValueError,
+        ("dq must have the shape of q", "(2, 24, 6, 64)", "(2, 24, 2, 64)"),
+    ),
+    "dk_dtype": (
+        {"dk": torch.zeros(2, 40, 2, 64)},
+        TypeError,
+        ("dk must have the dtype of q", "float32"),
+    ),
+    "dv_expanded": (
+        {"dv": torch.zeros(1, 40, 2, 32, dtype=BF16).expand(2, -1, -1, -1)},
+        ValueError,
+        ("dv must not overlap itself", "(0,"),
+    ),
+    "config_type": ({"config": 64}, TypeError, ("config", "BwdConfig", "int")),
+    "config_key": ({"config": {"tile_n": 64}}, ValueError, ("config", "tile_n")),
+    "config_value": ({"config": {"tile_m": 96}}, ValueError, ("tile_m", "96")),
+    "lists": ({"block_sparse_tensors_torch": 3}, TypeError, ("block_sparse_tensors_torch",)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal_names_argument_and_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise AssertionError("something was prepared")
+
+    monkeypatch.setattr(interface, "BwdCpuLaunch", fail)
+    change, error, said = REFUSALS[name]
+    with pytest.raises(error) as caught:
+        _flash_attn_bwd(**(arguments() | change))
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_a_good_call_is_not_refused() -> None:
+    _flash_attn_bwd(**arguments(), deterministic=True)
+
+
+@pytest.mark.parametrize("output", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "dout"])
+def test_a_gradient_in_an_inputs_memory_is_refused(output: str, name: str) -> None:
+    """Also after a call of the same metadata went well."""
+    given = {x: torch.zeros(1, 8, 2, 16) for x in ("q", "k", "v", "out", "dout")}
+    given["lse"] = torch.zeros(1, 2, 8)
+    _flash_attn_bwd(**given, **{output: torch.empty_like(given["q"])})
+    with pytest.raises(ValueError, match=f"{output} must not share memory with {name}"):
+        _flash_attn_bwd(**given, **{output: given[name]})
+
+
+def on_cuda(**change: Any) -> dict[str, Any]:
+    return {
+        name: x.as_subclass(OnCuda) if isinstance(x, Tensor) else x
+        for name, x in (arguments() | change).items()
+    }
+
+
+def test_what_only_the_cpu_does() -> None:
+    check_bwd_inputs(**on_cuda())
+    with pytest.raises(NotImplementedError, match=r"deterministic=True.*got True"):
+        check_bwd_inputs(**on_cuda(deterministic=True))
+    wide = {name: torch.zeros(2, 24, 2, 136, dtype=BF16) for name in ("q", "k", "v")}
+    like = {name: torch.zeros(2, 24, 2, 136, dtype=BF16) for name in ("out", "dout")}
+    lse = torch.zeros(2, 2, 24)
+    with pytest.raises(NotImplementedError, match=r"head_dim .* above 128 .* got 136"):
+        check_bwd_inputs(**on_cuda(**wide, **like, lse=lse))
+    narrow = {name: x[..., :64].contiguous() for name, x in wide.items() if name != "v"}
+    with pytest.raises(NotImplementedError, match=r"head_dim_v .* above 128 .* got 136"):
+        check_bwd_inputs(**on_cuda(**wide | narrow, **like, lse=lse))
+    _flash_attn_bwd(**wide, **like, lse=lse)
+
+
+# -- what reaches the kernels -------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for the compiled kernels. `prepared` holds what each miss resolved to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.prepared: list[ResolvedBwd] = []
+
+    def prepare(
+        self, operands: BwdOperands, extras: BwdExtras, masks: Masks, settings: BwdSettings
+    ) -> BwdKernelLaunch:
+        resolved, _ = interface._resolve_bwd(operands, extras, masks, settings)
+        self.prepared.append(resolved)
+        kernels = BwdKernels._make(map(self._kernel, BwdKernels._fields))
+        return BwdKernelLaunch(resolved, kernels, operands, extras)
+
+    def _kernel(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.calls.append((name, args))
+
+    def last(self) -> tuple[tuple[Any, ...], ...]:
+        """The arguments of the last call's kernels."""
+        names, args = zip(*self.calls[-3:], strict=True)
+        assert names == ("preprocess", "main", "postprocess")
+        return args
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(interface, "_bwd_launches", {})
+    monkeypatch.setattr(interface, "_prepare_bwd", recorder.prepare)
+    return recorder
+
+
+def call(**change: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _flash_attn_bwd(**(arguments() | change))
+
+
+def test_settings_have_the_defaults_of_the_call() -> None:
+    parameters = dict(list(inspect.signature(_flash_attn_bwd).parameters.items())[6:])
+    defaults = BwdExtras._field_defaults | Masks._field_defaults | BwdSettings._field_defaults
+    assert {name: parameter.default for name, parameter in parameters.items()} == defaults
+
+
+def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positional bundles: a distinct value for each keyword must come out under its name."""
+    names = [*BwdExtras._fields, *Masks._fields, *BwdSettings._fields]
+    given = {name: object() for name in names if name != "config"} | arguments()
+    found: dict[str, object] = {}
+
+    def prepare(*bundles: Any) -> Any:
+        found.update({name: x for bundle in bundles for name, x in bundle._asdict().items()})
+        return lambda *args: None
+
+    monkeypatch.setattr(interface, "_prepare_bwd", prepare)
+    monkeypatch.setattr(interface, "_remember", lambda *args: None)
+    config = BwdConfig(tile_m=64)
+    _flash_attn_bwd(**given, config=config)
+    assert found.keys() == given.keys() | {"config"}
+    assert all(found[name] is x for name, x in given.items()) and found["config"] is config
+
+
+def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
+    given = arguments()
+    used_q, used_k, dlse = int32(5, 24), int32(6, 40), torch.zeros(2, 6, 24)
+    dq, dk, dv = _flash_attn_bwd(
+        **given, softmax_scale=0.5, window_size_left=7, window_size_right=3, softcap=20,
+        learnable_sink=SINK, seqused_q=used_q, seqused_k=used_k, dlse=dlse,
+        dsink=torch.empty_like(SINK),
+    )  # fmt: skip
+    before, main, after = recorder.last()
+    q, k, v, out, dout, lse = given.values()
+    tile_m = recorder.prepared[0].choice.tiles.tile_m
+    stats, dq_accum, parts = main[4], main[5], before[7]
+    assert stats.shape == (6, 2, 2, tile_m) and dq_accum.shape == (6, 2, tile_m * 64)
+    assert parts.shape == (6, 2)
+    assert {x.dtype for x in (stats, dq_accum, parts)} == {FP32}
+
+    def same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
+        pairs = zip(found, expected, strict=True)
+        return all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in pairs)
+
+    assert same(before, (out, dout, lse, dlse, stats, dq_accum, SINK, parts, None, used_q))
+    counter = main[17]
+    assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
+    assert same(
+        main,
+        (
+            q, k, v, dout, stats, dq_accum, dk, dv, 0.5, None, None, used_q, used_k, 7, 3, None,
+            20.0, counter, None, None,
+        ),
+    )  # fmt: skip
+    assert same(after, (dq_accum, dq, 0.5, None, used_q))
+
+
+def test_what_is_packed_is_zeroed(recorder: Recorder) -> None:
+    """Rows that belong to no sequence are nobody's to write."""
+    edges_q, edges_k = int32(0, 9, 40), int32(0, 5, 70)
+    shapes = {"q": (48, 6, 64), "k": (80, 2, 64), "v": (80, 2, 32), "out": (48, 6, 32)}
+    given = {name: torch.zeros(shape, dtype=BF16) for name, shape in shapes.items()}
+    given |= {"dout": given["out"].clone(), "lse": torch.zeros(6, 48)}
+    gradients = _flash_attn_bwd(**given, cu_seqlens_q=edges_q, cu_seqlens_k=edges_k)
+    assert all((x == 0).all() for x in gradients)
+    before, main, after = recorder.last()
+    tile_m = recorder.prepared[0].choice.tiles.tile_m
+    assert main[4].shape == (6, 48 // tile_m + 2, 2, tile_m)
+    assert before[8] is main[9] is after[3] is edges_q and main[10] is edges_k
+    assert before[6:8] == (None, None)
+
+
+def test_the_sink_goes_nowhere_without_dsink(recorder: Recorder) -> None:
+    call(learnable_sink=SINK)
+    assert recorder.last()[0][6:8] == (None, None)
+
+
+def test_dsink_is_the_sum_over_row_blocks(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(name: str) -> Callable[..., None]:
+        def kernel(*args: Any) -> None:
+            if name == "preprocess":
+                args[7].copy_(torch.arange(args[7].numel()).view(args[7].shape))
+
+        return kernel
+
+    monkeypatch.setattr(recorder, "_kernel", fill)
+    dsink = torch.full_like(SINK, NAN)
+    call(learnable_sink=SINK, dsink=dsink)
+    assert dsink.tolist() == [1.0, 5.0, 9.0, 13.0, 17.0, 21.0]
+
+
+def test_a_warm_call_is_one_look_up(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(dict[Any, Any]):
+        look_ups = 0
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            self.look_ups += 1
+            return super().get(key, default)
+
+    launches = Counting()
+    monkeypatch.setattr(interface, "_bwd_launches", launches)
+    call(causal=True)
+    monkeypatch.setattr(interface, "check_bwd_inputs", None)
+    monkeypatch.setattr(interface, "_prepare_bwd", None)
+    fresh = arguments()
+    dq, dk, dv = _flash_attn_bwd(**fresh, causal=True)
+    assert launches.look_ups == 2 and len(launches) == 1
+    before, main, after = recorder.last()
+    expected = (*(fresh[name] for name in ("q", "k", "v", "dout")), dk, dv, dq)
+    found = (*main[:4], *main[6:8], after[1])
+    assert all(x is y for x, y in zip(found, expected, strict=True))
+    assert before[0] is fresh["out"]
+    assert [x.shape for x in (dq, dk, dv)] == [fresh[name].shape for name in "qkv"]
+
+
+WARM: dict[str, Any] = {
+    "seqused_k": int32(40, 40),
+    "window_size_left": 9,
+    "score_mod": square_scores,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"softmax_scale": 0.3},
+        {"causal": True},
+        {"window_size_left": 8},
+        {"window_size_right": 8},
+        {"softcap": 3.0},
+        {"learnable_sink": SINK},
+        {"learnable_sink": SINK, "dsink": SINK.clone()},
+        {"seqused_q": int32(24, 24)},
+        {"seqused_k": None},
+        {"max_seqlen_q": 40},
+        {"dlse": torch.zeros(2, 6, 24)},
+        {"lse": torch.zeros(2, 24, 6).mT},
+        {"dout": torch.zeros(2, 24, 6, 40, dtype=BF16)[..., :32]},
+        {"dk": torch.zeros(2, 40, 2, 64, dtype=BF16)},
+        {"score_mod": None},
+        {"score_mod_bwd": square_scores_bwd},
+        {"mask_mod": MASK_MODS["checks"].cute},
+        {"startend_row_indices": torch.zeros(1, 1, 40, 2, dtype=torch.int32)},
+        {"deterministic": True},
+        {"config": {"tile_m": 64}},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_what_differs_is_prepared_anew(change: dict[str, Any], recorder: Recorder) -> None:
+    call(**WARM)
+    for _ in range(2):
+        call(**WARM | change)
+    assert len(recorder.prepared) == 2
+
+
+def test_masks_arrive_in_the_kernels_form(recorder: Recorder) -> None:
+    """Lists as bits, of any block size and even where tiles nest; made once, bounds too."""
+    cnt, idx = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    lists = BlockSparseTensorsTorch(cnt, idx, block_size=(128, 128))
+    columns = ColumnMask(torch.zeros(1, 1, 40, 1, dtype=torch.int32), causal=True)
+    aux = [torch.zeros(2, 40, dtype=torch.int32)]
+    more = {
+        "block_sparse_tensors_torch": lists,
+        "startend_row_indices": columns,
+        "mask_mod": MASK_MODS["documents"].cute,
+        "aux_tensors": aux,
+    }
+    kept = []
+    for _ in range(2):
+        call(**more)
+        aux_tensors, _, _, (indices, bounds), bits = recorder.last()[1][15:]
+        assert aux_tensors[0] is aux[0] and indices is columns.startend_row_indices
+        assert bounds.shape == (1, 1, 2, 1)
+        kept.append((bounds, *bits))
+    _, visible, full, block_q, block_k = kept[0]
+    assert (visible.tolist(), full.tolist(), block_q, block_k) == ([[[[1]]]], [[[[0]]]], 128, 128)
+    assert all(x is y for x, y in zip(*kept, strict=True))
+    # a forward whose tiles do not nest needs the same bits
+    shared = retile_lists(lists, 192, 80, 24, 40).bits
+    assert shared is not None and shared.visible is visible and shared.full is full
+    (resolved,) = recorder.prepared
+    assert resolved.problem.is_causal and resolved.problem.intervals == (1, True)
+    assert (resolved.problem.has_bits, resolved.problem.has_lists) == (True, False)
+
+
+def test_output_gradients_that_kernels_cannot_read_are_copied(recorder: Recorder) -> None:
+    good = torch.randn(2, 24, 6, 32).to(BF16)
+    flat = torch.randn(good.numel() + 1).to(BF16)
+    bad = {
+        "expanded": good[:, :1].expand_as(good),
+        "transposed": good.transpose(1, 3).contiguous().transpose(1, 3),
+        "odd stride": torch.randn(2, 24, 6, 36).to(BF16)[..., :32],
+        "odd address": flat[1:].view(good.shape),
+    }
+    for name, dout in bad.items():
+        for _ in range(2):
+            call(dout=dout)
+            before, main, _ = recorder.last()
+            assert before[1] is main[3] is not dout, name
+            assert main[3].is_contiguous() and main[3].data_ptr() % 16 == 0, name
+            assert torch.equal(main[3], dout), name
+    padded = torch.randn(2, 24, 6, 40).to(BF16)[..., :32]
+    by_heads = good.transpose(1, 2).contiguous().transpose(1, 2)
+    for dout in (good, padded, by_heads):
+        call(dout=dout)
+        assert recorder.last()[1][3] is dout
+
+
+def test_extents_of_one_get_strides_that_tma_takes(recorder: Recorder) -> None:
+    given = {
+        name: x[:1].as_strided((1, *x.shape[1:]), (3, *x.stride()[1:]))
+        for name, x in arguments().items()
+        if name != "lse"
+    }
+    _flash_attn_bwd(**given, lse=torch.zeros(1, 6, 24))
+    before, main, after = recorder.last()
+    for x in (*before[:2], *main[:4], *main[6:8], after[1]):
+        assert x.shape[0] == 1 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1])
+
+
+def test_misaligned_data_never_hits(recorder: Recorder) -> None:
+    call()
+    shifted = torch.zeros(2 * 24 * 6 * 64 + 1, dtype=BF16)[1:].view(2, 24, 6, 64)
+    call(q=shifted)
+    assert len(recorder.prepared) == 2
+
+
+# -- configuration and code ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", SM90_BWD, ids=lambda row: f"{row.max_dim}-{row.tile_m}")
+def test_a_row_runs_as_written(row: Any) -> None:
+    choice = select_bwd_config(row.max_dim, row.max_dim_v, (row.masks or ("other",))[0])
+    for field in ("tile_m", "stages_q", "stages_do", "stages_kv"):
+        assert getattr(choice.tiles, field) == getattr(row, field)
+    assert row.reason in choice.reason and "because" not in choice.reason
+
+
+def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
+
+    fields = {name: x for name, x in asdict(tiles).items() if name != "skip_blocks"}
+    return BwdPlan(BFloat16, head_dim, head_dim_v, **fields).infeasible() is None
+
+
+def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
+    for head_dim in range(8, 129, 8):
+        for head_dim_v in range(8, 129, 8):
+            choice = select_bwd_config(head_dim, head_dim_v, "other")
+            assert runs(head_dim, head_dim_v, choice.tiles)
+            assert choice.tile_d >= head_dim and choice.tile_n == 128
+
+
+STAGES = ("stages_q", "stages_do", "stages_kv")
+OVERRIDES = [
+    {"tile_m": tile_m, "stages_kv": stages}
+    for tile_m in (64, 128)
+    for stages in (1, 2)
+] + [{"stages_q": 1}, {"stages_do": 1, "skip_blocks": False}]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", OVERRIDES, ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_an_override_is_kept_and_the_rest_made_to_fit(dim: int, given: dict[str, Any]) -> None:
+    """Refused only if nothing runs that has the given fields."""
+    stages = {name: (1, 2) for name in STAGES if name not in given}
+    row = {"tile_m": select_bwd_config(dim, dim, "other").tiles.tile_m} | given
+    feasible = [
+        tiles
+        for values in itertools.product(*stages.values())
+        if runs(dim, dim, tiles := BwdTiles(**row, **dict(zip(stages, values, strict=True))))
+    ]
+    try:
+        choice = select_bwd_config(dim, dim, "other", BwdConfig(**given))
+    except ValueError as error:
+        assert not feasible and str(given["tile_m"]) in str(error)
+        return
+    assert choice.tiles in feasible
+    assert f"config= sets {next(iter(given))}=" in choice.reason
+
+
+def test_an_override_that_cannot_run() -> None:
+    with pytest.raises(ValueError, match=r"tile_m.: 128.*head_dim=128.*exceed"):
+        select_bwd_config(128, 128, "other", BwdConfig(tile_m=128))
+    for dim in (64, 256):
+        with pytest.raises(ValueError, match=r"stages_q must be 1 or 2, got 3"):
+            select_bwd_config(dim, dim, "other", BwdConfig(stages_q=3))
+
+
+TARGET = Target.default()
+PLAIN = AttentionProblem("bfloat16", 128, 128, needs_lse=False)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"has_window_left": True, "has_window_right": True},
+    "varlen-causal": {"varlen_q": True, "varlen_k": True, "is_causal": True},
+    "seqused": {"varlen_q": True, "has_seqused_q": True, "has_seqused_k": True},
+    "softcap": {"has_softcap": True},
+    "columns-2": {"intervals": (2, False)},
+    "columns-1-causal-bits": {"intervals": (1, True), "is_causal": True, "has_bits": True},
+    "mask-aux": {"mask_mod": "documents", "aux": (("int32", 2),)},
+    "score": {"score_mod": "alibi", "is_causal": True},
+    "d64-fp16-causal": {"dtype": "float16", "head_dim": 64, "head_dim_v": 64, "is_causal": True},
+    "d72-dv40": {"head_dim": 72, "head_dim_v": 40},
+}
+# Bytes; the others have none.
+SPILLS = {"columns-1-causal-bits": 16, "mask-aux": 296}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiles_well(name: str) -> None:
+    fields = dict(VARIANTS[name])
+    mods = NO_MODS
+    for kind, table in (("score_mod", SCORE_MODS), ("mask_mod", MASK_MODS)):
+        if kind in fields:
+            mods = mods._replace(**{kind: table[fields[kind]].cute})
+            fields[kind] = callable_key(getattr(mods, kind))
+    problem = replace(PLAIN, **fields)
+    choice = select_bwd_config(problem.head_dim, problem.head_dim_v, problem.mask_kind)
+    with compile_lock():
+        meta = build_bwd(problem, choice, TARGET, mods).meta
+    facts = f"{name}: {meta}"
+    assert meta["registers"], facts
+    assert meta["spill_bytes"] <= SPILLS.get(name, 0), facts
+    assert not meta["warnings"], facts
+    assert meta["smem_bytes"] == choice.smem_bytes <= 232448, facts
+
+
+def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
+    """Sizes are not part of a problem, and equal problems compile once."""
+    cache = CompileCache(tmp_path)
+
+    def kernels_of(case: Case) -> BwdKernels:
+        inputs = make_inputs(case)
+        out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
+        extras, masks, settings = interface.bundle_bwd(bwd_keywords(inputs))
+        operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out, lse)
+        call, _ = interface._resolve_bwd(operands, extras, masks, settings)
+        problem, has_dlse, sink = call.problem, call.has_dlse, call.sink_dtype
+        return compile_bwd(problem, call.choice, TARGET, Mods(), has_dlse, sink, cache)
+
+    first = Case("first", 1, 60, 70, 4, 2, causal=True, window_left=20, sink=BF16)
+    before = compile_count()
+    kernels = kernels_of(first)
+    assert compile_count() == before + 3
+    for other in (
+        replace(first, id="lengths", seqlen_q=130, seqlen_k=300),
+        replace(first, id="batch", batch=3),
+        replace(first, id="heads", heads_q=3, heads_kv=1),
+        replace(first, id="window", window_left=5, softmax_scale=0.2),
+        replace(first, id="equal tensors", strided="transposed"),
+    ):
+        assert kernels_of(other) == kernels, other.id
+    assert compile_count() == before + 3
+    # what the kernels around the main one do not depend on compiles the main one only
+    assert kernels_of(replace(first, causal=False))[::2] == kernels[::2]
+    assert compile_count() == before + 4
+
+
+def test_public_paths() -> None:
+    from flash_mask_cute import flash_bwd
+    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
+
+    assert flash_bwd.FlashAttentionBackwardSm90 is FlashAttentionBackwardSm90

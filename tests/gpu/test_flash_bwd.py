@@ -1,0 +1,368 @@
+"""The backward through the public calls, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    BF16,
+    CASES,
+    FP32,
+    MASK_CASES,
+    Case,
+    GuardedOutputs,
+    Inputs,
+    assert_gradients_close,
+    make_inputs,
+    make_output_gradients,
+    random_case,
+    random_mask_case,
+)
+from torch import Tensor
+
+import flash_mask_cute
+from flash_mask_cute import ColumnMask
+from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+pytestmark = pytest.mark.gpu
+
+NAN = float("nan")
+WIDEST = 128
+"""Head dimension of the widest kernel."""
+NAMES = ("dq", "dk", "dv")
+
+Gradients = dict[str, Tensor | None]
+
+
+def is_supported(case: Case) -> bool:
+    return max(case.head_dim, case.head_dim_v) <= WIDEST
+
+
+def bwd_keywords(inputs: Inputs) -> dict[str, Any]:
+    return {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+
+
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **inputs.keywords)
+    assert lse is not None
+    return out, lse
+
+
+def backward(
+    inputs: Inputs,
+    results: tuple[Tensor, Tensor],
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    **more: Any,
+) -> Gradients:
+    """results: out and lse."""
+    out, lse = results
+    keywords = bwd_keywords(inputs) | {"dlse": dlse} | more
+    dsink = None
+    if inputs.case.sink is not None:
+        dsink = keywords["dsink"] = torch.full_like(keywords["learnable_sink"], NAN)
+    gradients = _flash_attn_bwd(inputs.q, inputs.k, inputs.v, out, dout, lse, **keywords)
+    return dict(zip(NAMES, gradients, strict=True)) | {"dsink": dsink}
+
+
+class GuardedGradients:
+    """NaN-filled dq, dk and dv for a caller to pass, each inside a larger NaN-filled buffer."""
+
+    GUARD = GuardedOutputs.GUARD
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
+        for name, like in zip(NAMES, (inputs.q, inputs.k, inputs.v), strict=True):
+            buffer = torch.full(
+                (like.numel() + 2 * self.GUARD,), NAN, dtype=like.dtype, device=like.device
+            )
+            self._buffers[name] = buffer
+            self.tensors[name] = buffer[self.GUARD : -self.GUARD].view(like.shape)
+
+    def assert_guards_intact(self) -> None:
+        for name, buffer in self._buffers.items():
+            assert buffer[: self.GUARD].isnan().all(), f"the memory before {name} was written"
+            assert buffer[-self.GUARD :].isnan().all(), f"the memory after {name} was written"
+
+
+def check(inputs: Inputs, seed: int = 1) -> None:
+    """Gradients of the library without dlse, and of the caller, NaN before, with it: close to the
+    oracle, nothing written around them."""
+    results = forward(inputs)
+    dout, dlse = make_output_gradients(inputs, seed)
+    assert_gradients_close(backward(inputs, results, dout), inputs, dout)
+    given = GuardedGradients(inputs)
+    found = backward(inputs, results, dout, dlse, **given.tensors)
+    assert all(found[name] is x for name, x in given.tensors.items())
+    given.assert_guards_intact()
+    assert_gradients_close(found, inputs, dout, dlse)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", list(filter(is_supported, CASES)), ids=lambda case: case.id)
+def test_against_oracle(case: Case) -> None:
+    check(make_inputs(case, "cuda"))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.id)
+def test_masks_against_oracle(case: Case) -> None:
+    check(make_inputs(case.packed_if_supported(), "cuda"))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("seed", range(60))
+def test_fuzzed_feature_pairs(seed: int) -> None:
+    check(make_inputs(random_case(random.Random(seed)), "cuda", seed), seed)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("seed", range(120))
+def test_fuzzed_masks(seed: int) -> None:
+    case = random_mask_case(random.Random(seed))
+    check(make_inputs(case.packed_if_supported(), "cuda", seed), seed)
+
+
+# Many work tiles for each CTA, and walks of more than one chunk of 32 query blocks.
+LARGE_CASES = (
+    Case("large-d128-causal", 2, 4097, 4097, 8, 8, causal=True),
+    Case("large-d128-gqa8", 1, 2049, 4000, 16, 2),
+    Case("large-d64-causal", 2, 8191, 8191, 4, 4, 64, causal=True),
+    Case("large-d64-gqa4-window", 1, 8191, 8191, 8, 2, 64, window_left=700, window_right=0),
+    Case("large-long-q", 1, 9001, 300, 4, 1),
+    Case("large-long-k", 1, 65, 20001, 4, 2),
+    Case("large-columns", 2, 4000, 4000, 8, 2, causal=True, column="documents1"),
+    Case("large-columns-by-head", 1, 3001, 3001, 8, 2, 64, column="stepped2", column_heads="q"),
+    Case("large-blocks", 1, 4000, 4000, 4, 4, blocks=(128, 128)),
+    Case(
+        "large-documents", heads_q=8, heads_kv=2, lengths_q=(17, 4000, 3, 511, 2049, 128, 1),
+        lengths_k=(17, 4000, 3, 511, 2049, 128, 1), causal=True,
+    ),
+    Case("large-cross", lengths_q=(3000, 0, 65), lengths_k=(129, 4000, 0), window_left=99),
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.id)
+def test_large_problems(case: Case) -> None:
+    check(make_inputs(case, "cuda"))
+
+
+SKIP_CASES = (*MASK_CASES, Case("causal", 2, 1000, 700, causal=True), Case("dense", 1, 300, 300))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", SKIP_CASES, ids=lambda case: case.id)
+def test_skipping_changes_no_bit(case: Case) -> None:
+    """Of dK and dV; dQ is summed in an order of chance."""
+    inputs = make_inputs(case.packed_if_supported(), "cuda")
+    results = forward(inputs)
+    dout, dlse = make_output_gradients(inputs)
+    skipping = backward(inputs, results, dout, dlse)
+    visiting = backward(inputs, results, dout, dlse, config={"skip_blocks": False})
+    for name in ("dk", "dv"):
+        a, b = skipping[name], visiting[name]
+        assert a is not None and b is not None
+        # a block that is not skipped may turn -0 into 0
+        assert torch.equal(a, b), name
+    assert_gradients_close(visiting, inputs, dout, dlse)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("sink", [None, FP32], ids=["no-sink", "sink"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal", 2, 300, 100, causal=True),
+        Case("window", 1, 700, 100, window_left=20, window_right=10),
+        Case("no keys", lengths_q=(129, 64, 255), lengths_k=(0, 200, 0)),
+        Case("no keys used", 2, 129, 129, seqused_k=(0, 1), window_left=40),
+        Case("no queries", lengths_q=(0, 64, 0), lengths_k=(129, 200, 300)),
+        Case("nothing", lengths_q=(129, 64), lengths_k=(0, 0)),
+    ],
+    ids=lambda case: case.id,
+)
+def test_rows_that_see_nothing(case: Case, sink: torch.dtype | None) -> None:
+    check(make_inputs(replace(case, sink=sink), "cuda"))
+
+
+def test_packed_rows_of_no_sequence() -> None:
+    """0 in new tensors; the caller's stay as they are."""
+    inputs = make_inputs(Case("tail", lengths_q=(65, 30), lengths_k=(30, 165)), "cuda")
+    tail = torch.full((9, 2, 128), NAN, dtype=BF16, device="cuda")
+    q, k, v = (torch.cat([x, tail]) for x in (inputs.q, inputs.k, inputs.v))
+    dout, _ = make_output_gradients(inputs)
+    keywords = bwd_keywords(inputs)
+    out, lse = _flash_attn_fwd(q, k, v, **keywords)
+    assert lse is not None
+    operands = (q, k, v, out, torch.cat([dout, tail]), lse)
+    given = {name: torch.full_like(x, 7.0) for name, x in zip(NAMES, (q, k, v), strict=True)}
+    for outputs, rest in (({}, 0.0), (given, 7.0)):
+        gradients = _flash_attn_bwd(*operands, **keywords, **outputs)
+        assert all((x[-9:] == rest).all() for x in gradients)
+        named = {name: x[:-9] for name, x in zip(NAMES, gradients, strict=True)}
+        assert_gradients_close(named, inputs, dout)
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("form", ["expanded", "transposed", "odd stride", "odd address", "by head"])
+def test_output_gradients_of_any_strides(form: str, varlen: bool) -> None:
+    lengths = {"lengths_q": (100, 255), "lengths_k": (100, 255)} if varlen else {}
+    inputs = make_inputs(Case(form, 2, 255, 300, causal=True, **lengths), "cuda")
+    dout, dlse = make_output_gradients(inputs)
+    shape = dout.shape
+    if form == "expanded":
+        dout, dlse = dout[:1, :1, :1].expand(shape), dlse[:1, :1].expand_as(dlse)
+    elif form == "transposed":
+        dout, dlse = dout.transpose(0, -1).clone().transpose(0, -1), dlse.mT.clone().mT
+    elif form == "odd stride":
+        dout = torch.nn.functional.pad(dout, (0, 4))[..., : shape[-1]]
+    elif form == "odd address":
+        dout = torch.cat([dout.new_zeros(1), dout.flatten()])[1:].view(shape)
+    else:
+        dout = dout.transpose(-2, -3).clone().transpose(-2, -3)
+    assert_gradients_close(backward(inputs, forward(inputs), dout, dlse), inputs, dout, dlse)
+
+
+def test_gradients_into_slices_of_one_tensor() -> None:
+    inputs = make_inputs(Case("fused", 2, 300, 300, 4, 2, strided="fused_qkv"), "cuda")
+    dout, _ = make_output_gradients(inputs)
+    fused = torch.full((2, 300, 8, 128), NAN, dtype=BF16, device="cuda")
+    given = dict(zip(NAMES, fused.split((4, 2, 2), dim=2), strict=True))
+    gradients = backward(inputs, forward(inputs), dout, **given)
+    assert all(gradients[name] is x for name, x in given.items())
+    assert_gradients_close(gradients, inputs, dout)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("dense", 2, 255, 1000, 8, 2, causal=True, sink=FP32),
+        Case("varlen", lengths_q=(129, 1, 255), lengths_k=(300, 127, 255), causal=True),
+    ],
+    ids=lambda case: case.id,
+)
+def test_cuda_graph_replays_on_new_inputs(case: Case) -> None:
+    captured = make_inputs(case, "cuda")
+    dout, dlse = make_output_gradients(captured)
+    results = tuple(x.clone() for x in forward(captured))
+    backward(captured, results, dout, dlse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients = backward(captured, results, dout, dlse)
+    for seed in (2, 3):
+        fresh = make_inputs(case, "cuda", seed)
+        new_dout, new_dlse = make_output_gradients(fresh, seed)
+        if case.sink is not None:
+            captured.keywords["learnable_sink"].copy_(fresh.keywords["learnable_sink"])
+        olds = (captured.q, captured.k, captured.v, *results, dout, dlse)
+        news = (fresh.q, fresh.k, fresh.v, *forward(fresh), new_dout, new_dlse)
+        for old, new in zip(olds, news, strict=True):
+            old.copy_(new)
+        for gradient in gradients.values():
+            if gradient is not None:
+                gradient.fill_(NAN)
+        graph.replay()
+        assert_gradients_close(gradients, fresh, new_dout, new_dlse)
+
+
+def test_runs_on_the_current_stream() -> None:
+    """The stream is kept busy before it writes dout, so a kernel on another stream would read the
+    zeros that it holds until then."""
+    inputs = make_inputs(Case("stream", 2, 255, 1000, causal=True), "cuda")
+    results = forward(inputs)
+    dout, _ = make_output_gradients(inputs)
+    late = torch.zeros_like(dout)
+    backward(inputs, results, late)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        late.copy_(dout)
+        gradients = backward(inputs, results, late)
+    stream.synchronize()
+    assert_gradients_close(gradients, inputs, dout)
+
+
+def test_sizes_and_values_do_not_recompile() -> None:
+    """Batch, lengths, number of heads, scale, window sizes and the contents of masks."""
+    first = Case("first", 2, 255, 1000, 8, 2, window_left=100, window_right=7, pack_gqa=False)
+    masked = Case("masked", 1, 255, 300, causal=True, column="random1", blocks=(48, 80))
+    groups = (
+        (
+            first,
+            replace(first, id="batch", batch=3),
+            replace(first, id="lengths", seqlen_q=1000, seqlen_k=513),
+            replace(first, id="heads", heads_q=3, heads_kv=3),
+            replace(first, id="window", window_left=33, window_right=200),
+            replace(first, id="scale", softmax_scale=0.2),
+        ),
+        (
+            replace(first, id="varlen", lengths_q=(129, 255), lengths_k=(300, 500)),
+            replace(first, id="more", lengths_q=(200, 1, 64), lengths_k=(0, 700, 65)),
+        ),
+        (masked, replace(masked, id="masked-longer", batch=2, seqlen_q=400, seqlen_k=513)),
+    )
+    for warm, *others in groups:
+        check(make_inputs(warm, "cuda"))
+        for case in others:
+            inputs = make_inputs(case, "cuda", seed=1)
+            results = forward(inputs)
+            dout, dlse = make_output_gradients(inputs)
+            compiled = flash_mask_cute.compile_count()
+            gradients = backward(inputs, results, dout, dlse)
+            assert flash_mask_cute.compile_count() == compiled, case.id
+            assert_gradients_close(gradients, inputs, dout, dlse)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("sink", 1, 255, 300, causal=True, sink=BF16),
+        Case("varlen", lengths_q=(129, 64), lengths_k=(129, 64), causal=True),
+        MASK_CASES[0],
+        *[case for case in MASK_CASES if case.blocks][:3],
+    ],
+    ids=lambda case: case.id,
+)
+def test_no_call_waits_for_the_device(case: Case) -> None:
+    inputs = make_inputs(case.packed_if_supported(), "cuda")
+    results = forward(inputs)
+    dout, dlse = make_output_gradients(inputs)
+    backward(inputs, results, dout, dlse)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients = backward(inputs, results, dout, dlse)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_gradients_close(gradients, inputs, dout, dlse)
+
+
+def test_a_column_mask_serves_many_calls_and_follows_its_tensor() -> None:
+    case = Case("kept", 2, 255, 300, causal=True, column="stepped1")
+    first, second = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=5)
+    indices = first.keywords["startend_row_indices"].clone()
+    mask = ColumnMask(indices, causal=True)
+    for inputs in (first, first, second, first):
+        indices.copy_(inputs.keywords["startend_row_indices"])
+        dout, dlse = make_output_gradients(inputs)
+        gradients = backward(
+            inputs, forward(inputs), dout, dlse, startend_row_indices=mask, causal=False
+        )
+        assert_gradients_close(gradients, inputs, dout, dlse)
+
+
+def test_refused_on_a_gpu() -> None:
+    inputs = make_inputs(Case("wide", 1, 65, 65, head_dim=136), "cuda")
+    out, lse = forward(inputs)
+    with pytest.raises(NotImplementedError, match="head_dim .* above 128 .* got 136"):
+        _flash_attn_bwd(inputs.q, inputs.k, inputs.v, out, out, lse)
+    inputs = make_inputs(Case("deterministic", 1, 65, 65), "cuda")
+    out, lse = forward(inputs)
+    with pytest.raises(NotImplementedError, match="deterministic=True"):
+        _flash_attn_bwd(inputs.q, inputs.k, inputs.v, out, out, lse, deterministic=True)

@@ -1,0 +1,208 @@
+"""Autograd, torch.compile, CUDA graphs and checkpointing on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    BF16,
+    FP32,
+    Case,
+    Inputs,
+    assert_close_to_oracle,
+    assert_gradients_close,
+    make_inputs,
+    make_output_gradients,
+)
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flash_mask_cute import (
+    BlockSparseTensorsTorch,
+    ColumnMask,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    functional,
+)
+
+pytestmark = pytest.mark.gpu
+
+CASES = (
+    Case("causal-gqa4-sink", 2, 300, 300, 8, 2, causal=True, sink=FP32),
+    Case("window-d64", 1, 255, 400, head_dim=64, window_left=90, window_right=3),
+    Case("columns1", 1, 300, 300, 4, 2, causal=True, column="random1"),
+    Case("columns-packed", lengths_q=(129, 0, 200), lengths_k=(200, 63, 170), causal=True,
+         column="stepped1"),
+    Case("mask_mod-blocks", 2, 255, 255, mask_mod="documents", blocks=(64, 64)),
+    Case("everything-packed", heads_q=4, heads_kv=2, lengths_q=(129, 63), lengths_k=(200, 129),
+         causal=True, window_left=150, softcap=15.0, sink=BF16, column="random1",
+         column_heads="kv", mask_mod="checks", score_mod="t5", blocks=(64, 64)),
+)  # fmt: skip
+by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+
+
+def arguments_of(inputs: Inputs) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A public function and its keywords, operands included, which require gradients."""
+    keywords = inputs.keywords | {"q": inputs.q, "k": inputs.k, "v": inputs.v, "return_lse": True}
+    keywords["window_size"] = keywords.pop("window_size_left"), keywords.pop("window_size_right")
+    if "block_sparse_tensors_torch" in keywords:
+        keywords["block_sparse_tensors"] = keywords.pop("block_sparse_tensors_torch")
+    for name in ("q", "k", "v", "learnable_sink"):
+        if keywords[name] is not None:
+            keywords[name] = keywords[name].detach().clone().requires_grad_()
+    if any(keywords.get(name) is not None for name in functional._LENGTHS):
+        return flash_attn_varlen_func, keywords
+    return flash_attn_func, {n: x for n, x in keywords.items() if n not in functional._LENGTHS}
+
+
+def check(inputs: Inputs, call: Callable[..., Any] | None = None) -> None:
+    """call: instead of the function, with its keywords."""
+    function, keywords = arguments_of(inputs)
+    dout, dlse = make_output_gradients(inputs)
+    out, lse = (call or function)(**keywords)
+    torch.autograd.backward((out, lse), (dout, dlse))
+    sink = keywords["learnable_sink"]
+    gradients = {f"d{name}": keywords[name].grad for name in "qkv"}
+    gradients["dsink"] = None if sink is None else sink.grad
+    assert_close_to_oracle(out.detach(), lse.detach(), inputs)
+    assert_gradients_close(gradients, inputs, dout, dlse)
+
+
+@by_id
+def test_eager(case: Case) -> None:
+    check(make_inputs(case, "cuda"))
+
+
+@by_id
+def test_inductor(case: Case) -> None:
+    torch._dynamo.reset()
+    inputs = make_inputs(case, "cuda")
+    compiled = torch.compile(arguments_of(inputs)[0], fullgraph=True)
+    for seed in range(2):
+        check(make_inputs(case, "cuda", seed), compiled)
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.id)
+def test_graphs_of_the_compiler(case: Case) -> None:
+    """Recorded in the second call, replayed in the others, on new tensors."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        arguments_of(make_inputs(case, "cuda"))[0], fullgraph=True, mode="reduce-overhead"
+    )
+    for seed in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        check(make_inputs(case, "cuda", seed), compiled)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("case", CASES[1::2], ids=lambda case: case.id)
+def test_checkpoint(case: Case, use_reentrant: bool) -> None:
+    inputs = make_inputs(case, "cuda")
+    function, _ = arguments_of(inputs)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+        # a reentrant one finds tensors among positional arguments only
+        sink = keywords.pop("learnable_sink")
+        return checkpoint(
+            lambda q, k, v, sink: function(q, k, v, learnable_sink=sink, **keywords),
+            q, k, v, sink, use_reentrant=use_reentrant,
+        )  # fmt: skip
+
+    check(inputs, call)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.id)
+def test_a_captured_step_follows_its_inputs(case: Case) -> None:
+    """Forward and backward in one CUDA graph, replayed on other values and another mask."""
+    captured, fresh = (make_inputs(case, "cuda", seed) for seed in (0, 1))
+    function, keywords = arguments_of(captured)
+    indices = keywords.get("startend_row_indices")
+    if indices is not None:
+        keywords["startend_row_indices"] = ColumnMask(indices, case.causal)
+    dout, dlse = make_output_gradients(captured)
+    operands = [x for n in ("q", "k", "v", "learnable_sink") if (x := keywords[n]) is not None]
+
+    def step() -> tuple[Tensor, ...]:
+        if indices is not None:
+            keywords["startend_row_indices"].refresh()
+        out, lse = function(**keywords)
+        return (out, lse, *torch.autograd.grad((out, lse), operands, (dout, dlse)))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    new_dout, new_dlse = make_output_gradients(fresh, seed=2)
+    sources = [fresh.q, fresh.k, fresh.v, fresh.keywords["learnable_sink"]]
+    with torch.no_grad():
+        for x, new in zip(operands, sources, strict=False):
+            x.copy_(new)
+        dout.copy_(new_dout)
+        dlse.copy_(new_dlse)
+        if indices is not None:
+            indices.copy_(fresh.keywords["startend_row_indices"])
+        for x in results:
+            x.fill_(float("nan"))
+    graph.replay()
+    assert_close_to_oracle(results[0].detach(), results[1].detach(), fresh)
+    names = ("dq", "dk", "dv", "dsink")
+    gradients: dict[str, Tensor | None] = dict.fromkeys(names)
+    gradients |= dict(zip(names, results[2:], strict=False))
+    assert_gradients_close(gradients, fresh, dout, dlse)
+
+
+@by_id
+def test_a_warm_step_waits_for_nothing(case: Case) -> None:
+    function, keywords = arguments_of(make_inputs(case, "cuda"))
+
+    def step() -> None:
+        out, lse = function(**keywords)
+        (out.float().sum() + lse.clamp(min=-100.0).sum()).backward()
+
+    step()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_operators_read_lists_that_were_rewritten_unseen() -> None:
+    """As a compiled graph does with a buffer that it uses again; blocks that tiles do not fit."""
+    q, k, v = (torch.randn(1, 192, 2, 128, dtype=BF16, device="cuda") for _ in range(3))
+    cnt = torch.tensor([[[1, 2]]], dtype=torch.int32, device="cuda")
+    idx = torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32, device="cuda")
+    lists = BlockSparseTensorsTorch(cnt, idx, block_size=(96, 96))
+
+    def call() -> Tensor:
+        return flash_attn_func(q, k, v, block_sparse_tensors=lists)
+
+    compiled = torch.compile(call, fullgraph=True)
+    first = compiled()
+    cnt.data.fill_(1)
+    second = compiled()
+    assert torch.equal(first[:, :96], second[:, :96])
+    assert (first[:, 96:] != second[:, 96:]).any()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keywords", "message"),
+    [(128, {"deterministic": True}, "deterministic"), (192, {}, "head_dim")],
+)
+def test_backward_that_is_not_supported(
+    head_dim: int, keywords: dict[str, Any], message: str
+) -> None:
+    x = torch.randn(1, 64, 2, head_dim, dtype=BF16, device="cuda", requires_grad=True)
+    out = flash_attn_func(x, x, x, **keywords)
+    with pytest.raises(NotImplementedError, match=message):
+        out.sum().backward()

@@ -1,0 +1,217 @@
+"""The compiled backward, its three kernels one after the other, on the software GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    BF16,
+    FP16,
+    FP32,
+    MASK_CASES,
+    Case,
+    Inputs,
+    assert_gradients_close,
+    make_inputs,
+    make_output_gradients,
+)
+from torch import Tensor
+
+from flash_mask_cute.host.bwd_launch import BwdKernelLaunch, BwdOperands
+from flash_mask_cute.host.compile_bwd import compile_bwd
+from flash_mask_cute.host.mask_args import NO_MASKS
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.interface import _resolve_bwd, bundle_bwd
+from flash_mask_cute.masks.column_mask import ColumnMask
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+# None: asynchronous work completes at once. A seed: at random later points, with warps shuffled.
+DELAY_SEEDS = (None, 1)
+
+# The software GPU has two SMs, so a case of more than two work tiles (key blocks x KV heads x
+# batch) gives a persistent CTA several.
+CASES = (
+    Case("dense-127x129", 1, 127, 129),
+    Case("dense-1x1", 1, 1, 1, 1, 1),
+    Case("dense-129x129-fused_qkv", 1, 129, 129, strided="fused_qkv"),
+    Case("causal-129x300", 2, 129, 300, causal=True),
+    Case("causal-257x100-empty-rows", 1, 257, 100, causal=True),
+    Case("window-20-5-129x300-unseen-keys", 1, 129, 300, window_left=20, window_right=5),
+    Case("window-open-9-129x129", 1, 129, 129, window_right=9),
+    Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True),
+    Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True),
+    Case("varlen-q-dense-k-seqused", seqlen_k=129, lengths_q=(130, 1), seqused_q=(90, 0)),
+    Case("dense-q-varlen-k", seqlen_q=129, lengths_k=(0, 200)),
+    Case("seqused", 2, 129, 129, seqused_q=(100, 0), seqused_k=(129, 65), causal=True),
+    Case("softcap-129x129", 1, 129, 129, softcap=15.0),
+    Case("sink-257x65-empty-rows", 1, 257, 65, causal=True, sink=FP32),
+    Case("sink-bf16-gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 99), lengths_k=(0, 70), sink=BF16),
+    Case("fp16-d64-causal", 1, 255, 255, head_dim=64, dtype=FP16, causal=True),
+    Case("d72-dv40", 1, 127, 129, head_dim=72, head_dim_v=40),
+)
+
+
+def launch_on_simulator(
+    inputs: Inputs, dout: Tensor, dlse: Tensor | None = None, **more: Any
+) -> dict[str, Tensor | None]:
+    """The public call's own way to its kernels, for tensors on the CPU, with the oracle's out and
+    lse, NaN in rows that are not in use. more: keywords of the backward.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    out, lse = inputs.reference[0].to(q.dtype), inputs.reference[1].float()
+    unused = ~inputs.rows_in_use("q")
+    out[unused] = float("nan")
+    lse.mT[unused] = float("nan")
+    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    keywords["dlse"] = dlse
+    dsink = None
+    if inputs.case.sink is not None:
+        dsink = keywords["dsink"] = torch.empty_like(keywords["learnable_sink"])
+    dq, dk, dv = launch(BwdOperands(q, k, v, out, dout, lse), keywords | more)
+    return {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
+
+
+def launch(operands: BwdOperands, keywords: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    extras, masks, settings = bundle_bwd(keywords)
+    call, _ = _resolve_bwd(operands, extras, masks, settings)
+    mods = masks.mods._replace(score_mod_bwd=settings.score_mod_bwd)
+    target = Target("sm_90a", num_sms=2)
+    kernels = compile_bwd(call.problem, call.choice, target, mods, call.has_dlse, call.sink_dtype)
+    prepared = BwdKernelLaunch(call, kernels, operands, extras)
+    return prepared(operands, extras, None if masks == NO_MASKS else masks)
+
+
+def run_sim(
+    simulator: ModuleType,
+    inputs: Inputs,
+    seeds: tuple[int | None, ...] = DELAY_SEEDS,
+    **more: Any,
+) -> None:
+    dout, dlse = make_output_gradients(inputs)
+    for seed in seeds:
+        simulator.OPTIONS.pop("delay", None)
+        if seed is not None:
+            simulator.OPTIONS["delay"] = seed
+        simulator.RESULTS.clear()
+        given_dlse = None if seed is None else dlse
+        gradients = launch_on_simulator(inputs, dout, given_dlse, **more)
+        assert len(simulator.RESULTS) == 3, "three launches"
+        for result in simulator.RESULTS:
+            assert not result["warnings"], f"delay {seed}: {result}"
+        assert_gradients_close(gradients, inputs, dout, given_dlse)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_against_oracle(simulator: ModuleType, case: Case) -> None:
+    """Without a gradient by lse, and with one."""
+    run_sim(simulator, make_inputs(case))
+
+
+# Each has a neighbour in the table with the same kind of mask; a GPU runs them all.
+LEFT_OUT = (
+    "columns-documents1",
+    "columns-stepped1-q",
+    "columns-random2-causal",
+    "columns-random2",
+    "columns-varlen-documents2",
+    "mask-checks",
+    "mask-causal-offset",
+    "score-head-bias-gqa2-packed",
+)
+SIM_MASK_CASES = tuple(case for case in MASK_CASES if case.id not in LEFT_OUT)
+
+
+@pytest.mark.parametrize("position", range(len(SIM_MASK_CASES)), ids=lambda i: SIM_MASK_CASES[i].id)
+def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
+    inputs = make_inputs(replace(SIM_MASK_CASES[position], pack_gqa=None))
+    run_sim(simulator, inputs, seeds=((1,), (None,))[position % 2])
+
+
+def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
+    """Of dK and dV; dQ is summed in an order of chance."""
+    inputs = make_inputs(
+        Case("skip", 1, 200, 300, 1, 1, causal=True, column="stepped2", blocks=(64, 64))
+    )
+    dout, dlse = make_output_gradients(inputs)
+    simulator.OPTIONS.pop("delay", None)
+    skipping = launch_on_simulator(inputs, dout, dlse)
+    visiting = launch_on_simulator(inputs, dout, dlse, config={"skip_blocks": False})
+    for name in ("dk", "dv"):
+        a, b = skipping[name], visiting[name]
+        assert a is not None and b is not None
+        assert torch.equal(a.view(torch.int16), b.view(torch.int16)), name
+    assert_gradients_close(visiting, inputs, dout, dlse)
+
+
+def test_given_outputs_and_expanded_output_gradients(simulator: ModuleType) -> None:
+    """Slices of one tensor, of which nothing else is written; dout is one number for all."""
+    inputs = make_inputs(Case("given", 1, 129, 129, 2, 2, causal=True))
+    dout, dlse = make_output_gradients(inputs)
+    dout, dlse = dout[:, :1, :1, :1].expand_as(dout), dlse[:, :1, :1].expand_as(dlse)
+    guarded = inputs.q.new_full((1, 131, 8, 128), float("nan"))
+    fused = guarded[:, 1:-1, 1:-1]
+    given = dict(zip(("dq", "dk", "dv"), fused.split((2, 2, 2), dim=2), strict=True))
+    simulator.OPTIONS.pop("delay", None)
+    gradients = launch_on_simulator(inputs, dout, dlse, **given)
+    assert all(gradients[name] is x for name, x in given.items())
+    assert_gradients_close(gradients, inputs, dout, dlse)
+    assert guarded.isnan().sum() == guarded.numel() - fused.numel()
+
+
+def test_packed_rows_of_no_sequence(simulator: ModuleType) -> None:
+    """0 in new tensors; the caller's stay as they are."""
+    inputs = make_inputs(
+        Case("tail", lengths_q=(65, 30), lengths_k=(30, 65), heads_q=1, heads_kv=1)
+    )
+    tail = torch.full((9, 1, 128), float("nan"), dtype=BF16)
+    q, k, v = (torch.cat([x, tail]) for x in (inputs.q, inputs.k, inputs.v))
+    dout, _ = make_output_gradients(inputs)
+    out, lse = inputs.reference
+    operands = BwdOperands(
+        q, k, v, torch.cat([out.to(BF16), tail]), torch.cat([dout, tail]),
+        torch.cat([lse.float(), torch.full((1, 9), float("nan"))], dim=1),
+    )  # fmt: skip
+    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    given = {
+        name: torch.full_like(x, 7.0) for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)
+    }
+    for outputs, rest in (({}, 0.0), (given, 7.0)):
+        gradients = launch(operands, keywords | outputs)
+        assert all((x[-9:] == rest).all() for x in gradients)
+        named = {name: x[:-9] for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)}
+        assert_gradients_close(named, inputs, dout)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"stages_q": 1, "stages_kv": 2}, {"stages_do": 1, "tile_m": 64}],
+    ids=str,
+)
+def test_configurations_that_no_row_has(simulator: ModuleType, config: dict[str, Any]) -> None:
+    case = Case("config", 1, 200, 300, 2, 1, head_dim=64, causal=True, column="stepped1")
+    run_sim(simulator, make_inputs(case), seeds=(1,), config=config)
+
+
+def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
+    """Its bounds are kept, and follow the tensor when it changes."""
+    case = Case("kept", 1, 129, 200, 1, 1, causal=True, column="stepped1")
+    first, second = make_inputs(case), make_inputs(case, seed=5)
+    mask = ColumnMask(first.keywords["startend_row_indices"].clone(), causal=True)
+    for inputs in (first, second):
+        mask.startend_row_indices.copy_(inputs.keywords["startend_row_indices"])
+        run_sim(simulator, inputs, seeds=(None,), causal=False, startend_row_indices=mask)
+
+
+def _scale_bwd(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return grad * 1.1
+
+
+def test_a_derivative_of_the_users(simulator: ModuleType) -> None:
+    """Of a score_mod that multiplies by as much."""
+    inputs = make_inputs(Case("told", 1, 129, 200, 2, 1, causal=True, score_mod="scale"))
+    run_sim(simulator, inputs, seeds=(1,), score_mod_bwd=_scale_bwd)
