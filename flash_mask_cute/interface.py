@@ -206,8 +206,9 @@ def _flash_attn_bwd(
     the sink, which is not computed otherwise.
 
     config: a `BwdConfig`, or a mapping of some of its fields, instead of the table's.
-    deterministic=True and head dimensions above 128 are for CPU tensors only so far. On a GPU, dq
-    is summed in an order that differs from call to call.
+    deterministic: sum dq in a fixed order, so that equal calls give equal bits; otherwise, on a
+    GPU, its last bits differ from call to call. Head dimensions above 128 are for CPU tensors only
+    so far.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
@@ -383,6 +384,7 @@ def _resolve_bwd(
         has_lists=False,
         has_full_lists=False,
         has_bits=problem.has_lists,
+        deterministic=settings.deterministic,
     )
     resolved = ResolvedBwd(
         shapes,

@@ -1,8 +1,9 @@
 """The blocks that a work tile visits, handed from the planning warp to those that fill stages.
 
 Blocks of keys in the forward; in the backward blocks of queries, of one query head after another. A
-walk is sent as chunks of up to 32 neighbouring blocks, a bit each, highest first: finding the
-visible ones of a chunk is one vote of a warp, and iterating over them is counting leading zeros.
+walk is sent as chunks of up to 32 neighbouring blocks, a bit each: finding the visible ones of a
+chunk is one vote of a warp, and iterating over them is counting leading zeros. Walks over keys go
+down, so that masked ends come first; walks over queries go up, which `KeyWalks` explains.
 Chunks without a visible block are not sent, but a walk has at least one block.
 """
 
@@ -29,7 +30,10 @@ class Kind(IntEnum):
 
 
 class Block(NamedTuple):
-    """A visited block: its number and query head, what cuts it, its kind and that of the next."""
+    """A visited block: its number and query head, what cuts it, its kind and that of the next.
+
+    turn: see `WalkRing.turns`, 0 where there are none.
+    """
 
     index: Int32
     head_idx: Int32
@@ -39,6 +43,7 @@ class Block(NamedTuple):
     asks: Boolean
     kind: Int32
     follower: Int32
+    turn: Int32
 
 
 class Chunk(NamedTuple):
@@ -90,7 +95,7 @@ class Chunk(NamedTuple):
     def kind_of(self, bit: Int32) -> Int32:
         return Int32(Kind.WHOLE) + ((self.cut >> bit) & 1)
 
-    def block(self, bit: Int32, follower: Int32) -> Block:
+    def block(self, bit: Int32, follower: Int32, turn: Int32) -> Block:
         """The block of a bit."""
         cuts = (self.hidden, self.band, self.columns, self.asks)
         return Block(
@@ -99,18 +104,33 @@ class Chunk(NamedTuple):
             *(((word >> bit) & 1) != 0 for word in cuts),
             self.kind_of(bit),
             follower,
+            turn,
         )
 
 
 @dataclass(frozen=True)
 class WalkRing:
-    """A ring of `Chunk`."""
+    """A ring of `Chunk`.
+
+    ascending: the lowest block of a chunk comes first, not the highest. turns (CHUNK, stages) int32
+    or None: one more word for each block of a chunk.
+    """
 
     ring: Ring
+    ascending: cutlass.Constexpr[bool]
+    turns: cute.Tensor | None = None
 
-    def write(self, number: Int32, chunk: Chunk) -> None:
-        """Write chunk `number`, counted from 0 over all walks."""
+    @cute.jit
+    def write(self, number: Int32, chunk: Chunk, turn: Int32 | None = None) -> None:
+        """Write chunk `number`, counted from 0 over all walks. turn: of each lane's block."""
+        if const_expr(self.turns is not None):
+            self.ring.channel.acquire(number)
+            self.turns[cute.arch.lane_idx(), self.ring.channel.index(number)] = turn
         self.ring.write(number, chunk)
+
+    def next_bit(self, word: Int32) -> Int32:
+        """The bit of a word, which is not 0, that a walk visits first."""
+        return highest_bit(word & -word if const_expr(self.ascending) else word)
 
     @cute.jit
     def visit(
@@ -132,12 +152,15 @@ class WalkRing:
             remaining = chunk.visible & (chunk.cut if const_expr(only_cut) else Int32(-1))
             is_last = chunk.follower == Kind.END
             while remaining != 0:
-                bit = highest_bit(remaining)
+                bit = self.next_bit(remaining)
                 remaining = remaining ^ (Int32(1) << bit)
                 follower = chunk.follower
                 if remaining != 0:
-                    follower = chunk.kind_of(highest_bit(remaining))
-                state = step(state, chunk.block(bit, follower))
+                    follower = chunk.kind_of(self.next_bit(remaining))
+                turn = Int32(0)
+                if const_expr(self.turns is not None):
+                    turn = self.turns[bit, self.ring.channel.index(number)]
+                state = step(state, chunk.block(bit, follower, turn))
             self.ring.release(number)
             number += 1
         return number, state

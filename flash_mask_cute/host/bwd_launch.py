@@ -107,9 +107,9 @@ class BwdKernelLaunch:
     """Runs the compiled kernels on the current stream."""
 
     __slots__ = (
-        "_accum_shape", "_copies_dout", "_is_packed_k", "_is_packed_q", "_is_plain", "_kernels",
-        "_mask_arguments", "_parts_shape", "_restrides", "_scale", "_softcap", "_stats_shape",
-        "_window_left", "_window_right",
+        "_accum_shape", "_copies_dout", "_is_deterministic", "_is_packed_k", "_is_packed_q",
+        "_is_plain", "_kernels", "_mask_arguments", "_parts_shape", "_restrides", "_scale",
+        "_softcap", "_stats_shape", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -128,6 +128,7 @@ class BwdKernelLaunch:
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
         self._is_packed_q, self._is_packed_k = problem.varlen_q, problem.varlen_k
+        self._is_deterministic = problem.deterministic
         self._scale = resolved.softmax_scale
         self._window_left = resolved.window_left
         self._window_right = resolved.window_right
@@ -172,6 +173,9 @@ class BwdKernelLaunch:
             sink = None
         else:
             parts = q.new_empty(self._parts_shape, dtype=torch.float32)
+        turns = None
+        if self._is_deterministic:
+            turns = q.new_zeros(self._stats_shape[:2], dtype=torch.int32)
         preprocess, main, postprocess = self._kernels
         preprocess(
             out, dout, lse, dlse, stats, dq_accum, sink, parts, cu_seqlens_q, seqused_q,
@@ -179,7 +183,7 @@ class BwdKernelLaunch:
         main(
             q, k, v, dout, stats, dq_accum, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
             seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
-            self._softcap, tile_counter(q, index), columns, bits,
+            self._softcap, tile_counter(q, index), columns, bits, turns,
         )  # fmt: skip
         postprocess(dq_accum, dq, self._scale, cu_seqlens_q, seqused_q)
         if dsink is not None and parts is not None:

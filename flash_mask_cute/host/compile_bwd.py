@@ -26,7 +26,7 @@ class BwdKernels(NamedTuple):
     preprocess: out, dout, lse, dlse, stats, dq_accum, sink, sink_parts, cu_seqlens_q, seqused_q.
     main: q, k, v, dout, stats, dq_accum, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
-    column tensors (indices, bounds), block bits (visible, full, block_q, block_k).
+    column tensors (indices, bounds), block bits (visible, full, block_q, block_k), turns.
     postprocess: dq_accum, dq, softmax_scale, cu_seqlens_q, seqused_q.
     """
 
@@ -125,6 +125,7 @@ def build_bwd(
         is_local=problem.is_local,
         **mods._asdict(),
         has_aux_tensors=bool(problem.aux),
+        deterministic=problem.deterministic,
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         **asdict(choice.tiles),
@@ -162,6 +163,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         stand_ins.counter(),
         (strided(4), strided(4)) if problem.intervals is not None else None,
         (strided(4), strided(4), *int32_pair()) if problem.has_bits else None,
+        strided(2) if problem.deterministic else None,
     ]
 
 

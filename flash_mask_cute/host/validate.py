@@ -221,11 +221,6 @@ def check_bwd_inputs(
     device = q.device
     on_cuda = device.type == "cuda"
     _check_bool("deterministic", deterministic)
-    if on_cuda and deterministic:
-        raise NotImplementedError(
-            "deterministic=True is not supported yet on CUDA: dq is summed in the order in which "
-            "key tiles come to an end; it must be False, got True"
-        )
     widest = SM90_BWD[-1]
     for name, value, most in (
         ("head_dim (last dimension of q)", shapes.head_dim, widest.max_dim),

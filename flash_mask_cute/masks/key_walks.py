@@ -12,10 +12,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing, highest_bit
+from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.bit_tile import ALL, bit_range
 from flash_mask_cute.masks.rules import MaskRules, Share, both
+
+# of a block that no key sees, for which there is nothing to add
+NO_TURN = -1
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,15 @@ class KeyWalks(MaskRules):
 
     Block lists are given as bits, whether tiles nest in their blocks or not. group: query heads of
     a KV head.
+
+    Blocks of a query head are visited in ascending order. takes_turns: the work tiles that see a
+    query block have an order, from the last keys to the first, and each is told which one comes
+    before it. With work tiles handed out in that order nobody waits for one that has not begun; and
+    under causal masking a walk starts where its keys are the last, so it does not wait at all.
     """
 
     group: Int32
+    takes_turns: cutlass.Constexpr[bool]
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence, keys that are not in use included."""
@@ -46,22 +55,50 @@ class KeyWalks(MaskRules):
             m_block_min = Int32(0)
             m_block_max = cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
         first_head = work.head_idx * self.group
-        pending = Chunk.hidden_block(Int32(0), first_head)
+        pending, turn = Chunk.hidden_block(Int32(0), first_head), Int32(NO_TURN)
         found_any = Boolean(False)
         for i in cutlass.range(self.group):
-            chunk_idx = (cutlass.max(m_block_max, 1) - 1) // CHUNK
-            while chunk_idx >= m_block_min // CHUNK:
+            chunk_idx = m_block_min // CHUNK
+            while chunk_idx * CHUNK < m_block_max:
                 chunk = self._classify(work, first_head + i, chunk_idx * CHUNK)
                 if chunk.visible != 0:
                     if found_any:
-                        follower = chunk.kind_of(highest_bit(chunk.visible))
-                        ring.write(number, pending._replace(follower=follower))
+                        follower = chunk.kind_of(ring.next_bit(chunk.visible))
+                        ring.write(number, pending._replace(follower=follower), turn)
                         number += 1
                     pending = chunk
+                    if const_expr(self.takes_turns):
+                        turn = self._turn(work, chunk)
                     found_any = Boolean(True)
-                chunk_idx -= 1
-        ring.write(number, pending)
+                chunk_idx += 1
+        ring.write(number, pending, turn)
         return number + 1
+
+    @cute.jit
+    def _turn(self, work: Work, chunk: Chunk) -> Int32:
+        """1 + the next key block that sees this lane's query block, 0 if there is none."""
+        m_block = chunk.base + cute.arch.lane_idx()
+        n_block = work.block
+        end = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+        if const_expr(self.skip):
+            _, end = self.block_info.get_n_block_min_max(work.seqlen, m_block)
+        is_found = Boolean(False)
+        while (n_block < end) & (is_found == Boolean(False)):
+            n_block += 1
+            is_found = n_block < end
+            if const_expr(self.skip):
+                seen = self._sees(work, chunk.head_idx, m_block, n_block)
+                is_found = is_found & seen
+        return cutlass.select_(is_found, n_block + 1, Int32(0))
+
+    @cute.jit
+    def _sees(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> Boolean:
+        """Whether a walk visits a tile."""
+        seen = self._judge(work, head_idx, m_block, n_block).is_visible
+        if const_expr(self.args.bits is not None):
+            listed, _ = self._judge_listed(work, head_idx, m_block, n_block)
+            seen = seen & listed
+        return seen
 
     @cute.jit
     def _classify(self, work: Work, head_idx: Int32, base: Int32) -> Chunk:
@@ -71,7 +108,7 @@ class KeyWalks(MaskRules):
         is_visible = verdict.is_visible
         asks = Boolean(const_expr(self.mask_mod is not None))
         if const_expr(self.args.bits is not None):
-            listed, asks = self._judge_listed(work, head_idx, m_block)
+            listed, asks = self._judge_listed(work, head_idx, m_block, work.block)
             is_visible = is_visible & listed
         chunk = Chunk.of_votes(
             base,
@@ -87,10 +124,10 @@ class KeyWalks(MaskRules):
         return chunk
 
     @cute.jit
-    def _judge_listed(self, work: Work, head_idx: Int32, m_block: Int32) -> tuple:
+    def _judge_listed(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
         """Whether a tile touches a listed logical block, and whether it has to be asked about."""
         args, info = self.args.bits, self.block_info
-        first_q_idx, first_k_idx = m_block * info.tile_m, work.block * info.tile_n
+        first_q_idx, first_k_idx = m_block * info.tile_m, n_block * info.tile_n
         end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q)
         end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k)
         any_listed, all_full = Int32(0), Int32(1)

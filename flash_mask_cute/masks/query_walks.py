@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing, highest_bit
+from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.bit_tile import ALL, WORD, bit_range
@@ -55,7 +55,7 @@ class QueryWalks(MaskRules):
             chunk, position = self._classify(work, chunk_idx * CHUNK, position)
             if chunk.visible != 0:
                 if found_any:
-                    follower = chunk.kind_of(highest_bit(chunk.visible))
+                    follower = chunk.kind_of(ring.next_bit(chunk.visible))
                     ring.write(number, pending._replace(follower=follower))
                     number += 1
                 pending = chunk

@@ -48,11 +48,12 @@ from flash_mask_cute.core.ring import Ring
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import LOG2_E
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
-from flash_mask_cute.core.walk_ring import Block, Kind, WalkRing
+from flash_mask_cute.core.turns import pass_turn, wait_for_turn
+from flash_mask_cute.core.walk_ring import CHUNK, Block, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
-from flash_mask_cute.masks.key_walks import KeyWalks
+from flash_mask_cute.masks.key_walks import NO_TURN, KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, MaskArgs, Share
 from flash_mask_cute.sm90 import tma, wgmma
@@ -97,10 +98,13 @@ class Operands(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """fp32, by row block: stats (heads_q, row_blocks, 2, tile_m), dq (heads_q, row_blocks, -1)."""
+    """By row block: stats (heads_q, row_blocks, 2, tile_m) and dq (heads_q, row_blocks, -1), fp32;
+    turns (heads_q, row_blocks), 1 + the key block that added to a row block's dQ last, or 0.
+    """
 
     stats: cute.Tensor
     dq: cute.Tensor
+    turns: cute.Tensor | None
 
 
 class Channels(NamedTuple):
@@ -157,6 +161,7 @@ class FlashAttentionBackwardSm90:
     :param has_aux_tensors: the call passes aux_tensors to them
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
+    :param deterministic: dQ is summed in an order that does not depend on the run
     :param num_sms: CTAs to launch at most
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -178,6 +183,7 @@ class FlashAttentionBackwardSm90:
         has_aux_tensors: bool = False,
         intervals: Intervals | None = None,
         skip_blocks: bool = True,
+        deterministic: bool = False,
         num_sms: int = 132,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -195,6 +201,7 @@ class FlashAttentionBackwardSm90:
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
         self.skip_blocks = skip_blocks
+        self.deterministic = deterministic
         self.num_sms = num_sms
 
     @cute.jit
@@ -221,6 +228,7 @@ class FlashAttentionBackwardSm90:
         tile_counter: cute.Tensor | None = None,
         column_tensors=None,
         block_bits=None,
+        mTurns: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -228,11 +236,13 @@ class FlashAttentionBackwardSm90:
         mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, 2, tile_m) from
         `BwdPreprocess`, mdQaccum (heads_q, row_blocks, tile_m * tile_d) zeroed by it; row blocks
         are those of `RowBlocks`. tile_counter, column_tensors and block_bits are those of
-        `FlashAttentionForwardSm90`; block lists are always given as bits.
+        `FlashAttentionForwardSm90`; block lists are always given as bits. mTurns (heads_q,
+        row_blocks) int32, 0 before the launch: for a deterministic kernel.
         """
         for name, given, wanted in (
             ("aux_tensors", aux_tensors, self.has_aux_tensors),
             ("column_tensors", column_tensors, self.intervals is not None),
+            ("mTurns", mTurns, self.deterministic),
         ):
             if const_expr((given is not None) != wanted):
                 raise ValueError(f"{name} must {'' if wanted else 'not '}be given to this kernel")
@@ -270,7 +280,7 @@ class FlashAttentionBackwardSm90:
         if const_expr(block_bits is not None):
             bits = BitArgs(*block_bits)
         masks = MaskArgs(window_size_left, window_size_right, columns, None, bits, aux_tensors)
-        scratch = Scratch(mStats, mdQaccum)
+        scratch = Scratch(mStats, mdQaccum, mTurns)
         self.kernel(
             operands, scratch, lengths, score_args, masks, schedule, heads_q // heads_kv,
             tile_counter,
@@ -334,6 +344,9 @@ class FlashAttentionBackwardSm90:
         mma_warps = plan.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
         loads, readers = 1, 1 + plan.num_painters
+        turns = None
+        if const_expr(self.deterministic):
+            turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             do=Channel.create(storage.do_barriers.data_ptr(), plan.stages_do, loads, mma_warps),
@@ -351,7 +364,9 @@ class FlashAttentionBackwardSm90:
             walk=WalkRing(
                 Ring.create(
                     storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, readers
-                )
+                ),
+                ascending=True,
+                turns=turns,
             ),
         )
         cute.arch.mbarrier_init_fence()
@@ -377,8 +392,9 @@ class FlashAttentionBackwardSm90:
             if warp_idx == Role.LOAD:
                 self.load(operands, tiles, channels, scratch, lengths)
             elif warp_idx == Role.PLAN:
+                # those whose turn comes first, first
                 scheduler = TileScheduler(
-                    schedule, tile_counter, False, lengths.cu_seqlens_k is not None
+                    schedule, tile_counter, self.deterministic, lengths.cu_seqlens_k is not None
                 )
                 rules = self._rules(masks, lengths, group)
                 plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
@@ -409,6 +425,7 @@ class FlashAttentionBackwardSm90:
             lengths.cu_seqlens_k is not None,
             self.skip_blocks,
             group,
+            self.deterministic,
         )
 
     # -- load -----------------------------------------------------------------------------------
@@ -428,12 +445,12 @@ class FlashAttentionBackwardSm90:
         block's dQ lies ready, so there is nothing more to wait for.
         """
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
-        add_dq = partial(self._add_dq, tiles, channels, scratch.dq)
         while channels.ring.wait(tile):
             work = channels.ring.read(tile)
+            add_dq = partial(self._add_dq, tiles, channels, scratch, work.block + 1)
             self._load_keys(operands, tiles, channels.kv, lengths, tile, work)
-            # head and row block of blocks whose dQ is due, the oldest first
-            due = (Int32(0), Int32(-1)) * self.plan.stages_q
+            # head, row block and turn of blocks whose dQ is due, the oldest first
+            due = (Int32(0), Int32(-1), Int32(0)) * self.plan.stages_q
             step = partial(
                 self._load_block, operands, tiles, channels, scratch.stats, lengths, work, add_dq
             )
@@ -441,20 +458,39 @@ class FlashAttentionBackwardSm90:
             number = state[0]
             for i in cutlass.range_constexpr(self.plan.stages_q):
                 channels.q.acquire(number + i)
-                add_dq(number + i - self.plan.stages_q, *state[1 + 2 * i : 3 + 2 * i])
+                add_dq(number + i - self.plan.stages_q, *state[1 + 3 * i : 4 + 3 * i])
             channels.ring.release(tile)
             tile += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def _add_dq(
-        self, tiles: Tiles, channels: Channels, mdQaccum: cute.Tensor, number, head_idx, row_block
+        self,
+        tiles: Tiles,
+        channels: Channels,
+        scratch: Scratch,
+        own_turn: Int32,
+        number: Int32,
+        head_idx: Int32,
+        row_block: Int32,
+        turn: Int32,
     ):
-        """Add the staged dQ of query block `number`, if it is one, to the scratch memory."""
+        """Add the staged dQ of query block `number`, if it is one, to the scratch memory.
+
+        Where dQ is summed in a fixed order, after the key block that `turn` names.
+        """
         if row_block >= 0:
-            target = mdQaccum[head_idx, row_block, None].iterator
-            tma.add_bulk(tiles.dq.iterator, target, cute.size(tiles.dq))
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            target = scratch.dq[head_idx, row_block, None].iterator
+            count = cute.size(tiles.dq)
+            if const_expr(scratch.turns is None):
+                tma.add_bulk(tiles.dq.iterator, target, count)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            elif turn != NO_TURN:
+                place = cute.domain_offset((head_idx, row_block), scratch.turns).iterator
+                wait_for_turn(place, turn)
+                tma.add_bulk(tiles.dq.iterator, target, count)
+                cute.arch.cp_async_bulk_wait_group(0)
+                pass_turn(place, own_turn)
             channels.dq.publish(number)
 
     def _load_keys(self, operands, tiles, channel: Channel, lengths, number, work: Work):
@@ -487,7 +523,7 @@ class FlashAttentionBackwardSm90:
     ):
         """Fetch a query block: Q with its statistics, and dO.
 
-        state: its number, and head and row block of the last stages_q blocks.
+        state: its number, and head, row block and turn of the last stages_q blocks.
         """
         plan = self.plan
         number = state[0]
@@ -525,8 +561,8 @@ class FlashAttentionBackwardSm90:
             dst[None, channels.do.index(number)],
             tma_bar_ptr=channels.do.barrier(number),
         )
-        add_dq(number - plan.stages_q, *state[1:3])
-        return (number + 1, *state[3:], block.head_idx, row_block)
+        add_dq(number - plan.stages_q, *state[1:4])
+        return (number + 1, *state[4:], block.head_idx, row_block, block.turn)
 
     # -- mma ------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.walk_ring import CHUNK
 from flash_mask_cute.sm90.cta import (
     RING_STAGES,
     SMEM_BOOKKEEPING,
@@ -258,6 +259,7 @@ class BwdPlan:
             ]
             ring: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * RING_STAGES], 16]
             walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
+            turns: cute.struct.MemRange[cutlass.Int32, CHUNK * WALK_STAGES]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
             dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]

@@ -374,7 +374,8 @@ class FlashAttentionForwardSm90:
             walk=WalkRing(
                 Ring.create(
                     storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, readers
-                )
+                ),
+                ascending=False,
             ),
         )
         cute.arch.mbarrier_init_fence()

@@ -329,8 +329,6 @@ def on_cuda(**change: Any) -> dict[str, Any]:
 
 def test_what_only_the_cpu_does() -> None:
     check_bwd_inputs(**on_cuda())
-    with pytest.raises(NotImplementedError, match=r"deterministic=True.*got True"):
-        check_bwd_inputs(**on_cuda(deterministic=True))
     wide = {name: torch.zeros(2, 24, 2, 136, dtype=BF16) for name in ("q", "k", "v")}
     like = {name: torch.zeros(2, 24, 2, 136, dtype=BF16) for name in ("out", "dout")}
     lse = torch.zeros(2, 2, 24)
@@ -433,7 +431,7 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
         main,
         (
             q, k, v, dout, stats, dq_accum, dk, dv, 0.5, None, None, used_q, used_k, 7, 3, None,
-            20.0, counter, None, None,
+            20.0, counter, None, None, None,
         ),
     )  # fmt: skip
     assert same(after, (dq_accum, dq, 0.5, None, used_q))
@@ -554,8 +552,10 @@ def test_masks_arrive_in_the_kernels_form(recorder: Recorder) -> None:
     kept = []
     for _ in range(2):
         call(**more)
-        aux_tensors, _, _, (indices, bounds), bits = recorder.last()[1][15:]
-        assert aux_tensors[0] is aux[0] and indices is columns.startend_row_indices
+        aux_tensors, _, _, (indices, bounds), bits, turns = recorder.last()[1][15:]
+        assert (
+            turns is None and aux_tensors[0] is aux[0] and indices is columns.startend_row_indices
+        )
         assert bounds.shape == (1, 1, 2, 1)
         kept.append((bounds, *bits))
     _, visible, full, block_q, block_k = kept[0]
@@ -689,6 +689,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mask-aux": {"mask_mod": "documents", "aux": (("int32", 2),)},
     "score": {"score_mod": "alibi", "is_causal": True},
     "d64-fp16-causal": {"dtype": "float16", "head_dim": 64, "head_dim_v": 64, "is_causal": True},
+    "deterministic-window": {"deterministic": True, "has_window_left": True, "is_causal": True},
     "d72-dv40": {"head_dim": 72, "head_dim_v": 40},
 }
 # Bytes; the others have none.

@@ -195,14 +195,8 @@ def test_operators_read_lists_that_were_rewritten_unseen() -> None:
     assert (first[:, 96:] != second[:, 96:]).any()
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "keywords", "message"),
-    [(128, {"deterministic": True}, "deterministic"), (192, {}, "head_dim")],
-)
-def test_backward_that_is_not_supported(
-    head_dim: int, keywords: dict[str, Any], message: str
-) -> None:
-    x = torch.randn(1, 64, 2, head_dim, dtype=BF16, device="cuda", requires_grad=True)
-    out = flash_attn_func(x, x, x, **keywords)
-    with pytest.raises(NotImplementedError, match=message):
+def test_backward_that_is_not_supported() -> None:
+    x = torch.randn(1, 64, 2, 192, dtype=BF16, device="cuda", requires_grad=True)
+    out = flash_attn_func(x, x, x)
+    with pytest.raises(NotImplementedError, match="head_dim"):
         out.sum().backward()

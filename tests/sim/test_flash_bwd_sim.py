@@ -133,19 +133,47 @@ def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
 
 
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
-    """Of dK and dV; dQ is summed in an order of chance."""
     inputs = make_inputs(
         Case("skip", 1, 200, 300, 1, 1, causal=True, column="stepped2", blocks=(64, 64))
     )
     dout, dlse = make_output_gradients(inputs)
     simulator.OPTIONS.pop("delay", None)
-    skipping = launch_on_simulator(inputs, dout, dlse)
-    visiting = launch_on_simulator(inputs, dout, dlse, config={"skip_blocks": False})
-    for name in ("dk", "dv"):
-        a, b = skipping[name], visiting[name]
+    skipping = launch_on_simulator(inputs, dout, dlse, deterministic=True)
+    visiting = launch_on_simulator(
+        inputs, dout, dlse, deterministic=True, config={"skip_blocks": False}
+    )
+    assert_same_bits(skipping, visiting)
+    assert_gradients_close(visiting, inputs, dout, dlse)
+
+
+def assert_same_bits(some: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> None:
+    for name in ("dq", "dk", "dv"):
+        a, b = some[name], others[name]
         assert a is not None and b is not None
         assert torch.equal(a.view(torch.int16), b.view(torch.int16)), name
-    assert_gradients_close(visiting, inputs, dout, dlse)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal", 1, 200, 500, 4, 2, causal=True),
+        Case("lists", 1, 150, 400, 1, 1, blocks=(48, 80)),
+        replace(next(c for c in MASK_CASES if c.id == "columns-random2"), pack_gqa=None),
+    ],
+    ids=lambda case: case.id,
+)
+def test_deterministic(simulator: ModuleType, case: Case) -> None:
+    """The order of sums does not depend on which CTA is ahead."""
+    inputs = make_inputs(case)
+    dout, _ = make_output_gradients(inputs)
+    runs = []
+    for seed in (1, 2):
+        simulator.OPTIONS["delay"] = seed
+        simulator.RESULTS.clear()
+        runs.append(launch_on_simulator(inputs, dout, deterministic=True))
+        assert not any(result["warnings"] for result in simulator.RESULTS)
+    assert_same_bits(*runs)
+    assert_gradients_close(runs[0], inputs, dout)
 
 
 def test_given_outputs_and_expanded_output_gradients(simulator: ModuleType) -> None:
