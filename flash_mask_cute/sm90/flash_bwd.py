@@ -501,21 +501,24 @@ class FlashAttentionBackwardSm90:
             (operands.k_atom, operands.k, tiles.k, plan.tile_d),
             (operands.v_atom, operands.v, tiles.v, plan.tile_dv),
         ):
-            gmem = self._sequence(
-                source, work.batch_idx, work.offset_k, work.seqlen_k, lengths.cu_seqlens_k
-            )
             for w in range(NUM_MMA_WARPGROUPS):
                 row = work.block * plan.tile_n + w * wgmma.ROWS_PER_WARPGROUP
+                if const_expr(lengths.cu_seqlens_k is None):
+                    gmem = source[None, None, work.batch_idx]
+                else:
+                    gmem, row = tma.readable_rows(
+                        source, work.offset_k, work.seqlen_k, lengths.seqlen_k, row
+                    )
                 tile = ((1, wgmma.ROWS_PER_WARPGROUP), d)
                 src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), tile, smem)
                 stage = channel.index(number) * NUM_MMA_WARPGROUPS + w
                 cute.copy(atom, src, dst[None, stage], tma_bar_ptr=channel.barrier(number))
 
-    def _sequence(self, tensor, batch_idx, offset, length, cu_seqlens) -> cute.Tensor:
-        """The ((head, row), d) tensor of one sequence; rows past its end are read as zeros."""
-        if cu_seqlens is None:
-            return tensor[None, None, batch_idx]
-        return tma.at_ragged_sequence(tensor, offset, length)
+    def _query_rows(self, tensor, lengths: Lengths, work: Work, row: Int32) -> tuple:
+        """The ((head, row), d) tensor of a sequence of Q or dO, and the row to read from."""
+        if lengths.cu_seqlens_q is None:
+            return tensor[None, None, work.batch_idx], row
+        return tma.readable_rows(tensor, work.offset_q, work.seqlen_q, lengths.seqlen_q, row)
 
     @cute.jit
     def _load_block(
@@ -527,17 +530,14 @@ class FlashAttentionBackwardSm90:
         """
         plan = self.plan
         number = state[0]
-        first = (block.head_idx, block.index * plan.tile_m)
         row_block = block.index + RowBlocks(lengths, plan.tile_m).first_of(
             work.batch_idx, work.offset_q
         )
         flags = block.follower | (block.kind << OWN_KIND_SHIFT)
         words = (flags, block.index, block.head_idx, row_block)
-        place = (work.batch_idx, work.offset_q, work.seqlen_q, lengths.cu_seqlens_q)
         tile = ((1, plan.tile_m), plan.tile_d)
-        src, dst = tma.tile_of(
-            operands.q_atom, self._sequence(operands.q, *place), first, tile, tiles.q
-        )
+        gmem, row = self._query_rows(operands.q, lengths, work, block.index * plan.tile_m)
+        src, dst = tma.tile_of(operands.q_atom, gmem, (block.head_idx, row), tile, tiles.q)
         stage = channels.q.index(number)
         channels.q.acquire(number)
         if cute.arch.lane_idx() == 0:
@@ -550,9 +550,8 @@ class FlashAttentionBackwardSm90:
         stats = cute.make_tensor(stats, cute.make_layout(2 * plan.tile_m))
         tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
         tile = ((1, plan.tile_m), plan.tile_dv)
-        src, dst = tma.tile_of(
-            operands.do_atom, self._sequence(operands.do, *place), first, tile, tiles.do
-        )
+        gmem, row = self._query_rows(operands.do, lengths, work, block.index * plan.tile_m)
+        src, dst = tma.tile_of(operands.do_atom, gmem, (block.head_idx, row), tile, tiles.do)
         channels.do.acquire(number)
         channels.do.expect(number, plan.bytes_do)
         cute.copy(
@@ -669,6 +668,10 @@ class FlashAttentionBackwardSm90:
 
             work = ring.read(tile)
             self._scale(acc_dK, score_args.scale)
+            if not work.has_scores:
+                # what was loaded is another sequence's, and may not even be finite
+                acc_dK.fill(0.0)
+                acc_dV.fill(0.0)
             self._epilogue(operands, tiles, channels, acc_dK, acc_dV, lengths, tile, work)
             ring.release(tile)
             tile += 1
@@ -826,9 +829,10 @@ class FlashAttentionBackwardSm90:
                 (operands.dv_atom, operands.dv, plan.tile_dv, tiles.v),
                 (operands.dk_atom, operands.dk, plan.tile_d, tiles.k),
             ):
-                gmem = self._sequence(
-                    target, work.batch_idx, work.offset_k, work.slot, lengths.cu_seqlens_k
-                )
+                if const_expr(lengths.cu_seqlens_k is None):
+                    gmem = target[None, None, work.batch_idx]
+                else:
+                    gmem = tma.at_ragged_sequence(target, work.offset_k, work.slot)
                 dst, src = tma.tile_of(
                     atom, gmem, (work.head_idx, row), ((1, wgmma.ROWS_PER_WARPGROUP), cols), smem
                 )

@@ -55,6 +55,20 @@ def at_ragged_sequence(tensor: cute.Tensor, offset: Int32, length: Int32) -> cut
     return cute.domain_offset(((0, RAGGED_BOUND - length), 0), tensor[None, None, offset + length])
 
 
+def readable_rows(
+    tensor: cute.Tensor, offset: Int32, length: Int32, total: Int32, row: Int32
+) -> tuple[cute.Tensor, Int32]:
+    """The rows of one sequence of a `ragged_rows` view, and the row from which to read a tile.
+
+    A tile that begins past the end begins at the last row instead, and one of an empty sequence at
+    a neighbour's (of `total` rows in all): TMA clips a tile that is read, but faults on one that
+    lies outside as a whole.
+    """
+    length = cutlass.max(length, 1)
+    sequence = at_ragged_sequence(tensor, cutlass.min(offset, total - 1), length)
+    return sequence, cutlass.min(row, length - 1)
+
+
 def one_stage(layout):
     return cute.select(layout, mode=[0, 1])
 
