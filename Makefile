@@ -30,6 +30,7 @@ demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/06_mask_mod_prefix_lm.py
 	PYTHONPATH=. $(RUN) examples/07_native_api.py
 	PYTHONPATH=. $(RUN) examples/08_autograd.py
+	PYTHONPATH=. $(RUN) examples/09_training.py
 
 # Each folder has a process of its own: the software GPU takes the place of CUDA in its process.
 # The GPU tests go first, so that the last words of a machine without a GPU are about tests that ran.

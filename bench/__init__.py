@@ -5,6 +5,7 @@ cases      what is measured: shapes, masks, inputs
 flops      how many operations a case is charged for, block lists (numpy only)
 mods       masks and biases as callables of the kernels' languages
 gate       the check that a result is the case's function
+gradients  the same of a backward
 peers      who is measured
 timing     how time is taken
 sweep      the draws of a sweep; prep: what preparing a mask means
@@ -31,6 +32,8 @@ from bench.flops import sparsity, tflops
 
 ROOT = Path(__file__).resolve().parents[1]
 Json = dict[str, Any]
+# A peer whose rows are those of ours with `deterministic` set.
+DETERMINISTIC = "ours_deterministic"
 VERSIONS = {
     "torch": "torch",
     "triton": "triton",
@@ -68,21 +71,28 @@ def row_of(
 ) -> Json:
     """The row of one figure (ms for attention, else us), less what a run has in common.
 
-    Without a value there is no figure: the remarks say why.
+    Without a value there is no figure: the remarks say why. A backward is a row of kind "attention"
+    with figures of the other direction.
     """
+    is_ours = peer in ("ours", DETERMINISTIC)
+    direction = "bwd" if case.kind == "backward" else "fwd"
     extra = [f"d_v={case.d_v}"] if case.d_v != case.d else []
     extra += [f"window={case.window}"] if case.window is not None else []
     extra += [f"softcap={case.softcap}"] if case.softcap else []
     extra += [f"score_mod={case.score_mod}"] if case.score_mod else []
-    extra += [case.form] if case.form != "native" and peer == "ours" else []
+    extra += [case.form] if case.form != "native" and is_ours else []
     row = {key: getattr(case, key) for key in ("kind", "mask", "d", "n", "tokens")}
+    if direction == "bwd":
+        row["kind"] = "attention"
     row |= {key: getattr(case, key) for key in ("heads", "heads_kv", "dtype")}
-    row |= {"peer": peer, "variant": variant, "deterministic": False}
+    row |= {"peer": "ours" if is_ours else peer, "variant": variant}
+    row["deterministic"] = peer == DETERMINISTIC
     row["sparsity"] = round(sparsity(case), 4)
     if value is None:
         pass
-    elif case.kind == "attention":
-        row |= {"fwd_ms": round(value, 5), "fwd": round(tflops(case, value), 2)}
+    elif case.kind in ("attention", "backward"):
+        rate = round(tflops(case, value), 2)
+        row |= {f"{direction}_ms": round(value, 5), direction: rate}
     else:
         row["us"] = round(value, 2)
     row["note"] = "; ".join([case.name, *extra, *(remark for remark in remarks if remark)])
@@ -95,6 +105,12 @@ def name_of(row: Json) -> str:
     return name
 
 
+def peer_of(row: Json) -> str:
+    """The peer that `row_of` was told."""
+    peer: str = row["peer"]
+    return DETERMINISTIC if peer == "ours" and row["deterministic"] else peer
+
+
 def format_table(rows: Sequence[Json]) -> str:
     """A line for each case and peer: `variant ours / peer = ratio`, TFLOP/s or us.
 
@@ -102,10 +118,10 @@ def format_table(rows: Sequence[Json]) -> str:
     """
     cells: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for row in rows:
-        value = row.get("fwd", row.get("us"))
+        value = next((row[key] for key in ("fwd", "bwd", "us") if key in row), None)
         if value is not None and row["variant"] != "sweep":
             variants = cells.setdefault((row["run"], name_of(row)), {})
-            variants.setdefault(row["variant"], {})[row["peer"]] = value
+            variants.setdefault(row["variant"], {})[peer_of(row)] = value
     lines = []
     for (_, name), variants in cells.items():
         seen = dict.fromkeys(peer for by_peer in variants.values() for peer in by_peer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HIDDEN = 4096
 TOKENS = 131072
-KINDS = ("attention", "host", "cold", "prep", "sweep")
+KINDS = ("attention", "backward", "host", "cold", "prep", "sweep")
 # Masks that a kernel can be asked for by flags and lengths.
 NATIVE = ("full", "causal", "sliding_window", "varlen_causal")
 MASKS = (*masks.MASKS, "varlen_causal")
@@ -25,6 +25,8 @@ DTYPES = ("bfloat16", "float16")
 SWEPT = ("causal_document", "share_question", "document")
 PREPARED = (*SWEPT, "global_sliding_window", "random_eviction")
 SCORE_MODS = ("", "alibi", "t5_bias", "softcap")
+# Masks that are also told by mask_mod and block lists.
+LISTED = ("document", "random_eviction")
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,10 @@ class BenchCase:
     form: how our kernel is told: "native" flags and lengths, column intervals, or a mask_mod with
         block lists. Peers have one way each.
     draw: the documents and the like of a mask that has them; every sequence of the batch has these.
-    kind: "attention" (device time), "host" (host time of a warm call), "cold" (start-up seconds),
-        "prep" (preparing the metadata of the mask), "sweep" (latency over many draws).
+    kind: "attention" (device time of the forward), "backward" (that of the backward alone), "host"
+        (host time of a warm call), "cold" (start-up seconds), "prep" (preparing the metadata of the
+        mask), "sweep" (latency over many draws).
+    deterministic: a backward that is measured with sums in a fixed order as well.
     Raises ValueError where the fields contradict each other.
     """
 
@@ -59,6 +63,7 @@ class BenchCase:
     form: str = "native"
     draw: Draw | None = None
     score_mod: str = ""
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         known_values = {"kind": KINDS, "mask": MASKS, "dtype": DTYPES, "form": FORMS}
@@ -79,6 +84,8 @@ class BenchCase:
             raise ValueError(f"{self.name}: mask={self.mask!r} has no native form")
         if self.draw and sum(map(sum, self.draw.documents)) != self.n:
             raise ValueError(f"{self.name}: the documents of draw do not hold n={self.n} tokens")
+        if self.deterministic and self.kind != "backward":
+            raise ValueError(f"{self.name}: deterministic with kind={self.kind!r}")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -104,16 +111,25 @@ class BenchCase:
         return bool(self.doc_lengths)
 
 
+class Saved(NamedTuple):
+    """What a backward is given besides the inputs: out and lse of the forward, and dout."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+
+
 class CaseTensors(NamedTuple):
     """q (batch, n, heads, d), k and v with heads_kv and d_v; varlen: (tokens, heads, d).
 
-    cu_seqlens: int32 (documents + 1,), or None where the batch is dense.
+    cu_seqlens: int32 (documents + 1,), or None where the batch is dense. saved: of a backward.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     cu_seqlens: torch.Tensor | None
+    saved: Saved | None = None
 
 
 def document_lengths(
@@ -150,6 +166,7 @@ def _dense(
     heads_kv: int = 0,
     dtype: str = "bfloat16",
     softcap: float = 0.0,
+    kind: str = "attention",
 ) -> BenchCase:
     d_v = d_v or d
     heads = HIDDEN // d_v
@@ -165,6 +182,7 @@ def _dense(
         dtype=dtype,
         window=n // 16 if mask == "sliding_window" else None,
         softcap=softcap,
+        kind=kind,
     )
 
 
@@ -207,11 +225,33 @@ def _masked(name: str, d: int, mask: str, n: int, **fields: Any) -> BenchCase:
 
 def _mods(d: int) -> tuple[BenchCase, ...]:
     by_score = ((mod, "causal", mod, "native") for mod in SCORE_MODS if mod)
-    by_mask = ((mask, mask, "", "mask_mod") for mask in ("document", "random_eviction"))
+    by_mask = ((mask, mask, "", "mask_mod") for mask in LISTED)
     return tuple(
         _masked(f"mod-d{d}-8k-{name}", d, mask, 8192, score_mod=mod, form=form)
         for name, mask, mod, form in (*by_score, *by_mask)
     )
+
+
+def _backwards() -> Iterator[BenchCase]:
+    """The backward of the cases above."""
+
+    def dense(d: int, mask: str, n: int) -> BenchCase:
+        name = f"bwd-d{d}-{mask.replace('sliding_', '')}-{_size(n)}"
+        return _dense(d, mask, n, name=name, kind="backward")
+
+    for d in (128, 64):
+        yield from (dense(d, mask, n) for mask in ("full", "causal") for n in (8192, 32768))
+    yield dense(128, "sliding_window", 8192)
+    for d in (128, 64):
+        for n in (8192, 32768, 131072):
+            for mask in masks.MASKS:
+                yield _masked(f"bwd-mask-d{d}-{_size(n)}-{mask}", d, mask, n, kind="backward")
+    for mask in ("causal", "document"):
+        fields = {"kind": "backward", "deterministic": True}
+        yield _masked(f"bwd-det-d128-8k-{mask}", 128, mask, 8192, **fields)
+    for mask in LISTED:
+        fields = {"kind": "backward", "form": "mask_mod"}
+        yield _masked(f"bwd-mod-d128-8k-{mask}", 128, mask, 8192, **fields)
 
 
 _ALL = (
@@ -237,6 +277,7 @@ _ALL = (
     *(case for d in (128, 64) for case in _mods(d)),
     *(_masked(f"meta-128k-{mask}", 128, mask, 131072, kind="prep") for mask in PREPARED),
     *(_masked(f"sweep-32k-{mask}", 128, mask, 32768, kind="sweep") for mask in SWEPT),
+    *_backwards(),
 )
 CASES: dict[str, BenchCase] = {case.name: case for case in _ALL}
 

@@ -3,9 +3,10 @@
 operations = 2 * (d + d_v) * heads * 128 * 128 * (visible tiles of all sequences)
 
 which is 4 * heads * d * ... where d == d_v: two products (scores, output), a multiply and an add
-each. A tile is visible when it holds at least one visible (query, key) pair; it is charged whole,
-also where a sequence ends inside it. Tiles are counted from each sequence's own start. The counting
-is interval arithmetic on numpy arrays and shares nothing with the package that it measures.
+each. The backward has five and is charged 2.5 times as much. A tile is visible when it holds at
+least one visible (query, key) pair; it is charged whole, also where a sequence ends inside it.
+Tiles are counted from each sequence's own start. The counting is interval arithmetic on numpy
+arrays and shares nothing with the package that it measures.
 """
 
 from __future__ import annotations
@@ -50,12 +51,18 @@ class BlockLists(NamedTuple):
     full_index: IntArray
 
 
-def block_lists(mask: Mask, tile_m: int = TILE, tile_n: int = TILE) -> BlockLists:
-    """Key blocks of `mask` that hold something visible: partial, and full ones apart."""
+def block_lists(
+    mask: Mask, tile_m: int = TILE, tile_n: int = TILE, *, by_key: bool = False
+) -> BlockLists:
+    """Key blocks of `mask` that hold something visible: partial, and full ones apart.
+
+    by_key: query blocks of each key block instead.
+    """
     visible = touched(*mask.visible_rows(), tile_m, tile_n)
     cut = touched(*mask.hidden_rows(), tile_m, tile_n)
     lists = []
-    for chosen in (visible & cut, visible & ~cut):
+    for marked in (visible & cut, visible & ~cut):
+        chosen = marked.T if by_key else marked
         count = chosen.sum(axis=1)
         order = (~chosen).argsort(axis=1, kind="stable")
         index = np.where(np.arange(chosen.shape[1]) < count[:, None], order, 0)
@@ -81,9 +88,10 @@ def tile_counts(case: BenchCase) -> tuple[int, int]:
 
 
 def attention_flops(case: BenchCase) -> int:
-    """Operations of one forward pass."""
+    """Operations of one call: a forward pass, or its backward alone."""
     visible, _ = tile_counts(case)
-    return 2 * (case.d + case.d_v) * case.heads * TILE * TILE * visible
+    forward = 2 * (case.d + case.d_v) * case.heads * TILE * TILE * visible
+    return forward * 5 // 2 if case.kind == "backward" else forward
 
 
 def sparsity(case: BenchCase) -> float:
@@ -93,7 +101,7 @@ def sparsity(case: BenchCase) -> float:
 
 
 def tflops(case: BenchCase, milliseconds: float) -> float:
-    """TFLOP/s of one forward pass that took `milliseconds`."""
+    """TFLOP/s of one call that took `milliseconds`."""
     return attention_flops(case) / milliseconds / 1e9
 
 
@@ -103,5 +111,5 @@ def listing() -> str:
     for case in CASES.values():
         shape = f"{case.kind:9} {case.mask:21} d {case.d:3}/{case.d_v:3} n {case.n:6}"
         heads = f"batch {case.batch:3} heads {case.heads:2}/{case.heads_kv:2} {case.dtype}"
-        lines.append(f"{case.name:34} {shape} {heads} {attention_flops(case) / 1e12:8.4f} TFLOP")
+        lines.append(f"{case.name:40} {shape} {heads} {attention_flops(case) / 1e12:8.4f} TFLOP")
     return "\n".join(lines)

@@ -77,6 +77,22 @@ def sample_rows(case: BenchCase, seed: int, count: int = 64) -> list[Row]:
     return [Row(sequence, rng.randrange(case.heads), query) for sequence, query in places]
 
 
+def masked_scores(
+    case: BenchCase, hidden: torch.Tensor, modify: Any, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor:
+    """Scores of one query (d,) or of several (rows, d), -inf where hidden.
+
+    The product is in the dtype of the arguments, the rest in fp32, or float64 for such arguments.
+    """
+    scores = (q @ k.T) * case.d**-0.5
+    scores = scores if scores.dtype.itemsize == 8 else scores.float()
+    if case.softcap:
+        scores = case.softcap * (scores / case.softcap).tanh()
+    if modify:
+        scores = modify(scores)
+    return scores.masked_fill(hidden, -float("inf"))
+
+
 def _attend(
     case: BenchCase,
     hidden: torch.Tensor,
@@ -86,13 +102,7 @@ def _attend(
     v: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O (d_v,) and LSE () of one query: products in the dtype of the arguments, the rest wider."""
-    scores = (k @ q) * case.d**-0.5
-    scores = scores if scores.dtype.itemsize == 8 else scores.float()
-    if case.softcap:
-        scores = case.softcap * (scores / case.softcap).tanh()
-    if modify:
-        scores = modify(scores)
-    scores = scores.masked_fill(hidden, -float("inf"))
+    scores = masked_scores(case, hidden, modify, q, k)
     return scores.softmax(0).to(v.dtype) @ v, scores.double().logsumexp(0)
 
 
@@ -169,7 +179,7 @@ def poison(case: BenchCase, tensors: CaseTensors) -> None:
     """Leave NaN in the cached blocks that the next outputs of this size are cut from."""
     import torch
 
-    q, _, v, _ = tensors
+    q, _, v = tensors[:3]
     shape = (*q.shape[:-1], v.shape[-1])
     held = (
         torch.full(shape, torch.nan, dtype=q.dtype, device=q.device),

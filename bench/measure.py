@@ -6,14 +6,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bench import Json, row_of, timing
+from bench import DETERMINISTIC, Json, gradients, row_of, timing
 from bench.cases import BenchCase, CaseTensors, make_tensors
 from bench.gate import PEER_RULE, RULE, Verdict, check, poison, reference
-from bench.peers import PEERS, Call
+from bench.peers import PEERS, Call, Peer, save_forward
 from bench.prep import PREPARERS
 from bench.sweep import dense_case, draw_cases
 
 SWEEP_ROWS = 8
+OURS = ("ours", DETERMINISTIC)
+# (peer, its call, rule) -> verdict
+Judge = Callable[[Peer, Call, float], Verdict]
 
 
 class Refused(Exception):
@@ -53,40 +56,75 @@ def admit(case: BenchCase, options: Options) -> tuple[dict[str, Call], dict[str,
     import torch
 
     tensors = make_tensors(case, "cuda", options.seed)
-    truth = reference(case, tensors, options.seed)
+    if case.kind == "backward":
+        tensors = save_forward(case, tensors, options.seed)
+        judge = gradient_judge(case, tensors, options.seed)
+    else:
+        judge = forward_judge(case, tensors, options.seed)
     calls: dict[str, Call] = {}
     verdicts: dict[str, Verdict] = {}
     for name in sorted(options.peers, key=lambda name: name != "ours"):
-        peer, rule = PEERS[name], RULE if name == "ours" else PEER_RULE
+        peer, rule = PEERS[name], RULE if name in OURS else PEER_RULE
         try:
             if reason := peer.supports(case):
                 raise NotImplementedError(reason)
             call = peer.prepare(case, tensors)
-            poison(case, tensors)
-            out, lse = peer.unpack(call())
-            torch.cuda.synchronize()
-            verdict = check(truth, out, lse, rule=rule)
+            verdict = judge(peer, call, rule)
             if not verdict.ok:
-                raise Refused(verdict.text)
+                raise Refused(f"{name}: {verdict.text}")
             calls[name], verdicts[name] = call, verdict
         except Exception as error:
             torch.cuda.synchronize()
-            if name == "ours":
+            if name == "ours" or isinstance(error, Refused) and name in OURS:
                 raise
             say(f"    {name} left out: {type(error).__name__}: {error}")
     return calls, verdicts
 
 
+def forward_judge(case: BenchCase, tensors: CaseTensors, seed: int) -> Judge:
+    import torch
+
+    truth = reference(case, tensors, seed)
+
+    def judge(peer: Peer, call: Call, rule: float) -> Verdict:
+        poison(case, tensors)
+        out, lse = peer.unpack(call())
+        if out.is_cuda:
+            torch.cuda.synchronize()
+        return check(truth, out, lse, rule=rule)
+
+    return judge
+
+
+def gradient_judge(case: BenchCase, tensors: CaseTensors, seed: int) -> Judge:
+    """Also of two calls that say they are deterministic: whether they are."""
+    import torch
+
+    truth = gradients.reference(case, tensors, seed)
+
+    def judge(peer: Peer, call: Call, rule: float) -> Verdict:
+        gradients.poison(tensors)
+        found = call()
+        if found[0].is_cuda:
+            torch.cuda.synchronize()
+        if peer.name == DETERMINISTIC and not all(map(torch.equal, found, call())):
+            return Verdict(False, "two calls differ")
+        return gradients.check(truth, found, rule=rule)
+
+    return judge
+
+
 def measure_calls(case: BenchCase, options: Options) -> Iterator[Json]:
-    """Kinds attention, host and cold."""
+    """Kinds attention, backward, host and cold."""
     calls, verdicts = admit(case, options)
     if case.kind == "cold":
         for name in calls:
             for variant, seconds in timing.time_cold(name, case.name).items():
                 yield row_of(case, name, variant, seconds * 1e6, ())
         return
+    least = 1 if case.kind == "backward" else 3
     modes: dict[str, Callable[[], timing.Samples]] = {
-        "loop": lambda: timing.time_loop(calls, options.repeats, options.burst_s),
+        "loop": lambda: timing.time_loop(calls, options.repeats, options.burst_s, least),
         "single": lambda: timing.time_single(calls, options.singles),
     }
     if case.kind == "host":

@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from bench.cases import NATIVE, BenchCase, CaseTensors
+from bench import DETERMINISTIC
+from bench.cases import NATIVE, BenchCase, CaseTensors, Saved
 from bench.flops import TILE, block_lists
 from bench.masks import Mask
 from bench.mods import (
@@ -46,17 +47,20 @@ class Peer(Protocol):
         """Why the case cannot be measured, or None where it can."""
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
-        """A callable without arguments that enqueues one forward pass."""
+        """A callable without arguments that enqueues one pass: of a case of kind "backward", that
+        of `tensors.saved`, which returns (dq, dk, dv), else the forward."""
 
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out (.., heads, d_v) as q is laid out; lse (batch, heads, n) or (heads, tokens)."""
 
 
-def list_tensors(mask: Mask, tile_m: int, tile_n: int, device: torch.device) -> list[torch.Tensor]:
+def list_tensors(
+    mask: Mask, tile_m: int, tile_n: int, device: torch.device, *, by_key: bool = False
+) -> list[torch.Tensor]:
     """Partial count and index, full count and index, for all batches and heads: (1, 1, ...)."""
     import torch
 
-    lists = block_lists(mask, tile_m, tile_n)
+    lists = block_lists(mask, tile_m, tile_n, by_key=by_key)
     return [torch.from_numpy(array)[None, None].to(device) for array in lists]
 
 
@@ -75,11 +79,15 @@ def column_mask(mask: Mask, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class CutePeer:
-    """A package with `interface._flash_attn_fwd`: flash_mask_cute and flash-attn-4 alike.
+    """A package with `interface._flash_attn_fwd` and `_flash_attn_bwd`: flash_mask_cute and
+    flash-attn-4 alike.
 
-    form: how the mask is told; None: as the case says.
+    form: how the mask is told; None: as the case says, which is ours, and its backward takes the
+        keywords of the forward. That of flash-attn-4 gets a window by its two sides, and lists of
+        the query blocks of each key block, in blocks of 128 x 128: whole tiles at d=64 and d=128.
     lists_keyword, list_rows_64: its keyword for block lists, and the query rows of their blocks at
         d=64. A block of flash-attn-4 is best a tile of its kernel, which has 192 rows there.
+    deterministic: the backward sums in a fixed order.
     """
 
     name: str
@@ -87,6 +95,7 @@ class CutePeer:
     form: str | None
     lists_keyword: str
     list_rows_64: int = TILE
+    deterministic: bool = False
 
     def load(self) -> None:
         importlib.import_module(f"{self.package}.interface")
@@ -99,17 +108,40 @@ class CutePeer:
             return f"no flag means {case.mask}"
         if self.form == "mask_mod" and case.form == "native":
             return f"{case.mask} needs no mask_mod"
+        if self.deterministic and not case.deterministic:
+            return "no order of sums is compared"
+        if self.form and case.deterministic:
+            return "ours is compared with itself"
+        if self.form and case.kind == "backward":
+            if case.score_mod:
+                return "no derivative of the score_mod is written for it"
+            if self.form == "mask_mod" and case.form != "mask_mod":
+                return "a backward by mask_mod is measured where ours is told so, too"
         return None
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
-        forward = importlib.import_module(f"{self.package}.interface")._flash_attn_fwd
-        q, k, v, cu_seqlens = tensors
+        interface = importlib.import_module(f"{self.package}.interface")
+        options = self._options(case, tensors)
+        if case.kind != "backward":
+            return partial(interface._flash_attn_fwd, *tensors[:3], return_lse=True, **options)
+        if tensors.saved is None:
+            raise ValueError(f"{case.name}: tensors without what its forward saved")
+        out, lse, dout = tensors.saved
+        if self.deterministic:
+            options["deterministic"] = True
+        return partial(interface._flash_attn_bwd, *tensors[:3], out, dout, lse, **options)
+
+    def _options(self, case: BenchCase, tensors: CaseTensors) -> dict[str, Any]:
+        """What tells the mask and the mods."""
+        q, cu_seqlens = tensors.q, tensors.cu_seqlens
         form = self.form or case.form
-        options: dict[str, Any] = {"return_lse": True}
+        options: dict[str, Any] = {}
         if form == "native":
             options["causal"] = case.causal
             if case.window is not None:
                 options["window_size_left"] = case.window
+                if self.form and case.kind == "backward":
+                    options |= {"causal": False, "window_size_right": 0}
         elif form == "columns":
             mask = case.mask_of(case.n)
             options |= {"startend_row_indices": column_mask(mask, q.device), "causal": mask.causal}
@@ -125,15 +157,17 @@ class CutePeer:
         if cu_seqlens is not None:
             options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
             options |= {"max_seqlen_q": case.n, "max_seqlen_k": case.n}
-        return partial(forward, q, k, v, **options)
+        return options
 
     def _mask_mod(self, case: BenchCase, device: torch.device) -> dict[str, Any]:
         mask = case.mask_of(case.n)
-        tile = (self.list_rows_64 if case.d == 64 else TILE, TILE)
+        by_key = bool(self.form) and case.kind == "backward"
+        tile = (self.list_rows_64 if case.d == 64 and not by_key else TILE, TILE)
         lists = importlib.import_module(f"{self.package}.block_sparsity").BlockSparseTensorsTorch
+        told = list_tensors(mask, *tile, device=device, by_key=by_key)
         options: dict[str, Any] = {
             "mask_mod": cute_mask_mod(mask),
-            self.lists_keyword: lists(*list_tensors(mask, *tile, device=device), block_size=tile),
+            self.lists_keyword: lists(*told, block_size=tile),
         }
         if mask.tables:
             options["aux_tensors"] = list(mask_tables(mask, device).values())
@@ -154,7 +188,9 @@ class FlexPeer:
 
     def supports(self, case: BenchCase) -> str | None:
         measured = case.kind in ("attention", "prep") and not case.varlen and not case.softcap
-        return None if measured else "not measured for varlen, softcap, host time and sweeps"
+        return (
+            None if measured else "not measured for varlen, softcap, backward, host time and sweeps"
+        )
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
         import torch
@@ -244,6 +280,9 @@ class SdpaPeer:
 
 _ALL: tuple[Peer, ...] = (
     CutePeer("ours", "flash_mask_cute", None, "block_sparse_tensors_torch"),
+    CutePeer(
+        DETERMINISTIC, "flash_mask_cute", None, "block_sparse_tensors_torch", deterministic=True
+    ),
     CutePeer("fa4", "flash_attn.cute", "native", "block_sparse_tensors"),
     CutePeer("fa4_mask_mod", "flash_attn.cute", "mask_mod", "block_sparse_tensors", 192),
     SdpaPeer("cudnn", "CUDNN_ATTENTION", "attention"),
@@ -253,4 +292,18 @@ _ALL: tuple[Peer, ...] = (
 )
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 # flex compiles for seconds in every case; dense masks are slow.
-DEFAULT_PEERS = ("ours", "fa4", "fa4_mask_mod", "cudnn", "sdpa")
+DEFAULT_PEERS = ("ours", DETERMINISTIC, "fa4", "fa4_mask_mod", "cudnn", "sdpa")
+
+
+def save_forward(case: BenchCase, tensors: CaseTensors, seed: int) -> CaseTensors:
+    """`tensors` with what a backward needs: out and lse of our forward, and a random dout."""
+    import torch
+
+    ours = PEERS["ours"]
+    out, lse = ours.unpack(
+        ours.prepare(replace(case, kind="attention", deterministic=False), tensors)()
+    )
+    assert lse is not None
+    generator = torch.Generator(device=out.device).manual_seed(seed + 1)
+    dout = torch.randn(out.shape, dtype=out.dtype, device=out.device, generator=generator)
+    return tensors._replace(saved=Saved(out, lse, dout))

@@ -1,6 +1,6 @@
 """python -m bench.report [ROWS]: what a file of rows says.
 
-Without an option the table of every run. --bars compares the forward with what it must reach, the
+Without an option the table of every run. --bars compares the figures with what they must reach, the
 latest run that can decide each bar deciding it:
 
 forward   ours / flash-attn-4 in the same case, at sustained load
@@ -11,6 +11,9 @@ masks     ours / flash-attn-4 native causal of the same head dimension and lengt
 callables ours / flash-attn-4 with the same mask_mod and block lists, or the same score_mod
 metadata  microseconds, launches and bytes at 131072 tokens
 linearity R^2 and intercept of latency against block sparsity
+backward  dense and masks as above, with 1.06 r for both head dimensions and 1.15 for the mean; the
+          time of a deterministic backward over that of the default; ours / flash-attn-4 with the
+          same mask_mod and block lists
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 
-from bench import ROOT, Json, format_table, name_of
+from bench import DETERMINISTIC, ROOT, Json, format_table, name_of, peer_of
 from bench.linearity import sweeps
 from bench.masks import MASKS
 
@@ -31,8 +34,7 @@ RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
 TARGETS = ROOT / "bench" / "targets.json"
 DIMS = (128, 64)
 LENGTHS = {"8k": 8192, "32k": 32768, "128k": 131072}
-FACTOR = {128: 1.08, 64: 1.15}
-OF_FULL, SHARE_OF_MEAN, LOW_R = 0.95, 1.20, 0.9
+OF_FULL, LOW_R = 0.95, 0.9
 FORWARD = {
     **{f"d128-{mask}-{n}": 1.00 for mask in ("full", "causal") for n in ("8k", "32k")},
     **{f"d64-{mask}-{n}": 1.03 for mask in ("full", "causal") for n in ("8k", "32k")},
@@ -50,8 +52,31 @@ CALLABLES = {
         f"mod-d{d}-8k-{mod}": ("fa4", 1.10) for d in DIMS for mod in ("alibi", "t5_bias", "softcap")
     },
 }
+BACKWARD = {
+    f"bwd-d{d}-{mask}-{n}": bar
+    for d, bar in ((128, 1.00), (64, 1.03))
+    for mask in ("full", "causal")
+    for n in ("8k", "32k")
+}
+BACKWARD_CALLABLES = {"bwd-mod-d128-8k-document": 1.25, "bwd-mod-d128-8k-random_eviction": 1.8}
+DETERMINISTIC_SHARE = {f"bwd-det-d128-8k-{mask}": 1.20 for mask in ("causal", "document")}
 PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
 R_SQUARED, INTERCEPT = 0.99, 0.05
+
+
+@dataclass(frozen=True)
+class Direction:
+    """key: of a row's figure; prefix: of case names; factor, mean: what masks must reach, by head
+    dimension and on average, relative to the best peer's level."""
+
+    key: str
+    prefix: str
+    factor: dict[int, float]
+    mean: float
+
+
+FWD = Direction("fwd", "", {128: 1.08, 64: 1.15}, 1.20)
+BWD = Direction("bwd", "bwd-", {128: 1.06, 64: 1.06}, 1.15)
 
 
 @dataclass(frozen=True)
@@ -73,7 +98,7 @@ class Bar:
     def line(self) -> str:
         figure = "-" if self.figure is None else f"{self.figure:.4g}"
         bar = "-" if self.bar is None else f"{'<=' if self.most else '>='} {self.bar:.4g}"
-        return f"{self.name:36} {figure:>9}  {bar:>9}  {self.verdict():12} {self.remark}".rstrip()
+        return f"{self.name:40} {figure:>9}  {bar:>9}  {self.verdict():12} {self.remark}".rstrip()
 
 
 class Figures:
@@ -83,7 +108,7 @@ class Figures:
         self.by_run: dict[str, dict[tuple[str, str], Json]] = {}
         for row in rows:
             if row["variant"] in ("loop", "warm", "wall"):
-                self.by_run.setdefault(row["run"], {})[name_of(row), row["peer"]] = row
+                self.by_run.setdefault(row["run"], {})[name_of(row), peer_of(row)] = row
 
     def latest(self, *wanted: tuple[tuple[str, ...], str]) -> list[Json] | None:
         """Rows of the latest run that has all of them; each wanted is (case names, peer)."""
@@ -117,42 +142,54 @@ def forward_bars(figures: Figures) -> Iterator[Bar]:
     yield _ratio(figures, "host-128", "fa4", HOST_SHARE, "us", most=True)
 
 
-def _names(d: int, size: str, mask: str) -> tuple[str, ...]:
+def backward_bars(figures: Figures) -> Iterator[Bar]:
+    for name, bar in BACKWARD.items():
+        yield _ratio(figures, name, "fa4", bar, "bwd")
+    for name, bar in BACKWARD_CALLABLES.items():
+        yield _ratio(figures, name, "fa4_mask_mod", bar, "bwd")
+    for name, bar in DETERMINISTIC_SHARE.items():
+        share = _ratio(figures, name, DETERMINISTIC, bar, "bwd", most=True)
+        yield replace(share, remark=", ".join(filter(None, ("time / default", share.remark))))
+
+
+def _names(way: Direction, d: int, size: str, mask: str) -> tuple[str, ...]:
     """The cases of the bench that are this mask: the short names are the same shapes."""
-    return (f"mask-d{d}-{size}-{mask}", f"d{d}-{mask.replace('sliding_', '')}-{size}")
+    names = (f"mask-d{d}-{size}-{mask}", f"d{d}-{mask.replace('sliding_', '')}-{size}")
+    return tuple(f"{way.prefix}{name}" for name in names)
 
 
-def mask_bars(figures: Figures, targets: Sequence[Json]) -> Iterator[Bar]:
-    levels = {(row["d"], row["n"], row["mask"]): row["fwd_rel"] for row in targets}
+def mask_bars(figures: Figures, targets: Sequence[Json], way: Direction = FWD) -> Iterator[Bar]:
+    levels = {(row["d"], row["n"], row["mask"]): row.get(f"{way.key}_rel") for row in targets}
     gains: dict[int, list[float]] = {d: [] for d in DIMS}
     for d in DIMS:
         for size, n in LENGTHS.items():
             for mask in MASKS:
                 level = levels.get((d, n, mask))
-                bar, gain = _mask_bar(figures, d, size, mask, level)
+                bar, gain = _mask_bar(figures, way, d, size, mask, level)
                 yield bar
                 if gain is not None and level is not None and level < LOW_R:
                     gains[d].append(gain)
     for name, found in (("d128", gains[128]), ("d64", gains[64]), ("all", sum(gains.values(), []))):
         mean = exp(sum(map(log, found)) / len(found)) if found else None
         remark = f"geometric mean of ours / (causal r) over {len(found)} masks with r < {LOW_R}"
-        yield Bar(f"mask mean {name}", mean, SHARE_OF_MEAN, remark=remark)
+        yield Bar(f"{way.prefix}mask mean {name}", mean, way.mean, remark=remark)
 
 
 def _mask_bar(
-    figures: Figures, d: int, size: str, mask: str, level: float | None
+    figures: Figures, way: Direction, d: int, size: str, mask: str, level: float | None
 ) -> tuple[Bar, float | None]:
     """The bar of one mask, and ours / (causal r)."""
-    name = f"mask-d{d}-{size}-{mask}"
-    needed = ((_names(d, size, mask), "ours"), (_names(d, size, "causal"), "fa4"))
-    rows = figures.latest(*needed, (_names(d, size, "full"), "ours")) or figures.latest(*needed)
-    bar = None if level is None else FACTOR[d] * level
+    names = {name: _names(way, d, size, name) for name in (mask, "causal", "full")}
+    name = names[mask][0]
+    needed = ((names[mask], "ours"), (names["causal"], "fa4"))
+    rows = figures.latest(*needed, (names["full"], "ours")) or figures.latest(*needed)
+    bar = None if level is None else way.factor[d] * level
     if rows is None:
         return Bar(name, None, bar), None
-    ours, causal = rows[0]["fwd"], rows[1]["fwd"]
+    ours, causal = rows[0][way.key], rows[1][way.key]
     remarks = [f"{ours:.0f} TFLOP/s", "" if level is None else f"r {level}"]
     if len(rows) == 3:
-        full = rows[2]["fwd"]
+        full = rows[2][way.key]
         remarks.append(f"{ours / full:.0%} of full")
         if bar is not None:
             bar = min(bar, OF_FULL * full / causal)
@@ -195,6 +232,10 @@ def bars(rows: Sequence[Json], targets: Sequence[Json]) -> dict[str, list[Bar]]:
         "callables: ours / flash-attn-4": list(callable_bars(figures)),
         "metadata at 131072 tokens": list(prep_bars(figures)),
         "linearity": list(linearity_bars(rows)),
+        "backward: ours / flash-attn-4": list(backward_bars(figures)),
+        "backward of masks: ours / flash-attn-4 native causal": list(
+            mask_bars(figures, targets, BWD)
+        ),
     }
 
 

@@ -93,7 +93,7 @@ def work(told: str) -> int:
 
 def references(left: Sequence[str], done: Sequence[str]) -> tuple[str, ...]:
     """Those of `done` that rows of `left` are compared with: full and causal of the same size."""
-    sizes = {name.rpartition("-")[0] for name in left if name.startswith("mask-")}
+    sizes = {name.rpartition("-")[0] for name in left if name.startswith(("mask-", "bwd-mask-"))}
     kept = {f"{size}-{mask}" for size in sizes for mask in ("full", "causal")}
     return tuple(name for name in done if name in kept)
 
@@ -126,7 +126,7 @@ def launch_worker(options: Options, names: tuple[str, ...], attempt: int) -> Rep
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m bench.run", description="Forward speed on one GPU.")
+    parser = argparse.ArgumentParser("python -m bench.run", description="Speed on one GPU.")
     add = parser.add_argument
     add("patterns", nargs="*", default=["*"], help="globs over case names")
     add("--list", action="store_true", help="print the cases and stop")

@@ -11,6 +11,8 @@ loop    Sustained, the power limit included. A round gives each peer a burst of 
         seconds of back-to-back calls between two CUDA events. An eighth as many calls run untimed
         before the first event: they bring the clocks to this peer's level, and the host gets ahead
         of the device, so its cost is hidden wherever a call costs the host less than the device.
+        A burst has three calls at least, and two before it; in the backward, which takes up to a
+        second, one and one.
 single  One call after an idle gap of `idle_s`, clocks high. A spin kernel of about a millisecond
         holds the device while the host enqueues event, call, event; so the host is not timed.
 host    Wall time of a warm call without synchronisation, in chunks of 100 calls; the device is
@@ -71,10 +73,10 @@ def _events() -> tuple[Any, Any]:
     return event(enable_timing=True), event(enable_timing=True)
 
 
-def _burst(call: Call, count: int) -> float:
-    """Milliseconds a call, over `count` calls that follow each other without a gap."""
+def _burst(call: Call, count: int, untimed: int) -> float:
+    """Milliseconds a call, over `count` calls that follow untimed ones without a gap."""
     begin, end = _events()
-    for _ in range(max(2, count // 8)):
+    for _ in range(untimed):
         call()
     begin.record()
     for _ in range(count):
@@ -84,19 +86,23 @@ def _burst(call: Call, count: int) -> float:
     return float(begin.elapsed_time(end)) / count
 
 
-def _calls_in(seconds: float, milliseconds: float) -> int:
-    return max(3, round(seconds * 1e3 / milliseconds))
+def _calls_in(seconds: float, milliseconds: float, least: int = 3) -> int:
+    return max(least, round(seconds * 1e3 / milliseconds))
 
 
-def time_loop(calls: Mapping[str, Call], rounds: int, burst_s: float) -> Samples:
-    """Sustained milliseconds a call, one sample a round."""
+def time_loop(calls: Mapping[str, Call], rounds: int, burst_s: float, least: int = 3) -> Samples:
+    """Sustained milliseconds a call, one sample a round, of `least` calls or more."""
     samples: Samples = {name: [] for name in calls}
     if not rounds:
         return samples
-    counts = {name: _calls_in(burst_s, _burst(call, 3)) for name, call in calls.items()}
+    few = min(2, least)
+    counts = {
+        name: _calls_in(burst_s, _burst(call, least, few), least) for name, call in calls.items()
+    }
     for order in rotations(list(calls), rounds):
         for name in order:
-            samples[name].append(_burst(calls[name], counts[name]))
+            count = counts[name]
+            samples[name].append(_burst(calls[name], count, max(few, count // 8)))
     return samples
 
 

@@ -7,6 +7,7 @@ tensors of every later call that has the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -234,7 +235,17 @@ def tile_counter(q: Tensor, index: int) -> Tensor:
     key = index, torch._C._cuda_getCurrentRawStream(index)
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = q.new_zeros((2,), dtype=torch.int32)
+        # In a thread of its own: torch.compile runs a graph once before it captures it, takes what
+        # this thread allocates meanwhile for the graph's, and refuses to see any of it kept.
+        with ThreadPoolExecutor(max_workers=1) as other:
+            counter = _counters[key] = other.submit(_new_counter, q.device).result()
+    return counter
+
+
+def _new_counter(device: torch.device) -> Tensor:
+    counter = torch.zeros((2,), dtype=torch.int32, device=device)
+    # the caller's stream is another one
+    torch.cuda.current_stream(device).synchronize()
     return counter
 
 

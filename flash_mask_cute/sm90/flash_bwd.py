@@ -646,9 +646,9 @@ class FlashAttentionBackwardSm90:
                         warpgroup.wait_group(0)
                         score_gradients(wgmma.rows_by_cols(acc_dP), scores, delta)
                         wgmma.round_pairs(grads, acc_dP, plan.dtype)
-                        ds_stage = block % DS_STAGES
                         if const_expr(chain.is_empty):
                             wgmma.round_pairs(probs, acc_S, plan.dtype)
+                        ds_stage = block % DS_STAGES
                         self._store_ds(tiles.ds, grads, ds_stage)
                         do_tile = at.dv_do[None, None, None, do_stage]
                         wgmma.issue(mma_dv, acc_dV, tdVrP, do_tile, accumulate)
@@ -784,6 +784,8 @@ class FlashAttentionBackwardSm90:
         for g in cutlass.range_constexpr(groups):
             cute.autovec_copy(quads[None, g], tiles.dq[None, lane, g, warp_idx])
         cute.arch.fence_proxy("async.shared", space="cta")
+        # releasing the block's query tells the load warp
+        cute.arch.sync_warp()
 
     @cute.jit
     def _scale(self, acc: cute.Tensor, factor: Float32):

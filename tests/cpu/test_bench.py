@@ -19,11 +19,14 @@ from cutlass.cute.runtime import from_dlpack
 
 import bench
 from bench import (
+    DETERMINISTIC,
     cases,
     flops,
     gate,
+    gradients,
     linearity,
     masks,
+    measure,
     mods,
     peers,
     prep,
@@ -106,6 +109,8 @@ def test_published_operation_counts() -> None:
     assert flops.tile_counts(CASES["d128-causal-1k"]) == (128 * 36, 128 * 64)
     unequal = CASES["extra-d192v128-causal-8k"]
     assert flops.attention_flops(unequal) == 2 * (192 + 128) * 32 * 16 * (64 * 65 // 2) * 128 * 128
+    forward = flops.attention_flops(CASES["d128-full-8k"])
+    assert flops.attention_flops(CASES["bwd-d128-full-8k"]) == 2.5 * forward
 
 
 def test_the_table_of_cases() -> None:
@@ -116,16 +121,29 @@ def test_the_table_of_cases() -> None:
     other = ["d256-full-8k", "d256-causal-8k", "host-128", "cold-128"]
     assert {*long, *short, *varlen, *other} <= set(CASES)
     for case in CASES.values():
-        if case.kind == "attention":
+        if case.kind in ("attention", "backward"):
             assert case.tokens == 131072
             assert case.heads * case.d_v == 4096
         assert case.window is None or case.window * 16 == case.n
-    for prefix in ("mask-d128-8k-", "mask-d64-128k-"):
+    for prefix in ("mask-d128-8k-", "mask-d64-128k-", "bwd-mask-d64-8k-", "bwd-mask-d128-128k-"):
         assert [prefix + mask for mask in masks.MASKS] == [c for c in CASES if c.startswith(prefix)]
     assert [CASES[f"d{d}-full-8k"].heads for d in (64, 128, 256)] == [64, 32, 16]
     for name in varlen:
         assert (CASES[name].batch, CASES[name].heads) == (32, 32)
         assert min(CASES[name].lengths) >= 256 and max(CASES[name].lengths) <= 8192
+
+
+def test_backwards_are_those_of_the_forward_cases() -> None:
+    names = [name for name in CASES if name.startswith("bwd-")]
+    for name in names:
+        case = CASES[name]
+        plain = CASES[name.removeprefix("bwd-").replace("det-d128", "mask-d128")]
+        same = replace(plain, name=name, kind="backward", deterministic="-det-" in name)
+        assert case == same
+        assert (case.form == "mask_mod") == name.startswith("bwd-mod")
+    assert len(names) == 8 + 1 + 2 * 3 * 12 + 2 + 2
+    assert {name for name, case in CASES.items() if case.kind == "backward"} == set(names)
+    assert {CASES[name].form for name in names if "-mod-" in name} == {"mask_mod"}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -152,6 +170,7 @@ def test_document_lengths(seed: int) -> None:
         ({"mask": "document"}, "no native form"),
         ({"mask": "document", "form": "columns", "draw": masks.Draw(((299,),))}, "hold n=300"),
         ({"score_mod": "tanh"}, "tanh"),
+        ({"deterministic": True}, "deterministic with kind='attention'"),
     ],
 )
 def test_contradictory_cases_are_refused(changes: dict[str, object], text: str) -> None:
@@ -177,6 +196,11 @@ def test_select() -> None:
         ("cudnn", "extra-d128-softcap-causal-8k", "no softcap"),
         ("cudnn", "host-128", "kind 'attention' only"),
         ("sdpa", "d128-full-8k", "kind 'host' only"),
+        ("cudnn", "bwd-d128-full-8k", "kind 'attention' only"),
+        ("sdpa_dense", "bwd-mask-d128-8k-document", "kind 'attention' only"),
+        ("flex", "bwd-mask-d128-8k-document", "backward"),
+        (DETERMINISTIC, "bwd-d128-full-8k", "no order of sums"),
+        (DETERMINISTIC, "d128-full-8k", "no order of sums"),
     ],
 )
 def test_peers_say_what_they_cannot_do(peer: str, case: str, text: str) -> None:
@@ -196,6 +220,15 @@ def test_peers_take_what_they_can() -> None:
     assert native.supports(CASES["mask-d64-8k-document"]) == "no flag means document"
     assert by_mod.supports(CASES["mask-d64-8k-document"]) is None
     assert by_mod.supports(CASES["mask-d64-8k-causal"]) == "causal needs no mask_mod"
+    assert peers.PEERS[DETERMINISTIC].supports(CASES["bwd-det-d128-8k-document"]) is None
+    assert peers.PEERS["ours"].supports(CASES["bwd-det-d128-8k-document"]) is None
+    assert native.supports(CASES["bwd-d128-window-8k"]) is None
+    assert native.supports(CASES["bwd-mask-d64-8k-document"]) == "no flag means document"
+    assert native.supports(CASES["bwd-det-d128-8k-causal"]) == "ours is compared with itself"
+    assert by_mod.supports(CASES["bwd-mod-d128-8k-document"]) is None
+    assert "where ours is told so" in (by_mod.supports(CASES["bwd-mask-d64-8k-document"]) or "")
+    scored = small("causal", kind="backward", score_mod="alibi")
+    assert "no derivative" in (native.supports(scored) or "")
 
 
 def test_cute_peer_passes_the_whole_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +247,8 @@ def test_cute_peer_passes_the_whole_case(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_varlen_tensors() -> None:
     case = SMALL[-1]
-    q, k, v, cu_seqlens = make_tensors(case, "cpu", 3)
+    q, k, v, cu_seqlens, saved = make_tensors(case, "cpu", 3)
+    assert saved is None
     assert (q.shape, k.shape, v.shape) == ((773, 4, 64), (773, 2, 64), (773, 2, 64))
     assert cu_seqlens is not None and cu_seqlens.tolist() == [0, 1, 130, 645, 773]
     assert cu_seqlens.dtype == torch.int32 and q.dtype == torch.bfloat16
@@ -307,7 +341,19 @@ def test_rows_have_the_keys_of_the_format() -> None:
     row = bench.row_of(case, "ours", "loop", 2.0, ("spread 1.0%", "", "fine"))
     host = bench.row_of(CASES["host-128"], "fa4", "warm", 104.125, ())
     unequal = bench.row_of(CASES["extra-d192v128-causal-8k"], "fa4", "loop", 1.0, ())
-    assert set(row) | set(host) <= ROW_KEYS
+    backward = bench.row_of(CASES["bwd-det-d128-8k-document"], DETERMINISTIC, "loop", 20.0, ())
+    assert set(row) | set(host) | set(backward) <= ROW_KEYS
+    assert (backward["kind"], backward["peer"], backward["deterministic"]) == (
+        "attention",
+        "ours",
+        True,
+    )
+    assert backward["note"] == "bwd-det-d128-8k-document; columns"
+    assert backward["bwd_ms"] == 20.0 and not {"fwd", "fwd_ms"} & backward.keys()
+    twin = flops.tflops(CASES["mask-d128-8k-document"], 20.0)
+    assert backward["bwd"] == pytest.approx(2.5 * twin, abs=0.01)
+    assert bench.peer_of(backward) == DETERMINISTIC and bench.peer_of(row) == "ours"
+    assert row["deterministic"] is False
     assert row["note"] == "d128-window-8k; window=512; spread 1.0%; fine"
     assert (row["kind"], row["mask"], row["d"]) == ("attention", "sliding_window", 128)
     assert row["fwd"] == pytest.approx(flops.tflops(case, row["fwd_ms"]), abs=0.01)
@@ -327,12 +373,15 @@ def test_table_compares_inside_a_run_only() -> None:
     rows = [row("a", p, v, r) for v in ("loop", "single") for p, r in (("ours", 660), ("fa4", 600))]
     rows += [row("a", "cudnn", "loop", 550), row("b", "fa4", "loop", 330)]
     rows += [{"run": "c"} | bench.row_of(CASES["host-128"], "ours", "warm", 24.0, ())]
+    rows += [rate_row("d", "bwd-det-d128-8k-causal", "ours", 550)]
+    rows += [rate_row("d", "bwd-det-d128-8k-causal", DETERMINISTIC, 500)]
     lines = [" ".join(line.split()) for line in bench.format_table(rows).splitlines()]
     assert lines == [
         "d128-full-8k fa4 loop 660.0 / 600.0 = 1.100 single 660.0 / 600.0 = 1.100",
         "d128-full-8k cudnn loop 660.0 / 550.0 = 1.200 single 660.0 / -",
         "d128-full-8k fa4 loop - / 330.0",
         "host-128 ours warm 24.0",
+        "bwd-det-d128-8k-causal ours_deterministic loop 550.0 / 500.0 = 1.100",
     ]
 
 
@@ -351,7 +400,11 @@ def test_a_dead_worker_loses_its_case_only() -> None:
 
 
 def test_a_new_worker_measures_what_its_cases_are_compared_with() -> None:
-    names = [f"mask-d64-8k-{mask}" for mask in ("full", "causal", "document", "qk_sparse")]
+    for prefix in ("mask-d64-8k", "bwd-mask-d64-8k"):
+        check_references([f"{prefix}-{m}" for m in ("full", "causal", "document", "qk_sparse")])
+
+
+def check_references(names: list[str]) -> None:
     launched = []
 
     def launch(names: tuple[str, ...], attempt: int) -> dict[str, str]:
@@ -472,6 +525,13 @@ def test_tiles_and_block_lists(mask: str, tile: tuple[int, int]) -> None:
         for count, index, expected in ((*lists[:2], part), (*lists[2:], full)):
             assert count[i] == len(expected)
             assert index[i].tolist() == expected + [0] * (index.shape[1] - len(expected))
+    by_key = flops.block_lists(case.mask_of(ODD), *tile, by_key=True)
+    for forward, turned in ((lists[:2], by_key[:2]), (lists[2:], by_key[2:])):
+        pairs = [
+            {(i, j) for i, t in enumerate(c) for j in x[i, :t].tolist()}
+            for c, x in (forward, turned)
+        ]
+        assert pairs[0] == {(i, j) for j, i in pairs[1]}
     if tile == (128, 128):
         assert flops.tile_counts(case) == (2 * visible, 2 * 36)
 
@@ -589,6 +649,170 @@ def test_cute_peer_tells_masks_and_mods(monkeypatch: pytest.MonkeyPatch) -> None
     biased = small("causal", score_mod="t5_bias")
     told = ours.prepare(biased, make_tensors(biased, "cpu", 0))()
     assert told["causal"] and callable(told["score_mod"]) and len(told["aux_tensors"]) == 1
+
+
+def test_cute_peer_tells_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = masked("document", kind="backward", form="mask_mod")
+    dout = torch.zeros(2, ODD, 4, 64)
+    saved = cases.Saved(dout + 1, torch.zeros(2, 4, ODD), dout)
+    tensors = make_tensors(case, "cpu", 0)._replace(saved=saved)
+    with pytest.raises(ValueError, match="saved"):
+        peers.PEERS["ours"].prepare(case, tensors._replace(saved=None))
+
+    def backward(*operands: torch.Tensor, **options: object) -> dict[str, object]:
+        given = (*tensors[:3], saved.out, saved.dout, saved.lse)
+        assert all(x is y for x, y in zip(operands, given, strict=True))
+        return options
+
+    def lists(*listed: torch.Tensor, block_size: tuple[int, int]) -> object:
+        return ([tuple(t.shape) for t in listed], block_size, listed[1])
+
+    module = SimpleNamespace(_flash_attn_bwd=backward, _flash_attn_fwd=None)
+    module.BlockSparseTensorsTorch = lists
+    monkeypatch.setattr(peers.importlib, "import_module", lambda name: module)
+    ours = peers.CutePeer("ours", "fake", None, "lists")
+    fixed = replace(ours, deterministic=True)
+    by_mod = peers.CutePeer("theirs", "fake", "mask_mod", "lists", 192)
+    native = peers.CutePeer("theirs", "fake", "native", "lists")
+    told = ours.prepare(case, tensors)()
+    turned = by_mod.prepare(case, tensors)()
+    for options, by_key in ((told, False), (turned, True)):
+        assert options.keys() == {"mask_mod", "lists", "aux_tensors"}
+        shapes, block_size, index = options["lists"]
+        assert (shapes, block_size) == ([(1, 1, 6), (1, 1, 6, 6)] * 2, (128, 128))
+        expected = flops.block_lists(case.mask_of(ODD), by_key=by_key).partial_index
+        assert np.array_equal(index[0, 0].numpy(), expected)
+    window = small("sliding_window", ODD, window=16, kind="backward", tokens=2 * ODD)
+    sides = {"window_size_left": 16}
+    assert ours.prepare(window, tensors)() == {"causal": True, **sides}
+    told = fixed.prepare(window, tensors)()
+    assert told == {"causal": True, **sides, "deterministic": True}
+    told = native.prepare(window, tensors)()
+    assert told == {"causal": False, **sides, "window_size_right": 0}
+
+
+BACKWARDS = [
+    *(masked(mask, 300, kind="backward") for mask in masks.MASKS),
+    masked("document", 300, kind="backward", form="mask_mod"),
+    replace(SMALL[-1], kind="backward"),
+    small("sliding_window", 300, kind="backward", window=40, softcap=5.0),
+    small("causal", 200, kind="backward", dtype="float16", score_mod="t5_bias"),
+]
+
+
+@pytest.mark.parametrize("case", BACKWARDS, ids=lambda c: f"{c.mask}-{c.form}-{c.dtype}")
+def test_gate_of_gradients(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = peers.save_forward(case, make_tensors(case, "cpu", 2), 2)
+    truth = gradients.reference(case, tensors, 4)
+    found = peers.PEERS["ours"].prepare(case, tensors)()
+    assert gradients.check(truth, found, rule=gate.RULE).ok
+    # in pieces it is the same reference
+    monkeypatch.setattr(gradients, "SCORES", 96 * case.n)
+    for whole, pieces in zip(truth.exact, gradients.reference(case, tensors, 4).exact, strict=True):
+        assert all(
+            torch.allclose(x, y, rtol=1e-9, atol=1e-9) for x, y in zip(whole, pieces, strict=True)
+        )
+    for place in range(3):
+        off, damaged = list(found), list(found)
+        off[place] = found[place] * 1.05
+        damaged[place] = found[place].clone()
+        damaged[place].view(-1)[0] = torch.nan
+        for wrong in (off, damaged):
+            assert not gradients.check(truth, wrong, rule=gate.RULE).ok
+    swapped_heads = [x.roll(1, -2) for x in found]
+    assert not gradients.check(truth, swapped_heads, rule=gate.PEER_RULE).ok
+
+
+@pytest.mark.parametrize("window", [55, 57])
+def test_gate_of_gradients_sees_a_mask_that_is_off_by_one_key(window: int) -> None:
+    case = small("sliding_window", 900, kind="backward", window=56)
+    tensors = peers.save_forward(case, make_tensors(case, "cpu", 5), 5)
+    truth = gradients.reference(case, tensors, 1)
+    other = replace(case, window=window)
+    wrong = peers.PEERS["ours"].prepare(other, peers.save_forward(other, tensors, 5))()
+    assert not gradients.check(truth, wrong, rule=gate.RULE).ok
+
+
+def backward_options(names: tuple[str, ...]) -> measure.Options:
+    told = ("ours", DETERMINISTIC, "cudnn")
+    return measure.Options(names, told, 1, 0, 0.1, 0.0, 9.0, 9.0, 3, "", "", "")
+
+
+def test_rows_of_a_backward_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = masked("document", 200, kind="backward", deterministic=True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "make_tensors", lambda case, device, seed: on_cpu(case, seed))
+
+    def time_loop(calls: dict[str, peers.Call], rounds: int, burst_s: float, least: int) -> object:
+        assert (rounds, least) == (1, 1)
+        return {name: [2.0] for name in calls if len(calls[name]()) == 3}
+
+    def on_cpu(case: BenchCase, seed: int) -> cases.CaseTensors:
+        return make_tensors(case, "cpu", seed)
+
+    monkeypatch.setattr(timing, "time_loop", time_loop)
+    rows = list(measure.measure(case, backward_options((case.name,))))
+    assert [(row["peer"], row["deterministic"]) for row in rows] == [
+        ("ours", False),
+        ("ours", True),
+    ]
+    assert all(row["bwd_ms"] == 2.0 and "of the allowed error: dQ" in row["note"] for row in rows)
+
+
+@pytest.mark.parametrize("wrong", ["ours", DETERMINISTIC])
+def test_a_wrong_backward_makes_no_row(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    case = masked("document", 200, kind="backward", deterministic=True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        measure, "make_tensors", lambda case, device, s: make_tensors(case, "cpu", s)
+    )
+    prepare = peers.CutePeer.prepare
+    called = []
+
+    def damaged(peer: peers.CutePeer, case: BenchCase, tensors: cases.CaseTensors) -> peers.Call:
+        call = prepare(peer, case, tensors)
+        if peer.name != wrong or case.kind != "backward":
+            return call
+        called.append(wrong)
+        return lambda: [x * (1 + 0.1 * torch.rand(())) for x in call()]
+
+    monkeypatch.setattr(peers.CutePeer, "prepare", damaged)
+    with pytest.raises(measure.Refused, match=f"{wrong}: ") as refused:
+        measure.admit(case, backward_options((case.name,)))
+    assert called == [wrong]
+    assert ("two calls differ" in str(refused.value)) == (wrong == DETERMINISTIC)
+
+
+class FakeEvent:
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.at = clock, 0.0
+
+    def record(self) -> None:
+        self.at = self.clock[0]
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+@pytest.mark.parametrize(("least", "counted"), [(3, 5 + 2 * 5), (1, 2 + 2 * 2)])
+def test_a_burst_has_a_few_calls_at_least(
+    monkeypatch: pytest.MonkeyPatch, least: int, counted: int
+) -> None:
+    clock, calls = [0.0], []
+
+    def call(milliseconds: float = 700.0) -> None:
+        clock[0] += milliseconds
+        calls.append(milliseconds)
+
+    monkeypatch.setattr(timing, "_events", lambda: (FakeEvent(clock), FakeEvent(clock)))
+    assert timing.time_loop({"ours": call}, 2, 0.1, least) == {"ours": [700.0, 700.0]}
+    assert len(calls) == counted
+    calls.clear()
+    timing.time_loop({"ours": lambda: call(1.0)}, 1, 0.1, least)
+    assert len(calls) == least + min(2, least) + 100 + 12
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -714,9 +938,69 @@ def test_bars() -> None:
     assert set(report.CALLABLES) | set(report.FORWARD) <= set(CASES)
 
 
+def test_bars_of_the_backward() -> None:
+    levels = {"document": 0.9, "share_question": 0.75, "prefix_lm_causal": 1.0}
+    targets: list[bench.Json] = [
+        {"d": 128, "n": 8192, "mask": mask, "fwd_rel": 0.1, "bwd_rel": level}
+        for mask, level in levels.items()
+    ]
+    targets += [{"d": 64, "n": 8192, "mask": "document", "fwd_rel": 0.8}]
+    rows = [
+        rate_row("a", "bwd-d128-causal-8k", "fa4", 560),
+        rate_row("a", "bwd-mask-d128-8k-full", "ours", 600),
+        rate_row("a", "bwd-mask-d128-8k-document", "ours", 540),
+        rate_row("a", "bwd-mask-d128-8k-share_question", "ours", 460),
+        rate_row("a", "bwd-mask-d128-8k-prefix_lm_causal", "ours", 575),
+        rate_row("a", "mask-d128-8k-document", "ours", 100),
+        rate_row("b", "bwd-mask-d64-8k-document", "ours", 400),
+        rate_row("b", "bwd-d64-causal-8k", "ours", 515),
+        rate_row("b", "bwd-d64-causal-8k", "fa4", 500),
+        rate_row("b", "bwd-d128-full-8k", "ours", 595),
+        rate_row("b", "bwd-d128-full-8k", "fa4", 600),
+        rate_row("b", "bwd-mod-d128-8k-document", "ours", 500),
+        rate_row("b", "bwd-mod-d128-8k-document", "fa4_mask_mod", 400),
+        rate_row("b", "bwd-mod-d128-8k-random_eviction", "ours", 500),
+        rate_row("b", "bwd-mod-d128-8k-random_eviction", "fa4_mask_mod", 400),
+        rate_row("b", "bwd-det-d128-8k-causal", "ours", 550),
+        rate_row("b", "bwd-det-d128-8k-causal", DETERMINISTIC, 500),
+        rate_row("b", "bwd-det-d128-8k-document", DETERMINISTIC, 400),
+        rate_row("b", "bwd-det-d128-8k-document", "ours", 500),
+    ]
+    found = {bar.name: bar for bars in report.bars(rows, targets).values() for bar in bars}
+
+    def of(name: str) -> tuple[float | None, float | None, str]:
+        return found[name].figure, found[name].bar, found[name].verdict()
+
+    approx = pytest.approx
+    assert of("bwd-mask-d128-8k-document") == (approx(540 / 560, abs=1e-3), approx(0.954), "met")
+    assert of("bwd-mask-d128-8k-share_question")[1:] == (approx(0.795), "met")
+    near_full = approx(0.95 * 600 / 560, abs=1e-3)
+    assert of("bwd-mask-d128-8k-prefix_lm_causal") == (
+        approx(575 / 560, abs=1e-3),
+        near_full,
+        "met",
+    )
+    # without a level there is no bar; a forward's causal figure, or another run's, does not count
+    assert of("bwd-mask-d64-8k-document") == (approx(0.8, abs=1e-3), None, "no bar")
+    assert of("mask-d128-8k-document")[2] == "not measured"
+    mean = 460 / 560 / 0.75
+    assert of("bwd-mask mean d128") == (approx(mean, abs=1e-3), 1.15, "short")
+    assert of("bwd-mask mean all") == (approx(mean, abs=1e-3), 1.15, "short")
+    assert of("bwd-mask mean d64")[2] == "not measured"
+    assert of("bwd-d64-causal-8k") == (approx(1.03, abs=1e-3), 1.03, "met")
+    assert of("bwd-d128-full-8k") == (approx(595 / 600, abs=1e-3), 1.0, "short")
+    assert of("bwd-mod-d128-8k-document") == (approx(1.25, abs=1e-3), 1.25, "met")
+    assert of("bwd-mod-d128-8k-random_eviction") == (approx(1.25, abs=1e-3), 1.8, "short")
+    assert of("bwd-det-d128-8k-causal") == (approx(1.1, abs=1e-3), 1.2, "met")
+    assert of("bwd-det-d128-8k-document") == (approx(1.25, abs=1e-3), 1.2, "short")
+    named = {*report.BACKWARD, *report.BACKWARD_CALLABLES, *report.DETERMINISTIC_SHARE}
+    assert named <= set(CASES) and named <= found.keys()
+
+
 def test_report_reads_the_committed_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main(["--bars"]) == 0
     bars = capsys.readouterr().out
-    assert sum("mask-d" in line for line in bars.splitlines()) == 72
+    for prefix in ("  mask-d", "  bwd-mask-d"):
+        assert sum(line.startswith(prefix) for line in bars.splitlines()) == 72
     assert report.main(["--run", "no such run"]) == 0
     assert capsys.readouterr().out == "\n"

@@ -1,0 +1,167 @@
+"""The check that gradients are those of the case, on whole heads of the very input that is timed.
+
+The reference is autograd through attention as `bench.gate` writes it down, in float64 and in the
+dtype of the case, over as many query rows at a time as memory allows. It asks the definition of the
+mask and never the intervals or tiles that kernels are told, nor what the forward saved.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bench.cases import BenchCase, CaseTensors
+from bench.flops import TILE
+from bench.gate import Verdict, masked_scores
+from bench.mods import (
+    mask_tables,
+    score_definition,
+    score_tables,
+    torch_language,
+    torch_mask_mod,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+NAMES = ("dQ", "dK", "dV")
+# Scores at a time: 2 GiB of float64.
+SCORES = 2**28
+
+
+class Place(NamedTuple):
+    """A sequence, and a KV head with its query heads."""
+
+    sequence: int
+    head_kv: int
+
+
+class Slice(NamedTuple):
+    """dQ (length, query heads of the KV head, d), dK (length, 1, d) and dV (length, 1, d_v)."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+class Reference(NamedTuple):
+    """Gradients in float64 for each place: of float64 and of eager same-dtype attention."""
+
+    case: BenchCase
+    places: list[Place]
+    exact: list[Slice]
+    eager: list[Slice]
+
+
+def sample_places(case: BenchCase, seed: int) -> list[Place]:
+    """A KV head of the first sequence and one of the last."""
+    rng = random.Random(seed)
+    return [Place(i, rng.randrange(case.heads_kv)) for i in sorted({0, case.batch - 1})]
+
+
+def _cut(case: BenchCase, place: Place, x: torch.Tensor) -> torch.Tensor:
+    """(length, heads of the place, width) of a tensor laid out as q or as k."""
+    start = int(np.sum(case.lengths[: place.sequence], dtype=np.int64))
+    heads = x.shape[-2] // case.heads_kv
+    first = place.head_kv * heads
+    rows = slice(start, start + case.lengths[place.sequence])
+    return x.reshape(-1, *x.shape[-2:])[rows, first : first + heads]
+
+
+def _chunks(length: int) -> Iterator[slice]:
+    step = max(1, SCORES // length)
+    yield from (slice(begin, min(begin + step, length)) for begin in range(0, length, step))
+
+
+def _differentiate(
+    case: BenchCase, place: Place, tensors: CaseTensors, dtype: torch.dtype
+) -> Slice:
+    """Gradients of sum(out * dout); the sum of a KV head over rows and query heads is rounded to
+    `dtype` once."""
+    import torch
+
+    assert tensors.saved is not None
+    q, k, v, dout = (_cut(case, place, x).to(dtype) for x in (*tensors[:3], tensors.saved.dout))
+    device, length, heads = q.device, *q.shape[:2]
+    mask = case.mask_of(length)
+    sees = torch_mask_mod(mask, mask_tables(mask, device))
+    language = torch_language(score_tables(case, device), torch.promote_types(dtype, torch.float32))
+    index = torch.arange(length, device=device)
+    dq = torch.zeros_like(q)
+    dk, dv = torch.zeros_like(k, dtype=torch.float64), torch.zeros_like(v, dtype=torch.float64)
+    for head in range(heads):
+        at = torch.tensor(place.head_kv * heads + head, device=device)
+        for rows in _chunks(length):
+            queries, keys = index[rows, None], index[None]
+
+            def modify(scores: torch.Tensor, at: Any = at, queries: Any = queries) -> Any:
+                return score_definition(case)(scores, at, queries, index[None], language)
+
+            leaves = [x.detach().requires_grad_() for x in (q[rows, head], k[:, 0], v[:, 0])]
+            hidden = ~sees(None, None, queries, keys)
+            scores = masked_scores(case, hidden, modify if case.score_mod else None, *leaves[:2])
+            out = scores.softmax(-1).to(dtype) @ leaves[2]
+            by_q, by_k, by_v = torch.autograd.grad(out, leaves, dout[rows, head])
+            dq[rows, head] = by_q
+            dk[:, 0] += by_k
+            dv[:, 0] += by_v
+    return Slice(dq.double(), dk.to(dtype).double(), dv.to(dtype).double())
+
+
+def reference(case: BenchCase, tensors: CaseTensors, seed: int) -> Reference:
+    """What `check` compares with, over `sample_places(case, seed)`."""
+    import torch
+
+    places = sample_places(case, seed)
+    exact, eager = (
+        [_differentiate(case, place, tensors, dtype) for place in places]
+        for dtype in (torch.float64, tensors.q.dtype)
+    )
+    return Reference(case, places, exact, eager)
+
+
+def _by_tile(x: torch.Tensor) -> torch.Tensor:
+    """(tiles, values) of 128 rows each; zeros fill the last, in all that is compared alike."""
+    import torch
+
+    padded = torch.nn.functional.pad(x.flatten(1), (0, 0, 0, -len(x) % TILE))
+    return padded.reshape(-1, TILE * padded.shape[1])
+
+
+def check(truth: Reference, gradients: Sequence[torch.Tensor], *, rule: float) -> Verdict:
+    """Compare (dq, dk, dv) with float64 autograd.
+
+    Each 128 rows of a head pass when their largest error is at most `rule` times that of eager
+    attention in the case's dtype, plus one unit in the last place of their largest value; by RMS
+    likewise. Every element of the gradients must be finite, also those of other heads.
+    """
+    import torch
+
+    if not all(bool(x.isfinite().all()) for x in gradients):
+        return Verdict(False, "a gradient is not finite, or was not written")
+    shares = dict.fromkeys((*NAMES, *(f"{name} rms" for name in NAMES)), 0.0)
+    for place, *slices in zip(truth.places, truth.exact, truth.eager, strict=True):
+        for name, x, exact, eager in zip(NAMES, gradients, *slices, strict=True):
+            got = _cut(truth.case, place, x).double()
+            parts = [_by_tile(part) for part in (got - exact, eager - exact, exact)]
+            ulp = torch.finfo(x.dtype).eps
+            largest = [part.abs().amax(1) for part in parts]
+            rms = [part.square().mean(1).sqrt() for part in parts]
+            for key, (error, allowed, size) in ((name, largest), (f"{name} rms", rms)):
+                share = error / (rule * allowed + ulp * size).clamp_min(1e-30)
+                shares[key] = max(shares[key], float(share.amax()))
+    text = ", ".join(f"{name} {value:.2f}" for name, value in shares.items())
+    return Verdict(all(value <= 1.0 for value in shares.values()), f"of the allowed error: {text}")
+
+
+def poison(tensors: CaseTensors) -> None:
+    """Leave NaN in the cached blocks that the next gradients, and sums of dQ, are cut from."""
+    import torch
+
+    q, k, v = tensors[:3]
+    held = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    held.append(torch.full_like(q, torch.nan, dtype=torch.float32))
+    del held
