@@ -5,10 +5,10 @@ in the backward. Tiles have a fixed linear
 order; a CTA starts with the tile of its own number and takes the next free one when it is done (an
 atomic counter), or, without a counter, every grid-th one.
 
-Linear order, dense: heads in groups whose keys and values fit the L2 cache together; inside a group
-the blocks, longest walk first where masking makes them differ; inside a block the heads.
-Varlen: sequence by sequence, head by head. Only the planning warp runs this; everyone else
-reads its decision from the ring (`work_ring`).
+Linear order: heads in groups, in the forward those whose keys and values fit the L2 cache together;
+inside a group the blocks, from the last one where the launch wants that; inside a block the heads.
+Dense, the heads are those of all sequences; varlen, sequence by sequence, those of one. Only the
+planning warp runs this; everyone else reads its decision from the ring (`work_ring`).
 """
 
 from collections.abc import Callable
@@ -57,13 +57,14 @@ class TileScheduler:
     """Hands out the work tiles of a launch.
 
     counter: (2,) int32 tiles handed out and CTAs finished, both 0 between launches, or None.
-    longest_last: later blocks have longer walks, so start with them.
+    last_first: start with the last blocks, because their walks are the longest or the others have
+    to wait for them.
     varlen: blocks per sequence differ.
     """
 
     params: ScheduleParams
     counter: cute.Tensor | None
-    longest_last: cutlass.Constexpr[bool]
+    last_first: cutlass.Constexpr[bool]
     varlen: cutlass.Constexpr[bool]
 
     def start(self) -> Search:
@@ -107,25 +108,25 @@ class TileScheduler:
         return self._locate_dense(search.index), search
 
     def _walk_order(self, block: Int32, num_blocks: Int32) -> Int32:
-        return num_blocks - 1 - block if self.longest_last else block
+        return num_blocks - 1 - block if self.last_first else block
 
     def _locate_dense(self, index: Int32) -> WorkTile:
         params = self.params
         num_rows = params.num_heads * params.num_batch
         is_valid = index < num_rows * params.num_blocks
-        group = index // (params.heads_per_group * params.num_blocks)
-        first_row = group * params.heads_per_group
-        in_group = index - first_row * params.num_blocks
-        group_size = cutlass.min(params.heads_per_group, cutlass.max(num_rows - first_row, 1))
+        block, row = self._locate_in_groups(index, num_rows, params.num_blocks)
+        batch_idx = row // params.num_heads
+        return WorkTile(block, row - batch_idx * params.num_heads, batch_idx, is_valid)
+
+    def _locate_in_groups(self, index: Int32, num_rows: Int32, num_blocks: Int32) -> tuple:
+        """Block and row (a head of a sequence) of a tile among num_rows rows of num_blocks."""
+        rows_per_group = self.params.heads_per_group
+        first_row = index // (rows_per_group * num_blocks) * rows_per_group
+        in_group = index - first_row * num_blocks
+        group_size = cutlass.min(rows_per_group, cutlass.max(num_rows - first_row, 1))
         block = in_group // group_size
         row = first_row + in_group - block * group_size
-        batch_idx = row // params.num_heads
-        return WorkTile(
-            self._walk_order(block, params.num_blocks),
-            row - batch_idx * params.num_heads,
-            batch_idx,
-            is_valid,
-        )
+        return self._walk_order(block, num_blocks), row
 
     @cute.jit
     def _locate_varlen(self, search: Search, num_blocks_of: cutlass.Constexpr) -> tuple:
@@ -152,8 +153,7 @@ class TileScheduler:
         num_blocks = cutlass.max(cute.arch.shuffle_sync(blocks, owner), 1)
         tiles_end = cute.arch.shuffle_sync(ends, owner)
         in_sequence = offset - (tiles_end - num_blocks * params.num_heads)
-        head_idx = in_sequence // num_blocks
-        block = self._walk_order(in_sequence - head_idx * num_blocks, num_blocks)
+        block, head_idx = self._locate_in_groups(in_sequence, params.num_heads, num_blocks)
         work = WorkTile(block, head_idx, batch_start + owner, offset < in_window)
         return work, Search(index, batch_start, tiles_before)
 

@@ -12,8 +12,8 @@ def wait_for_turn(place: cute.Pointer, turn: Int32) -> None:
     """Wait until the word at `place` is `turn`; what its writer added is complete then."""
     is_mine = Boolean(False)
     while not is_mine:
-        last = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
-        is_mine = last == turn
+        is_mine = cute.arch.load(place, Int32, sem="relaxed", scope="gpu") == turn
+    cute.arch.fence_acq_rel_gpu()
     # whoever adds next does so by the async proxy
     cute.arch.fence_proxy("async.global")
 

@@ -128,6 +128,10 @@ class WalkRing:
             self.turns[cute.arch.lane_idx(), self.ring.channel.index(number)] = turn
         self.ring.write(number, chunk)
 
+    def wait_until_read(self, number: Int32) -> None:
+        """Wait until all chunks before `number` have been read, by the warp that writes them."""
+        self.ring.channel.acquire(number - 1 + self.ring.channel.stages)
+
     def next_bit(self, word: Int32) -> Int32:
         """The bit of a word, which is not 0, that a walk visits first."""
         return highest_bit(word & -word if const_expr(self.ascending) else word)

@@ -2,8 +2,9 @@
 
 from functools import partial
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths, describe
@@ -22,8 +23,13 @@ def plan_walks(
     lengths: Lengths,
     ring: WorkRing,
     walk: WalkRing,
+    in_turn: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """One warp: decide on work tiles and the blocks they visit, and announce both."""
+    """One warp: decide on work tiles and the blocks they visit, and announce both.
+
+    in_turn: CTAs wait for what others do for the tiles before theirs, so a tile is claimed only
+    when the loads of the last one have been issued, and is begun soon after that.
+    """
     num_blocks_of = partial(rules.num_blocks, lengths)
     tiles, chunks = Int32(0), Int32(0)
     tile, search = scheduler.locate(scheduler.start(), num_blocks_of)
@@ -34,6 +40,8 @@ def plan_walks(
         tiles += 1
         # a tile is claimed as late as can be: another CTA may be free for it sooner
         ring.acquire(tiles)
+        if const_expr(in_turn):
+            walk.wait_until_read(chunks)
         tile, search = scheduler.locate(scheduler.advance(search), num_blocks_of)
     scheduler.finish()
     ring.write(tiles, NO_WORK)

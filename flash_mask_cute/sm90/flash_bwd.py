@@ -72,8 +72,15 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     BwdPlan,
 )
 
+# where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
+# walks are as long as the sequence, and if masks may make them shorter
+BLOCKS_APART, BLOCKS_APART_SHORT = 3, 8
 # flags of a query block: the kind of the block that follows in its walk, and its own
 KIND_MASK, OWN_KIND_SHIFT = 3, 2
+
+
+# (head, row block, turn) in place of a query block that is not there
+NO_BLOCK = (Int32(0), Int32(-1), Int32(0))
 
 
 class Operands(NamedTuple):
@@ -260,7 +267,15 @@ class FlashAttentionBackwardSm90:
         if const_expr(varlen_k):
             num_batch = mCuSeqlensK.shape[0] - 1
         num_blocks = cute.ceil_div(seqlen_k, plan.tile_n)
-        schedule = ScheduleParams(num_blocks, heads_kv, num_batch, Int32(1))
+        heads_per_group = Int32(1)
+        if const_expr(self.deterministic):
+            is_whole = not self.is_local and self.mask_mod is None and not varlen_q
+            is_whole = is_whole and column_tensors is None and block_bits is None
+            apart = BLOCKS_APART if const_expr(is_whole) else BLOCKS_APART_SHORT
+            rows = seqlen_q // num_batch if varlen_q else seqlen_q
+            row_blocks = cutlass.max(rows // plan.tile_m * (heads_q // heads_kv), 1)
+            heads_per_group = cute.ceil_div(apart * self.num_sms, row_blocks)
+        schedule = ScheduleParams(num_blocks, heads_kv, num_batch, heads_per_group)
         grid = Int32(self.num_sms)
         if const_expr(not varlen_k):
             grid = cutlass.min(grid, num_blocks * heads_kv * num_batch)
@@ -397,7 +412,8 @@ class FlashAttentionBackwardSm90:
                     schedule, tile_counter, self.deterministic, lengths.cu_seqlens_k is not None
                 )
                 rules = self._rules(masks, lengths, group)
-                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                rings = (channels.ring, channels.walk)
+                plan_walks(scheduler, rules, lengths, *rings, in_turn=self.deterministic)
             else:
                 painter = warp_idx - Role.PAINT
                 share = Share.create(painter, plan.num_painters, plan.tile_n, wgmma.COLUMNS)
@@ -449,16 +465,20 @@ class FlashAttentionBackwardSm90:
             work = channels.ring.read(tile)
             add_dq = partial(self._add_dq, tiles, channels, scratch, work.block + 1)
             self._load_keys(operands, tiles, channels.kv, lengths, tile, work)
-            # head, row block and turn of blocks whose dQ is due, the oldest first
-            due = (Int32(0), Int32(-1), Int32(0)) * self.plan.stages_q
+            # head, row block and turn: of the block that was added last, and of those whose dQ is
+            # due, the oldest first
+            added, due = NO_BLOCK, NO_BLOCK * self.plan.stages_q
             step = partial(
                 self._load_block, operands, tiles, channels, scratch.stats, lengths, work, add_dq
             )
-            chunk, state = channels.walk.visit(chunk, (number, *due), step)
-            number = state[0]
+            chunk, state = channels.walk.visit(chunk, (number, *added, *due), step)
+            number, blocks = state[0], state[1:]
             for i in cutlass.range_constexpr(self.plan.stages_q):
                 channels.q.acquire(number + i)
-                add_dq(number + i - self.plan.stages_q, *state[1 + 3 * i : 4 + 3 * i])
+                add_dq(number + i - self.plan.stages_q, *blocks[3 * i : 3 * i + 6])
+            if const_expr(self.deterministic):
+                cute.arch.cp_async_bulk_wait_group(0)
+                self._pass_turn(scratch, work.block + 1, *blocks[-3:])
             channels.ring.release(tile)
             tile += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -471,27 +491,41 @@ class FlashAttentionBackwardSm90:
         scratch: Scratch,
         own_turn: Int32,
         number: Int32,
+        added_head: Int32,
+        added_row_block: Int32,
+        added_turn: Int32,
         head_idx: Int32,
         row_block: Int32,
         turn: Int32,
     ):
         """Add the staged dQ of query block `number`, if it is one, to the scratch memory.
 
-        Where dQ is summed in a fixed order, after the key block that `turn` names.
+        Where dQ is summed in a fixed order, after the key block that `turn` names; whoever comes
+        after this one is told when the next block has been added, by when this addition is
+        complete and nobody has to wait for that.
         """
         if row_block >= 0:
             target = scratch.dq[head_idx, row_block, None].iterator
-            count = cute.size(tiles.dq)
-            if const_expr(scratch.turns is None):
-                tma.add_bulk(tiles.dq.iterator, target, count)
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            elif turn != NO_TURN:
-                place = cute.domain_offset((head_idx, row_block), scratch.turns).iterator
-                wait_for_turn(place, turn)
-                tma.add_bulk(tiles.dq.iterator, target, count)
-                cute.arch.cp_async_bulk_wait_group(0)
-                pass_turn(place, own_turn)
+            if const_expr(self.deterministic):
+                if turn != NO_TURN:
+                    wait_for_turn(self._turn_of(scratch, head_idx, row_block), turn)
+                    tma.add_bulk(tiles.dq.iterator, target, cute.size(tiles.dq))
+            else:
+                tma.add_bulk(tiles.dq.iterator, target, cute.size(tiles.dq))
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
             channels.dq.publish(number)
+            if const_expr(self.deterministic):
+                cute.arch.cp_async_bulk_wait_group(1)
+                self._pass_turn(scratch, own_turn, added_head, added_row_block, added_turn)
+
+    def _turn_of(self, scratch: Scratch, head_idx: Int32, row_block: Int32) -> cute.Pointer:
+        return cute.domain_offset((head_idx, row_block), scratch.turns).iterator
+
+    @cute.jit
+    def _pass_turn(self, scratch, own_turn, head_idx: Int32, row_block: Int32, turn: Int32):
+        """Let the next one add to a row block, if it is one to which this work tile has added."""
+        if (row_block >= 0) & (turn != NO_TURN):
+            pass_turn(self._turn_of(scratch, head_idx, row_block), own_turn)
 
     def _load_keys(self, operands, tiles, channel: Channel, lengths, number, work: Work):
         plan = self.plan
@@ -526,7 +560,7 @@ class FlashAttentionBackwardSm90:
     ):
         """Fetch a query block: Q with its statistics, and dO.
 
-        state: its number, and head, row block and turn of the last stages_q blocks.
+        state: its number, and head, row block and turn of the last 1 + stages_q blocks.
         """
         plan = self.plan
         number = state[0]
@@ -560,7 +594,7 @@ class FlashAttentionBackwardSm90:
             dst[None, channels.do.index(number)],
             tma_bar_ptr=channels.do.barrier(number),
         )
-        add_dq(number - plan.stages_q, *state[1:4])
+        add_dq(number - plan.stages_q, *state[1:7])
         return (number + 1, *state[4:], block.head_idx, row_block, block.turn)
 
     # -- mma ------------------------------------------------------------------------------------

@@ -300,8 +300,8 @@ class FlashAttentionForwardSm90:
         num_blocks = cute.ceil_div(seqlen_q * plan.packed_heads, plan.tile_m)
         # heads that share keys stay together
         heads_per_kv = num_heads // heads_kv
-        heads_per_group = heads_per_kv
-        if const_expr(self.is_causal or window_size_right is not None):
+        heads_per_group = Int32(1) if varlen_q else heads_per_kv
+        if const_expr(not varlen_q and (self.is_causal or window_size_right is not None)):
             kv_bytes = Int64(cutlass.max(seqlen_k, 1)) * ((plan.head_dim + plan.head_dim_v) * 2)
             fitting = Int32(cutlass.max(cutlass.min(L2_SHARE // kv_bytes, heads_kv * num_batch), 1))
             heads_per_group = fitting * heads_per_kv
