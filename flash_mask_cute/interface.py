@@ -409,7 +409,7 @@ def _prepare(
     if not q.is_cuda:
         return CpuLaunch(resolved, resolved_masks)
     target = Target.of(q.device)
-    if resolved.is_empty:
+    if resolved.shapes.is_empty:
         return EmptyLaunch(resolved)
     compiled = compile_fwd(resolved.problem, resolved.choice.tiles, target, masks.mods)
     return KernelLaunch(resolved, compiled.function, q, k, v, extras.out)
@@ -422,7 +422,7 @@ def _prepare_bwd(
     if not operands.q.is_cuda:
         return BwdCpuLaunch(resolved, resolved_masks)
     target = Target.of(operands.q.device)
-    if resolved.is_empty:
+    if resolved.shapes.is_empty:
         return BwdEmptyLaunch(resolved)
     mods = masks.mods._replace(score_mod_bwd=settings.score_mod_bwd)
     kernels = compile_bwd(

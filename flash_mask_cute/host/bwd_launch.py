@@ -26,10 +26,8 @@ from flash_mask_cute.host.launch import (
     unused_rows,
 )
 from flash_mask_cute.host.mask_args import BwdMaskArguments, Masks, ResolvedMasks, mask_key
-from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.host.problem import STRIDE_STEP, AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
-
-_STRIDE_STEP = 8
 
 
 class BwdOperands(NamedTuple):
@@ -92,11 +90,6 @@ class ResolvedBwd:
     sink_dtype: str | None
     score_mod_bwd: Callable[..., Any] | None
     block_size: tuple[int, int] | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no queries or no keys, so that there is nothing to launch."""
-        return not (self.shapes.batch and self.shapes.total_q and self.shapes.total_k)
 
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -281,7 +274,7 @@ def _can_be_read(dout: Tensor) -> bool:
         dout.stride(-1) == 1
         and dout.data_ptr() & ADDRESS_MASK == 0
         and all(
-            size == 1 or (stride > 0 and stride % _STRIDE_STEP == 0)
+            size == 1 or (stride > 0 and stride % STRIDE_STEP == 0)
             for size, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True)
         )
     )

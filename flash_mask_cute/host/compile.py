@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.config import FwdTiles
+from flash_mask_cute.host.config import BwdTiles, FwdTiles
 from flash_mask_cute.host.problem import AttentionProblem, Mods
-from flash_mask_cute.host.stand_ins import int32_pair, int32_vector, operand, strided
+from flash_mask_cute.host.stand_ins import int32_pair, operand, strided
 from flash_mask_cute.host.target import Target
 
 CACHE = CompileCache()
@@ -41,10 +42,24 @@ def compile_fwd(
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k); None for
     what the problem does not have.
     """
+    return cached_attention(
+        KERNEL_NAME, problem, tiles, target, lambda: build_fwd(problem, tiles, target, mods), cache
+    )
+
+
+def cached_attention(
+    name: str,
+    problem: AttentionProblem,
+    tiles: FwdTiles | BwdTiles,
+    target: Target,
+    build: Callable[[], Compiled],
+    cache: CompileCache,
+) -> Compiled:
+    """The attention kernel `name` with these tiles, from the cache or built now."""
     return cache.get(
-        KERNEL_NAME,
+        name,
         lambda: {"problem": asdict(problem), "tiles": asdict(tiles), "num_sms": target.num_sms},
-        lambda: build_fwd(problem, tiles, target, mods),
+        build,
         arch=target.arch,
         options=options_of(target),
         token=(problem, tiles, target),
@@ -94,7 +109,7 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
     from cutlass.cute.runtime import make_fake_tensor
 
     dtype = problem.dtype
-    rank_q, rank_k = (3 if varlen else 4 for varlen in (problem.varlen_q, problem.varlen_k))
+    rank_q, rank_k = stand_ins.ranks(problem)
     lse = None
     if problem.needs_lse:
         strides: Any = (*(cute.sym_int64() for _ in range(rank_q - 2)), 1)
@@ -113,21 +128,17 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
         lse,
         cutlass.Float32(1.0),
         stand_ins.stream(),
-        int32_vector(problem.varlen_q),
-        int32_vector(problem.varlen_k),
-        int32_vector(problem.has_seqused_q),
-        int32_vector(problem.has_seqused_k),
+        *stand_ins.lengths(problem),
         None,
-        cutlass.Int32(0) if problem.has_window_left else None,
-        cutlass.Int32(0) if problem.has_window_right else None,
+        *stand_ins.window(problem),
         stand_ins.vector(problem.sink_dtype),
         lists,
-        tuple(strided(rank, name) for name, rank in problem.aux) or None,
+        stand_ins.aux_tensors(problem),
         cutlass.Float32(1.0) if problem.has_softcap else None,
         stand_ins.counter(),
-        (strided(4), strided(4)) if problem.intervals is not None else None,
+        stand_ins.columns(problem),
         int32_pair() if problem.has_lists else None,
-        (strided(4), strided(4), *int32_pair()) if problem.has_bits else None,
+        stand_ins.block_bits(problem),
     ]
 
 

@@ -8,10 +8,16 @@ from typing import Any, NamedTuple
 
 from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.compile import CACHE, NO_MODS, compile_object, options_of
+from flash_mask_cute.host.compile import (
+    CACHE,
+    NO_MODS,
+    cached_attention,
+    compile_object,
+    options_of,
+)
 from flash_mask_cute.host.config import BwdChoice
 from flash_mask_cute.host.problem import AttentionProblem, Mods
-from flash_mask_cute.host.stand_ins import int32_pair, int32_vector, operand, scratch, strided
+from flash_mask_cute.host.stand_ins import int32_vector, operand, scratch, strided
 from flash_mask_cute.host.target import Target
 
 KERNEL_NAME = "flash_bwd_sm90"
@@ -74,35 +80,29 @@ def compile_bwd(
     rows = (choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q)
     before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype)
     after = RowFacts(problem.dtype, problem.head_dim, *rows)
-    options = options_of(target)
-    preprocess = cache.get(
-        PREPROCESS_NAME,
-        before._asdict,
-        lambda: build_preprocess(before, target),
-        arch=target.arch,
-        options=options,
-        token=before,
-    )
-    main = cache.get(
+
+    def by_rows(
+        name: str, facts: RowFacts, build: Callable[[RowFacts, Target], Compiled]
+    ) -> Compiled:
+        return cache.get(
+            name,
+            facts._asdict,
+            lambda: build(facts, target),
+            arch=target.arch,
+            options=options_of(target),
+            token=facts,
+        )
+
+    preprocess = by_rows(PREPROCESS_NAME, before, build_preprocess)
+    main = cached_attention(
         KERNEL_NAME,
-        lambda: {
-            "problem": asdict(problem),
-            "tiles": asdict(choice.tiles),
-            "num_sms": target.num_sms,
-        },
+        problem,
+        choice.tiles,
+        target,
         lambda: build_bwd(problem, choice, target, mods),
-        arch=target.arch,
-        options=options,
-        token=(problem, choice.tiles, target),
+        cache,
     )
-    postprocess = cache.get(
-        POSTPROCESS_NAME,
-        after._asdict,
-        lambda: build_postprocess(after, target),
-        arch=target.arch,
-        options=options,
-        token=after,
-    )
+    postprocess = by_rows(POSTPROCESS_NAME, after, build_postprocess)
     return BwdKernels(preprocess.function, main.function, postprocess.function)
 
 
@@ -140,7 +140,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
     import cutlass
 
     dtype, tile_m = problem.dtype, choice.tiles.tile_m
-    rank_q, rank_k = (3 if varlen else 4 for varlen in (problem.varlen_q, problem.varlen_k))
+    rank_q, rank_k = stand_ins.ranks(problem)
     return [
         operand(dtype, rank_q, problem.head_dim),
         operand(dtype, rank_k, problem.head_dim),
@@ -152,17 +152,13 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         operand(dtype, rank_k, problem.head_dim_v),
         cutlass.Float32(1.0),
         stand_ins.stream(),
-        int32_vector(problem.varlen_q),
-        int32_vector(problem.varlen_k),
-        int32_vector(problem.has_seqused_q),
-        int32_vector(problem.has_seqused_k),
-        cutlass.Int32(0) if problem.has_window_left else None,
-        cutlass.Int32(0) if problem.has_window_right else None,
-        tuple(strided(rank, name) for name, rank in problem.aux) or None,
+        *stand_ins.lengths(problem),
+        *stand_ins.window(problem),
+        stand_ins.aux_tensors(problem),
         cutlass.Float32(1.0) if problem.has_softcap else None,
         stand_ins.counter(),
-        (strided(4), strided(4)) if problem.intervals is not None else None,
-        (strided(4), strided(4), *int32_pair()) if problem.has_bits else None,
+        stand_ins.columns(problem),
+        stand_ins.block_bits(problem),
         strided(2) if problem.deterministic else None,
     ]
 

@@ -101,7 +101,7 @@ def explain_fwd(
         meta = dict(compile_fwd(resolved.problem, resolved.choice.tiles, target, masks.mods).meta)
     else:
         notes.append(f"no kernel takes {resolved.problem.dtype}: such tensors run on the CPU only")
-    if resolved.is_empty:
+    if resolved.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
     return Explanation(
         where=device,
@@ -124,7 +124,7 @@ def explain_fwd(
 
 
 def _grid(resolved: ResolvedFwd, work_tiles: int | None, target: Target) -> int | None:
-    if resolved.is_empty:
+    if resolved.shapes.is_empty:
         return 0
     if resolved.problem.varlen_q:
         return target.num_sms

@@ -9,7 +9,7 @@ aux tensors.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,6 @@ from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
 
 HOST_OPTIONS = "--enable-tvm-ffi"
-# Dtypes of the tensors (rows, cols) that the loop of a kind takes.
-_VALUES = {
-    "mask_mod": ("Uint8",),
-    "score_mod": ("Float32",),
-    "derivative": ("Float32", "Float32"),
-    "score_mod_bwd": ("Float32", "Float32"),
-}
 _compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 
@@ -138,7 +131,7 @@ def _run(
             function = _compiled.get(key)
             if function is None:
                 function = _compiled[key] = _compile(kind, mod, layout)
-    function(*values, batch_idx, head_idx, q_idx, k_idx, aux)
+    function(values, batch_idx, head_idx, q_idx, k_idx, aux)
 
 
 def _compile(
@@ -162,9 +155,10 @@ def _compile(
         aux = tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), rank) for name, rank in layout)
     return compile_for_host(
         "score_mod" if kind == "derivative" else kind,
-        _loops()[kind],
+        _loop(),
+        _KINDS[kind].ask,
         mod,
-        *(tensor(getattr(cutlass, name), 2) for name in _VALUES[kind]),
+        tuple(tensor(getattr(cutlass, name), 2) for name in _KINDS[kind].values),
         cutlass.Int32(0),
         cutlass.Int32(0),
         tensor(cutlass.Int32, 1),
@@ -225,19 +219,17 @@ def _gpu_instructions(operation: Any) -> Iterator[str]:
 
 
 @functools.cache
-def _loops() -> dict[str, Any]:
-    """The functions to compile; made on demand, because the DSL must be there to decorate them."""
+def _loop() -> Any:
+    """The function to compile; made on demand, because the DSL must be there to decorate it."""
     import cutlass
     import cutlass.cute as cute
-    from cutlass import Int32, Uint8
-
-    from flash_mask_cute.core.derivative import call_score_mod_bwd, differentiate
-    from flash_mask_cute.core.mods import call_mask_mod, call_score_mod
+    from cutlass import Int32
 
     @cute.jit
-    def fill_mask(
-        mask_mod: cutlass.Constexpr,
-        visible: Any,
+    def ask_each(
+        ask: cutlass.Constexpr,
+        mod: cutlass.Constexpr,
+        values: Any,
         batch_idx: Int32,
         head_idx: Int32,
         q_idx: Any,
@@ -246,84 +238,58 @@ def _loops() -> dict[str, Any]:
     ) -> None:
         for i in range(cute.size(q_idx)):
             for j in range(cute.size(k_idx)):
-                visible[i, j] = Uint8(
-                    call_mask_mod(mask_mod, batch_idx, head_idx, q_idx[i], k_idx[j], aux_tensors)
-                )
+                place = (batch_idx, head_idx, q_idx[i], k_idx[j], aux_tensors)
+                answers = ask(mod, tuple(value[i, j] for value in values), place)
+                for value, answer in zip(values, answers, strict=False):
+                    value[i, j] = answer
 
-    @cute.jit
-    def modify_scores(
-        score_mod: cutlass.Constexpr,
-        scores: Any,
-        batch_idx: Int32,
-        head_idx: Int32,
-        q_idx: Any,
-        k_idx: Any,
-        aux_tensors: Any,
-    ) -> None:
-        for i in range(cute.size(q_idx)):
-            for j in range(cute.size(k_idx)):
-                scores[i, j] = call_score_mod(
-                    score_mod,
-                    scores[i, j],
-                    batch_idx,
-                    head_idx,
-                    q_idx[i],
-                    k_idx[j],
-                    aux_tensors,
-                )
+    return ask_each
 
-    @cute.jit
-    def differentiate_scores(
-        score_mod: cutlass.Constexpr,
-        scores: Any,
-        derivative: Any,
-        batch_idx: Int32,
-        head_idx: Int32,
-        q_idx: Any,
-        k_idx: Any,
-        aux_tensors: Any,
-    ) -> None:
-        for i in range(cute.size(q_idx)):
-            for j in range(cute.size(k_idx)):
-                value, slope, _ = differentiate(
-                    score_mod,
-                    scores[i, j],
-                    batch_idx,
-                    head_idx,
-                    q_idx[i],
-                    k_idx[j],
-                    aux_tensors,
-                )
-                scores[i, j] = value
-                derivative[i, j] = slope
 
-    @cute.jit
-    def pull_back_scores(
-        score_mod_bwd: cutlass.Constexpr,
-        grads: Any,
-        scores: Any,
-        batch_idx: Int32,
-        head_idx: Int32,
-        q_idx: Any,
-        k_idx: Any,
-        aux_tensors: Any,
-    ) -> None:
-        for i in range(cute.size(q_idx)):
-            for j in range(cute.size(k_idx)):
-                grads[i, j] = call_score_mod_bwd(
-                    score_mod_bwd,
-                    grads[i, j],
-                    scores[i, j],
-                    batch_idx,
-                    head_idx,
-                    q_idx[i],
-                    k_idx[j],
-                    aux_tensors,
-                )
+# What a kind makes of the values of a score and of its place: what replaces the first values.
+# place: batch_idx, head_idx, q_idx, k_idx, aux_tensors.
 
-    return {
-        "mask_mod": fill_mask,
-        "score_mod": modify_scores,
-        "derivative": differentiate_scores,
-        "score_mod_bwd": pull_back_scores,
-    }
+
+def _ask_mask_mod(mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]) -> tuple[Any, ...]:
+    from cutlass import Uint8
+
+    from flash_mask_cute.core.mods import call_mask_mod
+
+    return (Uint8(call_mask_mod(mod, *place)),)
+
+
+def _ask_score_mod(mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]) -> tuple[Any, ...]:
+    from flash_mask_cute.core.mods import call_score_mod
+
+    return (call_score_mod(mod, *values, *place),)
+
+
+def _ask_derivative(mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]) -> tuple[Any, ...]:
+    from flash_mask_cute.core.derivative import differentiate
+
+    score, _ = values
+    modified, slope, _ = differentiate(mod, score, *place)
+    return modified, slope
+
+
+def _ask_score_mod_bwd(
+    mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    from flash_mask_cute.core.derivative import call_score_mod_bwd
+
+    return (call_score_mod_bwd(mod, *values, *place),)
+
+
+class _Kind(NamedTuple):
+    """What is asked of a callable, and the dtypes of the tensors (rows, cols) that this takes."""
+
+    ask: Callable[..., tuple[Any, ...]]
+    values: tuple[str, ...]
+
+
+_KINDS = {
+    "mask_mod": _Kind(_ask_mask_mod, ("Uint8",)),
+    "score_mod": _Kind(_ask_score_mod, ("Float32",)),
+    "derivative": _Kind(_ask_derivative, ("Float32", "Float32")),
+    "score_mod_bwd": _Kind(_ask_score_mod_bwd, ("Float32", "Float32")),
+}

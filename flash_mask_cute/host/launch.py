@@ -17,10 +17,9 @@ from torch import Tensor
 from flash_mask_cute.cpu_path import NEG_INF, flash_attn_fwd_cpu
 from flash_mask_cute.host.config import FwdChoice, FwdConfig
 from flash_mask_cute.host.mask_args import MaskArguments, Masks, ResolvedMasks, mask_key
-from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.host.problem import STRIDE_STEP, AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
 
-_STRIDE_STEP = 8
 ADDRESS_MASK = 15
 
 
@@ -71,11 +70,6 @@ class ResolvedFwd:
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     block_size: tuple[int, int] | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no queries or no keys, so that there is nothing to launch."""
-        return not (self.shapes.batch and self.shapes.total_q and self.shapes.total_k)
 
     def outputs(self, q: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
         """The caller's out and lse, or new ones that hold anything."""
@@ -255,7 +249,7 @@ def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
     PyTorch leaves the stride of such an extent to chance.
     """
     strides = tuple(
-        stride if size != 1 or (stride and stride % _STRIDE_STEP == 0) else tensor.shape[-1]
+        stride if size != 1 or (stride and stride % STRIDE_STEP == 0) else tensor.shape[-1]
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     )
     return None if strides == tensor.stride()[:-1] else (*strides, 1)

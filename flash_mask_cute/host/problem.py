@@ -21,6 +21,8 @@ CUTLASS_NAMES = {
     "float32": "Float32",
     "float64": "Float64",
 }
+# elements of 16 bits between TMA rows: 16 bytes
+STRIDE_STEP = 8
 # A side as wide as this is open: no sequence is longer, and kernels add window sides to positions
 # in 32 bits.
 OPEN_WINDOW = 1 << 30

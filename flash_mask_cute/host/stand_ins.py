@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_mask_cute.host.problem import CUTLASS_NAMES
+from flash_mask_cute.host.problem import CUTLASS_NAMES, STRIDE_STEP, AttentionProblem
 
-_STRIDE_STEP = 8  # elements of 16 bits, as TMA wants
 _BASE_ALIGNMENT = 16  # bytes
 
 
@@ -31,7 +30,7 @@ def operand(name: str, rank: int, dim: int) -> Any:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    strides = tuple(cute.sym_int64(divisibility=_STRIDE_STEP) for _ in range(rank - 1))
+    strides = tuple(cute.sym_int64(divisibility=STRIDE_STEP) for _ in range(rank - 1))
     return make_fake_tensor(
         cutlass_dtype(name),
         (*extents(rank - 1), dim),
@@ -79,6 +78,43 @@ def scratch(*inner: int) -> Any:
     return make_fake_tensor(
         cutlass.Float32, (*extents(2), *inner), (of_head, *strides), assumed_align=align
     )
+
+
+def ranks(problem: AttentionProblem) -> tuple[int, int]:
+    """Dimensions of tensors with queries and of those with keys: one less where packed."""
+    return 3 if problem.varlen_q else 4, 3 if problem.varlen_k else 4
+
+
+def lengths(problem: AttentionProblem) -> tuple[Any, ...]:
+    """cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k."""
+    return (
+        int32_vector(problem.varlen_q),
+        int32_vector(problem.varlen_k),
+        int32_vector(problem.has_seqused_q),
+        int32_vector(problem.has_seqused_k),
+    )
+
+
+def window(problem: AttentionProblem) -> tuple[Any, Any]:
+    """window_left and window_right."""
+    import cutlass
+
+    left, right = problem.has_window_left, problem.has_window_right
+    return cutlass.Int32(0) if left else None, cutlass.Int32(0) if right else None
+
+
+def aux_tensors(problem: AttentionProblem) -> tuple[Any, ...] | None:
+    return tuple(strided(rank, name) for name, rank in problem.aux) or None
+
+
+def columns(problem: AttentionProblem) -> tuple[Any, Any] | None:
+    """Indices and bounds of column intervals."""
+    return None if problem.intervals is None else (strided(4), strided(4))
+
+
+def block_bits(problem: AttentionProblem) -> tuple[Any, ...] | None:
+    """Bits of visible and of full blocks, and the blocks' size."""
+    return (strided(4), strided(4), *int32_pair()) if problem.has_bits else None
 
 
 def counter() -> Any:

@@ -20,6 +20,7 @@ import torch
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.problem import STRIDE_STEP
 from flash_mask_cute.host.tables import SM90_BWD
 from flash_mask_cute.masks.column_mask import NUM_VECTORS, ColumnMask
 
@@ -31,7 +32,6 @@ _SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MIN_HEAD_DIM = 8
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
-_STRIDE_STEP = 8  # elements: 16 bytes of a 16-bit type, the granularity of a TMA row
 _BASE_ALIGNMENT = 16  # bytes
 
 
@@ -52,6 +52,11 @@ class FwdShapes(NamedTuple):
     heads_kv: int
     head_dim: int
     head_dim_v: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries or no keys, so that there is nothing to launch."""
+        return not (self.batch and self.total_q and self.total_k)
 
 
 def check_fwd_inputs(
@@ -272,9 +277,9 @@ def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> No
     if not aligned:
         return
     for position, stride in enumerate(strides[:-1]):
-        if stride % _STRIDE_STEP and tensor.shape[position] > 1 and tensor.numel():
+        if stride % STRIDE_STEP and tensor.shape[position] > 1 and tensor.numel():
             raise ValueError(
-                f"{name} must have strides that are multiples of {_STRIDE_STEP} elements (apart "
+                f"{name} must have strides that are multiples of {STRIDE_STEP} elements (apart "
                 f"from the last), got strides {strides} for shape {tuple(tensor.shape)}"
             )
     address = tensor.data_ptr()

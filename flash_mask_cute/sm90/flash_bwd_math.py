@@ -6,7 +6,7 @@ and delta of the columns from shared memory.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -14,19 +14,11 @@ from cutlass import Float32, Int32
 
 from flash_mask_cute.core.derivative import call_score_mod_bwd, differentiate
 from flash_mask_cute.core.mods import call_score_mod
+from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.cta import THREADS_PER_WARPGROUP
-
-
-class ScoreArgs(NamedTuple):
-    """What happens to a score, as in the forward; scale goes into dQ and dK besides."""
-
-    scale: Float32
-    scale_log2: Float32
-    scale_in: Float32 | None
-    cap: Float32 | None
+from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, thread_in_warpgroup
 
 
 @cute.jit
@@ -58,7 +50,7 @@ class ScoreChain:
     tile_n).
     """
 
-    args: ScoreArgs
+    scales: ScoreScales
     aux_tensors: Any
     score_mod: cutlass.Constexpr[Callable[..., Any] | None]
     score_mod_bwd: cutlass.Constexpr[Callable[..., Any] | None]
@@ -67,7 +59,7 @@ class ScoreChain:
 
     @property
     def is_empty(self) -> bool:
-        return self.score_mod is None and self.args.cap is None
+        return self.score_mod is None and self.scales.cap is None
 
     @cute.jit
     def apply(
@@ -93,10 +85,8 @@ class ScoreChain:
 
     def _apply_each(self, work, head_idx, m_block, scores, bits, sLSE, probs) -> None:
         tile_m, tile_n = self.tiles
-        # threads of warpgroup 0 compute no scores
-        thread = cute.arch.thread_idx()[0] - THREADS_PER_WARPGROUP
-        warpgroup_idx, thread = thread // THREADS_PER_WARPGROUP, thread % THREADS_PER_WARPGROUP
-        first_k_idx = work.block * tile_n + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
+        thread = thread_in_warpgroup()
+        first_k_idx = work.block * tile_n + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
         first_q_idx = m_block * tile_m + wgmma.first_col_of(thread)
         for r in range(wgmma.ROWS_PER_THREAD):
             # positions past the ends are hidden, but the callable may index tensors with them
@@ -107,7 +97,7 @@ class ScoreChain:
                     q_idx = cutlass.min(first_q_idx + wgmma.col_offset(c), work.seqlen_q - 1)
                     place = (work.batch_idx, head_idx, q_idx, k_idx)
                     score, slope = self._modified(scores[r, c], place)
-                    exponent = cute.math.fma(score, self.args.scale_log2, -sLSE[c])
+                    exponent = cute.math.fma(score, self.scales.scale_log2, -sLSE[c])
                     prob = cute.math.exp2(exponent, fastmath=True)
                     if bits is not None:
                         prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
@@ -119,12 +109,12 @@ class ScoreChain:
     def _modified(self, score: Float32, place: tuple) -> tuple[Float32, Float32]:
         """A raw product as the softmax sees it (over scale_log2), and the derivative of this by the
         scaled product."""
-        args, slope = self.args, Float32(1.0)
-        if args.cap is not None:
-            score = cute.math.tanh(score * args.scale_in, fastmath=True)
+        slope = Float32(1.0)
+        if self.scales.cap is not None:
+            score = self.scales.bounded(score)
             slope = cute.math.fma(-score, score, Float32(1.0))
         if self.score_mod is not None:
-            score = score * (args.scale_in if args.cap is None else args.cap)
+            score = score * self.scales.scale_mod
             if self.score_mod_bwd is None:
                 score, by_score, _ = differentiate(self.score_mod, score, *place, self.aux_tensors)
             else:

@@ -363,7 +363,7 @@ def test_empty_launch(packed: bool, sink: bool) -> None:
         keywords |= {"cu_seqlens_q": int32(0, 3, 7, 11), "cu_seqlens_k": int32(0, 0, 0, 0)}
     extras, masks, settings = interface.bundle(keywords)
     resolved, _ = interface._resolve(q, k, k, extras, masks, settings)
-    assert resolved.is_empty
+    assert resolved.shapes.is_empty
     out, lse = EmptyLaunch(resolved)(q, k, k, extras)
     expected_out, expected_lse = _flash_attn_fwd(q, k, k, **keywords)
     assert lse is not None and expected_lse is not None
