@@ -207,8 +207,7 @@ def _flash_attn_bwd(
 
     config: a `BwdConfig`, or a mapping of some of its fields, instead of the table's.
     deterministic: sum dq in a fixed order, so that equal calls give equal bits; otherwise, on a
-    GPU, its last bits differ from call to call. Head dimensions above 128 are for CPU tensors only
-    so far.
+    GPU, its last bits differ from call to call.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.

@@ -35,3 +35,14 @@ def num_row_blocks(rows: int, num_sequences: int, is_packed: bool, tile_m: int) 
     if is_packed:
         return rows // tile_m + num_sequences
     return num_sequences * -(-rows // tile_m)
+
+
+def column_parts(cols: int) -> tuple[int, ...]:
+    """How two warpgroups share the columns of a tile: the widths of the parts of each.
+
+    Both have a part of the same width side by side, then both the next one. No part crosses a
+    multiple of 64, which keeps it inside the blocks that shared memory is swizzled in.
+
+    :param cols: 32 or a multiple of 64
+    """
+    return (64,) * (cols // 128) + ((cols % 128 // 2,) if cols % 128 else ())

@@ -312,15 +312,12 @@ def select_bwd_config(
     head_dim: int, head_dim_v: int, mask_kind: str, override: BwdConfig | None = None
 ) -> BwdChoice:
     """Choose tiles: the first row that takes the head dimensions and the `mask_kind` of a problem,
-    with fewer stages where it does not fit beside the override. Wider heads than any row's, which
-    no kernel takes, get the tiles of the widest, for the CPU path to walk.
+    with fewer stages where it does not fit beside the override.
 
     Raises:
         ValueError: the override asks for what cannot run.
     """
     given = given_fields(override)
-    widest = SM90_BWD[-1]
-    head_dim, head_dim_v = min(head_dim, widest.max_dim), min(head_dim_v, widest.max_dim_v)
     row = next(
         r
         for r in SM90_BWD

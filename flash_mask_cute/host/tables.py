@@ -96,4 +96,6 @@ SM90_BWD = (
     BwdRow(*(64, 64, 64, 2, 2, 1), "user callables take the registers of 64 queries", ("mods",)),
     BwdRow(*(64, 64, 128, 2, 2, 1), "registers for 128 queries beside the sums of dK and dV"),
     BwdRow(*(128, 128, 64, 2, 2, 1), "registers for 64 queries beside the sums of dK and dV"),
+    BwdRow(*(192, 192, 64, 2, 2, 1), "half of the sums' columns in each warpgroup"),
+    BwdRow(*(256, 256, 64, 2, 1, 1), "as up to 192; a second query is worth more than a second dO"),
 )

@@ -21,7 +21,6 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_m
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.problem import STRIDE_STEP
-from flash_mask_cute.host.tables import SM90_BWD
 from flash_mask_cute.masks.column_mask import NUM_VECTORS, ColumnMask
 
 _DTYPES = {
@@ -226,15 +225,6 @@ def check_bwd_inputs(
     device = q.device
     on_cuda = device.type == "cuda"
     _check_bool("deterministic", deterministic)
-    widest = SM90_BWD[-1]
-    for name, value, most in (
-        ("head_dim (last dimension of q)", shapes.head_dim, widest.max_dim),
-        ("head_dim_v (last dimension of v)", shapes.head_dim_v, widest.max_dim_v),
-    ):
-        if on_cuda and value > most:
-            raise NotImplementedError(
-                f"{name} above {most} is not supported yet in the backward on CUDA, got {value}"
-            )
     _check_mod("score_mod_bwd", score_mod_bwd)
     if score_mod_bwd is not None and forward.get("score_mod") is None:
         raise ValueError(

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.row_blocks import column_parts
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
     VECTOR_16_BITS,
@@ -20,6 +21,7 @@ from flash_mask_cute.kernels.bwd_preprocess import (
 )
 
 THREADS_PER_WARPGROUP = 128
+NUM_WARPGROUPS = 2
 ROWS_PER_WARPGROUP = 64
 COLS_PER_GROUP = 8
 # column groups that a thread loads before it waits for one
@@ -33,13 +35,15 @@ class BwdPostprocess:
     """Turns the backward's sums into dQ; to be passed to `cute.compile`.
 
     Two warpgroups w of four warps v wrote the sums of a row block, each 64 rows of an accumulator
-    with n columns: halves of dQ's columns (tile_m 64) or of its rows (tile_m 128). What lane l has
-    in the columns [8 g, 8 g + 8) of it lies at (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4.
+    with n columns: half of dQ's rows (tile_m 128), or parts of its columns one after the other
+    (tile_m 64, `column_parts`). What lane l has in the columns [8 g, 8 g + 8) of a part lies, from
+    where the part begins, at (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4.
 
     :param dtype: of dQ, 16 bits
     :param head_dim: a multiple of 8, at most accum_cols
     :param tile_m: query rows of a row block: 64 or 128
-    :param accum_cols: columns of a row block's sums: a multiple of 32, or of 16 where tile_m is 128
+    :param accum_cols: columns of a row block's sums: 32 or a multiple of 64, or one of 16 where
+        tile_m is 128
     :raises ValueError: a size is none of these
     """
 
@@ -52,7 +56,7 @@ class BwdPostprocess:
     ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
-        if accum_cols % (32 if tile_m == 64 else 16):
+        if accum_cols % (64 if tile_m == 64 and accum_cols != 32 else 16):
             raise ValueError(f"rows of {accum_cols} sums do not fit tile_m={tile_m}")
         if head_dim % VECTOR_16_BITS or not 0 < head_dim <= accum_cols:
             raise ValueError(f"head_dim must be a multiple of 8 up to accum_cols, got {head_dim}")
@@ -60,7 +64,7 @@ class BwdPostprocess:
         self.tile_m = tile_m
         self.accum_cols = accum_cols
         self.vectors_per_row = head_dim // VECTOR_16_BITS
-        self.cols_per_warpgroup = accum_cols * tile_m // (2 * ROWS_PER_WARPGROUP)
+        self.parts = column_parts(accum_cols) if tile_m == ROWS_PER_WARPGROUP else (accum_cols,)
 
     @cute.jit
     def __call__(
@@ -129,27 +133,45 @@ class BwdPostprocess:
         thread: Int32,
     ):
         """Scaled and rounded, into sdQ."""
-        groups = self.cols_per_warpgroup // COLS_PER_GROUP
         warpgroup_idx = thread // THREADS_PER_WARPGROUP
+        first_row, first_col = Int32(0), Int32(0)
+        if const_expr(self.tile_m > ROWS_PER_WARPGROUP):
+            first_row = warpgroup_idx * ROWS_PER_WARPGROUP
+        first_value = 0
+        for width in self.parts:
+            if const_expr(self.tile_m == ROWS_PER_WARPGROUP):
+                first_col = first_value // self.tile_m + warpgroup_idx * width
+            size = width * ROWS_PER_WARPGROUP * NUM_WARPGROUPS
+            part = cute.make_tensor(gdQaccum.iterator + first_value, cute.make_layout(size))
+            self._part_to_rows(part, sdQ, scale, thread, width, first_row, first_col)
+            first_value += size
+
+    @cute.jit
+    def _part_to_rows(
+        self,
+        part: cute.Tensor,
+        sdQ: cute.Tensor,
+        scale: Float32,
+        thread: Int32,
+        width: cutlass.Constexpr[int],
+        first_row: Int32,
+        first_col: Int32,
+    ):
+        groups = width // COLS_PER_GROUP
         warp, lane = thread // WARP, thread % WARP
-        acc_row = (warp % 4) * 16 + lane // 4
+        first_row += (warp % 4) * 16 + lane // 4
+        first_pair = first_col // 2 + lane % 4
         for start in range_constexpr(0, groups, IN_FLIGHT):
             batch = range(start, min(start + IN_FLIGHT, groups))
             sums = []
             for g in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
                 source = (warp * groups + g) * WARP + lane
-                cute.autovec_copy(vector_of(gdQaccum, source, VECTOR_32_BITS), values)
+                cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
                 sums.append(values)
             for g, values in zip(batch, sums, strict=True):
                 rounded = cute.make_rmem_tensor((VECTOR_32_BITS,), self.dtype)
                 rounded.store((values.load() * scale).to(self.dtype))
                 pairs = cute.recast_tensor(rounded, Int32)
                 for r in range_constexpr(2):
-                    row = acc_row + 8 * r
-                    pair = lane % 4 + g * (COLS_PER_GROUP // 2)
-                    if const_expr(self.tile_m == ROWS_PER_WARPGROUP):
-                        pair += warpgroup_idx * (self.cols_per_warpgroup // 2)
-                        sdQ[row, pair] = pairs[r]
-                    else:
-                        sdQ[row + warpgroup_idx * ROWS_PER_WARPGROUP, pair] = pairs[r]
+                    sdQ[first_row + 8 * r, first_pair + g * (COLS_PER_GROUP // 2)] = pairs[r]

@@ -10,7 +10,7 @@ the group's heads pass by in blocks of tile_m. With P = exp(S - LSE) and dP = dO
 | 0 of warpgroup 0       | load  | TMA of K, V, and of Q, dO, LSE and delta                  |
 | 1 of warpgroup 0       | plan  | choose work tiles and the query blocks they visit         |
 | 2, 3 of warpgroup 0    | paint | bits of the scores that count, for blocks that a mask cuts|
-| warpgroups 1, 2        | mma   | 64 keys each                                              |
+| warpgroups 1, 2        | mma   | 64 keys each, or the same 64 keys and half of the columns |
 
 Channels (full/empty mbarrier pairs):
 
@@ -19,12 +19,14 @@ Channels (full/empty mbarrier pairs):
     load ---------kv----> mma          keys and values of a work tile
     load ---------q-----> mma          a query block, its LSE and delta, and words that say which
     load ---------do----> mma          dO of a query block
-    load ---------dq----> mma          the staging memory of dQ, free again
+    mma ----------dq----> load         a part of a block's dQ, to be added to the others'
     paint --------bits--> mma          the bits of a query block that is cut
 
 A warpgroup computes S^T and dP^T of its own keys, 64 rows by tile_m columns, so that P^T and dS^T
 lie in registers as dV and dK want them (FlashAttention-3's choice). dS also goes to shared memory,
 where both warpgroups sum dQ over the keys of both, a part of the block's rows or columns each.
+Of wide heads, whose dK and dV are too many registers for that, both compute the same S^T and dP^T
+and have half of the columns of dK and dV.
 
 The products of a block, in the order of their issue: S, dP, dV, dQ, dK. The sums of dQ go, in fp32
 and in the order of the accumulators, to shared memory, from where the load warp has them added to
@@ -32,6 +34,7 @@ scratch memory. As in the forward, the mma warps know no mask but bits (`masks/k
 key block that nobody sees visits one hidden query block. docs/backward_sm90.md tells why.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -151,26 +154,29 @@ class Tiles(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Shared memory as operands: a letter for the product, one for the operand."""
+    """Shared memory as operands: a letter for the product, one for the operand.
+
+    dv_do, dk_q and dq_k: one for each part of the product's columns.
+    """
 
     scores_k: cute.Tensor
     scores_q: cute.Tensor
     scores_v: cute.Tensor
     scores_do: cute.Tensor
-    dv_do: cute.Tensor
-    dk_q: cute.Tensor
+    dv_do: tuple[cute.Tensor, ...]
+    dk_q: tuple[cute.Tensor, ...]
     dq_ds: cute.Tensor
-    dq_k: cute.Tensor
+    dq_k: tuple[cute.Tensor, ...]
 
 
 class FlashAttentionBackwardSm90:
     """Backward kernel for Hopper, to be passed to `cute.compile`.
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and dO, dK, dV
-    :param head_dim, head_dim_v: multiples of 8 up to 128
+    :param head_dim, head_dim_v: multiples of 8 up to 256
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
-    :param tile_m: query rows of a block, 64 or 128; tile_n is 128
+    :param tile_m: query rows of a block, 64, or 128 where head_dim and head_dim_v are at most 128
     :param stages_q, stages_do, stages_kv: see `BwdPlan`
     :param mask_mod, score_mod: user callables (`core/mods.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
@@ -361,7 +367,7 @@ class FlashAttentionBackwardSm90:
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             do=Channel.create(storage.do_barriers.data_ptr(), plan.stages_do, loads, mma_warps),
             kv=Channel.create(storage.kv_barriers.data_ptr(), plan.stages_kv, loads, mma_warps),
-            dq=Channel.create(storage.dq_barriers.data_ptr(), 1, loads, mma_warps),
+            dq=Channel.create(storage.dq_barriers.data_ptr(), 1, mma_warps, loads),
             bits=Channel.create(storage.bits_barriers.data_ptr(), 1, plan.num_painters, mma_warps),
             ring=ring,
             walk=walk,
@@ -378,7 +384,7 @@ class FlashAttentionBackwardSm90:
             k=tensor(storage.k, plan.layout_k()),
             v=tensor(storage.v, plan.layout_v()),
             ds=tensor(storage.ds, plan.layout_ds()),
-            dq=storage.dq.get_tensor(plan.layout_dq()),
+            dq=storage.dq.get_tensor(cute.make_layout(plan.bytes_dq // 4)),
             stats=storage.stats.get_tensor(cute.make_layout((2 * plan.tile_m, plan.stages_q))),
             words=storage.words.get_tensor(cute.make_layout((QUERY_WORDS, plan.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((wgmma.COLUMNS.num_words, plan.tile_n))),
@@ -439,28 +445,24 @@ class FlashAttentionBackwardSm90:
     ):
         """Load warp: keys and values of every work tile, and the query blocks of its walk.
 
-        It also sends off what the others have summed of dQ. A stage of q comes back when its
-        block's dQ lies ready, so there is nothing more to wait for.
+        It also sends off what the others have summed of dQ, after it has asked for the next query.
         """
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
         while channels.ring.wait(tile):
             work = channels.ring.read(tile)
-            add_dq = partial(self._add_dq, tiles, channels, scratch, work.block + 1)
+            add_dq = partial(self._add_dq, tiles, channels.dq, scratch, work.block + 1)
             self._load_keys(operands, tiles, channels.kv, lengths, tile, work)
-            # head, row block and turn: of the block that was added last, and of those whose dQ is
-            # due, the oldest first
-            added, due = NO_BLOCK, NO_BLOCK * self.plan.stages_q
             step = partial(
                 self._load_block, operands, tiles, channels, scratch.stats, lengths, work, add_dq
             )
-            chunk, state = channels.walk.visit(chunk, (number, *added, *due), step)
-            number, blocks = state[0], state[1:]
-            for i in cutlass.range_constexpr(self.plan.stages_q):
-                channels.q.acquire(number + i)
-                add_dq(number + i - self.plan.stages_q, *blocks[3 * i : 3 * i + 6])
+            # (head, row block, turn) of the block that was added last, and of the one to come
+            state = (number, *NO_BLOCK, *NO_BLOCK)
+            chunk, state = channels.walk.visit(chunk, state, step)
+            number = state[0]
+            add_dq(number - 1, *state[1:])
             if const_expr(self.deterministic):
                 cute.arch.cp_async_bulk_wait_group(0)
-                self._pass_turn(scratch, work.block + 1, *blocks[-3:])
+                self._pass_turn(scratch, work.block + 1, *state[4:])
             channels.ring.release(tile)
             tile += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -469,7 +471,7 @@ class FlashAttentionBackwardSm90:
     def _add_dq(
         self,
         tiles: Tiles,
-        channels: Channels,
+        channel: Channel,
         scratch: Scratch,
         own_turn: Int32,
         number: Int32,
@@ -480,24 +482,27 @@ class FlashAttentionBackwardSm90:
         row_block: Int32,
         turn: Int32,
     ):
-        """Add the staged dQ of query block `number`, if it is one, to the scratch memory.
+        """Add the dQ of query block `number`, if it is one, to the scratch memory.
 
         Where dQ is summed in a fixed order, after the key block that `turn` names; whoever comes
         after this one is told when the next block has been added, by when this addition is
         complete and nobody has to wait for that.
         """
+        parts = self.plan.parts_dq
         if row_block >= 0:
-            target = scratch.dq[head_idx, row_block, None].iterator
-            if const_expr(self.deterministic):
+            if const_expr(self.deterministic):  # noqa: SIM102 (decided while tracing)
                 if turn != NO_TURN:
                     wait_for_turn(self._turn_of(scratch, head_idx, row_block), turn)
-                    tma.add_bulk(tiles.dq.iterator, target, cute.size(tiles.dq))
-            else:
-                tma.add_bulk(tiles.dq.iterator, target, cute.size(tiles.dq))
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            channels.dq.publish(number)
+            target = scratch.dq[head_idx, row_block, None].iterator
+            for i in cutlass.range_constexpr(len(parts)):
+                channel.wait(number * len(parts) + i)
+                size = math.prod(self.plan.shape_dq(parts[i]))
+                tma.add_bulk(tiles.dq.iterator, target, size)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                channel.release(number * len(parts) + i)
+                target += size
             if const_expr(self.deterministic):
-                cute.arch.cp_async_bulk_wait_group(1)
+                cute.arch.cp_async_bulk_wait_group(len(parts))
                 self._pass_turn(scratch, own_turn, added_head, added_row_block, added_turn)
 
     def _turn_of(self, scratch: Scratch, head_idx: Int32, row_block: Int32) -> cute.Pointer:
@@ -517,8 +522,8 @@ class FlashAttentionBackwardSm90:
             (operands.k_atom, operands.k, tiles.k, plan.tile_d),
             (operands.v_atom, operands.v, tiles.v, plan.tile_dv),
         ):
-            for w in range(NUM_MMA_WARPGROUPS):
-                row = work.block * plan.tile_n + w * wgmma.ROWS_PER_WARPGROUP
+            for group in range(plan.key_groups):
+                row = work.block * plan.tile_n + group * wgmma.ROWS_PER_WARPGROUP
                 if const_expr(lengths.cu_seqlens_k is None):
                     gmem = source[None, None, work.batch_idx]
                 else:
@@ -527,7 +532,7 @@ class FlashAttentionBackwardSm90:
                     )
                 tile = ((1, wgmma.ROWS_PER_WARPGROUP), d)
                 src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), tile, smem)
-                stage = channel.index(number) * NUM_MMA_WARPGROUPS + w
+                stage = channel.index(number) * plan.key_groups + group
                 cute.copy(atom, src, dst[None, stage], tma_bar_ptr=channel.barrier(number))
 
     def _query_rows(self, tensor, lengths: Lengths, work: Work, row: Int32) -> tuple:
@@ -542,7 +547,7 @@ class FlashAttentionBackwardSm90:
     ):
         """Fetch a query block: Q with its statistics, and dO.
 
-        state: its number, and head, row block and turn of the last 1 + stages_q blocks.
+        state: its number, and head, row block and turn of the last two blocks.
         """
         plan = self.plan
         number = state[0]
@@ -576,7 +581,7 @@ class FlashAttentionBackwardSm90:
             dst[None, channels.do.index(number)],
             tma_bar_ptr=channels.do.barrier(number),
         )
-        add_dq(number - plan.stages_q, *state[1:7])
+        add_dq(number - 1, *state[1:])
         return (number + 1, *state[4:], block.head_idx, row_block, block.turn)
 
     # -- mma ------------------------------------------------------------------------------------
@@ -592,13 +597,13 @@ class FlashAttentionBackwardSm90:
         scales: ScoreScales,
         masks: MaskArgs,
     ):
-        """MMA warpgroup: 64 keys of every work tile."""
+        """MMA warpgroup: 64 keys of every work tile, or half of the columns of dK and dV."""
         plan = self.plan
         ring = channels.ring
-        mma_scores, mma_dq = plan.mma_scores(), plan.mma_dq()
-        mma_dv, mma_dk = plan.mma_keys(plan.tile_dv), plan.mma_keys(plan.tile_d)
+        mma_scores = plan.mma_scores()
         at = self._fragments(tiles)
-        acc_dV, acc_dK = wgmma.make_accumulator(plan.tile_dv), wgmma.make_accumulator(plan.tile_d)
+        acc_dV = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_dv)]
+        acc_dK = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_d)]
         # P and dS in 16 bits, as operands
         num_words = wgmma.ROWS_PER_WARPGROUP * plan.tile_m // THREADS_PER_WARPGROUP // 2
         probs = cute.make_rmem_tensor(num_words, Int32)
@@ -613,6 +618,7 @@ class FlashAttentionBackwardSm90:
             self.score_mod_bwd,
             plan.dtype,
             (plan.tile_m, plan.tile_n),
+            self._first_key(),
         )
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
@@ -648,7 +654,7 @@ class FlashAttentionBackwardSm90:
                         warpgroup.wait_group(1 if const_expr(chain.is_empty) else 0)
                         bits = None
                         if const_expr(kind == Kind.CUT):
-                            bits = take_bits(tiles.bits, channels.bits, cut)
+                            bits = take_bits(tiles.bits, channels.bits, cut, self._first_key())
                             cut += 1
                         if const_expr(chain.is_empty):
                             if const_expr(kind == Kind.CUT):
@@ -667,29 +673,34 @@ class FlashAttentionBackwardSm90:
                             wgmma.round_pairs(probs, acc_S, plan.dtype)
                         ds_stage = block % DS_STAGES
                         self._store_ds(tiles.ds, grads, ds_stage)
-                        do_tile = at.dv_do[None, None, None, do_stage]
-                        wgmma.issue(mma_dv, acc_dV, tdVrP, do_tile, accumulate)
+                        self._issue_sums(acc_dV, tdVrP, at.dv_do, do_stage, accumulate)
                         # dQ reads the dS of both
                         self._sync_both()
-                        acc_dQ = wgmma.make_accumulator(plan.dq_cols)
-                        self._issue_dq(at, mma_dq, acc_dQ, ds_stage, channels.kv.index(tile))
-                        q_tile = at.dk_q[None, None, None, stage]
-                        wgmma.issue(mma_dk, acc_dK, tdKrdS, q_tile, accumulate)
-                        warpgroup.wait_group(1)
+                        issue_dQ = partial(self._issue_dq, at, ds_stage, channels.kv.index(tile))
+                        stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
+                        acc_dQ = issue_dQ(0)
+                        self._issue_sums(acc_dK, tdKrdS, at.dk_q, stage, accumulate)
+                        warpgroup.wait_group(len(acc_dK))
                         channels.do.release(block)
-                        self._stage_dq(tiles, channels.dq, block, acc_dQ)
+                        stage_dQ(0, acc_dQ)
                         warpgroup.wait_group(0)
+                        for i in cutlass.range_constexpr(1, len(plan.parts_dq)):
+                            # not beside the products before it, for want of registers
+                            acc_dQ = issue_dQ(i)
+                            warpgroup.wait_group(0)
+                            stage_dQ(i, acc_dQ)
                         channels.q.release(block)
                         accumulate = Boolean(True)
                         block += 1
                         current = following
 
             work = ring.read(tile)
-            self._scale(acc_dK, softmax_scale)
+            for acc in acc_dK:
+                self._scale(acc, softmax_scale)
             if not work.has_scores:
                 # what was loaded is another sequence's, and may not even be finite
-                acc_dK.fill(0.0)
-                acc_dV.fill(0.0)
+                for acc in (*acc_dK, *acc_dV):
+                    acc.fill(0.0)
             self._epilogue(operands, tiles, channels, acc_dK, acc_dV, lengths, tile, work)
             ring.release(tile)
             tile += 1
@@ -697,29 +708,49 @@ class FlashAttentionBackwardSm90:
 
     def _fragments(self, tiles: Tiles) -> Fragments:
         plan = self.plan
-        warpgroup_idx = mma_warpgroup_idx()
-        mma_scores, mma_dq = plan.mma_scores(), plan.mma_dq()
-        mma_dv, mma_dk = plan.mma_keys(plan.tile_dv), plan.mma_keys(plan.tile_d)
-        k_columns = wgmma.transposed(tiles.k)
-        if plan.num_row_groups == 1:
-            # the warpgroups share the columns of dQ
-            tile = (plan.dq_cols, wgmma.ROWS_PER_WARPGROUP)
-            k_columns = cute.local_tile(k_columns, tile, (warpgroup_idx, 0, None))
+        mma_scores = plan.mma_scores()
 
+        def columns(smem, rows: int, parts: tuple, make_mma: Callable, is_shared: bool) -> tuple:
+            """This warpgroup's parts of columns as operands B, of which they are the rows."""
+            across, first, operands = wgmma.transposed(smem), 0, []
+            for width in parts:
+                if is_shared:
+                    at = first // width + mma_warpgroup_idx()
+                    part = cute.local_tile(across, (width, rows), (at, 0, None))
+                operands.append(wgmma.operand_b(make_mma(width), part if is_shared else across))
+                first += NUM_MMA_WARPGROUPS * width
+            return tuple(operands)
+
+        rows, is_shared = wgmma.ROWS_PER_WARPGROUP, plan.shares_keys
+        parts_dv, parts_dk = plan.parts_keys(plan.tile_dv), plan.parts_keys(plan.tile_d)
         return Fragments(
             scores_k=wgmma.operand_a(mma_scores, tiles.k),
             scores_q=wgmma.operand_b(mma_scores, tiles.q),
             scores_v=wgmma.operand_a(mma_scores, tiles.v),
             scores_do=wgmma.operand_b(mma_scores, tiles.do),
-            dv_do=wgmma.operand_b(mma_dv, wgmma.transposed(tiles.do)),
-            dk_q=wgmma.operand_b(mma_dk, wgmma.transposed(tiles.q)),
-            dq_ds=wgmma.operand_a(mma_dq, wgmma.transposed(tiles.ds)),
-            dq_k=wgmma.operand_b(mma_dq, k_columns),
+            dv_do=columns(tiles.do, plan.tile_m, parts_dv, plan.mma_keys, is_shared),
+            dk_q=columns(tiles.q, plan.tile_m, parts_dk, plan.mma_keys, is_shared),
+            dq_ds=wgmma.operand_a(plan.mma_dq(plan.parts_dq[0]), wgmma.transposed(tiles.ds)),
+            dq_k=columns(tiles.k, rows, plan.parts_dq, plan.mma_dq, plan.num_row_groups == 1),
         )
 
     def _own_keys(self, channels: Channels, tile: Int32) -> Int32:
         """Stage of this warpgroup's keys of a work tile."""
-        return channels.kv.index(tile) * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
+        return channels.kv.index(tile) * self.plan.key_groups + self._key_group()
+
+    def _key_group(self) -> Int32:
+        return Int32(0) if self.plan.shares_keys else mma_warpgroup_idx()
+
+    def _first_key(self) -> Int32:
+        """The first key of this warpgroup, in the work tile."""
+        return self._key_group() * wgmma.ROWS_PER_WARPGROUP
+
+    def _issue_sums(self, accs: list, operand_a, operands_b: tuple, stage: Int32, accumulate):
+        """Start adding to the parts of dV or dK, a commit group each."""
+        for acc, operand_b in zip(accs, operands_b, strict=True):
+            mma = self.plan.mma_keys(wgmma.num_cols(acc))
+            tile = operand_b[None, None, None, stage]
+            wgmma.issue(mma, acc, operand_a, tile, accumulate)
 
     def _statistics(self, stats: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """LSE and delta of the queries that this thread's columns are, in shared memory."""
@@ -733,20 +764,29 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def _store_ds(self, sdS: cute.Tensor, grads: cute.Tensor, stage: Int32):
-        """Write this warpgroup's dS^T where the products of dQ read it."""
+        """Write this warpgroup's dS^T, if it is not the other's as well, where dQ reads it."""
+        plan = self.plan
+        if const_expr(plan.shares_keys):
+            if mma_warpgroup_idx() == 0:
+                self._store_ds_of(Int32(0), sdS, grads, stage)
+        else:
+            self._store_ds_of(mma_warpgroup_idx(), sdS, grads, stage)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def _store_ds_of(self, key_group: Int32, sdS: cute.Tensor, grads: cute.Tensor, stage: Int32):
         plan = self.plan
         values = cute.recast_tensor(grads, plan.dtype)
         size = cute.size(values) // plan.num_row_groups
         layout = wgmma.make_accumulator(wgmma.ROWS_PER_WARPGROUP).layout
         for i in cutlass.range_constexpr(plan.num_row_groups):
             part = cute.make_tensor(values.iterator + i * size, layout)
-            unit = self._ds_unit(stage, mma_warpgroup_idx(), i)
+            unit = self._ds_unit(stage, key_group, i)
             store_rows(part, plan.mma_keys(wgmma.ROWS_PER_WARPGROUP), sdS[None, None, unit])
-        cute.arch.fence_proxy("async.shared", space="cta")
 
-    def _ds_unit(self, stage: Int32, warpgroup_idx: Int32, row_group: Int32) -> Int32:
-        groups = self.plan.num_row_groups
-        return (stage * NUM_MMA_WARPGROUPS + warpgroup_idx) * groups + row_group
+    def _ds_unit(self, stage: Int32, key_group: Int32, row_group: Int32) -> Int32:
+        plan = self.plan
+        return (stage * plan.key_groups + key_group) * plan.num_row_groups + row_group
 
     def _sync_both(self):
         """Wait for both MMA warpgroups."""
@@ -755,30 +795,43 @@ class FlashAttentionBackwardSm90:
             number_of_threads=NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP,
         )
 
-    def _issue_dq(self, at: Fragments, mma_dq, acc_dQ, ds_stage: Int32, kv_stage: Int32):
-        """Start this warpgroup's part of dQ = dS K, over the keys of both."""
-        row_group = mma_warpgroup_idx() if self.plan.num_row_groups > 1 else Int32(0)
+    def _issue_dq(self, at: Fragments, ds_stage: Int32, kv_stage: Int32, part: int) -> cute.Tensor:
+        """Start this warpgroup's part of dQ = dS K, over all keys; returns the accumulator."""
+        plan = self.plan
+        width = plan.parts_dq[part]
+        acc_dQ = wgmma.make_accumulator(width)
+        row_group = mma_warpgroup_idx() if plan.num_row_groups > 1 else Int32(0)
         pairs = []
-        for w in range(NUM_MMA_WARPGROUPS):
-            ds_tile = at.dq_ds[None, None, None, self._ds_unit(ds_stage, Int32(w), row_group)]
-            k_tile = at.dq_k[None, None, None, kv_stage * NUM_MMA_WARPGROUPS + w]
+        for group in range(plan.key_groups):
+            ds_tile = at.dq_ds[None, None, None, self._ds_unit(ds_stage, Int32(group), row_group)]
+            k_tile = at.dq_k[part][None, None, None, kv_stage * plan.key_groups + group]
             pairs.append((ds_tile, k_tile))
-        wgmma.issue_sum(mma_dq, acc_dQ, pairs, False)
+        wgmma.issue_sum(plan.mma_dq(width), acc_dQ, pairs, False)
+        return acc_dQ
 
     @cute.jit
-    def _stage_dq(self, tiles: Tiles, channel: Channel, block: Int32, acc_dQ: cute.Tensor):
-        """Write this warp's part of a query block's dQ where the load warp adds it from."""
-        groups = self.plan.dq_cols // 8
+    def _stage_dq(
+        self,
+        tiles: Tiles,
+        channel: Channel,
+        block: Int32,
+        part: cutlass.Constexpr[int],
+        acc_dQ: cute.Tensor,
+    ):
+        """Write this warp's sums of a part of dQ where the load warp adds them from."""
+        parts = self.plan.parts_dq
+        layout = cute.make_layout(self.plan.shape_dq(parts[part]))
+        staged = cute.make_tensor(tiles.dq.iterator, layout)
         lane = cute.arch.lane_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+        groups = parts[part] // 8
         quads = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, groups)))
-        if block > 0:
-            channel.wait(block - 1)
+        number = block * len(parts) + part
+        channel.acquire(number)
         for g in cutlass.range_constexpr(groups):
-            cute.autovec_copy(quads[None, g], tiles.dq[None, lane, g, warp_idx])
+            cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
         cute.arch.fence_proxy("async.shared", space="cta")
-        # releasing the block's query tells the load warp
-        cute.arch.sync_warp()
+        channel.publish(number)
 
     @cute.jit
     def _scale(self, acc: cute.Tensor, factor: Float32):
@@ -791,29 +844,30 @@ class FlashAttentionBackwardSm90:
         operands: Operands,
         tiles: Tiles,
         channels: Channels,
-        acc_dK: cute.Tensor,
-        acc_dV: cute.Tensor,
+        acc_dK: list,
+        acc_dV: list,
         lengths: Lengths,
         tile: Int32,
         work: Work,
     ):
-        """Store dK and dV of this warpgroup's keys, by way of where these lay."""
+        """Store dK and dV of a work tile, by way of where its keys and values lay."""
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         stage = self._own_keys(channels, tile)
         is_packed = lengths.cu_seqlens_k is not None
-        # the other warpgroup's dQ has read these keys as well
+        # the other warpgroup has read these keys as well
         self._sync_both()
-        for acc, cols, smem in (
-            (acc_dV, plan.tile_dv, tiles.v),
-            (acc_dK, plan.tile_d, tiles.k),
-        ):
-            rounded = wgmma.rounded(acc, plan.dtype)
-            store_rows(rounded, plan.mma_keys(cols), smem[None, None, stage])
+        self._store_parts(acc_dV, tiles.v[None, None, stage])
+        self._store_parts(acc_dK, tiles.k[None, None, stage])
         cute.arch.fence_proxy("async.shared", space="cta")
-        sync_warpgroup(Barrier.EPILOGUE)
-        if warp_idx % WARPS_PER_WARPGROUP == 0:
-            row = work.block * plan.tile_n + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        if const_expr(plan.shares_keys):
+            self._sync_both()
+            is_sender = warp_idx == Role.MMA
+        else:
+            sync_warpgroup(Barrier.EPILOGUE)
+            is_sender = warp_idx % WARPS_PER_WARPGROUP == 0
+        if is_sender:
+            row = work.block * plan.tile_n + self._first_key()
             for atom, target, cols, smem in (
                 (operands.dv_atom, operands.dv, plan.tile_dv, tiles.v),
                 (operands.dk_atom, operands.dk, plan.tile_d, tiles.k),
@@ -826,3 +880,15 @@ class FlashAttentionBackwardSm90:
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         channels.kv.release(tile)
+
+    def _store_parts(self, accs: list, smem: cute.Tensor):
+        """Write this warpgroup's parts of dK or dV, rounded, to a (64, columns) tile."""
+        plan, first = self.plan, 0
+        for acc in accs:
+            width = wgmma.num_cols(acc)
+            part = smem
+            if plan.shares_keys:
+                at = first // width + mma_warpgroup_idx()
+                part = cute.local_tile(smem, (wgmma.ROWS_PER_WARPGROUP, width), (0, at))
+            store_rows(wgmma.rounded(acc, plan.dtype), plan.mma_keys(width), part)
+            first += NUM_MMA_WARPGROUPS * width

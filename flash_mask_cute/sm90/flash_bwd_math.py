@@ -18,7 +18,7 @@ from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, thread_in_warpgroup
+from flash_mask_cute.sm90.warpgroups import thread_in_warpgroup
 
 
 @cute.jit
@@ -47,7 +47,7 @@ class ScoreChain:
     """What lies between the products and the softmax: soft cap and score_mod.
 
     The derivative of score_mod is score_mod_bwd, or found by `core/derivative.py`. tiles: (tile_m,
-    tile_n).
+    tile_n). first_key: of this warpgroup in the work tile.
     """
 
     scales: ScoreScales
@@ -56,6 +56,7 @@ class ScoreChain:
     score_mod_bwd: cutlass.Constexpr[Callable[..., Any] | None]
     dtype: cutlass.Constexpr[type]
     tiles: cutlass.Constexpr[tuple[int, int]]
+    first_key: Int32
 
     @property
     def is_empty(self) -> bool:
@@ -86,7 +87,7 @@ class ScoreChain:
     def _apply_each(self, work, head_idx, m_block, scores, bits, sLSE, probs) -> None:
         tile_m, tile_n = self.tiles
         thread = thread_in_warpgroup()
-        first_k_idx = work.block * tile_n + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        first_k_idx = work.block * tile_n + self.first_key
         first_q_idx = m_block * tile_m + wgmma.first_col_of(thread)
         for r in range(wgmma.ROWS_PER_THREAD):
             # positions past the ends are hidden, but the callable may index tensors with them

@@ -3,6 +3,7 @@
 Like `flash_fwd_plan`: Python ints decide, layouts and MMA atoms are made where they are needed.
 """
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -13,6 +14,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.row_blocks import column_parts
 from flash_mask_cute.core.walk_ring import CHUNK
 from flash_mask_cute.sm90.cta import (
     RING_STAGES,
@@ -27,12 +29,14 @@ from flash_mask_cute.sm90.cta import (
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
 NUM_MMA_WARPGROUPS = 2
-TILE_N = NUM_MMA_WARPGROUPS * ROWS_PER_WARPGROUP
+# the widest heads of which a warpgroup holds all columns of dK and dV for its keys
+MAX_OWN_DIM = 128
 # what MMA warpgroups may take: the more, the less is left for the others
 MMA_REGISTERS = (216, 232)
 # what a thread needs besides fragments, or nearly so
 SCALAR_REGISTERS = 40
 MAX_REGISTERS = 248
+MAX_DIM = 256
 # words that go with a query block: its flags, number, head and row block
 QUERY_WORDS = 4
 # dS of a block is written while the other warpgroup may still sum that of the block before
@@ -52,8 +56,10 @@ class BwdPlan:
 
     Each of two MMA warpgroups owns 64 keys: its S^T and dP^T have keys as rows, so that P^T and
     dS^T are register operands of dV and dK. Only dS goes through shared memory, for dQ, which sums
-    over the keys of both. stages_kv 2: the next work tile's keys and values arrive while this one
-    computes.
+    over the keys of both. Of heads wider than 128 the sums of dK and dV do not fit a warpgroup's
+    registers: there both work on the same 64 keys, each has half of the columns of dK and dV, and
+    S and dP are computed twice. stages_kv 2: the next work tile's keys and values arrive while this
+    one computes.
     """
 
     dtype: type[cutlass.Numeric]
@@ -65,18 +71,29 @@ class BwdPlan:
     stages_kv: int = 1
 
     @property
+    def shares_keys(self) -> bool:
+        """Whether both warpgroups have the same keys, and share the columns of dK and dV."""
+        return max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
+
+    @property
+    def key_groups(self) -> int:
+        """Groups of 64 keys in a work tile."""
+        return 1 if self.shares_keys else NUM_MMA_WARPGROUPS
+
+    @property
     def tile_n(self) -> int:
-        return TILE_N
+        return self.key_groups * ROWS_PER_WARPGROUP
 
     @property
     def tile_d(self) -> int:
-        """head_dim as dQ sees it: where tile_m is 64, two warpgroups share its columns."""
         if self.num_row_groups > 1:
             return -(-self.head_dim // 16) * 16
-        return next(d for d in (32, 64, 128) if d >= self.head_dim)
+        return _shared_width(self.head_dim)
 
     @property
     def tile_dv(self) -> int:
+        if self.shares_keys:
+            return _shared_width(self.head_dim_v)
         return -(-self.head_dim_v // 16) * 16
 
     @property
@@ -84,10 +101,17 @@ class BwdPlan:
         """Groups of 64 query rows in a block."""
         return self.tile_m // ROWS_PER_WARPGROUP
 
+    def parts_keys(self, cols: int) -> tuple[int, ...]:
+        """Widths of a warpgroup's parts of dK or dV, which have `cols` columns."""
+        return column_parts(cols) if self.shares_keys else (cols,)
+
     @property
-    def dq_cols(self) -> int:
-        """Columns of dQ that a warpgroup computes, for 64 rows."""
-        return self.tile_d * self.num_row_groups // NUM_MMA_WARPGROUPS
+    def parts_dq(self) -> tuple[int, ...]:
+        """Widths of a warpgroup's parts of dQ, which leave one after the other.
+
+        Where a block has 64 rows, the warpgroups share their columns.
+        """
+        return column_parts(self.tile_d) if self.num_row_groups == 1 else (self.tile_d,)
 
     @property
     def num_mma_warps(self) -> int:
@@ -115,7 +139,8 @@ class BwdPlan:
     @property
     def fragment_registers(self) -> int:
         """Registers of a thread for dK, dV, S and dP."""
-        return self.tile_d // 2 + self.tile_dv // 2 + self.tile_m
+        cols = sum(self.parts_keys(self.tile_d)) + sum(self.parts_keys(self.tile_dv))
+        return cols // 2 + self.tile_m
 
     @property
     def bytes_q(self) -> int:
@@ -135,8 +160,8 @@ class BwdPlan:
 
     @property
     def bytes_dq(self) -> int:
-        """fp32 sums of a query block on their way out."""
-        return self.tile_m * self.tile_d * 4
+        """fp32 sums of a part of dQ on their way out."""
+        return math.prod(self.shape_dq(max(self.parts_dq))) * 4
 
     @property
     def bytes_stats(self) -> int:
@@ -163,8 +188,11 @@ class BwdPlan:
         """Why this plan cannot run, or None."""
         if self.tile_m not in (64, 128):
             return f"tile_m must be 64 or 128, got {self.tile_m}"
-        if max(self.head_dim, self.head_dim_v) > 128:
-            return f"head_dim and head_dim_v go up to 128, got {self.head_dim}, {self.head_dim_v}"
+        if max(self.head_dim, self.head_dim_v) > MAX_DIM:
+            dims = f"{self.head_dim}, {self.head_dim_v}"
+            return f"head_dim and head_dim_v go up to {MAX_DIM}, got {dims}"
+        if self.shares_keys and self.num_row_groups > 1:
+            return f"tile_m must be 64 where heads are wider than {MAX_OWN_DIM}, got {self.tile_m}"
         for name in ("stages_q", "stages_do", "stages_kv"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
@@ -201,9 +229,9 @@ class BwdPlan:
         source = warpgroup.OperandSource.RMEM
         return self._mma(OperandMajorMode.K, OperandMajorMode.MN, n, source)
 
-    def mma_dq(self) -> cute.TiledMma:
-        """dQ = dS K: 64 queries by dq_cols columns."""
-        return self._mma(OperandMajorMode.MN, OperandMajorMode.MN, self.dq_cols)
+    def mma_dq(self, n: int) -> cute.TiledMma:
+        """dQ = dS K: 64 queries by n columns."""
+        return self._mma(OperandMajorMode.MN, OperandMajorMode.MN, n)
 
     def _rows(self, rows: int, cols: int, stages: int) -> cute.ComposedLayout:
         """(rows, cols, stages) with cols contiguous, as an operand whose K mode is cols."""
@@ -217,20 +245,20 @@ class BwdPlan:
         return self._rows(self.tile_m, self.tile_dv, self.stages_do)
 
     def layout_k(self) -> cute.ComposedLayout:
-        """(64, tile_d, warpgroup * stages): a warpgroup's keys lie together."""
-        return self._rows(ROWS_PER_WARPGROUP, self.tile_d, NUM_MMA_WARPGROUPS * self.stages_kv)
+        """(64, tile_d, key group * stages)."""
+        return self._rows(ROWS_PER_WARPGROUP, self.tile_d, self.key_groups * self.stages_kv)
 
     def layout_v(self) -> cute.ComposedLayout:
-        return self._rows(ROWS_PER_WARPGROUP, self.tile_dv, NUM_MMA_WARPGROUPS * self.stages_kv)
+        return self._rows(ROWS_PER_WARPGROUP, self.tile_dv, self.key_groups * self.stages_kv)
 
     def layout_ds(self) -> cute.ComposedLayout:
-        """(64 keys, 64 queries, row group * warpgroup * stages), queries contiguous."""
-        count = self.num_row_groups * NUM_MMA_WARPGROUPS * DS_STAGES
+        """(64 keys, 64 queries, row group * key group * stages), queries contiguous."""
+        count = self.num_row_groups * self.key_groups * DS_STAGES
         return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, count)
 
-    def layout_dq(self) -> cute.Layout:
-        """(4, lane, column group, warp): accumulators as their threads hold them."""
-        return cute.make_layout((4, 32, self.dq_cols // 8, self.num_mma_warps))
+    def shape_dq(self, width: int) -> tuple[int, int, int, int]:
+        """(4, lane, column group, warp): parts of dQ of a width as their threads hold them."""
+        return 4, 32, width // 8, self.num_mma_warps
 
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
@@ -245,9 +273,7 @@ class BwdPlan:
             k: elements(self.layout_k())
             v: elements(self.layout_v())
             ds: elements(self.layout_ds())
-            dq: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Float32, cute.cosize(self.layout_dq())], 128
-            ]
+            dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 128]
             stats: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Float32, 2 * self.tile_m * self.stages_q], 128
             ]
@@ -269,3 +295,8 @@ class BwdPlan:
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
 
         return Storage
+
+
+def _shared_width(dim: int) -> int:
+    """The columns of a tile that warpgroups share (`column_parts`), for heads of a dimension."""
+    return next(cols for cols in (32, 64, 128, 192, 256) if cols >= dim)

@@ -554,7 +554,8 @@ class FlashAttentionForwardSm90:
 
         issue_scores = partial(self._issue_scores, channels, mma_qk, tSrQ, tSrK)
         first_scores = partial(self._first_scores, channels, issue_scores, first_S)
-        bits_of = partial(take_bits, tiles.bits, channels.bits)
+        first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        bits_of = partial(take_bits, tiles.bits, channels.bits, first=first_row)
         modify = partial(self._modify, score_args.scales, masks.aux_tensors, ring)
         # 1, since grids are one-dimensional, but the compiler does not know that
         opaque_one = Int32(cute.arch.grid_dim()[2])

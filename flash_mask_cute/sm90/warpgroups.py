@@ -25,14 +25,16 @@ def sync_warpgroup(first_barrier: int) -> None:
     )
 
 
-def take_bits(bits: cute.Tensor, channel: Channel, number: Int32) -> tuple[Int32, ...]:
+def take_bits(
+    bits: cute.Tensor, channel: Channel, number: Int32, first: Int32
+) -> tuple[Int32, ...]:
     """This thread's word of each of its accumulator's rows, from bit tile `number` of `channel`.
 
-    bits: (word, row) of the rows of all MMA warpgroups. The tile is free after that.
+    bits: (word, row). first: the row of the tile that is this warpgroup's first. The tile is free
+    after that.
     """
     channel.wait(number)
     thread = thread_in_warpgroup()
-    first = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
     words = tuple(
         bits[thread % wgmma.COLUMNS.num_words, first + wgmma.row_of(thread, r)]
         for r in range(wgmma.ROWS_PER_THREAD)

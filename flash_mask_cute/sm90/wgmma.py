@@ -19,6 +19,11 @@ def make_accumulator(n: int) -> cute.Tensor:
     return cute.make_rmem_tensor(((2, 2, n // 8), 1, 1), Float32)
 
 
+def num_cols(acc: cute.Tensor) -> int:
+    """Columns of the tile of which an accumulator is a thread's part."""
+    return cute.size(acc) // ROWS_PER_THREAD * 4
+
+
 def rows_by_cols(acc: cute.Tensor) -> cute.Tensor:
     """View of an accumulator as (2 rows, n/4 columns) of this thread, columns ascending."""
     groups = cute.size(acc) // 4

@@ -327,16 +327,12 @@ def on_cuda(**change: Any) -> dict[str, Any]:
     }
 
 
-def test_what_only_the_cpu_does() -> None:
+def test_a_gpu_takes_what_the_cpu_does() -> None:
     check_bwd_inputs(**on_cuda())
     wide = {name: torch.zeros(2, 24, 2, 136, dtype=BF16) for name in ("q", "k", "v")}
     like = {name: torch.zeros(2, 24, 2, 136, dtype=BF16) for name in ("out", "dout")}
     lse = torch.zeros(2, 2, 24)
-    with pytest.raises(NotImplementedError, match=r"head_dim .* above 128 .* got 136"):
-        check_bwd_inputs(**on_cuda(**wide, **like, lse=lse))
-    narrow = {name: x[..., :64].contiguous() for name, x in wide.items() if name != "v"}
-    with pytest.raises(NotImplementedError, match=r"head_dim_v .* above 128 .* got 136"):
-        check_bwd_inputs(**on_cuda(**wide | narrow, **like, lse=lse))
+    check_bwd_inputs(**on_cuda(**wide, **like, lse=lse))
     _flash_attn_bwd(**wide, **like, lse=lse)
 
 
@@ -632,11 +628,12 @@ def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
 
 
 def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
-    for head_dim in range(8, 129, 8):
-        for head_dim_v in range(8, 129, 8):
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in range(8, 257, 8):
             choice = select_bwd_config(head_dim, head_dim_v, "other")
             assert runs(head_dim, head_dim_v, choice.tiles)
-            assert choice.tile_d >= head_dim and choice.tile_n == 128
+            assert choice.tile_d >= head_dim
+            assert choice.tile_n == (128 if max(head_dim, head_dim_v) <= 128 else 64)
 
 
 STAGES = ("stages_q", "stages_do", "stages_kv")
@@ -648,7 +645,7 @@ OVERRIDES = [
 
 
 @pytest.mark.parametrize("given", OVERRIDES, ids=str)
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_an_override_is_kept_and_the_rest_made_to_fit(dim: int, given: dict[str, Any]) -> None:
     """Refused only if nothing runs that has the given fields."""
     stages = {name: (1, 2) for name in STAGES if name not in given}
@@ -691,6 +688,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "d64-fp16-causal": {"dtype": "float16", "head_dim": 64, "head_dim_v": 64, "is_causal": True},
     "deterministic-window": {"deterministic": True, "has_window_left": True, "is_causal": True},
     "d72-dv40": {"head_dim": 72, "head_dim_v": 40},
+    "d192-dv128-causal": {"head_dim": 192, "is_causal": True},
+    "d192": {"head_dim": 192, "head_dim_v": 192},
+    "d256": {"head_dim": 256, "head_dim_v": 256},
+    "d256-causal-columns-1-softcap": {
+        "head_dim": 256,
+        "head_dim_v": 256,
+        "intervals": (1, True),
+        "is_causal": True,
+        "has_softcap": True,
+    },
 }
 # Bytes; the others have none.
 SPILLS = {"columns-1-causal-bits": 16, "mask-aux": 296}

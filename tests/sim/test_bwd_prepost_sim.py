@@ -22,8 +22,9 @@ INF = float("inf")
 
 
 def tile_cols(head_dim: int, tile_m: int) -> int:
-    step = 32 if tile_m == 64 else 16
-    return -(-head_dim // step) * step
+    if tile_m == 64:
+        return next(cols for cols in (32, 64, 128, 192, 256) if cols >= head_dim)
+    return -(-head_dim // 16) * 16
 
 
 class Sequences(NamedTuple):
@@ -324,18 +325,22 @@ def postprocess_of(
 def in_accumulator_order(sums: Tensor) -> Tensor:
     """(heads, row blocks, tile_m * cols) of sums (heads, row blocks, tile_m, cols)."""
     tile_m, cols = sums.shape[2:]
-    n = cols // 2 if tile_m == 64 else cols
-    w, warp, g, lane, e = torch.meshgrid(
-        *(torch.arange(size) for size in (2, 4, n // 8, 32, 4)), indexing="ij"
-    )
-    t = warp * 32 + lane
-    row = t // 32 * 16 + t % 32 // 4 + 8 * (e // 2)
-    col = 8 * g + 2 * (t % 4) + e % 2
-    if tile_m == 64:
-        col = col + w * n
-    else:
-        row = row + 64 * w
-    return sums[:, :, row, col].flatten(2).contiguous()
+    widths = {32: (16,), 64: (32,), 128: (64,), 192: (64, 32), 256: (64, 64)}
+    parts, first = [], 0
+    for n in widths[cols] if tile_m == 64 else (cols,):
+        w, warp, g, lane, e = torch.meshgrid(
+            *(torch.arange(size) for size in (2, 4, n // 8, 32, 4)), indexing="ij"
+        )
+        t = warp * 32 + lane
+        row = t // 32 * 16 + t % 32 // 4 + 8 * (e // 2)
+        col = 8 * g + 2 * (t % 4) + e % 2
+        if tile_m == 64:
+            col = col + first + w * n
+        else:
+            row = row + 64 * w
+        parts.append(sums[:, :, row, col].flatten(2))
+        first += 2 * n
+    return torch.cat(parts, 2)
 
 
 def check_postprocess(
@@ -379,7 +384,7 @@ def check_postprocess(
 
 @pytest.mark.parametrize("seqs", [DENSE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("tile_m", [64, 128])
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
 def test_postprocess(simulator: ModuleType, head_dim: int, tile_m: int, seqs: Sequences) -> None:
     check_postprocess(simulator, seqs, head_dim, tile_m)
 

@@ -53,6 +53,10 @@ CASES = (
     Case("sink-bf16-gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 99), lengths_k=(0, 70), sink=BF16),
     Case("fp16-d64-causal", 1, 255, 255, head_dim=64, dtype=FP16, causal=True),
     Case("d72-dv40", 1, 127, 129, head_dim=72, head_dim_v=40),
+    Case("d256-causal", 1, 129, 190, head_dim=256, causal=True),
+    Case("d192-dv128-gqa2-softcap", 1, 70, 130, 2, 1, head_dim=192, head_dim_v=128, softcap=15.0),
+    Case("d40-dv200-varlen", head_dim=40, head_dim_v=200, lengths_q=(65, 0), lengths_k=(70, 9)),
+    Case("d136-fp16-window", 1, 129, 129, head_dim=136, dtype=FP16, window_left=20),
 )
 
 
