@@ -9,18 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gradient_oracle import assert_gradients_close, make_output_gradients
 from launch_recorder import Recorder
-from support import (
-    BF16,
-    FP32,
-    FP64,
-    Case,
-    Inputs,
-    assert_close_to_oracle,
-    assert_gradients_close,
-    make_inputs,
-    make_output_gradients,
-)
+from support import BF16, FP32, FP64, Case, Inputs, assert_close_to_oracle, make_inputs
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask

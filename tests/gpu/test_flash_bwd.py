@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_oracle import assert_gradients_close, make_output_gradients
 from support import (
     BF16,
     CASES,
@@ -16,9 +17,7 @@ from support import (
     Case,
     GuardedOutputs,
     Inputs,
-    assert_gradients_close,
     make_inputs,
-    make_output_gradients,
     random_case,
     random_mask_case,
 )

@@ -8,17 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    BF16,
-    FP16,
-    FP32,
-    MASK_CASES,
-    Case,
-    Inputs,
-    assert_gradients_close,
-    make_inputs,
-    make_output_gradients,
-)
+from gradient_oracle import assert_gradients_close, make_output_gradients
+from support import BF16, FP16, FP32, MASK_CASES, Case, Inputs, make_inputs
 from torch import Tensor
 
 from flash_mask_cute.host.bwd_launch import BwdKernelLaunch, BwdOperands
