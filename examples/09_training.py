@@ -36,8 +36,7 @@ from dense_check import pick_device
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from flash_mask_cute import ColumnMask, builders, flash_attn_func
-from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from flash_mask_cute import builders, flash_attn_func
 
 EXAMPLE = "09_training"
 ATTENTIONS = ("ours", "sdpa", "flex")
@@ -164,13 +163,14 @@ class Attention:
             mask = builders.share_question(batch.documents, seqlen, device=device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor
-            if self.skip_blocks:
-                out = flash_attn_func(
-                    q, k, v, startend_row_indices=mask, deterministic=self.deterministic
-                )
-            else:
-                out = EveryBlock.apply(q, k, v, mask, self.deterministic)
+            out: Tensor = flash_attn_func(
+                q,
+                k,
+                v,
+                startend_row_indices=mask,
+                deterministic=self.deterministic,
+                config={"skip_blocks": self.skip_blocks},
+            )
             return out
 
         return attend
@@ -209,32 +209,6 @@ def sees(document: Tensor, part: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor
     """The mask of both tasks by its definition; the index tensors broadcast."""
     shares_part = (part[k_idx] == 0) | (part[q_idx] == part[k_idx])
     return (k_idx <= q_idx) & (document[q_idx] == document[k_idx]) & shares_part
-
-
-class EveryBlock(torch.autograd.Function):
-    """What `flash_attn_func` does, over all blocks of keys: none is skipped, each is masked.
-
-    The choice is part of `config`, which the two host calls take.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ColumnMask, deterministic: bool
-    ) -> Tensor:
-        config = {"skip_blocks": False}
-        out, lse = _flash_attn_fwd(q, k, v, startend_row_indices=mask, config=config)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.keywords = {
-            "startend_row_indices": mask,
-            "deterministic": deterministic,
-            "config": config,
-        }
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        return *_flash_attn_bwd(q, k, v, out, grads[0], lse, **ctx.keywords), None, None
 
 
 @cache

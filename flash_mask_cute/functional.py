@@ -9,8 +9,10 @@ arguments are tensors, numbers and strings only.
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +22,7 @@ from torch.autograd import forward_ad
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
@@ -49,6 +51,7 @@ def flash_attn_func(
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
     return_lse: bool = False,
+    config: Any = None,
 ) -> Any:
     """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v and learnable_sink.
 
@@ -63,6 +66,8 @@ def flash_attn_func(
     block_sparse_tensors: a `BlockSparseTensorsTorch`, or a torch `BlockMask` with its mask as
     mask_mod.
     deterministic: gradients have the same bits in every run.
+    config: a mapping of fields of both `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
+    for both directions; or a pair, (forward, backward), of what the two host calls take.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q; with return_lse (out, lse),
@@ -77,7 +82,7 @@ def flash_attn_func(
     call = _Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
         mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
-        deterministic, pack_gqa,
+        deterministic, pack_gqa, config,
     )  # fmt: skip
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
@@ -109,6 +114,7 @@ def flash_attn_varlen_func(
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
     return_lse: bool = False,
+    config: Any = None,
 ) -> Any:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -126,7 +132,7 @@ def flash_attn_varlen_func(
     call = _Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, left, right, softcap, score_mod, mask_mod, aux_tensors,
-        block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa,
+        block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa, config,
     )  # fmt: skip
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
@@ -176,6 +182,30 @@ def flashmask_attention(
 # -- a call -------------------------------------------------------------------------------------
 
 
+class _Configs(NamedTuple):
+    """The configurations of both directions."""
+
+    forward: FwdConfig | None
+    backward: BwdConfig | None
+
+    @staticmethod
+    def of(config: Any) -> _Configs:
+        """What the argument `config` means.
+
+        Raises:
+            TypeError, ValueError: as `FwdConfig.of` and `BwdConfig.of`, or it is a tuple of another
+                length than 2.
+        """
+        if not isinstance(config, tuple):
+            return _Configs(FwdConfig.of(config), BwdConfig.of(config))
+        if len(config) != 2:
+            raise ValueError(f"config must be a pair (forward, backward), got {config!r}")
+        return _Configs(FwdConfig.of(config[0]), BwdConfig.of(config[1]))
+
+
+_NO_CONFIGS = _Configs(None, None)
+
+
 class _Call(NamedTuple):
     """The arguments of a call but q, k, v and the sink, in the names of the host path."""
 
@@ -198,6 +228,11 @@ class _Call(NamedTuple):
     score_mod_bwd: Mod | None
     deterministic: bool
     pack_gqa: bool | None
+    config: Any
+
+    @property
+    def configs(self) -> _Configs:
+        return _NO_CONFIGS if self.config is None else _Configs.of(self.config)
 
     @property
     def has_tensors(self) -> bool:
@@ -247,6 +282,8 @@ def _attend(
         return (out, lse) if return_lse else out
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
+    if call.config is not None:
+        call = call._replace(config=call.configs)
     if isinstance(call.startend_row_indices, Tensor):
         # forward and backward then share the bounds
         mask = ColumnMask(call.startend_row_indices, call.causal)
@@ -292,6 +329,7 @@ def _run_forward(
         learnable_sink=sink,
         pack_gqa=call.pack_gqa,
         return_lse=return_lse,
+        config=call.configs.forward,
         softmax_scale=call.softmax_scale,
         causal=call.causal,
         window_size_left=call.window_size_left,
@@ -333,6 +371,7 @@ def _run_backward(
         learnable_sink=sink,
         score_mod_bwd=call.score_mod_bwd,
         deterministic=call.deterministic,
+        config=call.configs.backward,
         dlse=dlse,
         dsink=dsink,
         softmax_scale=call.softmax_scale,
@@ -409,7 +448,7 @@ def _mask_tensors(call: _Call) -> list[Tensor]:
 def _gradients(
     ctx: Any, grads: tuple[Tensor | None, ...], run: Callable[..., Any]
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv and dsink (None without a sink) from the gradients by out and lse.
+    """dq, dk, dv and dsink (None where nobody asks) from the gradients by out and lse.
 
     run: `_run_backward`, or another way to it.
     """
@@ -417,6 +456,9 @@ def _gradients(
     if dout is None and dlse is None:
         return None, None, None, None
     q, k, v, sink, out, lse, call = _restore(ctx)
+    if not ctx.needs_input_grad[3]:
+        # lse tells the backward of the sink
+        sink = None
     if dout is None:
         dout = torch.zeros_like(out)
     gradients: tuple[Tensor | None, ...] = run(q, k, v, sink, out, lse, dout, dlse, call)
@@ -479,7 +521,7 @@ _CALL_SCHEMA = (
     "Tensor? mask_block_cnt, Tensor? mask_block_idx, Tensor? full_block_cnt, "
     "Tensor? full_block_idx, SymInt? block_q, SymInt? block_k, "
     "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
-    "str? score_mod_bwd, bool deterministic, bool? pack_gqa"
+    "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config"
 )
 _library = torch.library.Library("flash_mask_cute", "DEF")
 _library.define(
@@ -528,6 +570,7 @@ def _to_operator(call: _Call) -> tuple[Any, ...]:
     return (
         *call[:11], _optional_name(call.score_mod), _optional_name(call.mask_mod), aux_tensors,
         *lists, *columns, _optional_name(call.score_mod_bwd), call.deterministic, call.pack_gqa,
+        _config_text(call.config),
     )  # fmt: skip
 
 
@@ -535,15 +578,29 @@ def _from_operator(arguments: Sequence[Any]) -> _Call:
     """The call with these arguments of an operator by `_CALL_SCHEMA`."""
     score_mod, mask_mod, aux_tensors, *rest = arguments[11:]
     *list_tensors, block_q, block_k, indices, bounds, columns_causal = rest[:9]
-    score_mod_bwd, deterministic, pack_gqa = rest[9:]
+    score_mod_bwd, deterministic, pack_gqa, config = rest[9:]
     lists = None
     if list_tensors[0] is not None:
         lists = BlockSparseTensorsTorch(*list_tensors)
         lists = lists._replace(block_size=None if block_q is None else (block_q, block_k))
     mask = None if indices is None else _BoundedMask(indices, columns_causal, bounds)
     mods = _optional_mod(score_mod), _optional_mod(mask_mod)
-    backward = _optional_mod(score_mod_bwd), deterministic, pack_gqa
-    return _Call._make((*arguments[:11], *mods, aux_tensors, lists, mask, *backward))
+    configs = None if config is None else _Configs.of(tuple(json.loads(config)))
+    others = _optional_mod(score_mod_bwd), deterministic, pack_gqa, configs
+    return _Call._make((*arguments[:11], *mods, aux_tensors, lists, mask, *others))
+
+
+def _config_text(config: Any) -> str | None:
+    if config is None:
+        return None
+    # Dynamo knows dictionaries as constants, but not dataclasses
+    pair = config if isinstance(config, tuple) else (config, config)
+    return _text_of(tuple(asdict(x) if isinstance(x, FwdConfig | BwdConfig) else x for x in pair))
+
+
+@torch.compiler.assume_constant_result
+def _text_of(pair: tuple[Any, ...]) -> str:
+    return json.dumps([None if x is None else asdict(x) for x in _Configs.of(pair)])
 
 
 def _without_identity(call: _Call) -> _Call:

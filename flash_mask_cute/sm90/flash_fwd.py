@@ -120,6 +120,7 @@ class LoadState(NamedTuple):
     v_head: Int32
     v_batch: Int32
     v_offset: Int32
+    v_seqlen: Int32
 
 
 class FlashAttentionForwardSm90:
@@ -267,9 +268,7 @@ class FlashAttentionForwardSm90:
         k = cute.make_tensor(
             mK.iterator, cute.select(mK.layout, [0, 2, 1] if varlen_k else [1, 3, 2, 0])
         )
-        v = cute.make_tensor(
-            mV.iterator, cute.select(mV.layout, [2, 0, 1] if varlen_k else [3, 1, 2, 0])
-        )
+        v = tma.sequence_rows(mV, varlen_k)
         load = cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
         q_tile, o_tile = (plan.row_tile, plan.tile_d), (plan.row_tile, plan.tile_dv)
@@ -278,7 +277,7 @@ class FlashAttentionForwardSm90:
             load, k, tma.one_stage(plan.layout_k()), (plan.tile_n, plan.tile_d)
         )
         v_tma = cpasync.make_tiled_tma_atom(
-            load, v, tma.one_stage(plan.layout_v()), (plan.tile_dv, plan.tile_n)
+            load, v, cute.select(plan.layout_v(), mode=[1, 0]), ((1, plan.tile_n), plan.tile_dv)
         )
         o_tma = cpasync.make_tiled_tma_atom(store, o, tma.one_stage(plan.layout_o()), o_tile)
         operands = tma.Operands(
@@ -439,14 +438,14 @@ class FlashAttentionForwardSm90:
         tile's query and first keys go out before this tile's last values.
         """
         tile, chunk = Int32(0), Int32(0)
-        state = LoadState(Int32(0), Int32(-1), Int32(0), Int32(0), Int32(0))
+        state = LoadState(Int32(0), Int32(-1), *[Int32(0)] * 4)
         load_v = partial(self._load_values, operands, tiles.v, channels.v, lengths)
         while channels.ring.wait(tile):
             work = channels.ring.read(tile)
             self._load_query(operands, tiles.q, channels.q, lengths, tile, work)
             step = partial(
                 self._load_block, operands, tiles, channels, lengths, load_v,
-                (work.head_idx // heads_per_kv, work.batch_idx, work.offset_k),
+                (work.head_idx // heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k),
             )  # fmt: skip
             chunk, state = channels.walk.visit(chunk, state, step)
             if const_expr(not self.plan.overlaps_tiles):
@@ -461,7 +460,7 @@ class FlashAttentionForwardSm90:
     def _load_block(self, operands, tiles, channels, lengths, load_v, place, state, block: Block):
         """Fetch the keys of a block, and the values of the one before it."""
         plan = self.plan
-        head, batch, offset = place
+        head, batch, offset, _ = place
         number = state.blocks
         # all that can be known before the stage is free, since from then on time counts
         word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.index << N_BLOCK_SHIFT)
@@ -482,25 +481,30 @@ class FlashAttentionForwardSm90:
             tma_bar_ptr=channels.k.barrier(number),
         )
         load_v(state)
-        return LoadState(number + 1, block.index, head, batch, offset)
+        return LoadState(number + 1, block.index, *place)
 
     @cute.jit
     def _load_values(self, operands, sV, channel: Channel, lengths: Lengths, state: LoadState):
         """Fetch the value block that is due, if there is one."""
         plan = self.plan
         if state.v_block >= 0:
-            number = state.blocks - 1
+            number, row = state.blocks - 1, state.v_block * plan.tile_n
             if const_expr(lengths.cu_seqlens_k is None):
-                gV = operands.v[None, None, state.v_head, state.v_batch]
+                gV = operands.v[None, None, state.v_batch]
             else:
-                gV = cute.domain_offset((0, state.v_offset), operands.v[None, None, state.v_head])
-            blocks = cute.local_tile(gV, (plan.tile_dv, plan.tile_n), (0, None))
-            src, dst = tma.blocks_of(operands.v_atom, blocks, sV)
+                # no row of another sequence, which may hold NaN: probabilities of 0 keep that
+                gV, row = tma.readable_rows(
+                    operands.v, state.v_offset, state.v_seqlen, lengths.seqlen_k, row
+                )
+            tile = ((1, plan.tile_n), plan.tile_dv)
+            src, dst = tma.tile_of(
+                operands.v_atom, gV, (state.v_head, row), tile, wgmma.transposed(sV)
+            )
             channel.acquire(number)
             channel.expect(number, plan.bytes_v)
             cute.copy(
                 operands.v_atom,
-                src[None, state.v_block],
+                src,
                 dst[None, channel.index(number)],
                 tma_bar_ptr=channel.barrier(number),
             )
@@ -661,6 +665,10 @@ class FlashAttentionForwardSm90:
             warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
             channels.v.release(block)
             work = ring.read(tile)
+            if const_expr(lengths.cu_seqlens_k is not None):  # noqa: SIM102 (while tracing)
+                if not work.has_scores:
+                    # what was loaded is a row of a neighbour
+                    acc_O.fill(0.0)
             o_stage = mma_warpgroup_idx()
             if const_expr(plan.share_qo):
                 o_stage += channels.q.index(tile) * plan.num_mma_warpgroups

@@ -19,8 +19,8 @@ RAGGED_BOUND = 1 << 26
 class Operands(NamedTuple):
     """TMA atoms with their coordinate tensors.
 
-    q, o: ((head, row), head_dim, ...); k: (row, head_dim, head, ...); v: (head_dim_v, row, head,
-    ...); the last mode is the batch, absent where lengths vary.
+    q, o, v: ((head, row), head_dim, ...); k: (row, head_dim, head, ...). The last mode is the
+    batch; where lengths vary, q and k have none, and o and v that of `ragged_rows`.
     """
 
     q_atom: cute.CopyAtom

@@ -11,18 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_oracle import assert_gradients_close, make_output_gradients
 from mask_cases import MASK_MODS, SCORE_MODS
-from support import (
-    BF16,
-    FP32,
-    MASK_CASES,
-    QUICK_CASES,
-    Case,
-    Inputs,
-    assert_gradients_close,
-    make_inputs,
-    make_output_gradients,
-)
+from support import BF16, FP32, MASK_CASES, QUICK_CASES, Case, Inputs, make_inputs
 from test_validate import OnCuda
 from torch import Tensor
 

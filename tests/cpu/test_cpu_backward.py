@@ -8,6 +8,7 @@ from typing import Any
 import mask_cases
 import pytest
 import torch
+from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
 from mask_cases import ScoreRecipe
 from support import (
     BF16,
@@ -18,13 +19,10 @@ from support import (
     QUICK_CASES,
     Case,
     Inputs,
-    assert_gradients_close,
     make_inputs,
-    make_output_gradients,
     random_case,
     random_mask_case,
     reference_attention,
-    reference_gradients,
 )
 from torch import Tensor
 

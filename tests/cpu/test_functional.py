@@ -9,18 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gradient_oracle import assert_gradients_close, make_output_gradients
 from launch_recorder import Recorder
-from support import (
-    BF16,
-    FP32,
-    FP64,
-    Case,
-    Inputs,
-    assert_close_to_oracle,
-    assert_gradients_close,
-    make_inputs,
-    make_output_gradients,
-)
+from support import BF16, FP32, FP64, Case, Inputs, assert_close_to_oracle, make_inputs
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask
@@ -32,7 +23,7 @@ from torch.utils.checkpoint import (
 
 import flash_mask_cute
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention, functional
-from flash_mask_cute.interface import _flash_attn_fwd
+from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_fwd
 from flash_mask_cute.masks import column_mask
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -284,6 +275,7 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     given |= lengths | {
         "aux_tensors": [torch.ones(1), torch.ones(2)],
         "startend_row_indices": ColumnMask(rows_below(3, 12), True),
+        "config": (FwdConfig(tile_m=192), BwdConfig(tile_m=64)),
     }
     lists = flash_mask_cute.BlockSparseTensorsTorch(int32(1), int32(2), block_size=(16, 16))
     found: list[dict[str, Any]] = []
@@ -309,8 +301,10 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
         "block_sparse_tensors_torch": lists,
         "learnable_sink": sink,
     }
-    of_forward = {"pack_gqa": shared.pop("pack_gqa"), "return_lse": True}
+    config_fwd, config_bwd = shared.pop("config")
+    of_forward = {"pack_gqa": shared.pop("pack_gqa"), "return_lse": True, "config": config_fwd}
     of_backward = {name: shared.pop(name) for name in ("score_mod_bwd", "deterministic")}
+    of_backward["config"] = config_bwd
     for keywords, more in ((found[0], of_forward), (found[1], of_backward | {"dlse": None})):
         expected = shared | more
         assert keywords.keys() == expected.keys()

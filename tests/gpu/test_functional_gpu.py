@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    BF16,
-    FP32,
-    Case,
-    Inputs,
-    assert_close_to_oracle,
-    assert_gradients_close,
-    make_inputs,
-    make_output_gradients,
-)
+from gradient_oracle import assert_gradients_close, make_output_gradients
+from support import BF16, FP32, Case, Inputs, assert_close_to_oracle, make_inputs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -8,17 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    BF16,
-    FP16,
-    FP32,
-    MASK_CASES,
-    Case,
-    Inputs,
-    assert_gradients_close,
-    make_inputs,
-    make_output_gradients,
-)
+from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
+from support import BF16, FP16, FP32, MASK_CASES, Case, Inputs, make_inputs
 from torch import Tensor
 
 from flash_mask_cute.host.bwd_launch import BwdKernelLaunch, BwdOperands
@@ -217,6 +208,41 @@ def test_packed_rows_of_no_sequence(simulator: ModuleType) -> None:
         assert all((x[-9:] == rest).all() for x in gradients)
         named = {name: x[:-9] for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)}
         assert_gradients_close(named, inputs, dout)
+
+
+@pytest.mark.parametrize("poisoned", [0, 2])
+def test_what_other_sequences_hold_does_not_matter(simulator: ModuleType, poisoned: int) -> None:
+    """NaN in all of a neighbour, also beside a sequence without queries and one without keys."""
+    lengths_q, lengths_k = (65, 0, 30, 20), (30, 20, 65, 0)
+    case = Case("neighbours", lengths_q=lengths_q, lengths_k=lengths_k, heads_q=1, heads_kv=1)
+    inputs = make_inputs(case)
+    dout, dlse = make_output_gradients(inputs)
+    of_poisoned_q, of_poisoned_k = (
+        torch.cat([torch.full((n,), i == poisoned) for i, n in enumerate(lengths)])
+        for lengths in (lengths_q, lengths_k)
+    )
+    by_query = (
+        inputs.q,
+        inputs.reference[0].to(BF16),
+        dout,
+        inputs.reference[1].float().mT,
+        dlse.mT,
+    )
+    q, out, dout_, lse, dlse_ = (x.clone() for x in by_query)
+    k, v = inputs.k.clone(), inputs.v.clone()
+    for x in (q, out, dout_, lse, dlse_):
+        x[of_poisoned_q] = float("nan")
+    for x in (k, v):
+        x[of_poisoned_k] = float("nan")
+    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    simulator.OPTIONS.pop("delay", None)
+    operands = BwdOperands(q, k, v, out, dout_, lse.mT)
+    dq, dk, dv = launch(operands, keywords | {"dlse": dlse_.mT})
+    expected = reference_gradients(inputs, dout, dlse)
+    dq[of_poisoned_q] = expected["dq"][of_poisoned_q].to(BF16)
+    dk[of_poisoned_k] = expected["dk"][of_poisoned_k].to(BF16)
+    dv[of_poisoned_k] = expected["dv"][of_poisoned_k].to(BF16)
+    assert_gradients_close({"dq": dq, "dk": dk, "dv": dv}, inputs, dout, dlse)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,37 @@ def test_a_sink_of_minus_infinity_is_no_sink(simulator: ModuleType) -> None:
     run_sim(simulator, inputs)
 
 
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("used", [False, True], ids=["full", "seqused"])
+def test_what_other_sequences_hold_does_not_matter(simulator: ModuleType, used: bool) -> None:
+    """NaN in the keys and values of the neighbours, in rows not in use and behind the last row."""
+    lengths_q, lengths_k = (65, 20, 5, 9, 130), (30, 65, 0, 7, 129)
+    seqused_k = (29, 65, 0, 7, 65) if used else None
+    case = Case(
+        "neighbours", lengths_q=lengths_q, lengths_k=lengths_k, heads_q=2, heads_kv=1,
+        head_dim=64, seqused_k=seqused_k,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    tail = torch.zeros((9, 1, 64), dtype=BF16)
+    k, v = (torch.cat([x, tail]) for x in (inputs.k, inputs.v))
+    starts = [sum(lengths_k[:i]) for i in range(6)]
+    wrong = torch.ones(len(k), dtype=torch.bool)
+    for i in (0, 2, 4):
+        wrong[starts[i] : starts[i] + (seqused_k or lengths_k)[i]] = False
+    k[wrong] = v[wrong] = float("nan")
+    poisoned = Inputs(case, inputs.q, k, v, inputs.keywords)
+    expected, expected_lse = inputs.reference
+    of_others = torch.cat([torch.full((n,), i % 2 == 1) for i, n in enumerate(lengths_q)])
+    for seed in DELAY_SEEDS:
+        simulator.OPTIONS["delay"] = seed
+        if seed is None:
+            del simulator.OPTIONS["delay"]
+        out, lse = launch_on_simulator(poisoned)
+        out[of_others] = expected[of_others].to(BF16)
+        lse.mT[of_others] = expected_lse.mT[of_others].float()
+        assert_close_to_oracle(out, lse, inputs)
+
+
 def _distance_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, aux: Any) -> Any:
     return score + aux[0][q_idx[0]] + aux[0][kv_idx[0]]
 

@@ -1,0 +1,128 @@
+"""What the public functions hand on to each direction only where it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, functional
+from flash_mask_cute.interface import BwdConfig, FwdConfig
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Found:
+    """The keywords of the calls that reach the host path, in their order."""
+    keywords: Found = []
+
+    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **given: Any) -> Any:
+            keywords.append(given)
+            return call(*args, **given)
+
+        return watched
+
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
+        monkeypatch.setattr(functional, name, watch(getattr(functional, name)))
+    return keywords
+
+
+def leaves() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 40, 2, 16)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for _ in range(3)
+    ]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    traced: Callable[..., Any] = torch.compile(function, fullgraph=True, backend="aot_eager")
+    return traced
+
+
+WAYS = pytest.mark.parametrize("way", [lambda f: f, compiled], ids=["eager", "compiled"])
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("config", "forward", "backward"),
+    [
+        (None, None, None),
+        ({"skip_blocks": False}, FwdConfig(skip_blocks=False), BwdConfig(skip_blocks=False)),
+        ((FwdConfig(tile_n=64), {"tile_m": 64}), FwdConfig(tile_n=64), BwdConfig(tile_m=64)),
+        ((None, BwdConfig(stages_q=1)), None, BwdConfig(stages_q=1)),
+    ],
+    ids=["none", "both", "pair", "backward"],
+)
+def test_each_direction_gets_its_config(
+    found: Found, way: Callable[..., Any], config: Any, forward: Any, backward: Any
+) -> None:
+    def attend(*qkv: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(*qkv, config=config)
+        return out
+
+    way(attend)(*leaves()).sum().backward()
+    # an operator says None as a config without a field
+    nothing = (None, FwdConfig(), BwdConfig())
+    for keywords, expected in zip(found, (forward, backward), strict=True):
+        given = keywords["config"]
+        assert given == expected or (expected is None and given in nothing)
+
+
+def test_a_traced_config_may_change(found: Found) -> None:
+    config = {"skip_blocks": False}
+    attend = compiled(lambda *qkv: flash_attn_func(*qkv, config=config))
+    with torch.no_grad():
+        for skips in (False, True):
+            config["skip_blocks"] = skips
+            attend(*leaves())
+    assert [keywords["config"].skip_blocks for keywords in found] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"stages_do": 1}, ValueError, "stages_do"),
+        ({"num_stages": 2}, ValueError, "num_stages"),
+        (FwdConfig(), TypeError, "BwdConfig.*got FwdConfig"),
+        ((None,), ValueError, "pair .forward, backward., got .None,"),
+        ((None, {"tile_m": "64"}), TypeError, "config.tile_m.*'64'"),
+        (3, TypeError, "config must be.*got int"),
+    ],
+    ids=["of-backward", "of-forward", "one-object", "no-pair", "text", "int"],
+)
+@pytest.mark.parametrize("call", [flash_attn_func, flash_attn_varlen_func])
+def test_a_wrong_config_is_refused_before_the_forward(
+    found: Found, call: Any, config: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(*leaves(), config=config)
+    assert not found
+
+
+@WAYS
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_sink_without_gradient_costs_none(
+    found: Found, way: Callable[..., Any], wanted: bool
+) -> None:
+    sink = torch.ones(2, requires_grad=wanted)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(q, k, v, learnable_sink=sink)
+        return out
+
+    qkv = leaves()
+    way(attend)(*qkv, sink).sum().backward()
+    assert (found[1]["dsink"] is not None) == wanted
+    assert (sink.grad is not None) == wanted
+    other = sink.detach().requires_grad_(not wanted)
+    expected = torch.autograd.grad(attend(*qkv, other).sum(), qkv)
+    for x, gradient in zip(qkv, expected, strict=True):
+        assert x.grad is not None and torch.equal(x.grad, gradient)
