@@ -9,6 +9,8 @@ gradients  the same of a backward
 peers      who is measured
 timing     how time is taken
 sweep      the draws of a sweep; prep: what preparing a mask means
+paper      the table of the FlashMask paper: its cases, who takes part
+ahead      compiling before the first case; pace: how long cases take
 measure    one case, from inputs to rows
 run        `python -m bench.run`: appends rows to bench/results/<gpu>.jsonl
 report     `python -m bench.report`: the table of rows, and `--bars`, what they must reach

@@ -198,7 +198,6 @@ def test_select() -> None:
         ("sdpa", "d128-full-8k", "kind 'host' only"),
         ("cudnn", "bwd-d128-full-8k", "kind 'attention' only"),
         ("sdpa_dense", "bwd-mask-d128-8k-document", "kind 'attention' only"),
-        ("flex", "bwd-mask-d128-8k-document", "backward"),
         (DETERMINISTIC, "bwd-d128-full-8k", "no order of sums"),
         (DETERMINISTIC, "d128-full-8k", "no order of sums"),
     ],
@@ -636,7 +635,9 @@ def test_cute_peer_tells_masks_and_mods(monkeypatch: pytest.MonkeyPatch) -> None
     theirs = peers.CutePeer("theirs", "fake", "mask_mod", "their_lists", 192)
     case = masked("document")
     tensors = make_tensors(case, "cpu", 0)
+    peers.column_mask.cache_clear()
     told = ours.prepare(case, tensors)()
+    peers.column_mask.cache_clear()
     (indices, causal) = told.pop("startend_row_indices")
     assert told == {"return_lse": True, "causal": False} and causal is False
     assert indices.shape == (1, 1, ODD, 2) and indices.dtype == torch.int32
@@ -751,7 +752,7 @@ def test_rows_of_a_backward_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return make_tensors(case, "cpu", seed)
 
     monkeypatch.setattr(timing, "time_loop", time_loop)
-    rows = list(measure.measure(case, backward_options((case.name,))))
+    rows = list(measure.measure(case, backward_options((case.name,)), measure.Inputs()))
     assert [(row["peer"], row["deterministic"]) for row in rows] == [
         ("ours", False),
         ("ours", True),
@@ -778,7 +779,7 @@ def test_a_wrong_backward_makes_no_row(monkeypatch: pytest.MonkeyPatch, wrong: s
 
     monkeypatch.setattr(peers.CutePeer, "prepare", damaged)
     with pytest.raises(measure.Refused, match=f"{wrong}: ") as refused:
-        measure.admit(case, backward_options((case.name,)))
+        measure.admit(case, backward_options((case.name,)), measure.Inputs())
     assert called == [wrong]
     assert ("two calls differ" in str(refused.value)) == (wrong == DETERMINISTIC)
 
@@ -810,6 +811,9 @@ def test_a_burst_has_a_few_calls_at_least(
     monkeypatch.setattr(timing, "_events", lambda: (FakeEvent(clock), FakeEvent(clock)))
     assert timing.time_loop({"ours": call}, 2, 0.1, least) == {"ours": [700.0, 700.0]}
     assert len(calls) == counted
+    # three rounds at most where a call is longer than a burst
+    assert len(timing.time_loop({"ours": call}, 9, 0.1, least)["ours"]) == 3
+    assert len(timing.time_loop({"ours": call}, 9, 0.8, least)["ours"]) == 9
     calls.clear()
     timing.time_loop({"ours": lambda: call(1.0)}, 1, 0.1, least)
     assert len(calls) == least + min(2, least) + 100 + 12
