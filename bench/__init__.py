@@ -14,6 +14,7 @@ ahead      compiling before the first case; pace: how long cases take
 measure    one case, from inputs to rows
 run        `python -m bench.run`: appends rows to bench/results/<gpu>.jsonl
 report     `python -m bench.report`: the table of rows, and `--bars`, what they must reach
+tables     the paper's tables, and the README's, out of rows
 linearity  `python -m bench.linearity`: latency against sparsity
 codegen    `python -m bench.codegen`: registers, spills and opcodes of the kernels, without a GPU
 
