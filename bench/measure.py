@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bench import DETERMINISTIC, Json, gradients, paper, row_of, timing
 from bench.cases import BenchCase, CaseTensors, make_tensors
 from bench.gate import PEER_RULE, RULE, Verdict, check, poison, reference
-from bench.peers import PEERS, Call, Peer, save_forward
+from bench.peers import PEERS, Call, Peer, column_mask, save_forward
 from bench.prep import PREPARERS
 from bench.sweep import dense_case, draw_cases
 
@@ -216,7 +216,30 @@ def measure_prep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[
             yield row_of(case, name, "wall", None, (f"failed: {first_line[:200]}",))
 
 
+def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
+    """The most bytes allocated from making the mask to the end of a forward, beyond q, k, v and
+    what the call returned."""
+    import torch
+
+    calls, verdicts = admit(case, options, inputs)
+    names = list(calls)
+    calls.clear()
+    for name in names:
+        column_mask.cache_clear()
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        peer = PEERS[name]
+        results = peer.unpack(peer.prepare(case, inputs.of(case, options.seed))())
+        torch.cuda.synchronize()
+        returned = sum(x.numel() * x.element_size() for x in results if x is not None)
+        extra = torch.cuda.max_memory_allocated() - before - returned
+        del results
+        yield row_of(case, name, "peak", None, (verdicts[name].text,)) | {"bytes": extra}
+
+
 def measure(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
     """Gate and time one case; each row as soon as it is known. `inputs` goes from case to case."""
-    kinds = {"sweep": measure_sweep, "prep": measure_prep}
+    kinds = {"sweep": measure_sweep, "prep": measure_prep, "memory": measure_memory}
     return kinds.get(case.kind, measure_calls)(case, options, inputs)

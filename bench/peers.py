@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 Call = Callable[[], Any]
-DENSE_TOKENS = 8192
+DENSE_TOKENS = {"attention": 8192, "memory": 32768}
 
 
 class Peer(Protocol):
@@ -189,7 +189,7 @@ class FlexPeer:
         importlib.import_module("torch.nn.attention.flex_attention")
 
     def supports(self, case: BenchCase) -> str | None:
-        kinds = ("attention", "backward", "prep")
+        kinds = ("attention", "backward", "prep", "memory")
         measured = case.kind in kinds and not case.varlen and not case.softcap
         return None if measured else "not measured for varlen, softcap, host time and sweeps"
 
@@ -245,12 +245,13 @@ class FlexPeer:
 class SdpaPeer:
     """torch scaled_dot_product_attention; `backend` names an SDPBackend, None lets torch choose.
 
-    dense: the mask is a boolean tensor, else the flag is_causal.
+    kinds: of the cases that it is measured in. dense: the mask is a boolean tensor, else the flag
+    is_causal.
     """
 
     name: str
     backend: str | None
-    kind: str
+    kinds: tuple[str, ...]
     dense: bool = False
 
     def load(self) -> None:
@@ -258,16 +259,17 @@ class SdpaPeer:
 
     def supports(self, case: BenchCase) -> str | None:
         call = "scaled_dot_product_attention"
-        if case.kind != self.kind:
-            return f"{self.name} is measured for kind {self.kind!r} only"
+        if case.kind not in self.kinds:
+            return f"{self.name} is measured for kind {' and '.join(self.kinds)} only"
         if case.varlen:
             return f"{call} takes no cu_seqlens"
         if case.softcap or case.score_mod:
             return f"{call} takes no softcap and no score_mod"
         if not self.dense and case.mask not in ("full", "causal"):
             return f"{call} takes no {case.mask} mask"
-        if self.dense and (case.n > DENSE_TOKENS or case.mask == "full"):
-            return f"a dense mask is measured up to {DENSE_TOKENS} tokens, where there is a mask"
+        if self.dense and (case.n > DENSE_TOKENS[case.kind] or case.mask == "full"):
+            most = DENSE_TOKENS[case.kind]
+            return f"a dense mask is measured up to {most} tokens, where there is a mask"
         return None
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
@@ -309,9 +311,9 @@ _ALL: tuple[Peer, ...] = (
     ),
     CutePeer("fa4", "flash_attn.cute", "native", "block_sparse_tensors"),
     CutePeer("fa4_mask_mod", "flash_attn.cute", "mask_mod", "block_sparse_tensors", 192),
-    SdpaPeer("cudnn", "CUDNN_ATTENTION", "attention"),
-    SdpaPeer("sdpa", None, "host"),
-    SdpaPeer("sdpa_dense", None, "attention", dense=True),
+    SdpaPeer("cudnn", "CUDNN_ATTENTION", ("attention",)),
+    SdpaPeer("sdpa", None, ("host",)),
+    SdpaPeer("sdpa_dense", None, ("attention", "memory"), dense=True),
     FlexPeer("flex"),
 )
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}

@@ -40,7 +40,7 @@ RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
 DONE, SKIPPED = "done", "not run: out of time"
 DIED = 3
 Report = dict[str, str]
-FIGURES = ("fwd", "bwd", "us")
+FIGURES = ("fwd", "bwd", "us", "bytes")
 # Unless the command says otherwise: in general, and for a table.
 GENERAL = {
     "peers": ",".join(DEFAULT_PEERS),
