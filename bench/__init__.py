@@ -18,6 +18,7 @@ tables     the paper's tables, and the README's, out of rows
 linearity  `python -m bench.linearity`: latency against sparsity
 plot       `python -m bench.plot`: figures, and the tables of pages, out of rows; figure: a canvas
 codegen    `python -m bench.codegen`: registers, spills and opcodes of the kernels, without a GPU
+compare    `python -m bench.compare`: this tree against another commit; history: earlier commits
 
 Here: the rows themselves, where they come from, and the table of a run. A row is one figure, one
 JSON object on a line; it is appended, never edited. Its `note` starts with the name of its case.

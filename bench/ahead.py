@@ -28,12 +28,12 @@ PeersOf = Callable[[BenchCase], Sequence[str]]
 
 
 def kernel_of(peer: str, case: BenchCase) -> Hashable:
-    """Equal where two cases share their kernels. Lengths are run-time values of ours, but the width
-    of a window chooses tiles."""
+    """Equal where two cases share their kernels. Lengths are run-time values of ours, but they may
+    choose other tiles where flags tell the mask."""
     if peer != "ours":
         return peer, case.name
     mask = case.mask_of(case.n)
-    told: Hashable = (case.mask, case.window)
+    told: Hashable = (case.mask, case.n)
     if case.form == "columns":
         told = mask.hidden.shape[1], mask.causal
     fields = (case.kind, case.d, case.d_v, case.dtype, case.form, case.score_mod, case.varlen)

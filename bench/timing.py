@@ -75,7 +75,7 @@ def _events() -> tuple[Any, Any]:
     return event(enable_timing=True), event(enable_timing=True)
 
 
-def _burst(call: Call, count: int, untimed: int) -> float:
+def burst(call: Call, count: int, untimed: int) -> float:
     """Milliseconds a call, over `count` calls that follow untimed ones without a gap."""
     begin, end = _events()
     for _ in range(untimed):
@@ -88,7 +88,7 @@ def _burst(call: Call, count: int, untimed: int) -> float:
     return float(begin.elapsed_time(end)) / count
 
 
-def _calls_in(seconds: float, milliseconds: float, least: int = 3) -> int:
+def calls_in(seconds: float, milliseconds: float, least: int = 3) -> int:
     return max(least, round(seconds * 1e3 / milliseconds))
 
 
@@ -98,14 +98,14 @@ def time_loop(calls: Mapping[str, Call], rounds: int, burst_s: float, least: int
     if not rounds:
         return samples
     few = min(2, least)
-    first = {name: _burst(call, least, few) for name, call in calls.items()}
-    counts = {name: _calls_in(burst_s, ms, least) for name, ms in first.items()}
+    first = {name: burst(call, least, few) for name, call in calls.items()}
+    counts = {name: calls_in(burst_s, ms, least) for name, ms in first.items()}
     if max(first.values()) > burst_s * 1e3:
         rounds = min(rounds, LONG_ROUNDS)
     for order in rotations(list(calls), rounds):
         for name in order:
             count = counts[name]
-            samples[name].append(_burst(calls[name], count, max(few, count // 8)))
+            samples[name].append(burst(calls[name], count, max(few, count // 8)))
     return samples
 
 
@@ -232,7 +232,7 @@ def load_note(call: Call, milliseconds: float, seconds: float = 1.0) -> str:
     import torch
 
     torch.cuda.synchronize()
-    for _ in range(_calls_in(seconds, milliseconds)):
+    for _ in range(calls_in(seconds, milliseconds)):
         call()
     time.sleep(0.8 * seconds)
     note = _read_sensors(torch.cuda.current_device())

@@ -127,8 +127,8 @@ def test_forward_and_backward_share_a_mask_object() -> None:
 def test_one_job_for_each_kernel(all_installed: None) -> None:
     names = paper.table_names()
     work = ahead.jobs(names, NOWHERE.peers_of)
-    # flags: full, causal, and the window by length; intervals: 1, 2 and 2 vectors, and 4
-    assert len(work) == 2 * 2 * (2 + 3 + 4) and {peer for peer, _ in work} == {"ours"}
+    # flags: full, causal and the window, by length; intervals: 1, 2 and 2 vectors, and 4
+    assert len(work) == 2 * 2 * (3 * 3 + 4) and {peer for peer, _ in work} == {"ours"}
     kinds = [CASES[name].kind for _, name in work]
     assert kinds == sorted(kinds, reverse=True)
     keys = {ahead.kernel_of("ours", CASES[name]) for name in names}
