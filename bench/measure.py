@@ -163,10 +163,12 @@ def measure_calls(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
     for variant, take in modes.items():
         for name, values in take().items():
             if values:
-                middle, load = timing.median(values), ""
-                if variant == "loop" and options.load_s:
+                middle, how, load = timing.median(values), "", ""
+                if variant == "loop":
+                    how = f"bursts of {options.burst_s:g} s"
                     load = timing.load_note(calls[name], middle, options.load_s)
-                remarks = (f"spread {timing.spread(values):.1%}", load, verdicts[name].text)
+                spread = f"spread {timing.spread(values):.1%}"
+                remarks = (spread, how, load, verdicts[name].text)
                 yield row_of(case, name, variant, middle, remarks)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.cases import BenchCase
@@ -16,6 +16,8 @@ START_S = 30.0
 OTHER_KIND_S = 20.0
 # What a case costs beside its calls: inputs, its mask, and float64 on the sampled rows.
 CASE_S = 0.4
+# What a peer costs besides: FlexAttention is traced in every case, kernels cached or not.
+PEER_S = {"flex": 4.0}
 # The gradients of a head over 131072 tokens, in float64 and in the dtype of the case.
 GRADIENTS_S = 2.0 / 131072**2
 MARGIN = 1.5
@@ -31,12 +33,15 @@ def loop_calls(call_s: float, rounds: int, burst_s: float, least: int) -> float:
     return few + least + rounds * (count + max(few, count // 8))
 
 
-def forecast(case: BenchCase, peers: int, rounds: int, burst_s: float, least: int) -> float:
-    """Seconds of a case in mode loop, `peers` of them."""
+def forecast(
+    case: BenchCase, peers: Sequence[str], rounds: int, burst_s: float, least: int
+) -> float:
+    """Seconds of a case in mode loop, with these peers."""
     if case.kind not in ("attention", "backward"):
         return OTHER_KIND_S
     call_s = attention_flops(case) / ASSUMED
-    seconds = CASE_S + peers * call_s * (1 + loop_calls(call_s, rounds, burst_s, least))
+    seconds = CASE_S + sum(PEER_S.get(peer, 0.0) for peer in peers)
+    seconds += len(peers) * call_s * (1 + loop_calls(call_s, rounds, burst_s, least))
     if case.kind == "backward":
         seconds += min(2, case.batch) * GRADIENTS_S * case.n**2
     return seconds

@@ -80,7 +80,7 @@ def pace_of(options: Options) -> Pace:
         {
             name: forecast(
                 case,
-                len(supporting(case, options)),
+                supporting(case, options),
                 options.repeats,
                 options.burst_s,
                 options.least_calls(case),

@@ -228,7 +228,10 @@ def _read_sensors(device: int) -> str:
 
 
 def load_note(call: Call, milliseconds: float, seconds: float = 1.0) -> str:
-    """Clock and power while `call` runs back to back; the driver averages power over a second."""
+    """Clock and power while `call` runs back to back for `seconds`, "" for none; the driver averages
+    power over a second."""
+    if not seconds:
+        return ""
     import torch
 
     torch.cuda.synchronize()

@@ -758,6 +758,7 @@ def test_rows_of_a_backward_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ours", True),
     ]
     assert all(row["bwd_ms"] == 2.0 and "of the allowed error: dQ" in row["note"] for row in rows)
+    assert all("; bursts of 0.1 s; " in row["note"] for row in rows)
 
 
 @pytest.mark.parametrize("wrong", ["ours", DETERMINISTIC])

@@ -235,6 +235,8 @@ def test_forecast_of_the_table(all_installed: None) -> None:
     assert 200 < sum(expected.values()) < 500 and max(expected.values()) < 25
     assert expected["bwd-mask-d128-128k-full"] > 2 * expected["mask-d128-128k-full"]
     assert expected["mask-d128-8k-causal"] > 1.5 * expected["mask-d128-8k-full"]  # two peers
+    flex = replace(options, peers=("ours", "flex"), names=("mask-d128-8k-full",))
+    assert run.pace_of(flex).left() > expected["mask-d128-8k-full"] + pace.PEER_S["flex"]
     assert run.pace_of(replace(options, names=("host-128",))).left() == pace.OTHER_KIND_S
 
 
