@@ -228,8 +228,8 @@ def _read_sensors(device: int) -> str:
 
 
 def load_note(call: Call, milliseconds: float, seconds: float = 1.0) -> str:
-    """Clock and power while `call` runs back to back for `seconds`, "" for none; the driver averages
-    power over a second."""
+    """Clock and power while `call` runs back to back for `seconds`; "" without any. The driver
+    averages power over a second."""
     if not seconds:
         return ""
     import torch

@@ -325,3 +325,37 @@ def test_a_worker_goes_on_after_a_failure(
     }
     said = capsys.readouterr().out
     assert "] 3/4 bwd-first: done (" in said and "s left)" in said
+
+
+def test_the_command_compiles_ahead_and_goes_on_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    compiled: list[int] = []
+    launched: list[tuple[str, ...]] = []
+
+    def compile_ahead(hands: list[list[ahead.Job]]) -> None:
+        compiled.append(len({job for hand in hands for job in hand}))
+
+    def worker(options: measure.Options, names: tuple[str, ...], attempt: int) -> run.Report:
+        """Measures six cases, then is out of time."""
+        launched.append(names)
+        for name in names[:6]:
+            for peer in options.peers_of(CASES[name]):
+                run.append(str(out), row(name, peer) | {"run": options.run})
+        return dict.fromkeys(names[:6], run.DONE) | dict.fromkeys(names[6:], run.SKIPPED)
+
+    monkeypatch.setattr(run, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(run, "launch_worker", worker)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    command = ["--table", "paper", "*d64-32k-*", "--out", str(out), "--commit", "abc"]
+    for _ in range(2):
+        assert run.main([*command, "--ahead", "4"]) == 0
+    group = [f"{way}mask-d64-32k-{m}" for m in masks.MASKS for way in ("", "bwd-")]
+    assert launched == [tuple(group), (*group[:4], *group[6:])]
+    # the second time around kernels of six cases less, but those of the references again
+    assert compiled[0] == 2 * (3 + 4) and compiled[1] == compiled[0] - 2
+    said = capsys.readouterr().out
+    assert "0 of 24 cases are measured, 0 of them again" in said
+    assert "6 of 24 cases are measured, 4 of them again" in said
+    assert "22 cases, about " in said and "mask-d64-32k-document: not run: out of time" in said
