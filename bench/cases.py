@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 HIDDEN = 4096
 TOKENS = 131072
-KINDS = ("attention", "backward", "host", "cold", "prep", "sweep")
+KINDS = ("attention", "backward", "host", "cold", "prep", "sweep", "memory")
 # Masks that a kernel can be asked for by flags and lengths.
 NATIVE = ("full", "causal", "sliding_window", "varlen_causal")
 MASKS = (*masks.MASKS, "varlen_causal")
 FORMS = ("native", "columns", "mask_mod")
 DTYPES = ("bfloat16", "float16")
 SWEPT = ("causal_document", "share_question", "document")
+# Sequence lengths at which memory is measured.
+REMEMBERED = (8192, 32768, 131072, 524288)
 PREPARED = (*SWEPT, "global_sliding_window", "random_eviction")
 SCORE_MODS = ("", "alibi", "t5_bias", "softcap")
 # Masks that are also told by mask_mod and block lists.
@@ -42,7 +44,7 @@ class BenchCase:
     draw: the documents and the like of a mask that has them; every sequence of the batch has these.
     kind: "attention" (device time of the forward), "backward" (that of the backward alone), "host"
         (host time of a warm call), "cold" (start-up seconds), "prep" (preparing the metadata of the
-        mask), "sweep" (latency over many draws).
+        mask), "sweep" (latency over many draws), "memory" (bytes beyond inputs and outputs).
     deterministic: a backward that is measured with sums in a fixed order as well.
     Raises ValueError where the fields contradict each other.
     """
@@ -232,6 +234,23 @@ def _mods(d: int) -> tuple[BenchCase, ...]:
     )
 
 
+def _memory(n: int) -> BenchCase:
+    """One sequence of as many documents at every length."""
+    return BenchCase(
+        name=f"memory-{_size(n)}-causal_document",
+        mask="causal_document",
+        d=128,
+        d_v=128,
+        n=n,
+        tokens=n,
+        heads=HIDDEN // 128,
+        heads_kv=HIDDEN // 128,
+        kind="memory",
+        form="columns",
+        draw=Draw(masks.draw_documents(n, masks.DOCUMENT_COUNTS[131072], seed=0)),
+    )
+
+
 def _backwards() -> Iterator[BenchCase]:
     """The backward of the cases above."""
 
@@ -278,6 +297,7 @@ _ALL = (
     *(_masked(f"meta-128k-{mask}", 128, mask, 131072, kind="prep") for mask in PREPARED),
     *(_masked(f"sweep-32k-{mask}", 128, mask, 32768, kind="sweep") for mask in SWEPT),
     *_backwards(),
+    *map(_memory, REMEMBERED),
 )
 CASES: dict[str, BenchCase] = {case.name: case for case in _ALL}
 

@@ -1,8 +1,10 @@
-"""python -m bench.codegen [NAMES]: what the compiler makes of the forward kernel, without a GPU.
+"""python -m bench.codegen [NAMES]: what the compiler makes of the main kernels, without a GPU.
 
-Compiles variants for sm_90a and prints a line for each: registers, spills, shared memory, and how
-often each opcode occurs. `--out` keeps the rows, `--against` says what differs from kept ones. A
-change that should not touch the code of a variant is seen here before anything is timed.
+Compiles variants for sm_90a, of the forward and (`bwd-`) of the backward, and prints a line for
+each: registers, spills, shared memory, and how often each opcode occurs. `--out` keeps the rows,
+`--against` says what differs from kept ones, or from what an earlier commit compiles to now, by its
+own bench.codegen. A change that should not touch the code of a variant is seen here before anything
+is timed.
 
 Opcodes are machine instructions (`"isa": "sass"`) where `cuobjdump` or `nvdisasm` is found, on PATH
 or in an installed triton, else those of the PTX (`"isa": "ptx"`). The two are never compared.
@@ -20,19 +22,20 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from bench import Json, commit_here, versions
+from bench.history import PACKAGE, environment, unpacked
 from flash_mask_cute.host.problem import AttentionProblem, Mods
 
 SEQLEN, HEADS = 8192, 32
 WINDOW = SEQLEN // 16
 FIGURES = ("tiles", "registers", "spill_bytes", "smem_bytes", "warnings")
-# Opcodes that say most about a loop of the forward, for the printed line.
-SHOWN = ("HGMMA", "MUFU", "FFMA", "FMNMX", "F2FP", "UTMALDG", "BAR", "SYNCS", "LDL", "STL")
+# Opcodes that say most about a loop, for the printed line.
+SHOWN = ("HGMMA", "MUFU", "FFMA", "FMNMX", "F2FP", "UTMALDG", "RED", "BAR", "SYNCS", "LDL", "STL")
 SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_]+)", re.MULTILINE)
 PTX = re.compile(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?([a-z]\w*)(?=[.\s;])", re.MULTILINE)
 
@@ -49,15 +52,16 @@ def nears(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kind of problem, the keys of its callables left open; the callables; and how many keys a
-    query sees at most where a window is closed on both sides."""
+    """A kind of problem, the keys of its callables left open; the callables; how many keys a query
+    sees at most where a window is closed on both sides; and whether it is a backward's."""
 
     problem: AttentionProblem
     mods: Mods = Mods()
     window: int | None = None
+    is_backward: bool = False
 
 
-def _variants() -> Iterator[tuple[str, Variant]]:
+def _forwards() -> Iterator[tuple[str, Variant]]:
     def variant(d: int, *more: Any, **fields: Any) -> Variant:
         return Variant(AttentionProblem("bfloat16", d, d, **fields), *more)
 
@@ -73,7 +77,19 @@ def _variants() -> Iterator[tuple[str, Variant]]:
     yield "d128-score_mod", variant(128, Mods(score_mod=nears), is_causal=True)
 
 
-VARIANTS = dict(_variants())
+def _backwards() -> Iterator[tuple[str, Variant]]:
+    """Those of the forward at d=64 and d=128, and sums of dQ in a fixed order."""
+    for name, variant in _forwards():
+        if variant.problem.head_dim <= 128:
+            problem = replace(variant.problem, needs_lse=False)
+            yield f"bwd-{name}", replace(variant, problem=problem, is_backward=True)
+    fixed = AttentionProblem(
+        "bfloat16", 128, 128, is_causal=True, needs_lse=False, deterministic=True
+    )
+    yield "bwd-d128-deterministic", Variant(fixed, is_backward=True)
+
+
+VARIANTS = {**dict(_forwards()), **dict(_backwards())}
 
 
 def disassemblers() -> Iterator[list[str]]:
@@ -115,7 +131,8 @@ def compile_row(name: str) -> Json:
     from flash_mask_cute.host.cache import compile_lock
     from flash_mask_cute.host.callable_key import callable_key
     from flash_mask_cute.host.compile import build_fwd
-    from flash_mask_cute.host.config import select_fwd_config
+    from flash_mask_cute.host.compile_bwd import build_bwd
+    from flash_mask_cute.host.config import select_bwd_config, select_fwd_config
     from flash_mask_cute.host.target import Target
     from flash_mask_cute.host.validate import FwdShapes
 
@@ -123,16 +140,22 @@ def compile_row(name: str) -> Json:
     keys = {kind: callable_key(mod) for kind, mod in variant.mods._asdict().items() if mod}
     problem = AttentionProblem(**{**vars(variant.problem), **keys})
     dims = (problem.head_dim, problem.head_dim_v)
-    shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
-    tiles = select_fwd_config(problem, shapes, window=variant.window).tiles
-    with tempfile.TemporaryDirectory() as folder:
+    target = Target.default()
+    with tempfile.TemporaryDirectory() as folder, compile_lock():
         options = f"--keep-cubin --keep-ptx --dump-dir={folder}"
-        with compile_lock():
-            compiled = build_fwd(problem, tiles, Target.default(), variant.mods, options)
+        if variant.is_backward:
+            choice = select_bwd_config(*dims, problem.mask_kind)
+            tiles = {"tile_n": choice.tile_n, **asdict(choice.tiles)}
+            compiled = build_bwd(problem, choice, target, variant.mods, options)
+        else:
+            shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
+            chosen = select_fwd_config(problem, shapes, window=variant.window).tiles
+            tiles = asdict(chosen)
+            compiled = build_fwd(problem, chosen, target, variant.mods, options)
         function: Any = compiled.function
         isa, opcodes = count_opcodes(function.__cubin__, function.__ptx__, Path(folder))
     compiler = f"cutlass_dsl {versions()['cutlass_dsl']}, CUDA {CUDA.major}.{CUDA.minor}"
-    figures = {"tiles": asdict(tiles), **compiled.meta}
+    figures = {"tiles": tiles, **compiled.meta}
     counted = {"isa": isa, "opcodes": opcodes, "compiler": compiler}
     return {"name": name, **{key: figures[key] for key in FIGURES}, **counted}
 
@@ -157,6 +180,27 @@ def read_rows(path: Path) -> dict[str, Json]:
     return {row["name"]: row for row in rows}
 
 
+def rows_of(source: str, names: Sequence[str]) -> dict[str, Json]:
+    """Kept rows, where `source` is a file; else what that commit compiles to, for the names that it
+    knows.
+
+    Raises ValueError where it is neither.
+    """
+    if Path(source).is_file():
+        return read_rows(Path(source))
+    command = [sys.executable, "-m", "bench.codegen"]
+    with unpacked(source, PACKAGE, "bench") as folder:
+        told: dict[str, Any] = {"cwd": folder, "env": environment(folder), "text": True}
+        listed = subprocess.run([*command, "--list"], capture_output=True, check=True, **told)
+        known = [name for name in names if name in listed.stdout.split()]
+        if not known:
+            return {}
+        with tempfile.TemporaryDirectory() as out:
+            path = Path(out, "rows.jsonl")
+            subprocess.run([*command, *known, "--out", str(path)], check=True, **told)
+            return read_rows(path)
+
+
 def _line(row: Json) -> str:
     tiles, counts = row["tiles"], row["opcodes"]
     shown = " ".join(f"{op} {counts[op]}" for op in SHOWN if op in counts)
@@ -171,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", default=["*"], help="names of variants, or patterns")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument("--out", type=Path, help="write the rows here, over what was there")
-    parser.add_argument("--against", type=Path, help="compare with these rows, made earlier")
+    parser.add_argument("--against", help="compare with a file of rows, or with a commit")
     options = parser.parse_args(arguments)
     names = [name for name in VARIANTS if any(fnmatch(name, p) for p in options.names)]
     if not names:
@@ -179,7 +223,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(names))
         return 0
-    known = read_rows(options.against) if options.against else {}
+    try:
+        known = rows_of(options.against, names) if options.against else {}
+    except ValueError as error:
+        parser.error(f"--against: {error}")
     commit, rows, changed = commit_here(), [], False
     for name in names:
         row = compile_row(name) | {"commit": commit}

@@ -8,18 +8,17 @@ and the intercept (the time where nothing is visible) as a fraction of the time 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bench import Json, name_of
+from bench.figure import save, subplots
 
 Floats = npt.NDArray[np.float64]
 
@@ -87,12 +86,9 @@ def summary(rows: Sequence[Json]) -> list[str]:
 
 def draw(found: Sequence[Sweep], path: str) -> None:
     """Points and fitted lines, a panel for each mask. ImportError without matplotlib."""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    plt: Any = importlib.import_module("matplotlib.pyplot")
     latest = {sweep.mask: sweep for sweep in found}
     size = (4.2 * len(latest), 3.6)
-    figure, panels = plt.subplots(1, len(latest), figsize=size, squeeze=False, sharey=True)
+    figure, panels = subplots(1, len(latest), figsize=size, sharey=True)
     for panel, (mask, sweep) in zip(panels[0], latest.items(), strict=True):
         intercept, slope = sweep.line()
         ends = np.array([0.0, 1.0])
@@ -105,8 +101,7 @@ def draw(found: Sequence[Sweep], path: str) -> None:
         panel.set_ylim(bottom=0)
     panels[0][0].set_ylabel("forward, ms (x: full attention)")
     figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

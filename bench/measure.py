@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from bench import DETERMINISTIC, Json, gradients, row_of, timing
+from bench import DETERMINISTIC, Json, gradients, paper, row_of, timing
 from bench.cases import BenchCase, CaseTensors, make_tensors
 from bench.gate import PEER_RULE, RULE, Verdict, check, poison, reference
-from bench.peers import PEERS, Call, Peer, save_forward
+from bench.peers import PEERS, Call, Peer, column_mask, save_forward
 from bench.prep import PREPARERS
 from bench.sweep import dense_case, draw_cases
 
@@ -28,7 +28,9 @@ class Options:
     """What a worker is told; `deadline` is in seconds since the epoch.
 
     repeats, singles: rounds of the modes loop and single, none where 0. burst_s, load_s: seconds of
-    a loop burst, and of the load under which clock and power are read (0: not read).
+    a loop burst, and of the load under which clock and power are read (0: not read). gate_rows: how
+    many random rows the gate of a forward samples. table: whether only those peers take part that
+    the table of `bench.paper` wants in a case, with bursts of one call and more.
     """
 
     names: tuple[str, ...]
@@ -44,6 +46,33 @@ class Options:
     commit: str
     run: str
     report: str = ""
+    gate_rows: int = 64
+    table: bool = False
+
+    def peers_of(self, case: BenchCase) -> tuple[str, ...]:
+        """The peers that are wanted in a case, ours first."""
+        wanted = [p for p in self.peers if not self.table or paper.takes_part(p, case)]
+        return tuple(sorted(wanted, key=lambda name: name != "ours"))
+
+    def least_calls(self, case: BenchCase) -> int:
+        """Of a loop burst."""
+        return 1 if self.table or case.kind == "backward" else 3
+
+
+class Inputs:
+    """The tensors of the last case, for the next one of the same shape and seed."""
+
+    def __init__(self) -> None:
+        self._key: Hashable = None
+        self._tensors: CaseTensors | None = None
+
+    def of(self, case: BenchCase, seed: int) -> CaseTensors:
+        sizes = (case.lengths, case.varlen, case.heads, case.heads_kv, case.d, case.d_v)
+        key = (*sizes, case.dtype, seed)
+        if self._tensors is None or self._key != key:
+            self._tensors = None  # before others of the same size are made
+            self._key, self._tensors = key, make_tensors(case, "cuda", seed)
+        return self._tensors
 
 
 def say(text: str) -> None:
@@ -51,19 +80,21 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def admit(case: BenchCase, options: Options) -> tuple[dict[str, Call], dict[str, Verdict]]:
+def admit(
+    case: BenchCase, options: Options, inputs: Inputs
+) -> tuple[dict[str, Call], dict[str, Verdict]]:
     """Ready calls of the peers that compute this case. Raises Refused where ours does not."""
     import torch
 
-    tensors = make_tensors(case, "cuda", options.seed)
+    tensors = inputs.of(case, options.seed)
     if case.kind == "backward":
         tensors = save_forward(case, tensors, options.seed)
         judge = gradient_judge(case, tensors, options.seed)
     else:
-        judge = forward_judge(case, tensors, options.seed)
+        judge = forward_judge(case, tensors, options.seed, options.gate_rows)
     calls: dict[str, Call] = {}
     verdicts: dict[str, Verdict] = {}
-    for name in sorted(options.peers, key=lambda name: name != "ours"):
+    for name in options.peers_of(case):
         peer, rule = PEERS[name], RULE if name in OURS else PEER_RULE
         try:
             if reason := peer.supports(case):
@@ -81,10 +112,10 @@ def admit(case: BenchCase, options: Options) -> tuple[dict[str, Call], dict[str,
     return calls, verdicts
 
 
-def forward_judge(case: BenchCase, tensors: CaseTensors, seed: int) -> Judge:
+def forward_judge(case: BenchCase, tensors: CaseTensors, seed: int, rows: int) -> Judge:
     import torch
 
-    truth = reference(case, tensors, seed)
+    truth = reference(case, tensors, seed, rows)
 
     def judge(peer: Peer, call: Call, rule: float) -> Verdict:
         poison(case, tensors)
@@ -114,15 +145,15 @@ def gradient_judge(case: BenchCase, tensors: CaseTensors, seed: int) -> Judge:
     return judge
 
 
-def measure_calls(case: BenchCase, options: Options) -> Iterator[Json]:
+def measure_calls(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
     """Kinds attention, backward, host and cold."""
-    calls, verdicts = admit(case, options)
+    calls, verdicts = admit(case, options, inputs)
     if case.kind == "cold":
         for name in calls:
             for variant, seconds in timing.time_cold(name, case.name).items():
                 yield row_of(case, name, variant, seconds * 1e6, ())
         return
-    least = 1 if case.kind == "backward" else 3
+    least = options.least_calls(case)
     modes: dict[str, Callable[[], timing.Samples]] = {
         "loop": lambda: timing.time_loop(calls, options.repeats, options.burst_s, least),
         "single": lambda: timing.time_single(calls, options.singles),
@@ -132,19 +163,21 @@ def measure_calls(case: BenchCase, options: Options) -> Iterator[Json]:
     for variant, take in modes.items():
         for name, values in take().items():
             if values:
-                middle, load = timing.median(values), ""
-                if variant == "loop" and options.load_s:
+                middle, how, load = timing.median(values), "", ""
+                if variant == "loop":
+                    how = f"bursts of {options.burst_s:g} s"
                     load = timing.load_note(calls[name], middle, options.load_s)
-                remarks = (f"spread {timing.spread(values):.1%}", load, verdicts[name].text)
+                spread = f"spread {timing.spread(values):.1%}"
+                remarks = (spread, how, load, verdicts[name].text)
                 yield row_of(case, name, variant, middle, remarks)
 
 
-def measure_sweep(case: BenchCase, options: Options) -> Iterator[Json]:
+def measure_sweep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
     """Ours over every draw and over full attention, all of them in turns, half as many rounds."""
     import torch
 
     ours = PEERS["ours"]
-    tensors = make_tensors(case, "cuda", options.seed)
+    tensors = inputs.of(case, options.seed)
     drawn = {drawn.name: drawn for drawn in (dense_case(case), *draw_cases(case))}
     calls = {}
     for name, each in drawn.items():
@@ -164,7 +197,7 @@ def _checked(call: Call, case: BenchCase, tensors: CaseTensors, options: Options
     return call
 
 
-def measure_prep(case: BenchCase, options: Options) -> Iterator[Json]:
+def measure_prep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
     """Wall time, launches and bytes of preparing the mask; a peer that fails leaves a note."""
     import torch
 
@@ -185,7 +218,30 @@ def measure_prep(case: BenchCase, options: Options) -> Iterator[Json]:
             yield row_of(case, name, "wall", None, (f"failed: {first_line[:200]}",))
 
 
-def measure(case: BenchCase, options: Options) -> Iterator[Json]:
-    """Gate and time one case; each row as soon as it is known."""
-    kinds = {"sweep": measure_sweep, "prep": measure_prep}
-    return kinds.get(case.kind, measure_calls)(case, options)
+def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
+    """The most bytes allocated from making the mask to the end of a forward, beyond q, k, v and
+    what the call returned."""
+    import torch
+
+    calls, verdicts = admit(case, options, inputs)
+    names = list(calls)
+    calls.clear()
+    for name in names:
+        column_mask.cache_clear()
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        peer = PEERS[name]
+        results = peer.unpack(peer.prepare(case, inputs.of(case, options.seed))())
+        torch.cuda.synchronize()
+        returned = sum(x.numel() * x.element_size() for x in results if x is not None)
+        extra = torch.cuda.max_memory_allocated() - before - returned
+        del results
+        yield row_of(case, name, "peak", None, (verdicts[name].text,)) | {"bytes": extra}
+
+
+def measure(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
+    """Gate and time one case; each row as soon as it is known. `inputs` goes from case to case."""
+    kinds = {"sweep": measure_sweep, "prep": measure_prep, "memory": measure_memory}
+    return kinds.get(case.kind, measure_calls)(case, options, inputs)

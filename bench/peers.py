@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 Call = Callable[[], Any]
-DENSE_TOKENS = 8192
+DENSE_TOKENS = {"attention": 8192, "memory": 32768}
 
 
 class Peer(Protocol):
@@ -71,8 +71,10 @@ def column_tensor(mask: Mask, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(mask.hidden.astype(np.int32))[None, None].to(device)
 
 
+@lru_cache(maxsize=4)
 def column_mask(mask: Mask, device: torch.device) -> Any:
-    """The package's object that owns the intervals and what is computed from them."""
+    """The package's object that owns the intervals and what is computed from them: one for the
+    forward and the backward of a mask, as in training."""
     module = importlib.import_module("flash_mask_cute.masks.column_mask")
     return module.ColumnMask(column_tensor(mask, device), mask.causal)
 
@@ -187,10 +189,9 @@ class FlexPeer:
         importlib.import_module("torch.nn.attention.flex_attention")
 
     def supports(self, case: BenchCase) -> str | None:
-        measured = case.kind in ("attention", "prep") and not case.varlen and not case.softcap
-        return (
-            None if measured else "not measured for varlen, softcap, backward, host time and sweeps"
-        )
+        kinds = ("attention", "backward", "prep", "memory")
+        measured = case.kind in kinds and not case.varlen and not case.softcap
+        return None if measured else "not measured for varlen, softcap, host time and sweeps"
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
         import torch
@@ -200,7 +201,6 @@ class FlexPeer:
         torch._dynamo.reset()
         device = tensors.q.device
         options: dict[str, Any] = {"enable_gqa": case.heads != case.heads_kv}
-        options["return_aux"] = AuxRequest(lse=True)
         if case.score_mod:
             options["score_mod"] = torch_score_mod(case, score_tables(case, device))
         if case.mask != "full":
@@ -210,8 +210,32 @@ class FlexPeer:
             options["block_mask"] = BlockMask.from_kv_blocks(
                 partial_count, partial_index, full[0], full[1], TILE, mod, (case.n, case.n)
             )
-        q, k, v = (t.transpose(1, 2) for t in tensors[:3])
-        return partial(torch.compile(flex_attention, dynamic=False), q, k, v, **options)
+        attention: Any = torch.compile(flex_attention, dynamic=False)
+        operands = [t.transpose(1, 2) for t in tensors[:3]]
+        if case.kind == "backward":
+            return self._backward(case, tensors, partial(attention, **options), operands)
+        return partial(attention, *operands, return_aux=AuxRequest(lse=True), **options)
+
+    def _backward(
+        self, case: BenchCase, tensors: CaseTensors, attention: Call, operands: list[torch.Tensor]
+    ) -> Call:
+        """Autograd's, over a forward that runs here, once."""
+        import torch
+
+        if tensors.saved is None:
+            raise ValueError(f"{case.name}: tensors without what its forward saved")
+        # The buffers of the forward are read again by the next call.
+        functorch: Any = importlib.import_module("torch._functorch.config")
+        functorch.donated_buffer = False
+        leaves = [x.detach().requires_grad_() for x in operands]
+        out = attention(*leaves)
+        dout = tensors.saved.dout.transpose(1, 2)
+
+        def call() -> list[torch.Tensor]:
+            found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+            return [x.transpose(1, 2) for x in found]
+
+        return call
 
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return raw[0].transpose(1, 2), raw[1].lse
@@ -221,12 +245,13 @@ class FlexPeer:
 class SdpaPeer:
     """torch scaled_dot_product_attention; `backend` names an SDPBackend, None lets torch choose.
 
-    dense: the mask is a boolean tensor, else the flag is_causal.
+    kinds: of the cases that it is measured in. dense: the mask is a boolean tensor, else the flag
+    is_causal.
     """
 
     name: str
     backend: str | None
-    kind: str
+    kinds: tuple[str, ...]
     dense: bool = False
 
     def load(self) -> None:
@@ -234,16 +259,17 @@ class SdpaPeer:
 
     def supports(self, case: BenchCase) -> str | None:
         call = "scaled_dot_product_attention"
-        if case.kind != self.kind:
-            return f"{self.name} is measured for kind {self.kind!r} only"
+        if case.kind not in self.kinds:
+            return f"{self.name} is measured for kind {' and '.join(self.kinds)} only"
         if case.varlen:
             return f"{call} takes no cu_seqlens"
         if case.softcap or case.score_mod:
             return f"{call} takes no softcap and no score_mod"
         if not self.dense and case.mask not in ("full", "causal"):
             return f"{call} takes no {case.mask} mask"
-        if self.dense and (case.n > DENSE_TOKENS or case.mask == "full"):
-            return f"a dense mask is measured up to {DENSE_TOKENS} tokens, where there is a mask"
+        if self.dense and (case.n > DENSE_TOKENS[case.kind] or case.mask == "full"):
+            most = DENSE_TOKENS[case.kind]
+            return f"a dense mask is measured up to {most} tokens, where there is a mask"
         return None
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
@@ -285,9 +311,9 @@ _ALL: tuple[Peer, ...] = (
     ),
     CutePeer("fa4", "flash_attn.cute", "native", "block_sparse_tensors"),
     CutePeer("fa4_mask_mod", "flash_attn.cute", "mask_mod", "block_sparse_tensors", 192),
-    SdpaPeer("cudnn", "CUDNN_ATTENTION", "attention"),
-    SdpaPeer("sdpa", None, "host"),
-    SdpaPeer("sdpa_dense", None, "attention", dense=True),
+    SdpaPeer("cudnn", "CUDNN_ATTENTION", ("attention",)),
+    SdpaPeer("sdpa", None, ("host",)),
+    SdpaPeer("sdpa_dense", None, ("attention", "memory"), dense=True),
     FlexPeer("flex"),
 )
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}

@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any
 
 from bench.cases import BenchCase
+from bench.flops import TILE
 from bench.mods import mask_tables, torch_mask_mod
 from bench.peers import column_tensor
 
+INDEX_BYTES = 4
 # The finest key blocks that a kernel asks for; coarser ones are less work.
 BLOCK_KEYS = 64
 
@@ -25,6 +27,23 @@ class Preparation:
 
     call: Callable[[], Any]
     size: Callable[[Any], int]
+
+
+def interval_bytes(n: int, vectors: int = 1) -> int:
+    """Of column intervals over n keys, and of their bounds by key block."""
+    return INDEX_BYTES * vectors * (n + 2 * -(-n // BLOCK_KEYS))
+
+
+def block_mask_bytes(n: int) -> int:
+    """Of FlexAttention's block mask over n tokens, less the tables that its mask_mod reads: partial
+    and full blocks, of each query block and of each key block, as counts and as lists."""
+    blocks = -(-n // TILE)
+    return 2 * 2 * INDEX_BYTES * (blocks + blocks**2)
+
+
+def dense_mask_bytes(n: int) -> int:
+    """Of a boolean tensor over n x n pairs."""
+    return n * n
 
 
 def _bytes(tensors: Any) -> int:

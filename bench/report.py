@@ -1,7 +1,8 @@
 """python -m bench.report [ROWS]: what a file of rows says.
 
-Without an option the table of every run. --bars compares the figures with what they must reach, the
-latest run that can decide each bar deciding it:
+Without an option the table of every run. --table paper prints the FlashMask paper's Tables 4 to 9,
+ours and peers side by side (`bench.tables`). --bars compares the figures with what they must
+reach, the latest run that can decide each bar deciding it:
 
 forward   ours / flash-attn-4 in the same case, at sustained load
 masks     ours / flash-attn-4 native causal of the same head dimension and length, for the twelve
@@ -29,11 +30,11 @@ from pathlib import Path
 from bench import DETERMINISTIC, ROOT, Json, format_table, name_of, peer_of
 from bench.linearity import sweeps
 from bench.masks import MASKS
+from bench.paper import DIMS, LENGTHS
+from bench.tables import paper_tables
 
 RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
 TARGETS = ROOT / "bench" / "targets.json"
-DIMS = (128, 64)
-LENGTHS = {"8k": 8192, "32k": 32768, "128k": 131072}
 OF_FULL, LOW_R = 0.95, 0.9
 FORWARD = {
     **{f"d128-{mask}-{n}": 1.00 for mask in ("full", "causal") for n in ("8k", "32k")},
@@ -242,13 +243,15 @@ def bars(rows: Sequence[Json], targets: Sequence[Json]) -> dict[str, list[Bar]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.report", description="Read bench rows.")
     parser.add_argument("rows", nargs="?", default=str(RESULTS), help="default: %(default)s")
-    parser.add_argument("--bars", action="store_true", help="each bar, the figure, met or short")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--bars", action="store_true", help="each bar, the figure, met or short")
+    shown.add_argument("--table", choices=("paper",), help="the FlashMask paper's tables")
     parser.add_argument("--run", default="", help="only runs whose id starts so")
     parser.add_argument("--targets", default=str(TARGETS), help="levels of the peers")
     args = parser.parse_args(argv)
     rows = [json.loads(line) for line in Path(args.rows).read_text().splitlines()]
     rows = [row for row in rows if row["run"].startswith(args.run)]
-    text = format_table(rows)
+    text = paper_tables(rows) if args.table else format_table(rows)
     if args.bars:
         targets = json.loads(Path(args.targets).read_text())["rows"]
         groups = bars(rows, targets).items()

@@ -1,9 +1,12 @@
-"""python -m bench.run [PATTERN ...]: gate, time, append rows, print a table. See --help.
+"""python -m bench.run [PATTERN ...] [--table paper]: gate, time, append rows, print a table.
 
 A case is timed only after our result passed `bench.gate.check` on the very input; a red case writes
 no row and makes the exit code 1. Cases run in a worker process. When it dies (a CUDA error,
 a hang longer than --case-seconds) a new one goes on with the cases that are left, as a run of its
 own: figures of different runs are never compared.
+
+With --resume, which --table paper implies, cases whose rows of this very commit are in --out are
+left out, but for the references of their size, which every run measures itself.
 """
 
 from __future__ import annotations
@@ -23,24 +26,68 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from bench import ROOT, Json, commit_here, format_table, versions
-from bench.cases import CASES, select
+from bench import ROOT, Json, commit_here, format_table, name_of, peer_of, versions
+from bench.ahead import compile_ahead, deal, jobs
+from bench.cases import CASES, BenchCase, select
 from bench.flops import listing
 from bench.linearity import summary
-from bench.measure import Options, measure, say
+from bench.measure import Inputs, Options, measure, say
+from bench.pace import Pace, forecast
+from bench.paper import table_names
 from bench.peers import DEFAULT_PEERS, PEERS
 
 RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
-FIRST_CASE_S = 30.0
 DONE, SKIPPED = "done", "not run: out of time"
 DIED = 3
 Report = dict[str, str]
+FIGURES = ("fwd", "bwd", "us", "bytes")
+# Unless the command says otherwise: in general, and for a table.
+GENERAL = {
+    "peers": ",".join(DEFAULT_PEERS),
+    "repeats": 5,
+    "singles": 10,
+    "burst": 0.4,
+    "load": 1.0,
+    "gate_rows": 64,
+    "resume": False,
+    "ahead": 0,
+}
+FOR_TABLE = GENERAL | {
+    "peers": "ours,fa4",
+    "singles": 0,
+    "burst": 0.15,
+    "load": 0.0,
+    "gate_rows": 16,
+    "resume": True,
+    "ahead": min(14, max(1, (os.cpu_count() or 2) - 2)),
+}
 
 
 def append(path: str, value: Json | list[str]) -> None:
     """One more line of JSON."""
     with open(path, "a") as file:
         file.write(json.dumps(value) + "\n")
+
+
+def supporting(case: BenchCase, options: Options) -> tuple[str, ...]:
+    """The peers that are wanted in a case and say that they can do it."""
+    return tuple(p for p in options.peers_of(case) if PEERS[p].supports(case) is None)
+
+
+def pace_of(options: Options) -> Pace:
+    """A forecast of the cases of `options`."""
+    return Pace(
+        {
+            name: forecast(
+                case,
+                supporting(case, options),
+                options.repeats,
+                options.burst_s,
+                options.least_calls(case),
+            )
+            for name, case in ((name, CASES[name]) for name in options.names)
+        }
+    )
 
 
 def work(told: str) -> int:
@@ -55,10 +102,10 @@ def work(told: str) -> int:
         "commit": options.commit,
         "versions": versions(),
     }
-    begin, slowest = time.time(), FIRST_CASE_S
+    begin, pace, inputs = time.time(), pace_of(options), Inputs()
     for number, name in enumerate(options.names):
         started = time.time()
-        if started + slowest > options.deadline:
+        if started + pace.needs(name) > options.deadline:
             for left in options.names[number:]:
                 append(options.report, [left, SKIPPED])
             break
@@ -69,7 +116,7 @@ def work(told: str) -> int:
         watchdog.start()
         outcome, rows = DONE, list[Json]()
         try:
-            for row in measure(CASES[name], options):
+            for row in measure(CASES[name], options, inputs):
                 rows.append(common | row)
                 append(options.out, rows[-1])
         except Exception as error:
@@ -77,10 +124,9 @@ def work(told: str) -> int:
         for line in format_table(rows).splitlines():
             say(f"    {line}")
         append(options.report, [name, outcome])
-        slowest = max(slowest if number else 0.0, time.time() - started)
-        gone = time.time() - begin
-        left_s = gone / (number + 1) * (len(options.names) - number - 1)
-        say(f"{name}: {outcome} ({gone:.0f} s gone, about {left_s:.0f} s left)")
+        pace.done(name, time.time() - started)
+        gone = f"{time.time() - begin:.0f} s gone, about {pace.left():.0f} s left"
+        say(f"{pace.bar()} {name}: {outcome} ({gone})")
         try:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -96,6 +142,25 @@ def references(left: Sequence[str], done: Sequence[str]) -> tuple[str, ...]:
     sizes = {name.rpartition("-")[0] for name in left if name.startswith(("mask-", "bwd-mask-"))}
     kept = {f"{size}-{mask}" for size in sizes for mask in ("full", "causal")}
     return tuple(name for name in done if name in kept)
+
+
+def unmeasured(names: Sequence[str], rows: Sequence[Json], options: Options) -> tuple[str, ...]:
+    """Those of `names` that lack a figure of this commit by a peer that can do them.
+
+    A commit that does not tell the code (none known, or changes on top of it) has measured nothing.
+    """
+    if options.commit == "unknown" or options.commit.endswith("+"):
+        return tuple(names)
+    known = {
+        (name_of(row), peer_of(row))
+        for row in rows
+        if row["commit"] == options.commit and any(key in row for key in FIGURES)
+    }
+    return tuple(
+        name
+        for name in names
+        if any((name, peer) not in known for peer in supporting(CASES[name], options))
+    )
 
 
 def supervise(names: Sequence[str], launch: Callable[[tuple[str, ...], int], Report]) -> Report:
@@ -126,30 +191,56 @@ def launch_worker(options: Options, names: tuple[str, ...], attempt: int) -> Rep
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m bench.run", description="Speed on one GPU.")
+    parser = argparse.ArgumentParser(
+        "python -m bench.run", description="Speed on one GPU.", epilog=f"For a table: {FOR_TABLE}."
+    )
     add = parser.add_argument
     add("patterns", nargs="*", default=["*"], help="globs over case names")
     add("--list", action="store_true", help="print the cases and stop")
+    add("--table", choices=("paper",), help="the cases of the FlashMask paper's tables")
     others = ", ".join(name for name in PEERS if name not in DEFAULT_PEERS)
-    add("--peers", default=",".join(DEFAULT_PEERS), help=f"default: %(default)s; also {others}")
-    add("--repeats", type=int, default=5, help="rounds of loop; 0: none")
-    add("--singles", type=int, default=10, help="rounds of single; 0: none")
-    add("--burst", type=float, default=0.4, help="seconds of one loop burst")
-    add("--load", type=float, default=1.0, help="seconds of load to read clock and power; 0: none")
+    add("--peers", help=f"default: {GENERAL['peers']}; also {others}")
+    add("--repeats", type=int, help="rounds of loop (5); 0: none")
+    add("--singles", type=int, help="rounds of single (10); 0: none")
+    add("--burst", type=float, help="seconds of one loop burst (0.4)")
+    add("--load", type=float, help="seconds of load to read clock and power (1); 0: none")
+    add("--gate-rows", type=int, help="random rows that the gate of a forward samples (64)")
+    add("--resume", action=argparse.BooleanOptionalAction, help="leave out what --out holds")
+    add("--ahead", type=int, help="processes that compile before the first case (0: none)")
     add("--seconds", type=float, default=math.inf, help="time for everything; stops cleanly")
     add("--case-seconds", type=float, default=240.0, help="longest a case may take")
     add("--seed", type=int, default=random.randrange(2**31), help="of the inputs; else random")
     add("--out", default=str(RESULTS), help="JSONL file that rows are appended to")
     add("--commit", help="short hash, where git cannot tell")
     args = parser.parse_args(argv)
+    for key, value in (FOR_TABLE if args.table else GENERAL).items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
     args.peers = tuple(args.peers.split(","))
     try:
         if unknown := set(args.peers) - set(PEERS):
             raise ValueError(f"--peers: {sorted(unknown)} not in {sorted(PEERS)}")
         args.names = select(args.patterns)
+        if args.table:
+            args.names = tuple(name for name in table_names() if name in args.names)
+        if not args.names:
+            raise ValueError(f"--table {args.table}: no case of it matches {args.patterns}")
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def resume(options: Options, rows: Sequence[Json]) -> Options:
+    """`options` without the cases that `rows` hold, and with the references of the others."""
+    left = unmeasured(options.names, rows, options)
+    done = [name for name in options.names if name not in left]
+    again = references(left, done)
+    say(f"{len(done)} of {len(options.names)} cases are measured, {len(again)} of them again")
+    return replace(options, names=(*again, *left))
+
+
+def read_rows(path: Path) -> list[Json]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(listing())
         return 0
     run = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{random.randrange(16**4):04x}"
-    taken = ("names", "peers", "repeats", "singles", "seed", "out")
+    taken = ("names", "peers", "repeats", "singles", "seed", "out", "gate_rows")
     options = Options(
         **{key: getattr(args, key) for key in taken},
         burst_s=args.burst,
@@ -167,14 +258,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         deadline=time.time() + args.seconds,
         commit=args.commit or commit_here(),
         run=run,
+        table=bool(args.table),
     )
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.touch()
     say(f"run {run}, commit {options.commit}, seed {options.seed}, rows to {out}")
+    if args.resume:
+        options = resume(options, read_rows(out))
+    if args.ahead:
+        begin, hands = time.time(), deal(jobs(options.names, options.peers_of), args.ahead)
+        say(f"compiling ahead: {sum(map(len, hands))} kernels in {len(hands)} processes")
+        compile_ahead(hands)
+        say(f"compiling ahead: {time.time() - begin:.0f} s")
+    say(f"{len(options.names)} cases, about {pace_of(options).left():.0f} s")
     outcomes = supervise(options.names, lambda names, n: launch_worker(options, names, n))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    rows = [row for row in rows if row["run"].partition(".")[0] == run]
+    rows = [row for row in read_rows(out) if row["run"].partition(".")[0] == run]
     say("\n".join((format_table(rows), *summary(rows))))
     unfinished = {name: outcome for name, outcome in outcomes.items() if outcome != DONE}
     for name, outcome in unfinished.items():

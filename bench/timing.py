@@ -12,7 +12,8 @@ loop    Sustained, the power limit included. A round gives each peer a burst of 
         before the first event: they bring the clocks to this peer's level, and the host gets ahead
         of the device, so its cost is hidden wherever a call costs the host less than the device.
         A burst has three calls at least, and two before it; in the backward, which takes up to a
-        second, one and one.
+        second, and in tables, one and one. Where a call lasts longer than a burst, there are three
+        rounds at most.
 single  One call after an idle gap of `idle_s`, clocks high. A spin kernel of about a millisecond
         holds the device while the host enqueues event, call, event; so the host is not timed.
 host    Wall time of a warm call without synchronisation, in chunks of 100 calls; the device is
@@ -47,6 +48,7 @@ from bench.peers import PEERS, Call
 CHUNK = 100
 SPIN_CYCLES = 2_000_000
 COLD_LIMIT_S = 60
+LONG_ROUNDS = 3
 Samples = dict[str, list[float]]
 
 
@@ -73,7 +75,7 @@ def _events() -> tuple[Any, Any]:
     return event(enable_timing=True), event(enable_timing=True)
 
 
-def _burst(call: Call, count: int, untimed: int) -> float:
+def burst(call: Call, count: int, untimed: int) -> float:
     """Milliseconds a call, over `count` calls that follow untimed ones without a gap."""
     begin, end = _events()
     for _ in range(untimed):
@@ -86,7 +88,7 @@ def _burst(call: Call, count: int, untimed: int) -> float:
     return float(begin.elapsed_time(end)) / count
 
 
-def _calls_in(seconds: float, milliseconds: float, least: int = 3) -> int:
+def calls_in(seconds: float, milliseconds: float, least: int = 3) -> int:
     return max(least, round(seconds * 1e3 / milliseconds))
 
 
@@ -96,13 +98,14 @@ def time_loop(calls: Mapping[str, Call], rounds: int, burst_s: float, least: int
     if not rounds:
         return samples
     few = min(2, least)
-    counts = {
-        name: _calls_in(burst_s, _burst(call, least, few), least) for name, call in calls.items()
-    }
+    first = {name: burst(call, least, few) for name, call in calls.items()}
+    counts = {name: calls_in(burst_s, ms, least) for name, ms in first.items()}
+    if max(first.values()) > burst_s * 1e3:
+        rounds = min(rounds, LONG_ROUNDS)
     for order in rotations(list(calls), rounds):
         for name in order:
             count = counts[name]
-            samples[name].append(_burst(calls[name], count, max(few, count // 8)))
+            samples[name].append(burst(calls[name], count, max(few, count // 8)))
     return samples
 
 
@@ -225,11 +228,14 @@ def _read_sensors(device: int) -> str:
 
 
 def load_note(call: Call, milliseconds: float, seconds: float = 1.0) -> str:
-    """Clock and power while `call` runs back to back; the driver averages power over a second."""
+    """Clock and power while `call` runs back to back for `seconds`; "" without any. The driver
+    averages power over a second."""
+    if not seconds:
+        return ""
     import torch
 
     torch.cuda.synchronize()
-    for _ in range(_calls_in(seconds, milliseconds)):
+    for _ in range(calls_in(seconds, milliseconds)):
         call()
     time.sleep(0.8 * seconds)
     note = _read_sensors(torch.cuda.current_device())

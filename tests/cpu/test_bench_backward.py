@@ -146,12 +146,13 @@ def test_rows_of_a_backward_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return make_tensors(case, "cpu", seed)
 
     monkeypatch.setattr(timing, "time_loop", time_loop)
-    rows = list(measure.measure(case, backward_options((case.name,))))
+    rows = list(measure.measure(case, backward_options((case.name,)), measure.Inputs()))
     assert [(row["peer"], row["deterministic"]) for row in rows] == [
         ("ours", False),
         ("ours", True),
     ]
     assert all(row["bwd_ms"] == 2.0 and "of the allowed error: dQ" in row["note"] for row in rows)
+    assert all("; bursts of 0.1 s; " in row["note"] for row in rows)
 
 
 @pytest.mark.parametrize("wrong", ["ours", DETERMINISTIC])
@@ -173,7 +174,7 @@ def test_a_wrong_backward_makes_no_row(monkeypatch: pytest.MonkeyPatch, wrong: s
 
     monkeypatch.setattr(peers.CutePeer, "prepare", damaged)
     with pytest.raises(measure.Refused, match=f"{wrong}: ") as refused:
-        measure.admit(case, backward_options((case.name,)))
+        measure.admit(case, backward_options((case.name,)), measure.Inputs())
     assert called == [wrong]
     assert ("two calls differ" in str(refused.value)) == (wrong == DETERMINISTIC)
 

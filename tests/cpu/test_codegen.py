@@ -120,6 +120,45 @@ def test_status_against_kept_rows(
     assert "registers 168 -> 128" in capsys.readouterr().out
 
 
+STUB = """
+import json, sys
+if "--list" in sys.argv:
+    print("d64-full\\nd64-gone")
+else:
+    names, out = sys.argv[1:-2], sys.argv[-1]
+    import flash_mask_cute
+    row = json.loads(flash_mask_cute.ROW)
+    open(out, "w").write("".join(json.dumps(row | {"name": name}) + "\\n" for name in names))
+"""
+
+
+def test_against_what_an_earlier_commit_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, name, text in (
+        ("bench", "codegen.py", STUB),
+        ("bench", "__init__.py", ""),
+        ("flash_mask_cute", "__init__.py", f"ROW = {json.dumps(ROW | {'registers': 160})!r}"),
+    ):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_text(text)
+    made = {key: value for key, value in ROW.items() if key != "commit"}
+    monkeypatch.setattr(codegen, "compile_row", lambda name: made | {"name": name})
+    assert codegen.rows_of(str(tmp_path), ["d64-causal"]) == {}
+    assert codegen.main(["d64-full", "d64-causal", "--against", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "registers 160 -> 168" in said and "not in the other rows" in said
+    with pytest.raises(SystemExit, match="2"):
+        codegen.main(["d64-full", "--against", "no-such-commit"])
+
+
+def test_backwards_are_among_the_variants() -> None:
+    backwards = {name for name, variant in codegen.VARIANTS.items() if variant.is_backward}
+    assert backwards == {name for name in codegen.VARIANTS if name.startswith("bwd-")}
+    forwards = {name for name in codegen.VARIANTS if name.startswith(("d64", "d128"))}
+    assert backwards == {f"bwd-{name}" for name in forwards} | {"bwd-d128-deterministic"}
+
+
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert codegen.main(["--list"]) == 0
     assert capsys.readouterr().out.split() == list(codegen.VARIANTS)

@@ -1,0 +1,288 @@
+"""python -m bench.compare --base REF [PATTERN ...]: this tree against another commit, in turns.
+
+Each side is a process of its own with its own copy of the package, this tree's bench, and the same
+inputs. Only one works at a time: after both passed the gate of a case, they take turns burst by
+burst, and the order rotates by one each round, so that clocks and temperature drift over both
+alike. A figure is the median of the rounds' ratios. Nothing is appended to the rows: a row is of
+one commit.
+
+Exit status: 1 where this tree is slower by more than --limit, or a case could not be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Protocol
+
+from bench import ROOT, Json, measure, timing
+from bench.cases import CASES, BenchCase, select
+from bench.flops import tflops
+from bench.history import PACKAGE, environment, unpacked
+
+BASE, HERE = "base", "here"
+KINDS = ("attention", "backward")
+DEFAULT = ("*d128-8k-causal*", "*d128-8k-document", "*d64-8k-document", "bwd-d*-8k")
+PROGRAM = "import sys; from bench.compare import serve; serve(sys.argv[1])"
+
+
+class Failed(Exception):
+    """A side could not do what it was asked."""
+
+
+class Side(Protocol):
+    """A commit that can be timed."""
+
+    def prepare(self, name: str) -> None:
+        """Make inputs, compile, pass the gate; returns at once. A failure is told by `first`."""
+
+    def first(self, least: int) -> float:
+        """Wait until it is prepared; milliseconds of a call. Raises Failed."""
+
+    def burst(self, count: int, untimed: int) -> float:
+        """Milliseconds a call, over `count` calls after untimed ones. Raises Failed."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Milliseconds a call by side, a sample a round."""
+
+    name: str
+    samples: Mapping[str, Sequence[float]]
+
+    def ratios(self) -> list[float]:
+        """Time of this tree over that of the base, round by round."""
+        both = zip(self.samples[HERE], self.samples[BASE], strict=True)
+        return [here / base for here, base in both]
+
+    def ratio(self) -> float:
+        return timing.median(self.ratios())
+
+    def line(self, limit: float) -> str:
+        case = CASES[self.name]
+        rates = (tflops(case, timing.median(self.samples[side])) for side in (HERE, BASE))
+        shown = " / ".join(f"{rate:.1f}" for rate in rates)
+        word = "slower" if self.ratio() > 1 + limit else "ok"
+        if self.ratio() < 1 - limit:
+            word = "faster"
+        spread = f"spread {timing.spread(self.ratios()):.1%}"
+        return f"{self.name:40} {shown} TFLOP/s, time x {self.ratio():.4f}, {spread}: {word}"
+
+
+def compare(
+    name: str, sides: Mapping[str, Side], rounds: int, burst_s: float, least: int
+) -> Comparison:
+    """Time a case on both sides in turns. Raises Failed."""
+    for side in sides.values():
+        side.prepare(name)
+    first = {key: side.first(least) for key, side in sides.items()}
+    few = min(2, least)
+    # As many calls on both sides, so that a burst means the same.
+    count = timing.calls_in(burst_s, max(first.values()), least)
+    samples: dict[str, list[float]] = {key: [] for key in sides}
+    for order in timing.rotations(list(sides), rounds):
+        for key in order:
+            samples[key].append(sides[key].burst(count, max(few, count // 8)))
+    return Comparison(name, samples)
+
+
+# -- a side in a process of its own -------------------------------------------------------------
+
+
+class ChildSide:
+    """The package in `folder`, in a process that is spoken to in lines of JSON."""
+
+    def __init__(self, label: str, folder: Path, seed: int, gate_rows: int) -> None:
+        told = json.dumps({"folder": str(folder), "seed": seed, "gate_rows": gate_rows})
+        self._label = label
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, told],
+            cwd=folder,
+            env=environment(folder, ROOT),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> ChildSide:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._child.kill()
+        self._child.communicate()
+
+    def _ask(self, **question: Any) -> None:
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(json.dumps(question) + "\n")
+            self._child.stdin.flush()
+        except OSError as error:
+            raise Failed(f"{self._label}: its process died") from error
+
+    def _answer(self) -> float:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise Failed(f"{self._label}: its process died")
+        answer: Json = json.loads(line)
+        if "error" in answer:
+            raise Failed(f"{self._label}: {answer['error']}")
+        milliseconds: float = answer["ms"]
+        return milliseconds
+
+    def prepare(self, name: str) -> None:
+        self._ask(prepare=name)
+
+    def first(self, least: int) -> float:
+        self._answer()
+        return self.burst(least, min(2, least))
+
+    def burst(self, count: int, untimed: int) -> float:
+        self._ask(burst=[count, untimed])
+        return self._answer()
+
+
+class Server:
+    """What a side's process does. prepare: makes a ready call of a case, that passed its gate."""
+
+    def __init__(self, prepare: Callable[[BenchCase], Callable[[], Any]]) -> None:
+        self._prepare = prepare
+        self._call: Callable[[], Any] | None = None
+
+    def answer(self, question: Json) -> Json:
+        try:
+            if "prepare" in question:
+                self._call = None  # before the next case needs its memory
+                self._call = self._prepare(CASES[question["prepare"]])
+                return {"ms": 0.0}
+            if self._call is None:
+                return {"error": "no case is prepared"}
+            return {"ms": timing.burst(self._call, *question["burst"])}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
+
+    def run(self, questions: IO[str], answers: IO[str]) -> None:
+        for line in questions:
+            answers.write(json.dumps(self.answer(json.loads(line))) + "\n")
+            answers.flush()
+
+
+def admitting(seed: int, gate_rows: int) -> Callable[[BenchCase], Callable[[], Any]]:
+    """`Server`'s prepare: ours alone, on inputs of `seed`."""
+    options = measure.Options(
+        (), ("ours",), 0, 0, 0.0, 0.0, 0.0, 0.0, seed, "", "", "", gate_rows=gate_rows
+    )
+    inputs = measure.Inputs()
+
+    def prepare(case: BenchCase) -> Callable[[], Any]:
+        calls, _ = measure.admit(case, options, inputs)
+        return calls["ours"]
+
+    return prepare
+
+
+def serve(told: str) -> None:
+    """Body of a side's process. What anybody prints there goes to the standard error."""
+    options = json.loads(told)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    package = __import__(PACKAGE)
+    if not Path(str(package.__file__)).is_relative_to(options["folder"]):
+        raise ImportError(f"{PACKAGE} of {options['folder']} was wanted, not {package.__file__}")
+    server = Server(admitting(options["seed"], options["gate_rows"]))
+    server.run(sys.stdin, answers)
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    about = "Speed of this tree against another commit's."
+    parser = argparse.ArgumentParser("python -m bench.compare", description=about)
+    add = parser.add_argument
+    add("patterns", nargs="*", default=DEFAULT, help=f"globs over case names; default: {DEFAULT}")
+    add("--base", required=True, help="a commit, or a folder that holds its package")
+    add("--repeats", type=int, default=7, help="rounds; default: %(default)s")
+    add("--burst", type=float, default=0.2, help="seconds of one burst; default: %(default)s")
+    add("--limit", type=float, default=0.02, help="share of time that is too much (%(default)s)")
+    add("--gate-rows", type=int, default=16, help="random rows that the gate of a forward samples")
+    add("--seed", type=int, default=random.randrange(2**31), help="of the inputs; else random")
+    args = parser.parse_args(argv)
+    try:
+        names = select(args.patterns)
+    except ValueError as error:
+        parser.error(str(error))
+    args.names = tuple(name for name in names if CASES[name].kind in KINDS)
+    if not args.names or args.repeats < 1:
+        parser.error(f"no case of kind {' or '.join(KINDS)}, or no round: nothing to compare")
+    return args
+
+
+def compare_all(
+    names: Sequence[str],
+    launch: Callable[[], AbstractContextManager[Mapping[str, Side]]],
+    rounds: int,
+    burst_s: float,
+    limit: float,
+) -> bool:
+    """Whether no case is slower than the base by more than `limit`; a line is said for each.
+
+    launch: starts both sides. They are started again after a failure, since an error of the device
+    stays with its process.
+    """
+    left, good = list(names), True
+    while left:
+        with launch() as sides:
+            while left:
+                name, begin = left.pop(0), time.monotonic()
+                try:
+                    found = compare(name, sides, rounds, burst_s, least_calls(CASES[name]))
+                except Failed as failure:
+                    good = False
+                    measure.say(f"{name}: {failure}")
+                    break
+                good &= found.ratio() <= 1 + limit
+                measure.say(f"{found.line(limit)} ({time.monotonic() - begin:.0f} s)")
+    return good
+
+
+def least_calls(case: BenchCase) -> int:
+    """Of a burst."""
+    return 1 if case.kind == "backward" else 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+
+    @contextmanager
+    def launch() -> Iterator[Mapping[str, Side]]:
+        how = args.seed, args.gate_rows
+        with ChildSide(BASE, base, *how) as old, ChildSide(HERE, ROOT, *how) as new:
+            yield {BASE: old, HERE: new}
+
+    try:
+        with unpacked(args.base, PACKAGE) as base:
+            good = compare_all(args.names, launch, args.repeats, args.burst, args.limit)
+    except ValueError as error:
+        measure.say(f"--base: {error}")
+        return 2
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

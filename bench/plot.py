@@ -1,0 +1,216 @@
+"""python -m bench.plot [ROWS] [--readme]: the figures and tables that the pages show.
+
+Draws docs/figures/ from rows, and with --readme writes what stands between the markers
+
+    <!-- rows: NAME -->
+    <!-- end of NAME -->
+
+of README.md and docs/results.md. The same rows give the same bytes; what no row says is left out.
+Figures need matplotlib (extra `plot`), the tables do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import ROOT, Json, peer_of
+from bench.figure import save, subplots
+from bench.linearity import draw as draw_sweeps
+from bench.linearity import summary, sweeps
+from bench.masks import MASKS
+from bench.paper import DIMS, LENGTHS, table_name
+from bench.prep import block_mask_bytes, dense_mask_bytes, interval_bytes
+from bench.report import RESULTS, TARGETS, bars
+from bench.tables import DIRECTIONS, PEER_LABELS, Figures, headline, markdown, paper_tables
+
+FOLDER = ROOT / "docs" / "figures"
+COLOURS = {
+    "ours": "#1b6ca8",
+    "fa4": "#e07b39",
+    "fa4_mask_mod": "#f2b880",
+    "flex": "#7a9e4b",
+    "cudnn": "#8f6bb3",
+    "sdpa_dense": "#8c8c8c",
+}
+WAYS = dict(zip(DIRECTIONS, ("forward", "backward"), strict=True))
+MEMORY_TOKENS = tuple(2**power for power in range(12, 21))
+Rows = Sequence[Json]
+
+
+def draw_speed(rows: Rows, d: int, path: str) -> None:
+    """TFLOP/s by mask: a panel for each length and direction. The bars of a mask are of one run; a
+    dashed line over them is flash-attn-4's native causal attention in that run."""
+    figures = Figures(rows)
+    figure, panels = subplots(
+        len(LENGTHS), len(WAYS), figsize=(12, 9), sharex=True, layout="constrained"
+    )
+    shown: dict[str, Any] = {}
+    for line, size in zip(panels, LENGTHS, strict=True):
+        for panel, (way, words) in zip(line, WAYS.items(), strict=True):
+            found = [
+                figures.together(table_name(d, size, mask, is_backward=way == "bwd"))
+                for mask in MASKS
+            ]
+            shown |= _bars(panel, found, way)
+            for place, by_peer in enumerate(found):
+                causal = by_peer and figures.reference(by_peer["ours"], d, size, way)
+                if causal:
+                    ends = place - 0.45, place + 0.45
+                    dashes = {"colors": COLOURS["fa4"], "linestyles": "dashed", "linewidth": 1}
+                    panel.hlines(causal[way], *ends, **dashes)
+            panel.set_title(f"{words}, {size[:-1]}K tokens", fontsize=10, loc="left")
+            panel.set_ylabel("TFLOP/s")
+    names = [mask.replace("_", " ") for mask in MASKS]
+    for panel in panels[-1]:
+        panel.set_xticks(range(len(MASKS)), names, rotation=45, ha="right")
+    if shown:
+        ordered = [peer for peer in PEER_LABELS if peer in shown]
+        handles, labels = [shown[peer] for peer in ordered], [PEER_LABELS[p] for p in ordered]
+        figure.legend(handles, labels, loc="outside upper right", ncols=len(ordered))
+    save(figure, path)
+
+
+def _bars(panel: Any, found: Sequence[Mapping[str, Json]], way: str) -> dict[str, Any]:
+    """Bars side by side for each of `found`; a handle for each peer."""
+    peers = [peer for peer in PEER_LABELS if any(peer in by_peer for by_peer in found)]
+    if not peers:
+        panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", color="0.5")
+        return {}
+    width = 0.8 / max(map(len, found))
+    handles = {}
+    for place, by_peer in enumerate(found):
+        for i, (peer, row) in enumerate(by_peer.items()):
+            left = place + (i - len(by_peer) / 2) * width
+            handles[peer] = panel.bar(left, row[way], width, align="edge", color=COLOURS[peer])
+    return handles
+
+
+def remembered(rows: Rows) -> dict[str, dict[int, int]]:
+    """Measured bytes by peer and length, of rows of kind memory; the latest count."""
+    found: dict[str, dict[int, int]] = {}
+    for row in rows:
+        if row["kind"] == "memory" and "bytes" in row:
+            found.setdefault(peer_of(row), {})[row["n"]] = row["bytes"]
+    return found
+
+
+def draw_memory(rows: Rows, path: str) -> None:
+    """Bytes of a mask by length: lines by formula, marks measured."""
+    figure, panels = subplots(1, 1, figsize=(6.5, 4.2), layout="constrained")
+    panel = panels[0][0]
+    tokens = np.array(MEMORY_TOKENS)
+    lines: dict[str, tuple[str, Callable[[int], int]]] = {
+        "sdpa_dense": ("dense mask, a byte a pair", dense_mask_bytes),
+        "flex": ("FlexAttention's block mask", block_mask_bytes),
+        "ours": ("column intervals and their bounds", interval_bytes),
+    }
+    measured = remembered(rows)
+    for peer, (label, size) in lines.items():
+        panel.plot(tokens, [size(n) for n in MEMORY_TOKENS], color=COLOURS[peer], label=label)
+    for peer in (peer for peer in PEER_LABELS if peer in measured):
+        points = sorted(measured[peer].items())
+        options = {"color": COLOURS[peer], "marker": "o", "linestyle": "none"}
+        panel.plot(*zip(*points, strict=True), label=f"{PEER_LABELS[peer]}, measured", **options)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks(tokens, [_tokens(n) for n in MEMORY_TOKENS])
+    panel.set_xlabel("tokens of a sequence")
+    panel.set_ylabel("bytes")
+    panel.legend(frameon=False)
+    save(figure, path)
+
+
+def _tokens(n: int) -> str:
+    return f"{n >> 20}M" if n >= 1 << 20 else f"{n >> 10}K"
+
+
+def draw_all(rows: Rows, folder: Path) -> None:
+    """ImportError without matplotlib."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for d in DIMS:
+        draw_speed(rows, d, str(folder / f"speed_d{d}.svg"))
+    draw_memory(rows, str(folder / "memory.svg"))
+    if found := sweeps(rows):
+        draw_sweeps(found, str(folder / "sparsity.svg"))
+
+
+def count_bars(rows: Rows) -> str:
+    """Markdown: of each group of bars, how many are met, short, not measured and without a level
+    of a peer."""
+    targets = json.loads(TARGETS.read_text())["rows"]
+    kinds = ("met", "short", "not measured", "no bar")
+    lines = []
+    for title, found in bars(rows, targets).items():
+        verdicts = [bar.verdict() for bar in found]
+        lines.append([title, *(str(verdicts.count(kind)) for kind in kinds)])
+    return markdown(("bars", *kinds), lines, 1)
+
+
+def _speed(rows: Rows, d: int, folder: str) -> str:
+    picture = f"![TFLOP/s of twelve masks, d={d}]({folder}/speed_d{d}.svg)"
+    return f"{headline(rows, d)}\n\n{picture}"
+
+
+def _sparsity(rows: Rows) -> str:
+    if not (lines := summary(rows)):
+        return "No sweep is among the rows."
+    listed = "\n".join(f"- {line}" for line in lines)
+    return f"![latency against sparsity](figures/sparsity.svg)\n\n{listed}"
+
+
+# What stands between the markers of a page, by name.
+PAGES: dict[str, dict[str, Callable[[Rows], str]]] = {
+    "README.md": {"headline": lambda rows: _speed(rows, 128, "docs/figures")},
+    "docs/results.md": {
+        "d128": lambda rows: _speed(rows, 128, "figures"),
+        "d64": lambda rows: _speed(rows, 64, "figures"),
+        "bars": count_bars,
+        "sparsity": _sparsity,
+        "tables": paper_tables,
+    },
+}
+
+
+def fill(page: str, text: str, rows: Rows) -> str:
+    """`text`, the page of that name in PAGES, with what the rows say between its markers.
+
+    Raises ValueError where a marker is missing.
+    """
+    for name, make in PAGES[page].items():
+        begin, end = f"<!-- rows: {name} -->\n", f"<!-- end of {name} -->"
+        before, was_begun, rest = text.partition(begin)
+        _, was_ended, after = rest.partition(end)
+        if not was_begun or not was_ended:
+            raise ValueError(f"{page} has no markers for {name}")
+        text = f"{before}{begin}\n{make(rows)}\n\n{end}{after}"
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m bench.plot", description="Figures out of rows.")
+    parser.add_argument("rows", nargs="?", default=str(RESULTS), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the figures")
+    parser.add_argument("--readme", action="store_true", help="also fill README and results page")
+    args = parser.parse_args(argv)
+    rows = [json.loads(line) for line in Path(args.rows).read_text().splitlines()]
+    if args.readme:
+        for page in PAGES:
+            path = ROOT / page
+            path.write_text(fill(page, path.read_text(), rows))
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.stdout.write("no figure is drawn: matplotlib (extra `plot`) is not installed\n")
+        return 1
+    draw_all(rows, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

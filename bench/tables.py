@@ -1,0 +1,188 @@
+"""The rows of the paper's cases as tables: the layout of its Tables 4 to 9, and the README's.
+
+A figure of ours comes from the latest run that has it, one of a peer from that same run where the
+run has it, else from the latest that does; each line names its runs, by a letter. Only figures of
+one run may be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from bench import Json, name_of, peer_of
+from bench.masks import MASKS
+from bench.paper import DIMS, LENGTHS, table_name, table_names
+
+PEER_LABELS = {
+    "ours": "flash_mask_cute",
+    "fa4": "flash-attn-4",
+    "fa4_mask_mod": "flash-attn-4, mask_mod",
+    "flex": "FlexAttention",
+    "cudnn": "cuDNN",
+    "sdpa_dense": "SDPA, dense mask",
+}
+DIRECTIONS = ("fwd", "bwd")
+COLUMNS = (
+    *("mask", "method", "fw ms", "bw ms", "total ms", "fw TFLOP", "bw TFLOP", "total TFLOP"),
+    *("fw TFLOP/s", "bw TFLOP/s", "total TFLOP/s", "sparsity", "runs"),
+)
+NOTHING = "-"
+
+
+class Figures:
+    """What the rows say of the table's cases. by_run: rows by case, run and peer."""
+
+    def __init__(self, rows: Sequence[Json]) -> None:
+        self.by_run: dict[str, dict[str, dict[str, Json]]] = {}
+        wanted = set(table_names())
+        for row in rows:
+            if row["variant"] == "loop" and name_of(row) in wanted:
+                runs = self.by_run.setdefault(name_of(row), {})
+                runs.setdefault(row["run"], {})[peer_of(row)] = row
+
+    def of(self, name: str) -> dict[str, Json]:
+        """The row of each peer, in the order of PEER_LABELS; none without a figure of ours."""
+        runs = self.by_run.get(name, {})
+        ours = next((found for found in reversed(runs.values()) if "ours" in found), {})
+        found = dict(ours)
+        for other in reversed(runs.values()) if ours else ():
+            found = other | found
+        return {peer: found[peer] for peer in PEER_LABELS if peer in found}
+
+    def together(self, name: str) -> dict[str, Json]:
+        """As `of`, of the run of ours alone: what may stand in one picture."""
+        found = self.of(name)
+        return {peer: row for peer, row in found.items() if row["run"] == found["ours"]["run"]}
+
+    def reference(self, row: Json, d: int, size: str, direction: str) -> Json | None:
+        """flash-attn-4's native causal attention of the same size, in the run of `row`."""
+        name = table_name(d, size, "causal", is_backward=direction == "bwd")
+        return self.by_run.get(name, {}).get(row["run"], {}).get("fa4")
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], left: int) -> str:
+    """An aligned table; all columns after the first `left` ones hold numbers."""
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    return "\n".join((line(header), line(rule), *map(line, lines)))
+
+
+class Letters:
+    """A letter for each run, in the order of their first use, and what they stand for."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, Json] = {}
+
+    def of(self, row: Json) -> str:
+        self._runs.setdefault(row["run"], row)
+        return _letter(list(self._runs).index(row["run"]))
+
+    def legend(self) -> list[str]:
+        return [
+            f"{_letter(number)}: run {run}, commit {row['commit']}, {row['gpu']}, "
+            + ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+            for number, (run, row) in enumerate(self._runs.items())
+        ]
+
+
+def _letter(number: int) -> str:
+    first, second = divmod(number, 26)
+    return (chr(ord("a") + first - 1) if first else "") + chr(ord("a") + second)
+
+
+class Sums(NamedTuple):
+    """Milliseconds and operations (in TFLOP) of a direction or of both; None: not measured."""
+
+    ms: float | None
+    tflop: float | None
+
+    @classmethod
+    def of(cls, row: Json | None, direction: str) -> Sums:
+        if row is None:
+            return cls(None, None)
+        ms = row[f"{direction}_ms"]
+        return cls(ms, ms * row[direction] / 1e3)
+
+    def plus(self, other: Sums) -> Sums:
+        if None in (*self, *other):
+            return Sums(None, None)
+        return Sums(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[operator]
+
+    def cells(self) -> tuple[str, str, str]:
+        """ms, TFLOP, TFLOP/s."""
+        if self.ms is None or self.tflop is None:
+            return NOTHING, NOTHING, NOTHING
+        return f"{self.ms:.2f}", f"{self.tflop:.2f}", f"{self.tflop / self.ms * 1e3:.1f}"
+
+
+def _lines(figures: Figures, d: int, size: str, letters: Letters) -> Iterator[list[str]]:
+    for mask in MASKS:
+        ways = [
+            figures.of(table_name(d, size, mask, is_backward=way == "bwd")) for way in DIRECTIONS
+        ]
+        for peer in (peer for peer in PEER_LABELS if any(peer in found for found in ways)):
+            rows = [found.get(peer) for found in ways]
+            forward, backward = (
+                Sums.of(row, way) for row, way in zip(rows, DIRECTIONS, strict=True)
+            )
+            known = [row for row in rows if row is not None]
+            is_one_run = len({row["run"] for row in known}) == 1
+            total = forward.plus(backward) if is_one_run else Sums(None, None)
+            by_column = zip(*(sums.cells() for sums in (forward, backward, total)), strict=True)
+            yield [
+                mask.replace("_", " "),
+                PEER_LABELS[peer],
+                *(cell for column in by_column for cell in column),
+                f"{known[0]['sparsity']:.2f}",
+                " ".join(NOTHING if row is None else letters.of(row) for row in rows),
+            ]
+
+
+def paper_tables(rows: Sequence[Json]) -> str:
+    """Markdown: for each head dimension and length a table, then what its runs were.
+
+    Totals stand where forward and backward are of one run.
+    """
+    figures, parts = Figures(rows), []
+    for d in DIMS:
+        for size in LENGTHS:
+            letters = Letters()
+            if lines := list(_lines(figures, d, size, letters)):
+                legend = "\n".join(f"- {line}" for line in letters.legend())
+                parts.append(
+                    f"### d={d}, {size[:-1]}K tokens\n\n{markdown(COLUMNS, lines, 2)}\n\n{legend}"
+                )
+    return "\n\n".join(parts)
+
+
+def headline(rows: Sequence[Json], d: int = 128) -> str:
+    """Markdown: TFLOP/s of ours by mask, length and direction, and in brackets their ratio to
+    flash-attn-4's native causal attention of the same direction and size in the same run."""
+    figures = Figures(rows)
+    header = ["mask"]
+    header += [f"{way} {size[:-1]}K" for way in ("forward", "backward") for size in LENGTHS]
+    lines = []
+    for mask in MASKS:
+        cells = [mask.replace("_", " ")]
+        for way in DIRECTIONS:
+            for size in LENGTHS:
+                found = figures.of(table_name(d, size, mask, is_backward=way == "bwd"))
+                cells.append(_headline_cell(figures, found.get("ours"), d, size, way))
+        lines.append(cells)
+    return markdown(header, lines, 1)
+
+
+def _headline_cell(figures: Figures, row: Json | None, d: int, size: str, way: str) -> str:
+    if row is None:
+        return NOTHING
+    causal = figures.reference(row, d, size, way)
+    return f"{row[way]:.0f}" + (f" ({row[way] / causal[way]:.2f})" if causal else "")

@@ -1,0 +1,228 @@
+"""Two commits in turns: who is timed when, what a side's process answers, what is called slower."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import ROOT, compare, history, masks, measure, timing
+from bench.cases import CASES, BenchCase, CaseTensors, make_tensors
+from bench.compare import BASE, HERE, Failed
+
+
+class FakeSide:
+    """Takes `ms` a call times a factor that drifts with each burst of either side."""
+
+    def __init__(self, label: str, ms: float, log: list[tuple[str, object]]) -> None:
+        self.label, self.ms, self.log = label, ms, log
+
+    def prepare(self, name: str) -> None:
+        self.log.append((self.label, name))
+
+    def first(self, least: int) -> float:
+        if self.ms < 0:
+            raise Failed(f"{self.label}: Refused: wrong")
+        return self.burst(least, min(2, least))
+
+    def burst(self, count: int, untimed: int) -> float:
+        self.log.append((self.label, (count, untimed)))
+        bursts = sum(isinstance(told, tuple) for _, told in self.log)
+        return self.ms * 1.01**bursts
+
+
+def test_sides_take_turns_with_bursts_of_one_size() -> None:
+    log: list[tuple[str, object]] = []
+    sides = {BASE: FakeSide(BASE, 4.0, log), HERE: FakeSide(HERE, 5.0, log)}
+    found = compare.compare("d128-full-8k", sides, 4, 0.2, 3)
+    assert log[:4] == [
+        (BASE, "d128-full-8k"),
+        (HERE, "d128-full-8k"),
+        (BASE, (3, 2)),
+        (HERE, (3, 2)),
+    ]
+    # as many calls as fit in a burst of the slower side, an eighth before them
+    count = round(200 / (5.0 * 1.01**2))
+    turns = [BASE, HERE, HERE, BASE, BASE, HERE, HERE, BASE]
+    assert log[4:] == [(label, (count, count // 8)) for label in turns]
+    # drift of the clocks goes into both sides, now one first and now the other
+    assert found.ratio() == pytest.approx(1.25, rel=1e-3)
+    assert found.ratios() == pytest.approx([1.2625, 1.25 / 1.01, 1.2625, 1.25 / 1.01])
+
+
+@pytest.mark.parametrize(
+    ("ms", "word", "good"),
+    [(5.0, "ok", True), (5.09, "ok", True), (5.2, "slower", False), (4.8, "faster", True)],
+)
+def test_verdict(ms: float, word: str, good: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    @contextmanager
+    def launch() -> Iterator[Mapping[str, compare.Side]]:
+        yield {BASE: FakeSide(BASE, 5.0, []), HERE: FakeSide(HERE, ms, [])}
+
+    assert compare.compare_all(["d128-full-8k"], launch, 2, 0.1, 0.02) is good
+    said = capsys.readouterr().out
+    assert f": {word} (" in said and "TFLOP/s, time x" in said
+
+
+def test_after_a_failure_both_sides_start_again(capsys: pytest.CaptureFixture[str]) -> None:
+    log: list[tuple[str, object]] = []
+    starts = []
+
+    @contextmanager
+    def launch() -> Iterator[Mapping[str, compare.Side]]:
+        starts.append(len(log))
+        yield {
+            BASE: FakeSide(BASE, 5.0, log),
+            HERE: FakeSide(HERE, -1.0 if len(starts) == 1 else 5.0, log),
+        }
+
+    names = ["d128-full-8k", "d128-causal-8k", "bwd-d128-full-8k"]
+    assert not compare.compare_all(names, launch, 1, 0.1, 0.05)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "d128-full-8k: here: Refused: wrong"
+    assert [line.split()[0] for line in lines[1:]] == names[1:] and len(starts) == 2
+    assert (BASE, (1, 1)) in log  # the first burst of a backward
+
+
+class Event:
+    clock = 0.0
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = Event.clock
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def small(kind: str = "attention", **changes: object) -> BenchCase:
+    return replace(
+        CASES["mask-d64-8k-document"],
+        **{"n": 96, "tokens": 192, "heads": 2, "heads_kv": 2, "kind": kind} | changes,  # type: ignore[arg-type]
+        draw=masks.Draw(((40,), (56,))),
+    )
+
+
+def test_a_side_answers_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_cpu(case: BenchCase, device: str, seed: int) -> CaseTensors:
+        return make_tensors(case, "cpu", seed)
+
+    monkeypatch.setattr(measure, "make_tensors", on_cpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "_events", lambda: (Event(), Event()))
+    for name, case in {"forward": small(), "backward": small("backward")}.items():
+        monkeypatch.setitem(CASES, name, case)
+    called = []
+    admit = compare.admitting(3, 4)
+
+    def prepare(case: BenchCase):  # type: ignore[no-untyped-def]
+        call = admit(case)
+
+        def timed() -> None:
+            called.append((case.kind, call()))
+            Event.clock += 2.5
+
+        return timed
+
+    asked: list[dict[str, object]] = [
+        {"burst": [1, 1]},
+        {"prepare": "forward"},
+        {"burst": [3, 2]},
+        {"prepare": "no such case"},
+        {"burst": [1, 1]},
+        {"prepare": "backward"},
+        {"burst": [1, 1]},
+    ]
+    answers = io.StringIO()
+    questions = io.StringIO("".join(json.dumps(question) + "\n" for question in asked))
+    compare.Server(prepare).run(questions, answers)
+    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
+        {"error": "no case is prepared"},
+        {"ms": 0.0},
+        {"ms": 2.5},
+        {"error": "KeyError: 'no such case'"},
+        {"error": "no case is prepared"},
+        {"ms": 0.0},
+        {"ms": 2.5},
+    ]
+    assert [kind for kind, _ in called] == ["attention"] * 5 + ["backward"] * 2
+    assert [len(result) for _, result in called] == [2] * 5 + [3] * 2
+
+
+# What a machine without a GPU changes before it serves.
+ON_CPU = """
+import torch
+from bench import cases, measure
+torch.cuda.synchronize = lambda: None
+measure.make_tensors = lambda case, device, seed: cases.make_tensors(case, "cpu", seed)
+"""
+
+
+def test_a_process_serves_the_package_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No case can be prepared without a GPU, but whose package it was that failed can be seen."""
+    (tmp_path / "flash_mask_cute").mkdir()
+    (tmp_path / "flash_mask_cute" / "__init__.py").touch()
+    (tmp_path / "flash_mask_cute" / "interface.py").write_text("print('noise'); from . import old")
+    program = f"{ON_CPU}{compare.PROGRAM}"
+    monkeypatch.setattr(compare, "PROGRAM", program)
+    with compare.ChildSide(BASE, tmp_path, 0, 1) as side:
+        side.prepare("no such case")
+        with pytest.raises(Failed, match="base: KeyError"):
+            side.first(1)
+        side.prepare("host-128")
+        with pytest.raises(Failed, match="cannot import name 'old'"):
+            side.first(1)
+        side._child.kill()
+        side._child.wait()
+        with pytest.raises(Failed, match="base: its process died"):
+            side.prepare("host-128")
+            side.first(1)
+
+
+def test_earlier_commits_are_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "flash_mask_cute").mkdir()
+    (tmp_path / "bench").mkdir()
+    with history.unpacked(str(tmp_path), "flash_mask_cute") as folder:
+        assert [path.name for path in folder.iterdir()] == ["flash_mask_cute"]
+        assert (folder / "flash_mask_cute").resolve() == (tmp_path / "flash_mask_cute").resolve()
+    with pytest.raises(ValueError, match="no-such-commit"), history.unpacked("no-such-commit"):
+        pass
+    is_repository = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True
+    )
+    if is_repository.returncode:
+        pytest.skip("no repository here, so no earlier commit")
+    with history.unpacked("HEAD", "flash_mask_cute") as folder:
+        assert (folder / "flash_mask_cute" / "interface.py").is_file()
+        assert not (folder / "bench").exists() and folder != ROOT
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["d128-full-8k"], ["--base", "HEAD", "host-128"], ["--base", "HEAD", "d512*"]]
+)
+def test_wrong_arguments_stop_before_any_work(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        compare.parse(arguments)
+    assert stopped.value.code == 2
+
+
+def test_default_cases() -> None:
+    names = compare.parse(["--base", "HEAD"]).names
+    assert {CASES[name].kind for name in names} == {"attention", "backward"}
+    assert {CASES[name].n for name in names} == {8192} and 8 <= len(names) <= 24
+    assert compare.main(["--base", "no-such-commit"]) == 2

@@ -1,0 +1,137 @@
+"""Figures and the tables of pages: the committed ones are those of the committed rows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+from bench import cases, measure, peers, plot, prep, report
+from bench.cases import CASES, BenchCase, make_tensors
+
+ROWS = [json.loads(line) for line in report.RESULTS.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("page", plot.PAGES)
+def test_pages_say_what_the_rows_say(page: str) -> None:
+    text = (bench.ROOT / page).read_text()
+    assert plot.fill(page, text, ROWS) == text
+    assert plot.fill(page, text, []) != text
+    with pytest.raises(ValueError, match="no markers for"):
+        plot.fill(page, text.replace("<!-- end of", "<!-- gone"), ROWS)
+
+
+def test_figures_are_those_of_the_rows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    committed = {path.name: path.read_text() for path in plot.FOLDER.iterdir()}
+    made_by = re.search(r"Matplotlib v([\d.]+)", committed["memory.svg"])
+    here = importlib.metadata.version("matplotlib")
+    if made_by is None or made_by[1] != here:
+        pytest.skip(f"drawn by another version of matplotlib than {here}: {made_by}")
+    plot.draw_all(ROWS, tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == committed
+
+
+def test_figures_do_not_depend_on_what_was_drawn_before(tmp_path: Path) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    for folder in ("first", "second"):
+        plot.draw_all(ROWS, tmp_path / folder)
+        pyplot.rcParams["font.size"] = 20
+    files = [
+        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+        for folder in ("first", "second")
+    ]
+    assert files[0] == files[1] and len(files[0]) >= 3
+    assert pyplot.get_fignums() == []
+    # peers beside each other, and what was not measured says so
+    assert b"FlexAttention" in files[0]["memory.svg"]
+    assert b"flash-attn-4, mask_mod" in files[0]["speed_d128.svg"]
+    plot.draw_speed([], 64, str(tmp_path / "none.svg"))
+    assert (tmp_path / "none.svg").read_text().count(">not measured<") == 6
+
+
+def test_sizes_of_masks_are_those_that_were_measured() -> None:
+    measured = {(bench.name_of(r), r["peer"]): r["bytes"] for r in ROWS if r["kind"] == "prep"}
+    assert len(measured) == 10
+    tables = {"causal_document": 1, "document": 1, "share_question": 2, "random_eviction": 1}
+    for (name, peer), found in measured.items():
+        case = CASES[name]
+        if peer == "flex":
+            of_tables = 4 * case.n * tables.get(case.mask, 0)
+            assert found == prep.block_mask_bytes(case.n) + of_tables
+        else:
+            assert found == prep.interval_bytes(case.n, case.mask_of(case.n).hidden.shape[1])
+    assert prep.dense_mask_bytes(300) == torch.ones(300, 300, dtype=torch.bool).numel()
+
+
+class Allocator:
+    """Stands for the GPU's: holds what the torch functions that count bytes are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peak = 0
+        for name, result in {
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda: setattr(self, "peak", 0),
+            "memory_allocated": lambda: 1000,
+            "max_memory_allocated": lambda: self.peak,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, result)
+
+
+def test_memory_is_what_a_forward_needs_beyond_inputs_and_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = replace(
+        CASES["memory-8k-causal_document"],
+        n=96,
+        tokens=96,
+        heads=2,
+        heads_kv=2,
+        draw=cases.Draw(((40,), (56,))),
+    )
+    memory = Allocator(monkeypatch)
+
+    def on_cpu(case: BenchCase, device: str, seed: int) -> cases.CaseTensors:
+        return make_tensors(case, "cpu", seed)
+
+    prepare = peers.CutePeer.prepare
+
+    def noted(peer: peers.CutePeer, case: BenchCase, tensors: cases.CaseTensors) -> peers.Call:
+        memory.peak = 1000 + 777 + 96 * 2 * (128 * 2 + 4)
+        return prepare(peer, case, tensors)
+
+    monkeypatch.setattr(peers.CutePeer, "prepare", noted)
+    monkeypatch.setattr(measure, "make_tensors", on_cpu)
+    options = measure.Options((), ("cudnn", "ours"), 1, 0, 0.1, 0.0, 9.0, 9.0, 3, "", "", "")
+    (row,) = measure.measure(small, options, measure.Inputs())
+    assert (row["kind"], row["peer"], row["variant"], row["bytes"]) == (
+        "memory",
+        "ours",
+        "peak",
+        777,
+    )
+    assert not {"fwd", "us"} & row.keys() and "of the allowed error: O" in row["note"]
+    assert plot.remembered([row, row | {"n": 4, "bytes": 5}]) == {"ours": {96: 777, 4: 5}}
+
+
+def test_who_takes_part_in_memory() -> None:
+    names = [name for name in CASES if name.startswith("memory-")]
+    assert [CASES[name].n for name in names] == list(cases.REMEMBERED)
+    dense = [peers.PEERS["sdpa_dense"].supports(CASES[name]) for name in names]
+    assert [reason is None for reason in dense] == [True, True, False, False]
+    assert {len((CASES[name].draw or cases.Draw(())).documents) for name in names} == {15}
+
+
+def test_command_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    assert plot.main(["--out", str(tmp_path)]) == 1
+    assert "matplotlib (extra `plot`)" in capsys.readouterr().out and not list(tmp_path.iterdir())

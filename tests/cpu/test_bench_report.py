@@ -1,0 +1,100 @@
+"""Rows as tables."""
+
+from __future__ import annotations
+
+import pytest
+
+import bench
+from bench import flops, report, tables
+from bench.cases import CASES
+
+
+def row(run: str, name: str, peer: str, rate: float, variant: str = "loop") -> bench.Json:
+    """A row whose figure is `rate` TFLOP/s."""
+    case = CASES[name]
+    milliseconds = flops.attention_flops(case) / rate / 1e9
+    known = {"run": run, "commit": f"of {run}", "gpu": "a GPU", "versions": {"torch": "2"}}
+    return known | bench.row_of(case, peer, variant, milliseconds, ())
+
+
+ROWS = [
+    row("old", "mask-d128-8k-causal", "ours", 600),
+    row("old", "mask-d128-8k-causal", "fa4", 500),
+    row("old", "mask-d128-8k-causal", "cudnn", 400),
+    row("old", "mask-d128-8k-document", "ours", 450),
+    row("new", "mask-d128-8k-causal", "ours", 660),
+    row("new", "mask-d128-8k-causal", "ours", 10, "single"),
+    row("new", "mask-d128-8k-causal", "fa4", 600),
+    row("new", "mask-d128-8k-document", "flex", 300),
+    row("new", "bwd-mask-d128-8k-causal", "ours", 550),
+    row("new", "bwd-mask-d128-8k-document", "ours", 520),
+    row("new", "bwd-mask-d128-8k-document", "flex", 260),
+    row("new", "d128-causal-8k", "ours", 1),
+]
+
+
+def cells(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_tables_of_the_paper() -> None:
+    text = tables.paper_tables(ROWS)
+    assert text.count("###") == 1 and text.startswith("### d=128, 8K tokens\n")
+    header, rule, *lines = cells(text)
+    assert header == list(tables.COLUMNS) and set("".join(rule)) == {"-", ":"}
+    forward = flops.attention_flops(CASES["mask-d128-8k-causal"]) / 1e12
+    ms = [forward / 660 * 1e3, 2.5 * forward / 550 * 1e3]
+    assert lines[0] == [
+        *("causal", "flash_mask_cute"),
+        *(f"{ms[0]:.2f}", f"{ms[1]:.2f}", f"{sum(ms):.2f}"),
+        *(f"{forward:.2f}", f"{2.5 * forward:.2f}", f"{3.5 * forward:.2f}"),
+        *("660.0", "550.0", f"{3.5 * forward / sum(ms) * 1e3:.1f}", "0.49", "a a"),
+    ]
+    by_method = {(line[0], line[1]): line for line in lines}
+    assert list(by_method) == [
+        ("causal", "flash_mask_cute"),
+        ("causal", "flash-attn-4"),
+        ("causal", "cuDNN"),
+        ("document", "flash_mask_cute"),
+        ("document", "FlexAttention"),
+    ]
+    # a peer that the run of ours does not have comes from another run, and says so
+    assert by_method["causal", "cuDNN"][8:] == ["400.0", "-", "-", "0.49", "b -"]
+    # a total of two runs is none
+    assert by_method["document", "flash_mask_cute"][8:] == ["450.0", "520.0", "-", "0.74", "b a"]
+    assert by_method["document", "FlexAttention"][12] == "a a"
+    assert "- a: run new, commit of new, a GPU, torch 2\n- b: run old" in text
+    assert tables.paper_tables([]) == ""
+
+
+def test_headline_is_relative_to_causal_attention_of_the_same_run() -> None:
+    header, _, *lines = cells(tables.headline(ROWS))
+    assert header[:2] == ["mask", "forward 8K"] and len(lines) == 12
+    found = {line[0]: line for line in lines}
+    assert found["causal"] == ["causal", "660 (1.10)", "-", "-", "550", "-", "-"]
+    # ours of the old run is held against that run's causal figure
+    assert found["document"][1] == "450 (0.90)"
+    assert found["full"][1:] == ["-"] * 6
+    assert cells(tables.headline(ROWS, 64))[2][1:] == ["-"] * 6
+
+
+def test_what_stands_in_one_picture_is_of_one_run() -> None:
+    figures = tables.Figures(ROWS)
+    assert list(figures.together("mask-d128-8k-causal")) == ["ours", "fa4"]
+    assert list(figures.of("mask-d128-8k-causal")) == ["ours", "fa4", "cudnn"]
+    assert figures.of("mask-d64-8k-causal") == {}
+
+
+def test_letters_go_on_after_z() -> None:
+    letters = tables.Letters()
+    names = [letters.of(row(str(i), "mask-d128-8k-causal", "ours", 1)) for i in range(28)]
+    assert names[:2] + names[25:] == ["a", "b", "z", "aa", "ab"]
+    assert letters.legend()[26].startswith("aa: run 26,")
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--table", "paper"]) == 0
+    assert capsys.readouterr().out.count("| full ") >= 6
+    with pytest.raises(SystemExit):
+        report.main(["--table", "paper", "--bars"])
