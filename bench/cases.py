@@ -261,6 +261,7 @@ def _backwards() -> Iterator[BenchCase]:
     for d in (128, 64):
         yield from (dense(d, mask, n) for mask in ("full", "causal") for n in (8192, 32768))
     yield dense(128, "sliding_window", 8192)
+    yield from (dense(256, mask, 8192) for mask in ("full", "causal"))
     for d in (128, 64):
         for n in (8192, 32768, 131072):
             for mask in masks.MASKS:

@@ -55,9 +55,13 @@ CALLABLES = {
 }
 BACKWARD = {
     f"bwd-d{d}-{mask}-{n}": bar
-    for d, bar in ((128, 1.00), (64, 1.03))
+    for d, bar, lengths in (
+        (128, 1.00, ("8k", "32k")),
+        (64, 1.03, ("8k", "32k")),
+        (256, 1.30, ("8k",)),
+    )
     for mask in ("full", "causal")
-    for n in ("8k", "32k")
+    for n in lengths
 }
 BACKWARD_CALLABLES = {"bwd-mod-d128-8k-document": 1.25, "bwd-mod-d128-8k-random_eviction": 1.8}
 DETERMINISTIC_SHARE = {f"bwd-det-d128-8k-{mask}": 1.20 for mask in ("causal", "document")}

@@ -24,9 +24,9 @@ Channels (full/empty mbarrier pairs):
 
 A warpgroup computes S^T and dP^T of its own keys, 64 rows by tile_m columns, so that P^T and dS^T
 lie in registers as dV and dK want them (FlashAttention-3's choice). dS also goes to shared memory,
-where both warpgroups sum dQ over the keys of both, a part of the block's rows or columns each.
-Of wide heads, whose dK and dV are too many registers for that, both compute the same S^T and dP^T
-and have half of the columns of dK and dV.
+where both warpgroups sum dQ over the keys of both, a part of the block's rows or columns each. Of
+wide heads, whose dK and dV are too many registers for that, both have the same keys and half of the
+columns, and share the work on S and dP (`flash_bwd_scores`).
 
 The products of a block, in the order of their issue: S, dP, dV, dQ, dK. The sums of dQ go, in fp32
 and in the order of the accumulators, to shared memory, from where the load warp has them added to
@@ -57,36 +57,33 @@ from flash_mask_cute.core.walk_ring import (
     OWN_KIND_SHIFT,
     Block,
     Kind,
-    WalkRing,
 )
-from flash_mask_cute.core.work_ring import Work, WorkRing
-from flash_mask_cute.masks import bit_tile
+from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import NO_TURN, KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, MaskArgs, Share
 from flash_mask_cute.sm90 import tma, wgmma
 from flash_mask_cute.sm90.cta import (
-    THREADS_PER_WARPGROUP,
     WALK_STAGES,
     WARPS_PER_WARPGROUP,
     Role,
-    planning_rings,
 )
-from flash_mask_cute.sm90.flash_bwd_math import ScoreChain, probabilities, score_gradients
+from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
 from flash_mask_cute.sm90.flash_bwd_plan import (
     DS_STAGES,
     NUM_MMA_WARPGROUPS,
     QUERY_WORDS,
     Barrier,
     BwdPlan,
+    Channels,
+    Tiles,
 )
+from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, sync_both
 from flash_mask_cute.sm90.warpgroups import (
     mma_warpgroup_idx,
     store_rows,
     sync_warpgroup,
-    take_bits,
-    thread_in_warpgroup,
 )
 
 # where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
@@ -127,42 +124,12 @@ class Scratch(NamedTuple):
     turns: cute.Tensor | None
 
 
-class Channels(NamedTuple):
-    """How the roles of a CTA hand things on (see the top of this file)."""
-
-    q: Channel
-    do: Channel
-    kv: Channel
-    dq: Channel
-    bits: Channel
-    ring: WorkRing
-    walk: WalkRing
-
-
-class Tiles(NamedTuple):
-    """What lies in shared memory."""
-
-    q: cute.Tensor
-    do: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    ds: cute.Tensor
-    dq: cute.Tensor
-    stats: cute.Tensor
-    words: cute.Tensor
-    bits: cute.Tensor
-
-
 class Fragments(NamedTuple):
     """Shared memory as operands: a letter for the product, one for the operand.
 
     dv_do, dk_q and dq_k: one for each part of the product's columns.
     """
 
-    scores_k: cute.Tensor
-    scores_q: cute.Tensor
-    scores_v: cute.Tensor
-    scores_do: cute.Tensor
     dv_do: tuple[cute.Tensor, ...]
     dk_q: tuple[cute.Tensor, ...]
     dq_ds: cute.Tensor
@@ -357,38 +324,13 @@ class FlashAttentionBackwardSm90:
             for atom in operands[::2]:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
-        mma_warps = plan.num_mma_warps
-        # the load warp arrives with the bytes that TMA brings
-        loads, turns = 1, None
+        turns = None
         if const_expr(self.deterministic):
             turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        ring, walk = planning_rings(storage, plan.num_painters, mma_warps, True, turns)
-        channels = Channels(
-            q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
-            do=Channel.create(storage.do_barriers.data_ptr(), plan.stages_do, loads, mma_warps),
-            kv=Channel.create(storage.kv_barriers.data_ptr(), plan.stages_kv, loads, mma_warps),
-            dq=Channel.create(storage.dq_barriers.data_ptr(), 1, mma_warps, loads),
-            bits=Channel.create(storage.bits_barriers.data_ptr(), 1, plan.num_painters, mma_warps),
-            ring=ring,
-            walk=walk,
-        )
+        channels = plan.channels(storage, turns)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-
-        def tensor(memory, layout: cute.ComposedLayout) -> cute.Tensor:
-            return memory.get_tensor(layout.outer, swizzle=layout.inner)
-
-        tiles = Tiles(
-            q=tensor(storage.q, plan.layout_q()),
-            do=tensor(storage.do, plan.layout_do()),
-            k=tensor(storage.k, plan.layout_k()),
-            v=tensor(storage.v, plan.layout_v()),
-            ds=tensor(storage.ds, plan.layout_ds()),
-            dq=storage.dq.get_tensor(cute.make_layout(plan.bytes_dq // 4)),
-            stats=storage.stats.get_tensor(cute.make_layout((2 * plan.tile_m, plan.stages_q))),
-            words=storage.words.get_tensor(cute.make_layout((QUERY_WORDS, plan.stages_q))),
-            bits=storage.bits.get_tensor(cute.make_layout((wgmma.COLUMNS.num_words, plan.tile_n))),
-        )
+        tiles = plan.tiles(storage)
 
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
@@ -600,17 +542,9 @@ class FlashAttentionBackwardSm90:
         """MMA warpgroup: 64 keys of every work tile, or half of the columns of dK and dV."""
         plan = self.plan
         ring = channels.ring
-        mma_scores = plan.mma_scores()
         at = self._fragments(tiles)
         acc_dV = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_dv)]
         acc_dK = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_d)]
-        # P and dS in 16 bits, as operands
-        num_words = wgmma.ROWS_PER_WARPGROUP * plan.tile_m // THREADS_PER_WARPGROUP // 2
-        probs = cute.make_rmem_tensor(num_words, Int32)
-        grads = cute.make_rmem_tensor(num_words, Int32)
-        tdVrP = wgmma.as_operand_a(cute.recast_tensor(probs, plan.dtype))
-        tdKrdS = wgmma.as_operand_a(cute.recast_tensor(grads, plan.dtype))
-
         chain = ScoreChain(
             scales,
             masks.aux_tensors,
@@ -618,8 +552,9 @@ class FlashAttentionBackwardSm90:
             self.score_mod_bwd,
             plan.dtype,
             (plan.tile_m, plan.tile_n),
-            self._first_key(),
+            plan.first_key(),
         )
+        scores = BlockScores.create(plan, tiles, channels, chain)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
@@ -632,63 +567,28 @@ class FlashAttentionBackwardSm90:
             while current != Kind.END:
                 for kind in (Kind.CUT, Kind.WHOLE):
                     while current == kind:
-                        stage = channels.q.index(block)
-                        own_keys = self._own_keys(channels, tile)
-                        do_stage = channels.do.index(block)
+                        stage, do_stage = channels.q.index(block), channels.do.index(block)
                         channels.q.wait(block)
                         following = tiles.words[0, stage] & KIND_MASK
-                        acc_S = wgmma.make_accumulator(plan.tile_m)
-                        k_tile = at.scores_k[None, None, None, own_keys]
-                        q_tile = at.scores_q[None, None, None, stage]
-                        wgmma.issue(mma_scores, acc_S, k_tile, q_tile, False)
-                        channels.do.wait(block)
-                        acc_dP = wgmma.make_accumulator(plan.tile_m)
-                        v_tile = at.scores_v[None, None, None, own_keys]
-                        do_tile = at.scores_do[None, None, None, do_stage]
-                        issue_dP = partial(wgmma.issue, mma_scores, acc_dP, v_tile, do_tile, False)
-                        if const_expr(chain.is_empty):
-                            issue_dP()
-
-                        scores = wgmma.rows_by_cols(acc_S)
-                        lse, delta = self._statistics(tiles.stats, stage)
-                        warpgroup.wait_group(1 if const_expr(chain.is_empty) else 0)
-                        bits = None
-                        if const_expr(kind == Kind.CUT):
-                            bits = take_bits(tiles.bits, channels.bits, cut, self._first_key())
-                            cut += 1
-                        if const_expr(chain.is_empty):
-                            if const_expr(kind == Kind.CUT):
-                                bit_tile.hide_unset(scores, bits)
-                            probabilities(scores, lse, scales.scale_log2)
-                        else:
-                            # no registers for dP meanwhile
-                            work = ring.read(tile)
-                            m_block, head_idx = tiles.words[1, stage], tiles.words[2, stage]
-                            chain.apply(work, head_idx, m_block, scores, bits, lse, probs)
-                            issue_dP()
-                        warpgroup.wait_group(0)
-                        score_gradients(wgmma.rows_by_cols(acc_dP), scores, delta)
-                        wgmma.round_pairs(grads, acc_dP, plan.dtype)
-                        if const_expr(chain.is_empty):
-                            wgmma.round_pairs(probs, acc_S, plan.dtype)
-                        ds_stage = block % DS_STAGES
-                        self._store_ds(tiles.ds, grads, ds_stage)
-                        self._issue_sums(acc_dV, tdVrP, at.dv_do, do_stage, accumulate)
+                        scores.compute(kind, tile, block, cut)
+                        cut += int(kind == Kind.CUT)
+                        self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
                         # dQ reads the dS of both
-                        self._sync_both()
+                        sync_both()
+                        scores.complete(block)
+                        ds_stage = block % DS_STAGES
                         issue_dQ = partial(self._issue_dq, at, ds_stage, channels.kv.index(tile))
                         stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
                         acc_dQ = issue_dQ(0)
-                        self._issue_sums(acc_dK, tdKrdS, at.dk_q, stage, accumulate)
+                        self._issue_sums(acc_dK, scores.grads, at.dk_q, stage, accumulate)
                         warpgroup.wait_group(len(acc_dK))
                         channels.do.release(block)
                         stage_dQ(0, acc_dQ)
-                        warpgroup.wait_group(0)
                         for i in cutlass.range_constexpr(1, len(plan.parts_dq)):
-                            # not beside the products before it, for want of registers
                             acc_dQ = issue_dQ(i)
                             warpgroup.wait_group(0)
                             stage_dQ(i, acc_dQ)
+                        warpgroup.wait_group(0)
                         channels.q.release(block)
                         accumulate = Boolean(True)
                         block += 1
@@ -701,14 +601,13 @@ class FlashAttentionBackwardSm90:
                 # what was loaded is another sequence's, and may not even be finite
                 for acc in (*acc_dK, *acc_dV):
                     acc.fill(0.0)
-            self._epilogue(operands, tiles, channels, acc_dK, acc_dV, lengths, tile, work)
+            self._epilogue(operands, tiles, channels, acc_dK, acc_dV, lengths, tile, block, work)
             ring.release(tile)
             tile += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _fragments(self, tiles: Tiles) -> Fragments:
         plan = self.plan
-        mma_scores = plan.mma_scores()
 
         def columns(smem, rows: int, parts: tuple, make_mma: Callable, is_shared: bool) -> tuple:
             """This warpgroup's parts of columns as operands B, of which they are the rows."""
@@ -724,76 +623,19 @@ class FlashAttentionBackwardSm90:
         rows, is_shared = wgmma.ROWS_PER_WARPGROUP, plan.shares_keys
         parts_dv, parts_dk = plan.parts_keys(plan.tile_dv), plan.parts_keys(plan.tile_d)
         return Fragments(
-            scores_k=wgmma.operand_a(mma_scores, tiles.k),
-            scores_q=wgmma.operand_b(mma_scores, tiles.q),
-            scores_v=wgmma.operand_a(mma_scores, tiles.v),
-            scores_do=wgmma.operand_b(mma_scores, tiles.do),
             dv_do=columns(tiles.do, plan.tile_m, parts_dv, plan.mma_keys, is_shared),
             dk_q=columns(tiles.q, plan.tile_m, parts_dk, plan.mma_keys, is_shared),
             dq_ds=wgmma.operand_a(plan.mma_dq(plan.parts_dq[0]), wgmma.transposed(tiles.ds)),
             dq_k=columns(tiles.k, rows, plan.parts_dq, plan.mma_dq, plan.num_row_groups == 1),
         )
 
-    def _own_keys(self, channels: Channels, tile: Int32) -> Int32:
-        """Stage of this warpgroup's keys of a work tile."""
-        return channels.kv.index(tile) * self.plan.key_groups + self._key_group()
-
-    def _key_group(self) -> Int32:
-        return Int32(0) if self.plan.shares_keys else mma_warpgroup_idx()
-
-    def _first_key(self) -> Int32:
-        """The first key of this warpgroup, in the work tile."""
-        return self._key_group() * wgmma.ROWS_PER_WARPGROUP
-
-    def _issue_sums(self, accs: list, operand_a, operands_b: tuple, stage: Int32, accumulate):
+    def _issue_sums(self, accs: list, words, operands_b: tuple, stage: Int32, accumulate):
         """Start adding to the parts of dV or dK, a commit group each."""
+        operand_a = wgmma.words_as_operand_a(words, self.plan.dtype)
         for acc, operand_b in zip(accs, operands_b, strict=True):
             mma = self.plan.mma_keys(wgmma.num_cols(acc))
             tile = operand_b[None, None, None, stage]
             wgmma.issue(mma, acc, operand_a, tile, accumulate)
-
-    def _statistics(self, stats: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """LSE and delta of the queries that this thread's columns are, in shared memory."""
-        first = wgmma.first_col_of(thread_in_warpgroup())
-        layout = cute.make_layout((2, self.plan.tile_m // 8), stride=(1, 8))
-        row = stats[None, stage].iterator
-        return tuple(
-            cute.make_tensor((row + (first + start)).align(8), layout)
-            for start in (0, self.plan.tile_m)
-        )
-
-    @cute.jit
-    def _store_ds(self, sdS: cute.Tensor, grads: cute.Tensor, stage: Int32):
-        """Write this warpgroup's dS^T, if it is not the other's as well, where dQ reads it."""
-        plan = self.plan
-        if const_expr(plan.shares_keys):
-            if mma_warpgroup_idx() == 0:
-                self._store_ds_of(Int32(0), sdS, grads, stage)
-        else:
-            self._store_ds_of(mma_warpgroup_idx(), sdS, grads, stage)
-        cute.arch.fence_proxy("async.shared", space="cta")
-
-    @cute.jit
-    def _store_ds_of(self, key_group: Int32, sdS: cute.Tensor, grads: cute.Tensor, stage: Int32):
-        plan = self.plan
-        values = cute.recast_tensor(grads, plan.dtype)
-        size = cute.size(values) // plan.num_row_groups
-        layout = wgmma.make_accumulator(wgmma.ROWS_PER_WARPGROUP).layout
-        for i in cutlass.range_constexpr(plan.num_row_groups):
-            part = cute.make_tensor(values.iterator + i * size, layout)
-            unit = self._ds_unit(stage, key_group, i)
-            store_rows(part, plan.mma_keys(wgmma.ROWS_PER_WARPGROUP), sdS[None, None, unit])
-
-    def _ds_unit(self, stage: Int32, key_group: Int32, row_group: Int32) -> Int32:
-        plan = self.plan
-        return (stage * plan.key_groups + key_group) * plan.num_row_groups + row_group
-
-    def _sync_both(self):
-        """Wait for both MMA warpgroups."""
-        cute.arch.barrier(
-            barrier_id=Barrier.BOTH,
-            number_of_threads=NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP,
-        )
 
     def _issue_dq(self, at: Fragments, ds_stage: Int32, kv_stage: Int32, part: int) -> cute.Tensor:
         """Start this warpgroup's part of dQ = dS K, over all keys; returns the accumulator."""
@@ -803,7 +645,7 @@ class FlashAttentionBackwardSm90:
         row_group = mma_warpgroup_idx() if plan.num_row_groups > 1 else Int32(0)
         pairs = []
         for group in range(plan.key_groups):
-            ds_tile = at.dq_ds[None, None, None, self._ds_unit(ds_stage, Int32(group), row_group)]
+            ds_tile = at.dq_ds[None, None, None, plan.ds_unit(ds_stage, Int32(group), row_group)]
             k_tile = at.dq_k[part][None, None, None, kv_stage * plan.key_groups + group]
             pairs.append((ds_tile, k_tile))
         wgmma.issue_sum(plan.mma_dq(width), acc_dQ, pairs, False)
@@ -848,29 +690,35 @@ class FlashAttentionBackwardSm90:
         acc_dV: list,
         lengths: Lengths,
         tile: Int32,
+        block: Int32,
         work: Work,
     ):
-        """Store dK and dV of a work tile, by way of where its keys and values lay."""
+        """Store dK and dV of a work tile, of which the last query block was `block` - 1."""
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        stage = self._own_keys(channels, tile)
         is_packed = lengths.cu_seqlens_k is not None
-        # the other warpgroup has read these keys as well
-        self._sync_both()
-        self._store_parts(acc_dV, tiles.v[None, None, stage])
-        self._store_parts(acc_dK, tiles.k[None, None, stage])
+        # the other warpgroup has read these keys, and this one's dS, as well
+        sync_both()
+        if const_expr(plan.sends_beside_keys):
+            channels.kv.release(tile)
+            channels.dq.acquire(block * len(plan.parts_dq))
+            stage = plan.key_group()
+        else:
+            stage = plan.own_keys(channels.kv, tile)
+        self._store_parts(acc_dV, tiles.dv[None, None, stage])
+        self._store_parts(acc_dK, tiles.dk[None, None, stage])
         cute.arch.fence_proxy("async.shared", space="cta")
         if const_expr(plan.shares_keys):
-            self._sync_both()
+            sync_both()
             is_sender = warp_idx == Role.MMA
         else:
             sync_warpgroup(Barrier.EPILOGUE)
             is_sender = warp_idx % WARPS_PER_WARPGROUP == 0
         if is_sender:
-            row = work.block * plan.tile_n + self._first_key()
+            row = work.block * plan.tile_n + plan.first_key()
             for atom, target, cols, smem in (
-                (operands.dv_atom, operands.dv, plan.tile_dv, tiles.v),
-                (operands.dk_atom, operands.dk, plan.tile_d, tiles.k),
+                (operands.dv_atom, operands.dv, plan.tile_dv, tiles.dv),
+                (operands.dk_atom, operands.dk, plan.tile_d, tiles.dk),
             ):
                 gmem = tma.of_sequence(target, is_packed, work.batch_idx, work.offset_k, work.slot)
                 dst, src = tma.tile_of(
@@ -879,7 +727,10 @@ class FlashAttentionBackwardSm90:
                 cute.copy(atom, src[None, stage], dst)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        channels.kv.release(tile)
+        if const_expr(plan.sends_beside_keys):
+            sync_both()
+        else:
+            channels.kv.release(tile)
 
     def _store_parts(self, accs: list, smem: cute.Tensor):
         """Write this warpgroup's parts of dK or dV, rounded, to a (64, columns) tile."""

@@ -6,16 +6,20 @@ Like `flash_fwd_plan`: Python ints decide, layouts and MMA atoms are made where 
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
+from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import column_parts
-from flash_mask_cute.core.walk_ring import CHUNK
+from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
+from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.sm90.cta import (
     RING_STAGES,
     SMEM_BOOKKEEPING,
@@ -24,8 +28,10 @@ from flash_mask_cute.sm90.cta import (
     WALK_STAGES,
     WARPS_PER_WARPGROUP,
     Role,
+    planning_rings,
     registers_left,
 )
+from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
 NUM_MMA_WARPGROUPS = 2
@@ -44,10 +50,48 @@ DS_STAGES = 2
 
 
 class Barrier(IntEnum):
-    """Named barriers (0 is __syncthreads); one per MMA warpgroup counted from EPILOGUE."""
+    """Named barriers (0 is __syncthreads); one per MMA warpgroup counted from EPILOGUE.
+
+    PROBS: where the warpgroups share keys, P of a block has been written.
+    """
 
     BOTH = 1
     EPILOGUE = 2
+    PROBS = 4
+
+
+class Channels(NamedTuple):
+    """How the roles of a CTA hand things on (see the top of `flash_bwd`)."""
+
+    q: Channel
+    do: Channel
+    kv: Channel
+    dq: Channel
+    bits: Channel
+    ring: WorkRing
+    walk: WalkRing
+
+
+class Tiles(NamedTuple):
+    """What lies in shared memory: see `BwdPlan` for the layouts.
+
+    p: P of a block, where the warpgroups share keys. dq: fp32 sums of a part. dk, dv: on their way
+    out, in memory of others (`BwdPlan.sends_beside_keys`). stats: LSE and delta, words:
+    `QUERY_WORDS`, of a query block. bits: of a block that is cut.
+    """
+
+    q: cute.Tensor
+    do: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    ds: cute.Tensor
+    p: cute.Tensor | None
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    stats: cute.Tensor
+    words: cute.Tensor
+    bits: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -159,9 +203,24 @@ class BwdPlan:
         return self.tile_m * self.tile_n * 2
 
     @property
+    def bytes_p(self) -> int:
+        """P, which one warpgroup computes for both where they share keys."""
+        return ROWS_PER_WARPGROUP * ROWS_PER_WARPGROUP * 2 if self.shares_keys else 0
+
+    @property
     def bytes_dq(self) -> int:
         """fp32 sums of a part of dQ on their way out."""
         return math.prod(self.shape_dq(max(self.parts_dq))) * 4
+
+    @property
+    def sends_beside_keys(self) -> bool:
+        """Whether dK and dV leave from where dS and dQ lay, not from where keys and values lay.
+
+        Then the next work tile's keys and values come at the same time.
+        """
+        dk_fits = self.tile_n * self.tile_d * 2 <= DS_STAGES * self.bytes_ds
+        dv_fits = self.tile_n * self.tile_dv * 2 <= self.bytes_dq
+        return not self.shares_keys and dk_fits and dv_fits
 
     @property
     def bytes_stats(self) -> int:
@@ -178,6 +237,7 @@ class BwdPlan:
             self.stages_q * (self.bytes_q + self.bytes_stats)
             + self.stages_do * self.bytes_do
             + DS_STAGES * self.bytes_ds
+            + self.bytes_p
             + self.stages_kv * self.bytes_kv
             + self.bytes_dq
             + self.bytes_bits
@@ -256,15 +316,35 @@ class BwdPlan:
         count = self.num_row_groups * self.key_groups * DS_STAGES
         return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, count)
 
+    def ds_unit(self, stage: Int32, key_group: Int32, row_group: Int32 | int) -> Int32:
+        return (stage * self.key_groups + key_group) * self.num_row_groups + row_group
+
+    def layout_p(self) -> cute.ComposedLayout:
+        """(64 keys, 64 queries, 1), as dS."""
+        return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
+
     def shape_dq(self, width: int) -> tuple[int, int, int, int]:
         """(4, lane, column group, warp): parts of dQ of a width as their threads hold them."""
         return 4, 32, width // 8, self.num_mma_warps
 
+    def own_keys(self, channel: Channel, tile: Int32) -> Int32:
+        """Stage of this MMA warpgroup's keys of a work tile."""
+        return channel.index(tile) * self.key_groups + self.key_group()
+
+    def first_key(self) -> Int32:
+        """The first key of this MMA warpgroup, in the work tile."""
+        return self.key_group() * ROWS_PER_WARPGROUP
+
+    def key_group(self) -> Int32:
+        """Which keys this MMA warpgroup has."""
+        return Int32(0) if self.shares_keys else mma_warpgroup_idx()
+
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
 
-        def elements(layout: cute.ComposedLayout) -> type:
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+        def elements(layout: cute.ComposedLayout, is_there: bool = True) -> type:
+            size = cute.cosize(layout) if is_there else 0
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
 
         @cute.struct
         class Storage:
@@ -273,7 +353,8 @@ class BwdPlan:
             k: elements(self.layout_k())
             v: elements(self.layout_v())
             ds: elements(self.layout_ds())
-            dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 128]
+            p: elements(self.layout_p(), self.shares_keys)
+            dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 1024]
             stats: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Float32, 2 * self.tile_m * self.stages_q], 128
             ]
@@ -295,6 +376,53 @@ class BwdPlan:
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
 
         return Storage
+
+    def tiles(self, storage: Any) -> Tiles:
+        def tensor(memory: Any, layout: cute.ComposedLayout) -> cute.Tensor:
+            return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=self.dtype)
+
+        k, v = tensor(storage.k, self.layout_k()), tensor(storage.v, self.layout_v())
+        dk, dv = k, v
+        if self.sends_beside_keys:
+            groups = self.key_groups
+            dk = tensor(storage.ds, self._rows(ROWS_PER_WARPGROUP, self.tile_d, groups))
+            dv = tensor(storage.dq, self._rows(ROWS_PER_WARPGROUP, self.tile_dv, groups))
+        return Tiles(
+            q=tensor(storage.q, self.layout_q()),
+            do=tensor(storage.do, self.layout_do()),
+            k=k,
+            v=v,
+            ds=tensor(storage.ds, self.layout_ds()),
+            p=tensor(storage.p, self.layout_p()) if self.shares_keys else None,
+            dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
+            dk=dk,
+            dv=dv,
+            stats=storage.stats.get_tensor(cute.make_layout((2 * self.tile_m, self.stages_q))),
+            words=storage.words.get_tensor(cute.make_layout((QUERY_WORDS, self.stages_q))),
+            bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
+        )
+
+    def channels(self, storage: Any, turns: cute.Tensor | None) -> Channels:
+        """turns: see `WalkRing`. Called by all threads, which then need a fence and a barrier."""
+        mma_warps = self.num_mma_warps
+        # the load warp arrives with the bytes that TMA brings
+        loads = 1
+        # of two warpgroups with the same keys one computes S
+        bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
+        ring, walk = planning_rings(storage, self.num_painters, mma_warps, True, turns)
+
+        def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
+            return Channel.create(barriers.data_ptr(), stages, producers, consumers)
+
+        return Channels(
+            q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
+            do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
+            kv=channel(storage.kv_barriers, self.stages_kv, loads, mma_warps),
+            dq=channel(storage.dq_barriers, 1, mma_warps, loads),
+            bits=channel(storage.bits_barriers, 1, self.num_painters, bit_readers),
+            ring=ring,
+            walk=walk,
+        )
 
 
 def _shared_width(dim: int) -> int:

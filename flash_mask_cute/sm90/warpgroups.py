@@ -49,3 +49,10 @@ def store_rows(values: cute.Tensor, tiled_mma: cute.TiledMma, smem: cute.Tensor)
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), values.element_type)
     store = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread_in_warpgroup())
     cute.copy(atom, store.retile(values), store.partition_D(smem))
+
+
+def load_rows(smem: cute.Tensor, tiled_mma: cute.TiledMma, operand: cute.Tensor) -> None:
+    """ldmatrix of a tile of 16-bit values into the register operand A of `tiled_mma`."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), operand.element_type)
+    load = cute.make_tiled_copy_A(atom, tiled_mma).get_slice(thread_in_warpgroup())
+    cute.copy(atom, load.partition_S(smem), load.retile(operand))

@@ -105,6 +105,16 @@ def round_pairs(pairs: cute.Tensor, acc: cute.Tensor, dtype: cutlass.Constexpr) 
         pairs[i] = _round_pair(acc[2 * i], acc[2 * i + 1], dtype)
 
 
+def rounded_values(words: cute.Tensor, dtype: type) -> cute.Tensor:
+    """The 16-bit values in words of `round_pairs`, in accumulator order."""
+    values = cute.recast_tensor(words, dtype)
+    return cute.make_tensor(values.iterator, make_accumulator(cute.size(values) * 2).layout)
+
+
+def words_as_operand_a(words: cute.Tensor, dtype: type) -> cute.Tensor:
+    return as_operand_a(cute.recast_tensor(words, dtype))
+
+
 def keep_pair(pairs: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Float32) -> None:
     """Round columns c and c + 1 of a row into the words of `pairs`, as `round_pairs` would."""
     pairs[r + c] = _round_pair(p, q, dtype)
