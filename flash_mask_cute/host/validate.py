@@ -32,6 +32,7 @@ _MIN_HEAD_DIM = 8
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 _BASE_ALIGNMENT = 16  # bytes
+MAX_PACKED_SEQLEN = 1 << 26
 
 
 class FwdShapes(NamedTuple):
@@ -152,7 +153,10 @@ def check_fwd_inputs(
         _check_seqused("seqused_k", seqused_k, batch, device)
     seqlen_q, total_q = _extents(shape_q, cu_seqlens_q, max_seqlen_q)
     seqlen_k, total_k = _extents(shape_k, cu_seqlens_k, max_seqlen_k)
-    if not on_cuda:
+    if on_cuda:
+        _check_packed_seqlen("q", cu_seqlens_q, seqlen_q)
+        _check_packed_seqlen("k", cu_seqlens_k, seqlen_k)
+    else:
         _check_lengths("q", shape_q, cu_seqlens_q, seqused_q, max_seqlen_q)
         _check_lengths("k", shape_k, cu_seqlens_k, seqused_k, max_seqlen_k)
 
@@ -399,6 +403,15 @@ def _extents(
         return shape[1], shape[0] * shape[1]
     total = shape[0]
     return (total if max_seqlen is None else int(max_seqlen)), total
+
+
+def _check_packed_seqlen(side: str, cu_seqlens: torch.Tensor | None, seqlen: int) -> None:
+    """Refuse packed sequences that may be longer than TMA's view of one (`tma.ragged_rows`)."""
+    if cu_seqlens is not None and seqlen > MAX_PACKED_SEQLEN:
+        raise NotImplementedError(
+            f"packed sequences of more than {MAX_PACKED_SEQLEN} rows are not supported, got "
+            f"{seqlen} rows in {side}; if every sequence is shorter, give max_seqlen_{side}"
+        )
 
 
 def _check_lengths(

@@ -698,6 +698,21 @@ def test_cuda_strides(name: str) -> None:
         _check(_on_cuda(padded))
 
 
+def test_packed_sequences_that_are_too_long_for_a_view() -> None:
+    from flash_mask_cute.host.validate import MAX_PACKED_SEQLEN
+    from flash_mask_cute.sm90.tma import RAGGED_BOUND
+
+    assert MAX_PACKED_SEQLEN == RAGGED_BOUND
+    rows = MAX_PACKED_SEQLEN + 1
+    long = {name: _tensor(1, 1, 8).expand(rows, 1, 8) for name in ("q", "k", "v")}
+    lengths = {"cu_seqlens_q": _int32(0, rows), "cu_seqlens_k": _int32(0, rows)}
+    _check(_on_cuda(long | lengths) | {"max_seqlen_q": 9, "max_seqlen_k": MAX_PACKED_SEQLEN})
+    for side, given in (("q", {}), ("k", {"max_seqlen_q": 9}), ("q", {"max_seqlen_q": rows})):
+        message = rf"more than {MAX_PACKED_SEQLEN} rows .* got {rows} rows in {side}; "
+        with pytest.raises(NotImplementedError, match=message):
+            _check(_on_cuda(long | lengths) | given)
+
+
 def test_cuda_and_cpu_tensors_do_not_mix() -> None:
     arguments = _on_cuda(_packed()) | {"cu_seqlens_q": _int32(0, 9, 24)}
     with pytest.raises(
