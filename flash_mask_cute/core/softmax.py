@@ -31,6 +31,41 @@ OVERFLOWING_BIAS = 2.0**100
 # independent chains per row for max and sum, so that their latency overlaps
 CHAINS = 4
 
+
+class ScoreScales(NamedTuple):
+    """What turns raw products Q K^T into exponents of two, by way of soft cap and score_mod.
+
+    scale_in multiplies the raw product where something else than the softmax is to see it, None
+    where nothing does; cap is the soft cap; scale_log2 multiplies what the softmax sees.
+    """
+
+    scale_log2: Float32
+    scale_in: Float32 | None
+    cap: Float32 | None
+
+    @staticmethod
+    def create(
+        softmax_scale: Float32, softcap: Float32 | None, has_score_mod: bool
+    ) -> "ScoreScales":
+        scale_log2, scale_in = softmax_scale * LOG2_E, None
+        if const_expr(softcap is not None):
+            scale_log2, scale_in = softcap * LOG2_E, softmax_scale / softcap
+        elif const_expr(has_score_mod):
+            scale_in = softmax_scale
+        if const_expr(has_score_mod):
+            scale_log2 = Float32(LOG2_E)
+        return ScoreScales(scale_log2, scale_in, softcap)
+
+    def bounded(self, product: Float32) -> Float32:
+        """A raw product as a share of the cap, from -1 to 1."""
+        return cute.math.tanh(product * self.scale_in, fastmath=True)
+
+    @property
+    def scale_mod(self) -> Float32:
+        """Turns a raw product, or what `bounded` made of it, into the score that score_mod sees."""
+        return self.scale_in if self.cap is None else self.cap
+
+
 BinaryOp = Callable[[Float32, Float32], Float32]
 
 

@@ -19,6 +19,8 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core.ring import Ring
 
 CHUNK = 32
+# flags of a block, as its stage carries them: the kind of the next one, and its own
+KIND_MASK, OWN_KIND_SHIFT = 3, 2
 
 
 class Kind(IntEnum):

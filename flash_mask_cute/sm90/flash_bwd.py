@@ -39,17 +39,23 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.ring import Ring
 from flash_mask_cute.core.row_blocks import RowBlocks
-from flash_mask_cute.core.softmax import LOG2_E
+from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.turns import pass_turn, wait_for_turn
-from flash_mask_cute.core.walk_ring import CHUNK, Block, Kind, WalkRing
+from flash_mask_cute.core.walk_ring import (
+    CHUNK,
+    KIND_MASK,
+    OWN_KIND_SHIFT,
+    Block,
+    Kind,
+    WalkRing,
+)
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
@@ -57,13 +63,14 @@ from flash_mask_cute.masks.key_walks import NO_TURN, KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, MaskArgs, Share
 from flash_mask_cute.sm90 import tma, wgmma
-from flash_mask_cute.sm90.cta import RING_STAGES, THREADS_PER_WARPGROUP, WALK_STAGES, Role
-from flash_mask_cute.sm90.flash_bwd_math import (
-    ScoreArgs,
-    ScoreChain,
-    probabilities,
-    score_gradients,
+from flash_mask_cute.sm90.cta import (
+    THREADS_PER_WARPGROUP,
+    WALK_STAGES,
+    WARPS_PER_WARPGROUP,
+    Role,
+    planning_rings,
 )
+from flash_mask_cute.sm90.flash_bwd_math import ScoreChain, probabilities, score_gradients
 from flash_mask_cute.sm90.flash_bwd_plan import (
     DS_STAGES,
     NUM_MMA_WARPGROUPS,
@@ -71,9 +78,13 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     Barrier,
     BwdPlan,
 )
-
-# flags of a query block: the kind of the block that follows in its walk, and its own
-KIND_MASK, OWN_KIND_SHIFT = 3, 2
+from flash_mask_cute.sm90.warpgroups import (
+    mma_warpgroup_idx,
+    store_rows,
+    sync_warpgroup,
+    take_bits,
+    thread_in_warpgroup,
+)
 
 
 class Operands(NamedTuple):
@@ -265,14 +276,7 @@ class FlashAttentionBackwardSm90:
         if const_expr(not varlen_k):
             grid = cutlass.min(grid, num_blocks * heads_kv * num_batch)
 
-        scale_log2, scale_in = softmax_scale * LOG2_E, None
-        if const_expr(softcap is not None):
-            scale_log2, scale_in = softcap * LOG2_E, softmax_scale / softcap
-        elif const_expr(self.score_mod is not None):
-            scale_in = softmax_scale
-        if const_expr(self.score_mod is not None):
-            scale_log2 = Float32(LOG2_E)
-        score_args = ScoreArgs(softmax_scale, scale_log2, scale_in, softcap)
+        scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         columns, bits = None, None
         if const_expr(column_tensors is not None):
             indices, bounds = column_tensors
@@ -282,8 +286,8 @@ class FlashAttentionBackwardSm90:
         masks = MaskArgs(window_size_left, window_size_right, columns, None, bits, aux_tensors)
         scratch = Scratch(mStats, mdQaccum, mTurns)
         self.kernel(
-            operands, scratch, lengths, score_args, masks, schedule, heads_q // heads_kv,
-            tile_counter,
+            operands, scratch, lengths, softmax_scale, scales, masks, schedule,
+            heads_q // heads_kv, tile_counter,
         ).launch(
             grid=(grid, 1, 1),
             block=(plan.num_threads, 1, 1),
@@ -295,32 +299,23 @@ class FlashAttentionBackwardSm90:
         plan = self.plan
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
-        def by_query(tensor: cute.Tensor, op, layout, d: int) -> tuple:
-            modes = [1, 0, 2] if varlen_q else [2, 1, 3, 0]
-            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, modes))
-            view = cute.group_modes(view, 0, 2)
-            if const_expr(varlen_q):
-                view = tma.ragged_rows(view)
-            return cpasync.make_tiled_tma_atom(
-                op, view, tma.one_stage(layout), ((1, plan.tile_m), d)
-            )
+        def atom(op, tensor: cute.Tensor, is_packed: bool, layout, rows: int, d: int) -> tuple:
+            view = tma.sequence_rows(tensor, is_packed)
+            return cpasync.make_tiled_tma_atom(op, view, tma.one_stage(layout), ((1, rows), d))
 
-        def by_key(tensor: cute.Tensor, op, layout, d: int) -> tuple:
-            modes = [1, 0, 2] if varlen_k else [2, 1, 3, 0]
-            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, modes))
-            view = cute.group_modes(view, 0, 2)
-            if const_expr(varlen_k):
-                view = tma.ragged_rows(view)
-            tile = ((1, wgmma.ROWS_PER_WARPGROUP), d)
-            return cpasync.make_tiled_tma_atom(op, view, tma.one_stage(layout), tile)
+        def by_query(op, tensor: cute.Tensor, layout, d: int) -> tuple:
+            return atom(op, tensor, varlen_q, layout, plan.tile_m, d)
+
+        def by_key(op, tensor: cute.Tensor, layout, d: int) -> tuple:
+            return atom(op, tensor, varlen_k, layout, wgmma.ROWS_PER_WARPGROUP, d)
 
         return Operands(
-            *by_query(mQ, load, plan.layout_q(), plan.tile_d),
-            *by_query(mdO, load, plan.layout_do(), plan.tile_dv),
-            *by_key(mK, load, plan.layout_k(), plan.tile_d),
-            *by_key(mV, load, plan.layout_v(), plan.tile_dv),
-            *by_key(mdK, store, plan.layout_k(), plan.tile_d),
-            *by_key(mdV, store, plan.layout_v(), plan.tile_dv),
+            *by_query(load, mQ, plan.layout_q(), plan.tile_d),
+            *by_query(load, mdO, plan.layout_do(), plan.tile_dv),
+            *by_key(load, mK, plan.layout_k(), plan.tile_d),
+            *by_key(load, mV, plan.layout_v(), plan.tile_dv),
+            *by_key(store, mdK, plan.layout_k(), plan.tile_d),
+            *by_key(store, mdV, plan.layout_v(), plan.tile_dv),
         )
 
     @cute.kernel
@@ -329,7 +324,8 @@ class FlashAttentionBackwardSm90:
         operands: Operands,
         scratch: Scratch,
         lengths: Lengths,
-        score_args: ScoreArgs,
+        softmax_scale: Float32,
+        scales: ScoreScales,
         masks: MaskArgs,
         schedule: ScheduleParams,
         group: Int32,
@@ -343,31 +339,18 @@ class FlashAttentionBackwardSm90:
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
         mma_warps = plan.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
-        loads, readers = 1, 1 + plan.num_painters
-        turns = None
+        loads, turns = 1, None
         if const_expr(self.deterministic):
             turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
+        ring, walk = planning_rings(storage, plan.num_painters, mma_warps, True, turns)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             do=Channel.create(storage.do_barriers.data_ptr(), plan.stages_do, loads, mma_warps),
             kv=Channel.create(storage.kv_barriers.data_ptr(), plan.stages_kv, loads, mma_warps),
             dq=Channel.create(storage.dq_barriers.data_ptr(), 1, loads, mma_warps),
             bits=Channel.create(storage.bits_barriers.data_ptr(), 1, plan.num_painters, mma_warps),
-            ring=WorkRing(
-                Ring.create(
-                    storage.ring.data_ptr(),
-                    storage.ring_barriers.data_ptr(),
-                    RING_STAGES,
-                    readers + mma_warps,
-                )
-            ),
-            walk=WalkRing(
-                Ring.create(
-                    storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, readers
-                ),
-                ascending=True,
-                turns=turns,
-            ),
+            ring=ring,
+            walk=walk,
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -405,7 +388,7 @@ class FlashAttentionBackwardSm90:
                 paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
         else:
             cute.arch.setmaxregister_increase(plan.mma_registers)
-            self.mma(operands, tiles, channels, lengths, score_args, masks)
+            self.mma(operands, tiles, channels, lengths, softmax_scale, scales, masks)
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
         block_info = BlockInfo(
@@ -572,7 +555,8 @@ class FlashAttentionBackwardSm90:
         tiles: Tiles,
         channels: Channels,
         lengths: Lengths,
-        score_args: ScoreArgs,
+        softmax_scale: Float32,
+        scales: ScoreScales,
         masks: MaskArgs,
     ):
         """MMA warpgroup: 64 keys of every work tile."""
@@ -590,7 +574,7 @@ class FlashAttentionBackwardSm90:
         tdKrdS = wgmma.as_operand_a(cute.recast_tensor(grads, plan.dtype))
 
         chain = ScoreChain(
-            score_args,
+            scales,
             masks.aux_tensors,
             self.score_mod,
             self.score_mod_bwd,
@@ -631,12 +615,12 @@ class FlashAttentionBackwardSm90:
                         warpgroup.wait_group(1 if const_expr(chain.is_empty) else 0)
                         bits = None
                         if const_expr(kind == Kind.CUT):
-                            bits = self._take_bits(tiles.bits, channels.bits, cut)
+                            bits = take_bits(tiles.bits, channels.bits, cut)
                             cut += 1
                         if const_expr(chain.is_empty):
                             if const_expr(kind == Kind.CUT):
                                 bit_tile.hide_unset(scores, bits)
-                            probabilities(scores, lse, score_args.scale_log2)
+                            probabilities(scores, lse, scales.scale_log2)
                         else:
                             # no registers for dP meanwhile
                             work = ring.read(tile)
@@ -652,7 +636,8 @@ class FlashAttentionBackwardSm90:
                         self._store_ds(tiles.ds, grads, ds_stage)
                         do_tile = at.dv_do[None, None, None, do_stage]
                         wgmma.issue(mma_dv, acc_dV, tdVrP, do_tile, accumulate)
-                        self._ds_barrier()
+                        # dQ reads the dS of both
+                        self._sync_both()
                         acc_dQ = wgmma.make_accumulator(plan.dq_cols)
                         self._issue_dq(at, mma_dq, acc_dQ, ds_stage, channels.kv.index(tile))
                         q_tile = at.dk_q[None, None, None, stage]
@@ -667,7 +652,7 @@ class FlashAttentionBackwardSm90:
                         current = following
 
             work = ring.read(tile)
-            self._scale(acc_dK, score_args.scale)
+            self._scale(acc_dK, softmax_scale)
             if not work.has_scores:
                 # what was loaded is another sequence's, and may not even be finite
                 acc_dK.fill(0.0)
@@ -679,51 +664,33 @@ class FlashAttentionBackwardSm90:
 
     def _fragments(self, tiles: Tiles) -> Fragments:
         plan = self.plan
-        warpgroup_idx = _warpgroup_idx()
+        warpgroup_idx = mma_warpgroup_idx()
         mma_scores, mma_dq = plan.mma_scores(), plan.mma_dq()
         mma_dv, mma_dk = plan.mma_keys(plan.tile_dv), plan.mma_keys(plan.tile_d)
-        k_columns = _transposed(tiles.k)
+        k_columns = wgmma.transposed(tiles.k)
         if plan.num_row_groups == 1:
             # the warpgroups share the columns of dQ
             tile = (plan.dq_cols, wgmma.ROWS_PER_WARPGROUP)
             k_columns = cute.local_tile(k_columns, tile, (warpgroup_idx, 0, None))
 
-        def operand_a(mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
-            return mma.make_fragment_A(mma.get_slice(0).partition_A(smem))
-
-        def operand_b(mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
-            return mma.make_fragment_B(mma.get_slice(0).partition_B(smem))
-
         return Fragments(
-            scores_k=operand_a(mma_scores, tiles.k),
-            scores_q=operand_b(mma_scores, tiles.q),
-            scores_v=operand_a(mma_scores, tiles.v),
-            scores_do=operand_b(mma_scores, tiles.do),
-            dv_do=operand_b(mma_dv, _transposed(tiles.do)),
-            dk_q=operand_b(mma_dk, _transposed(tiles.q)),
-            dq_ds=operand_a(mma_dq, _transposed(tiles.ds)),
-            dq_k=operand_b(mma_dq, k_columns),
+            scores_k=wgmma.operand_a(mma_scores, tiles.k),
+            scores_q=wgmma.operand_b(mma_scores, tiles.q),
+            scores_v=wgmma.operand_a(mma_scores, tiles.v),
+            scores_do=wgmma.operand_b(mma_scores, tiles.do),
+            dv_do=wgmma.operand_b(mma_dv, wgmma.transposed(tiles.do)),
+            dk_q=wgmma.operand_b(mma_dk, wgmma.transposed(tiles.q)),
+            dq_ds=wgmma.operand_a(mma_dq, wgmma.transposed(tiles.ds)),
+            dq_k=wgmma.operand_b(mma_dq, k_columns),
         )
 
     def _own_keys(self, channels: Channels, tile: Int32) -> Int32:
         """Stage of this warpgroup's keys of a work tile."""
-        return channels.kv.index(tile) * NUM_MMA_WARPGROUPS + _warpgroup_idx()
-
-    def _take_bits(self, bits: cute.Tensor, channel: Channel, number: Int32) -> tuple:
-        """This thread's bits of its keys, from the bit tile, which is free after that."""
-        channel.wait(number)
-        thread = _thread_in_warpgroup()
-        first = _warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        words = tuple(
-            bits[thread % 4, first + wgmma.row_of(thread, r)] for r in range(wgmma.ROWS_PER_THREAD)
-        )
-        cute.arch.sync_warp()
-        channel.release(number)
-        return words
+        return channels.kv.index(tile) * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
 
     def _statistics(self, stats: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """LSE and delta of the queries that this thread's columns are, in shared memory."""
-        first = wgmma.first_col_of(_thread_in_warpgroup())
+        first = wgmma.first_col_of(thread_in_warpgroup())
         layout = cute.make_layout((2, self.plan.tile_m // 8), stride=(1, 8))
         row = stats[None, stage].iterator
         return tuple(
@@ -740,23 +707,16 @@ class FlashAttentionBackwardSm90:
         layout = wgmma.make_accumulator(wgmma.ROWS_PER_WARPGROUP).layout
         for i in cutlass.range_constexpr(plan.num_row_groups):
             part = cute.make_tensor(values.iterator + i * size, layout)
-            unit = self._ds_unit(stage, _warpgroup_idx(), i)
-            self._store_rows(part, wgmma.ROWS_PER_WARPGROUP, sdS[None, None, unit])
+            unit = self._ds_unit(stage, mma_warpgroup_idx(), i)
+            store_rows(part, plan.mma_keys(wgmma.ROWS_PER_WARPGROUP), sdS[None, None, unit])
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def _ds_unit(self, stage: Int32, warpgroup_idx: Int32, row_group: Int32) -> Int32:
         groups = self.plan.num_row_groups
         return (stage * NUM_MMA_WARPGROUPS + warpgroup_idx) * groups + row_group
 
-    def _store_rows(self, values: cute.Tensor, cols: int, smem: cute.Tensor):
-        """stmatrix of 16-bit values in accumulator order into a (64, cols) tile."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.plan.dtype)
-        tiled = cute.make_tiled_copy_C(atom, self.plan.mma_keys(cols))
-        store = tiled.get_slice(_thread_in_warpgroup())
-        cute.copy(atom, store.retile(values), store.partition_D(smem))
-
-    def _ds_barrier(self):
-        """Both warpgroups have written their dS."""
+    def _sync_both(self):
+        """Wait for both MMA warpgroups."""
         cute.arch.barrier(
             barrier_id=Barrier.BOTH,
             number_of_threads=NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP,
@@ -764,7 +724,7 @@ class FlashAttentionBackwardSm90:
 
     def _issue_dq(self, at: Fragments, mma_dq, acc_dQ, ds_stage: Int32, kv_stage: Int32):
         """Start this warpgroup's part of dQ = dS K, over the keys of both."""
-        row_group = _warpgroup_idx() if self.plan.num_row_groups > 1 else Int32(0)
+        row_group = mma_warpgroup_idx() if self.plan.num_row_groups > 1 else Int32(0)
         pairs = []
         for w in range(NUM_MMA_WARPGROUPS):
             ds_tile = at.dq_ds[None, None, None, self._ds_unit(ds_stage, Int32(w), row_group)]
@@ -808,33 +768,24 @@ class FlashAttentionBackwardSm90:
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         stage = self._own_keys(channels, tile)
+        is_packed = lengths.cu_seqlens_k is not None
         # the other warpgroup's dQ has read these keys as well
-        cute.arch.barrier(
-            barrier_id=Barrier.BOTH,
-            number_of_threads=NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP,
-        )
+        self._sync_both()
         for acc, cols, smem in (
             (acc_dV, plan.tile_dv, tiles.v),
             (acc_dK, plan.tile_d, tiles.k),
         ):
-            rounded = cute.make_rmem_tensor(acc.layout, plan.dtype)
-            rounded.store(acc.load().to(plan.dtype))
-            self._store_rows(rounded, cols, smem[None, None, stage])
+            rounded = wgmma.rounded(acc, plan.dtype)
+            store_rows(rounded, plan.mma_keys(cols), smem[None, None, stage])
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(
-            barrier_id=Barrier.EPILOGUE + _warpgroup_idx(),
-            number_of_threads=THREADS_PER_WARPGROUP,
-        )
-        if warp_idx % 4 == 0:
-            row = work.block * plan.tile_n + _warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        sync_warpgroup(Barrier.EPILOGUE)
+        if warp_idx % WARPS_PER_WARPGROUP == 0:
+            row = work.block * plan.tile_n + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
             for atom, target, cols, smem in (
                 (operands.dv_atom, operands.dv, plan.tile_dv, tiles.v),
                 (operands.dk_atom, operands.dk, plan.tile_d, tiles.k),
             ):
-                if const_expr(lengths.cu_seqlens_k is None):
-                    gmem = target[None, None, work.batch_idx]
-                else:
-                    gmem = tma.at_ragged_sequence(target, work.offset_k, work.slot)
+                gmem = tma.of_sequence(target, is_packed, work.batch_idx, work.offset_k, work.slot)
                 dst, src = tma.tile_of(
                     atom, gmem, (work.head_idx, row), ((1, wgmma.ROWS_PER_WARPGROUP), cols), smem
                 )
@@ -842,17 +793,3 @@ class FlashAttentionBackwardSm90:
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         channels.kv.release(tile)
-
-
-def _transposed(smem: cute.Tensor) -> cute.Tensor:
-    """The (cols, rows, stages) view of a (rows, cols, stages) tensor."""
-    return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))
-
-
-def _warpgroup_idx() -> Int32:
-    """This MMA warpgroup, counted from the first; uniform, so that descriptors are too."""
-    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-
-
-def _thread_in_warpgroup() -> Int32:
-    return cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP

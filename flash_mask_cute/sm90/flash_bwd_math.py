@@ -6,7 +6,7 @@ and delta of the columns from shared memory.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -14,19 +14,11 @@ from cutlass import Float32, Int32
 
 from flash_mask_cute.core.derivative import call_score_mod_bwd, differentiate
 from flash_mask_cute.core.mods import call_score_mod
+from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.cta import THREADS_PER_WARPGROUP
-
-
-class ScoreArgs(NamedTuple):
-    """What happens to a score, as in the forward; scale goes into dQ and dK besides."""
-
-    scale: Float32
-    scale_log2: Float32
-    scale_in: Float32 | None
-    cap: Float32 | None
 
 
 @cute.jit
@@ -58,7 +50,7 @@ class ScoreChain:
     tile_n).
     """
 
-    args: ScoreArgs
+    scales: ScoreScales
     aux_tensors: Any
     score_mod: cutlass.Constexpr[Callable[..., Any] | None]
     score_mod_bwd: cutlass.Constexpr[Callable[..., Any] | None]
@@ -67,7 +59,7 @@ class ScoreChain:
 
     @property
     def is_empty(self) -> bool:
-        return self.score_mod is None and self.args.cap is None
+        return self.score_mod is None and self.scales.cap is None
 
     @cute.jit
     def apply(
@@ -107,7 +99,7 @@ class ScoreChain:
                     q_idx = cutlass.min(first_q_idx + wgmma.col_offset(c), work.seqlen_q - 1)
                     place = (work.batch_idx, head_idx, q_idx, k_idx)
                     score, slope = self._modified(scores[r, c], place)
-                    exponent = cute.math.fma(score, self.args.scale_log2, -sLSE[c])
+                    exponent = cute.math.fma(score, self.scales.scale_log2, -sLSE[c])
                     prob = cute.math.exp2(exponent, fastmath=True)
                     if bits is not None:
                         prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
@@ -119,12 +111,12 @@ class ScoreChain:
     def _modified(self, score: Float32, place: tuple) -> tuple[Float32, Float32]:
         """A raw product as the softmax sees it (over scale_log2), and the derivative of this by the
         scaled product."""
-        args, slope = self.args, Float32(1.0)
-        if args.cap is not None:
-            score = cute.math.tanh(score * args.scale_in, fastmath=True)
+        slope = Float32(1.0)
+        if self.scales.cap is not None:
+            score = self.scales.bounded(score)
             slope = cute.math.fma(-score, score, Float32(1.0))
         if self.score_mod is not None:
-            score = score * (args.scale_in if args.cap is None else args.cap)
+            score = score * self.scales.scale_mod
             if self.score_mod_bwd is None:
                 score, by_score, _ = differentiate(self.score_mod, score, *place, self.aux_tensors)
             else:

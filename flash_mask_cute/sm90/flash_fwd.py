@@ -44,17 +44,16 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core import softmax as softmax_math
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.mods import call_score_mod
-from flash_mask_cute.core.ring import Ring
-from flash_mask_cute.core.softmax import LOG2_E, OnlineSoftmax
+from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
-from flash_mask_cute.core.walk_ring import Block, Kind, WalkRing
+from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Block, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
@@ -62,26 +61,32 @@ from flash_mask_cute.masks.query_walks import QueryWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, ListArgs, MaskArgs, Share
 from flash_mask_cute.sm90 import tma, wgmma
-from flash_mask_cute.sm90.cta import RING_STAGES, THREADS_PER_WARPGROUP, WALK_STAGES, Role
+from flash_mask_cute.sm90.cta import (
+    THREADS_PER_WARPGROUP,
+    WARPS_PER_WARPGROUP,
+    Role,
+    planning_rings,
+)
 from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
+from flash_mask_cute.sm90.warpgroups import (
+    mma_warpgroup_idx,
+    store_rows,
+    sync_warpgroup,
+    take_bits,
+    thread_in_warpgroup,
+)
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/measured_facts.md).
 L2_SHARE = 24 * 1024 * 1024
-# the word of a key stage: the kind of the block that follows in its walk, its own kind, its number
-KIND_MASK, OWN_KIND_SHIFT, N_BLOCK_SHIFT = 3, 2, 4
+# the word of a key stage: the flags of its block, and from this bit on its number
+N_BLOCK_SHIFT = 4
 
 
 class ScoreArgs(NamedTuple):
-    """What happens to a score.
+    """What happens to a score; sink logits (heads_q,)."""
 
-    scale_in multiplies the raw product where something else than the softmax is to see it; cap is
-    the soft cap; scale_log2 turns the result into an exponent of two. Sink logits (heads_q,).
-    """
-
-    scale_log2: Float32
-    scale_in: Float32 | None
-    cap: Float32 | None
+    scales: ScoreScales
     sink: cute.Tensor | None
 
 
@@ -257,15 +262,7 @@ class FlashAttentionForwardSm90:
                 raise ValueError(f"{name} must {'' if wanted else 'not '}be given to this kernel")
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
-        heads_first = [1, 0, 2] if varlen_q else [2, 1, 3, 0]
-        q = cute.group_modes(
-            cute.make_tensor(mQ.iterator, cute.select(mQ.layout, heads_first)), 0, 2
-        )
-        o = cute.group_modes(
-            cute.make_tensor(mO.iterator, cute.select(mO.layout, heads_first)), 0, 2
-        )
-        if const_expr(varlen_q):
-            o = tma.ragged_rows(o)
+        q, o = tma.head_rows(mQ, varlen_q), tma.sequence_rows(mO, varlen_q)
         varlen_k = const_expr(mCuSeqlensK is not None)
         k = cute.make_tensor(
             mK.iterator, cute.select(mK.layout, [0, 2, 1] if varlen_k else [1, 3, 2, 0])
@@ -310,14 +307,8 @@ class FlashAttentionForwardSm90:
         if const_expr(not varlen_q):
             grid = cutlass.min(grid, num_blocks * num_heads * num_batch)
 
-        scale_log2, scale_in = softmax_scale * LOG2_E, None
-        if const_expr(softcap is not None):
-            scale_log2, scale_in = softcap * LOG2_E, softmax_scale / softcap
-        elif const_expr(self.score_mod is not None):
-            scale_in = softmax_scale
-        if const_expr(self.score_mod is not None):
-            scale_log2 = Float32(LOG2_E)
-        score_args = ScoreArgs(scale_log2, scale_in, softcap, learnable_sink)
+        scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
+        score_args = ScoreArgs(scales, learnable_sink)
         columns, lists, bits = None, None, None
         if const_expr(column_tensors is not None):
             indices, bounds = column_tensors
@@ -357,26 +348,15 @@ class FlashAttentionForwardSm90:
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
         mma_warps = plan.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
-        loads, readers = 1, 1 + plan.num_painters
+        loads = 1
+        ring, walk = planning_rings(storage, plan.num_painters, mma_warps, ascending=False)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             k=Channel.create(storage.k_barriers.data_ptr(), plan.stages_k, loads, mma_warps),
             v=Channel.create(storage.v_barriers.data_ptr(), plan.stages_kv, loads, mma_warps),
             bits=Channel.create(storage.bits_barriers.data_ptr(), 1, plan.num_painters, mma_warps),
-            ring=WorkRing(
-                Ring.create(
-                    storage.ring.data_ptr(),
-                    storage.ring_barriers.data_ptr(),
-                    RING_STAGES,
-                    readers + mma_warps,
-                )
-            ),
-            walk=WalkRing(
-                Ring.create(
-                    storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, readers
-                ),
-                ascending=False,
-            ),
+            ring=ring,
+            walk=walk,
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -564,20 +544,18 @@ class FlashAttentionForwardSm90:
         plan = self.plan
         ring = channels.ring
         mma_qk, mma_pv = plan.mma_qk(), plan.mma_pv()
-        slice_qk, slice_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        tSrQ = mma_qk.make_fragment_A(slice_qk.partition_A(tiles.q))
-        tSrK = mma_qk.make_fragment_B(slice_qk.partition_B(tiles.k))
-        tOrV = mma_pv.make_fragment_B(slice_pv.partition_B(tiles.v))
+        tSrQ, tSrK = wgmma.operand_a(mma_qk, tiles.q), wgmma.operand_b(mma_qk, tiles.k)
+        tOrV = wgmma.operand_b(mma_pv, tiles.v)
         first_S = wgmma.make_accumulator(plan.tile_n)
         acc_O = wgmma.make_accumulator(plan.tile_dv)
         probs = cute.make_rmem_tensor(cute.size(first_S) // 2, Int32)
         tOrP = wgmma.as_operand_a(cute.recast_tensor(probs, plan.dtype))
-        softmax = OnlineSoftmax.create(score_args.scale_log2, wgmma.ROWS_PER_THREAD)
+        softmax = OnlineSoftmax.create(score_args.scales.scale_log2, wgmma.ROWS_PER_THREAD)
 
         issue_scores = partial(self._issue_scores, channels, mma_qk, tSrQ, tSrK)
         first_scores = partial(self._first_scores, channels, issue_scores, first_S)
-        take_bits = partial(self._take_bits, tiles.bits, channels.bits)
-        modify = partial(self._modify, score_args, masks.aux_tensors, ring)
+        bits_of = partial(take_bits, tiles.bits, channels.bits)
+        modify = partial(self._modify, score_args.scales, masks.aux_tensors, ring)
         # 1, since grids are one-dimensional, but the compiler does not know that
         opaque_one = Int32(cute.arch.grid_dim()[2])
         # the work tile, the key/value block and the cut block at hand, numbered from 0
@@ -594,7 +572,7 @@ class FlashAttentionForwardSm90:
                 # a sequence without queries or keys has no position to ask about
                 modify(tile, word, scores, True)
             if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
-                bit_tile.hide_unset(scores, take_bits(cut))
+                bit_tile.hide_unset(scores, bits_of(cut))
                 cut += 1
             channels.k.release(block)
             softmax.start(scores)
@@ -617,7 +595,7 @@ class FlashAttentionForwardSm90:
                         word = tiles.words[channels.k.index(block + 1)]
                         bits = None
                         if const_expr(kind == Kind.CUT):
-                            bits = take_bits(cut)
+                            bits = bits_of(cut)
                             cut += 1
                         self._wait_turn()
                         # a tensor of its own: one that lived on across the loops would cost as many
@@ -682,7 +660,7 @@ class FlashAttentionForwardSm90:
             warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
             channels.v.release(block)
             work = ring.read(tile)
-            o_stage = _warpgroup_idx()
+            o_stage = mma_warpgroup_idx()
             if const_expr(plan.share_qo):
                 o_stage += channels.q.index(tile) * plan.num_mma_warpgroups
             sO = tiles.o[None, None, o_stage]
@@ -706,21 +684,9 @@ class FlashAttentionForwardSm90:
         has_cut = any(x is not None and x is not False for x in can_cut)
         return (Kind.CUT, Kind.WHOLE) if has_cut or not self.skip_blocks else (Kind.WHOLE,)
 
-    def _take_bits(self, bits: cute.Tensor, channel: Channel, number: Int32) -> tuple:
-        """This thread's bits of its rows, from the bit tile, which is free after that."""
-        channel.wait(number)
-        thread = _thread_in_warpgroup()
-        first = _warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        words = tuple(
-            bits[thread % 4, first + wgmma.row_of(thread, r)] for r in range(wgmma.ROWS_PER_THREAD)
-        )
-        cute.arch.sync_warp()
-        channel.release(number)
-        return words
-
     def _issue_scores(self, channels: Channels, mma_qk, tSrQ, tSrK, acc_S, tile, block):
         """Start S = Q K^T of this warpgroup's rows of a work tile and a key block."""
-        q_stage = channels.q.index(tile) * self.plan.num_mma_warpgroups + _warpgroup_idx()
+        q_stage = channels.q.index(tile) * self.plan.num_mma_warpgroups + mma_warpgroup_idx()
         q_tile = tSrQ[None, None, None, q_stage]
         k_tile = tSrK[None, None, None, channels.k.index(block)]
         wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
@@ -753,7 +719,7 @@ class FlashAttentionForwardSm90:
     @cute.jit
     def _modify(
         self,
-        score_args: ScoreArgs,
+        scales: ScoreScales,
         aux_tensors,
         ring: WorkRing,
         tile,
@@ -762,18 +728,19 @@ class FlashAttentionForwardSm90:
         is_cut: cutlass.Constexpr,
     ):
         """Soft-cap the scores of a key block, and let score_mod have them."""
-        if const_expr(score_args.cap is not None):
+        if const_expr(scales.cap is not None):
             for i in cutlass.range_constexpr(cute.size(scores)):
-                scores[i] = cute.math.tanh(scores[i] * score_args.scale_in, fastmath=True)
+                scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
-            scale = score_args.scale_in if const_expr(score_args.cap is None) else score_args.cap
             n_block = word >> N_BLOCK_SHIFT
-            self._modify_each(scale, aux_tensors, ring.read(tile), n_block, scores, is_cut)
+            self._modify_each(
+                scales.scale_mod, aux_tensors, ring.read(tile), n_block, scores, is_cut
+            )
 
     def _modify_each(self, scale, aux_tensors, work: Work, n_block: Int32, scores, is_cut: bool):
         heads = self.plan.packed_heads
-        first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(_thread_in_warpgroup())
-        for r, row in enumerate(self._tile_rows(work, _thread_in_warpgroup())):
+        first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
+        for r, row in enumerate(self._tile_rows(work, thread_in_warpgroup())):
             # positions past the ends are hidden, but the callable may index tensors with them
             q_idx = cutlass.min(row // heads, work.seqlen_q - 1)
             head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
@@ -793,7 +760,7 @@ class FlashAttentionForwardSm90:
 
     def _tile_rows(self, work: Work, thread: Int32):
         """Rows of the sequence (of its packed rows) that a thread's accumulator holds."""
-        first = work.block * self.plan.tile_m + _warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        first = work.block * self.plan.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
         return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
 
     @cute.jit
@@ -810,9 +777,8 @@ class FlashAttentionForwardSm90:
     ):
         """Scale the accumulator, store it (by way of sO) and the LSE of this warpgroup's rows."""
         plan = self.plan
-        thread = _thread_in_warpgroup()
+        thread = thread_in_warpgroup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warpgroup_idx = warp_idx // 4 - 1
         rows = self._tile_rows(work, thread)
         q_idx = tuple(row // plan.packed_heads for row in rows)
         heads = tuple(work.head_idx * plan.packed_heads + row % plan.packed_heads for row in rows)
@@ -838,24 +804,18 @@ class FlashAttentionForwardSm90:
                         mLSE[heads[r], work.offset_q + q_idx[r]] = lse
 
         # the previous tile's store must have read the staging memory, and all warps their queries
-        is_storing_warp = warp_idx % 4 == 0
+        is_storing_warp = warp_idx % WARPS_PER_WARPGROUP == 0
         if is_storing_warp:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        _warpgroup_sync()
-        rounded = cute.make_rmem_tensor(acc_O.layout, plan.dtype)
-        rounded.store(acc_O.load().to(plan.dtype))
-        store_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
-        store = cute.make_tiled_copy_C(store_atom, plan.mma_pv()).get_slice(thread)
-        cute.copy(store_atom, store.retile(rounded), store.partition_D(sO))
+        sync_warpgroup(Barrier.EPILOGUE)
+        store_rows(wgmma.rounded(acc_O, plan.dtype), plan.mma_pv(), sO)
         cute.arch.fence_proxy("async.shared", space="cta")
-        _warpgroup_sync()
+        sync_warpgroup(Barrier.EPILOGUE)
         if is_storing_warp:
-            tile_row = work.block * plan.tile_m + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
+            tile_row = work.block * plan.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
             first = (work.head_idx * plan.packed_heads, tile_row // plan.packed_heads)
-            if const_expr(lengths.cu_seqlens_q is None):
-                gO = operands.o[None, None, work.batch_idx]
-            else:
-                gO = tma.at_ragged_sequence(operands.o, work.offset_q, work.slot)
+            is_packed = lengths.cu_seqlens_q is not None
+            gO = tma.of_sequence(operands.o, is_packed, work.batch_idx, work.offset_q, work.slot)
             dst, src = tma.tile_of(operands.o_atom, gO, first, (plan.row_tile, plan.tile_dv), sO)
             cute.copy(operands.o_atom, src, dst)
             cute.arch.cp_async_bulk_commit_group()
@@ -863,33 +823,19 @@ class FlashAttentionForwardSm90:
     # Turns: a warpgroup issues its products after the one before it has issued, in a circle.
     @cute.jit
     def _first_turn(self):
-        if _warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
+        if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
             self._pass_turn()
 
     def _wait_turn(self):
         cute.arch.barrier(
-            barrier_id=Barrier.TURN + _warpgroup_idx(), number_of_threads=2 * THREADS_PER_WARPGROUP
+            barrier_id=Barrier.TURN + mma_warpgroup_idx(),
+            number_of_threads=2 * THREADS_PER_WARPGROUP,
         )
 
     def _pass_turn(self):
-        warpgroup_idx = _warpgroup_idx()
+        warpgroup_idx = mma_warpgroup_idx()
         is_last = warpgroup_idx == self.plan.num_mma_warpgroups - 1
         following = cutlass.select_(is_last, Int32(0), warpgroup_idx + 1)
         cute.arch.barrier_arrive(
             barrier_id=Barrier.TURN + following, number_of_threads=2 * THREADS_PER_WARPGROUP
         )
-
-
-def _warpgroup_idx() -> Int32:
-    """This MMA warpgroup, counted from the first; uniform, so that descriptors are too."""
-    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-
-
-def _thread_in_warpgroup() -> Int32:
-    return cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
-
-
-def _warpgroup_sync():
-    cute.arch.barrier(
-        barrier_id=Barrier.EPILOGUE + _warpgroup_idx(), number_of_threads=THREADS_PER_WARPGROUP
-    )

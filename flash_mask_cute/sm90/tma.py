@@ -33,6 +33,31 @@ class Operands(NamedTuple):
     o: cute.Tensor
 
 
+def head_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
+    """View (batch, row, head, d), or (row, head, d) if sequences are packed, by (head, row) pairs.
+
+    Returns ((head, row), d, batch), or ((head, row), d).
+    """
+    modes = [1, 0, 2] if is_packed else [2, 1, 3, 0]
+    view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, modes))
+    return cute.group_modes(view, 0, 2)
+
+
+def sequence_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
+    """The `head_rows` of which `of_sequence` takes those of one sequence, and TMA no others."""
+    view = head_rows(tensor, is_packed)
+    return ragged_rows(view) if is_packed else view
+
+
+def of_sequence(
+    tensor: cute.Tensor, is_packed: bool, batch_idx: Int32, offset: Int32, length: Int32
+) -> cute.Tensor:
+    """The ((head, row), d) tensor of a sequence of `sequence_rows`."""
+    if is_packed:
+        return at_ragged_sequence(tensor, offset, length)
+    return tensor[None, None, batch_idx]
+
+
 def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
     """View ((heads, rows), d) as ((heads, RAGGED_BOUND), d, rows).
 

@@ -57,6 +57,21 @@ class QuadColumns:
 COLUMNS = QuadColumns()
 
 
+def operand_a(tiled_mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
+    """Descriptors of shared memory (rows, k, stages) as operand A: (1, rows, k-steps, stages)."""
+    return tiled_mma.make_fragment_A(tiled_mma.get_slice(0).partition_A(smem))
+
+
+def operand_b(tiled_mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
+    """Descriptors of shared memory (columns, k, stages) as operand B."""
+    return tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(smem))
+
+
+def transposed(smem: cute.Tensor) -> cute.Tensor:
+    """The (cols, rows, stages) view of a (rows, cols, stages) tensor."""
+    return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))
+
+
 def as_operand_a(values: cute.Tensor) -> cute.Tensor:
     """View of 16-bit values in accumulator order as the register operand A of the next product.
 
@@ -65,6 +80,13 @@ def as_operand_a(values: cute.Tensor) -> cute.Tensor:
     k_blocks = cute.size(values) // 8
     layout = cute.make_layout(((2, 2, 2), 1, k_blocks), stride=((1, 2, 4), 0, 8))
     return cute.make_tensor(values.iterator, layout)
+
+
+def rounded(acc: cute.Tensor, dtype: type) -> cute.Tensor:
+    """An accumulator in a 16-bit type."""
+    values = cute.make_rmem_tensor(acc.layout, dtype)
+    values.store(acc.load().to(dtype))
+    return values
 
 
 @cute.jit

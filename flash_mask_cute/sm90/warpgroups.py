@@ -1,0 +1,49 @@
+"""The MMA warpgroups of a CTA: who is who, and what passes between registers and shared memory."""
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import warp
+
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.cta import THREADS_PER_WARPGROUP, WARPS_PER_WARPGROUP
+
+
+def mma_warpgroup_idx() -> Int32:
+    """This MMA warpgroup, counted from the first; uniform, so that descriptors are too."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
+
+
+def thread_in_warpgroup() -> Int32:
+    return cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+
+
+def sync_warpgroup(first_barrier: int) -> None:
+    """Wait for all threads of this warpgroup, whose named barrier counts from `first_barrier`."""
+    cute.arch.barrier(
+        barrier_id=first_barrier + mma_warpgroup_idx(), number_of_threads=THREADS_PER_WARPGROUP
+    )
+
+
+def take_bits(bits: cute.Tensor, channel: Channel, number: Int32) -> tuple[Int32, ...]:
+    """This thread's word of each of its accumulator's rows, from bit tile `number` of `channel`.
+
+    bits: (word, row) of the rows of all MMA warpgroups. The tile is free after that.
+    """
+    channel.wait(number)
+    thread = thread_in_warpgroup()
+    first = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+    words = tuple(
+        bits[thread % wgmma.COLUMNS.num_words, first + wgmma.row_of(thread, r)]
+        for r in range(wgmma.ROWS_PER_THREAD)
+    )
+    cute.arch.sync_warp()
+    channel.release(number)
+    return words
+
+
+def store_rows(values: cute.Tensor, tiled_mma: cute.TiledMma, smem: cute.Tensor) -> None:
+    """stmatrix of 16-bit values, in the order of an accumulator of `tiled_mma`, into its tile."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), values.element_type)
+    store = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread_in_warpgroup())
+    cute.copy(atom, store.retile(values), store.partition_D(smem))
