@@ -18,7 +18,7 @@ from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.cta import THREADS_PER_WARPGROUP
+from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, thread_in_warpgroup
 
 
 @cute.jit
@@ -85,10 +85,8 @@ class ScoreChain:
 
     def _apply_each(self, work, head_idx, m_block, scores, bits, sLSE, probs) -> None:
         tile_m, tile_n = self.tiles
-        # threads of warpgroup 0 compute no scores
-        thread = cute.arch.thread_idx()[0] - THREADS_PER_WARPGROUP
-        warpgroup_idx, thread = thread // THREADS_PER_WARPGROUP, thread % THREADS_PER_WARPGROUP
-        first_k_idx = work.block * tile_n + warpgroup_idx * wgmma.ROWS_PER_WARPGROUP
+        thread = thread_in_warpgroup()
+        first_k_idx = work.block * tile_n + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
         first_q_idx = m_block * tile_m + wgmma.first_col_of(thread)
         for r in range(wgmma.ROWS_PER_THREAD):
             # positions past the ends are hidden, but the callable may index tensors with them
