@@ -42,7 +42,15 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import (
+    THREADS_PER_WARPGROUP,
+    WALK_STAGES,
+    WARPS_PER_WARPGROUP,
+    planning_rings,
+    thread_in_warpgroup,
+)
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import ScoreScales
@@ -62,14 +70,7 @@ from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import NO_TURN, KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, MaskArgs, Share
-from flash_mask_cute.sm90 import tma, wgmma
-from flash_mask_cute.sm90.cta import (
-    THREADS_PER_WARPGROUP,
-    WALK_STAGES,
-    WARPS_PER_WARPGROUP,
-    Role,
-    planning_rings,
-)
+from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain, probabilities, score_gradients
 from flash_mask_cute.sm90.flash_bwd_plan import (
     DS_STAGES,
@@ -79,11 +80,11 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     BwdPlan,
 )
 from flash_mask_cute.sm90.warpgroups import (
+    Role,
     mma_warpgroup_idx,
     store_rows,
     sync_warpgroup,
     take_bits,
-    thread_in_warpgroup,
 )
 
 
@@ -342,7 +343,7 @@ class FlashAttentionBackwardSm90:
         loads, turns = 1, None
         if const_expr(self.deterministic):
             turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        ring, walk = planning_rings(storage, plan.num_painters, mma_warps, True, turns)
+        ring, walk = planning_rings(storage, 1 + plan.num_painters, mma_warps, True, turns)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             do=Channel.create(storage.do_barriers.data_ptr(), plan.stages_do, loads, mma_warps),

@@ -12,18 +12,17 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.walk_ring import CHUNK
-from flash_mask_cute.sm90.cta import (
+from flash_mask_cute.core.cta import (
     RING_STAGES,
-    SMEM_BOOKKEEPING,
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
     WARPS_PER_WARPGROUP,
-    Role,
     registers_left,
 )
+from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.walk_ring import CHUNK
+from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
 NUM_MMA_WARPGROUPS = 2
