@@ -177,7 +177,7 @@ class OnlineSoftmax:
     def clear(self) -> None:
         """Begin rows anew that have seen nothing; `renew` takes the maximum of their first tile."""
         for r in cutlass.range_constexpr(self.num_rows):
-            self._adopt(r, -Float32.inf)
+            self._adopt(r, Float32(-Float32.inf))
             self.row_sum[r] = Float32(0.0)
 
     def tile_max(self, scores: cute.Tensor) -> tuple:
