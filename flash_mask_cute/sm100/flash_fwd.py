@@ -160,6 +160,7 @@ class FlashAttentionForwardSm100:
     :param mask_mod, score_mod: user callables (`core/mods.py`)
     :param has_aux_tensors: the call passes aux_tensors to them
     :param stages_q: query tiles in flight, 1 or 2
+    :param share_qo: False
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param fast_exp: the device has exponentials enough (10.3) and needs none by polynomial
@@ -183,6 +184,7 @@ class FlashAttentionForwardSm100:
         score_mod: Callable[..., Any] | None = None,
         has_aux_tensors: bool = False,
         stages_q: int = 1,
+        share_qo: bool = False,
         intervals: Intervals | None = None,
         skip_blocks: bool = True,
         fast_exp: bool = False,
@@ -197,6 +199,7 @@ class FlashAttentionForwardSm100:
             qhead_per_kvhead if pack_gqa else 1,
             num_stages,
             stages_q,
+            share_qo,
         )
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
@@ -377,7 +380,7 @@ class FlashAttentionForwardSm100:
 
         return Channels(
             q=channel(storage.q_barriers, HALVES * plan.stages_q, 1, 1),
-            k=channel(storage.k_barriers, plan.stages_k, 1, 1),
+            k=channel(storage.k_barriers, plan.stages_kv, 1, 1),
             v=channel(storage.v_barriers, plan.stages_v, 1, 1),
             s=channel(storage.s_barriers, HALVES, 1, warps_of_half),
             o=channel(storage.o_barriers, HALVES, 1, OUTPUT_WARPS),

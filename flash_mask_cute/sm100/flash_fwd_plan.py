@@ -60,7 +60,8 @@ NUM_PAINTERS = 4
 class FwdPlan:
     """Shape of one CTA's work.
 
-    stages_k, stages_q: key blocks and query tiles in flight.
+    stages_kv, stages_q: key blocks and query tiles in flight. share_qo: what other kernels do, and
+    this one does not.
     """
 
     dtype: type[cutlass.Numeric]
@@ -69,8 +70,9 @@ class FwdPlan:
     tile_m: int
     tile_n: int
     packed_heads: int
-    stages_k: int = 2
+    stages_kv: int = 2
     stages_q: int = 1
+    share_qo: bool = False
 
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = HALVES
@@ -143,17 +145,17 @@ class FwdPlan:
     @property
     def _smem_without_spare_value(self) -> int:
         query_output = HALVES * self.stages_q * self.bytes_q + self.bytes_o
-        keys_values = self.stages_k * (self.bytes_k + self.bytes_v)
+        keys_values = self.stages_kv * (self.bytes_k + self.bytes_v)
         return query_output + keys_values + self.bytes_bits + SMEM_BOOKKEEPING
 
     @property
     def stages_v(self) -> int:
         """Value blocks in flight: in use for longer than keys, so one more if it fits."""
-        return self.stages_k + (self._smem_without_spare_value + self.bytes_v <= SMEM_CAPACITY)
+        return self.stages_kv + (self._smem_without_spare_value + self.bytes_v <= SMEM_CAPACITY)
 
     @property
     def smem_bytes(self) -> int:
-        spare = self.stages_v - self.stages_k
+        spare = self.stages_v - self.stages_kv
         return self._smem_without_spare_value + spare * self.bytes_v
 
     def infeasible(self) -> str | None:
@@ -170,6 +172,8 @@ class FwdPlan:
             return f"tile_n must be {TILE_N} on Blackwell, got {self.tile_n}"
         if self.stages_q not in (1, 2):
             return f"stages_q must be 1 or 2, got {self.stages_q}"
+        if self.share_qo:
+            return "share_qo is not supported on Blackwell"
         if ROWS_PER_WARP % self.packed_heads:
             return f"pack_gqa needs a group of heads that divides 32, got {self.packed_heads}"
         if self.smem_bytes > SMEM_CAPACITY:
@@ -213,7 +217,7 @@ class FwdPlan:
 
     def operand_k(self) -> cute.ComposedLayout:
         tile = (ROWS, self.tile_n, self.tile_d)
-        return blackwell.make_smem_layout_b(self.mma_qk(), tile, self.dtype, self.stages_k)
+        return blackwell.make_smem_layout_b(self.mma_qk(), tile, self.dtype, self.stages_kv)
 
     def operand_v(self) -> cute.ComposedLayout:
         tile = (ROWS, self.tile_dv, self.tile_n)
@@ -231,7 +235,7 @@ class FwdPlan:
 
     def layout_k(self) -> cute.ComposedLayout:
         tile = (ROWS, self.tile_n, self.tile_d)
-        return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages_k)
+        return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages_kv)
 
     def layout_v(self) -> cute.ComposedLayout:
         """(tile_dv, tile_n, stages_v): V is the MN-major operand B of P V."""
@@ -262,7 +266,7 @@ class FwdPlan:
             v: elements(self.layout_v())
             o: elements(self.layout_o())
             q_barriers: barriers(HALVES * self.stages_q)
-            k_barriers: barriers(self.stages_k)
+            k_barriers: barriers(self.stages_kv)
             v_barriers: barriers(self.stages_v)
             s_barriers: barriers(HALVES)
             o_barriers: barriers(HALVES)
