@@ -125,6 +125,7 @@ class OperandLoads:
             )
         return tma.tile_of(atom, gmem, (place.head, row), ((1, self.shape.tile_n), d), smem)
 
+    @cute.jit
     def _load_query(self, tile: Int32, work: Work) -> None:
         """Fetch the query rows of work tile `tile`."""
         shape, channel = self.shape, self.q.channel
@@ -132,11 +133,12 @@ class OperandLoads:
         if const_expr(self.lengths.cu_seqlens_q is None):
             gQ = gQ[None, None, work.batch_idx]
         rows_of_box = shape.row_tile[0] * shape.row_tile[1]
-        for fill in range(shape.q_fills):
+        # rolled: each copy in flight of an unrolled loop would take uniform registers of its own
+        for fill in cutlass.range(shape.q_fills, unroll=1):
             number = tile * shape.q_fills + fill
             channel.acquire(number)
             channel.expect(number, shape.bytes_q)
-            for box in range(shape.q_boxes):
+            for box in cutlass.range_constexpr(shape.q_boxes):
                 tile_row = work.block * shape.tile_m + (fill * shape.q_boxes + box) * rows_of_box
                 first = (
                     work.head_idx * shape.packed_heads,

@@ -77,8 +77,8 @@ def exp2_polynomial(exponents: Pair) -> Pair:
         cute.arch.fmin(cute.arch.fmax(e, LOWEST, nan=True), HIGHEST, nan=True) for e in exponents
     )
     shifted = cute.arch.add_packed_f32x2(x, (ROUNDER, ROUNDER), rnd="rm")
-    floor = cute.arch.add_packed_f32x2(shifted, (-ROUNDER, -ROUNDER))
-    fraction = cute.arch.fma_packed_f32x2(floor, (-1.0, -1.0), x)
+    floor = cute.arch.sub_packed_f32x2(shifted, (ROUNDER, ROUNDER))
+    fraction = cute.arch.sub_packed_f32x2(x, floor)
     power = cute.arch.fma_packed_f32x2(fraction, c3, c2)
     power = cute.arch.fma_packed_f32x2(power, fraction, c1)
     power = cute.arch.fma_packed_f32x2(power, fraction, (1.0, 1.0))

@@ -79,6 +79,8 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
 # keys and values of the heads in flight should stay in an L2 cache of 126 MB; as a share, what was
 # measured on Hopper
 L2_SHARE = 64 * 1024 * 1024
+# columns of the output that a thread holds at a time; few, as its warps have few registers
+OUTPUT_CHUNK = 16
 
 
 class ScoreArgs(NamedTuple):
@@ -572,6 +574,7 @@ class FlashAttentionForwardSm100:
         for chunk in range(num_chunks):
             umma.wait_loads()
             scores = following
+            umma.fence_after_wait()
             if chunk + 1 < num_chunks:
                 following = umma.load_columns(first + (chunk + 1) * umma.CHUNK, umma.CHUNK, thread)
             prepare(chunk, scores)
@@ -727,36 +730,36 @@ class FlashAttentionForwardSm100:
 
         channels.o.wait(half_tile)
         umma.fence_after_wait()
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.OUTPUT
+        sO = cute.flat_divide(tiles.o[lane, None, warp], (OUTPUT_CHUNK,))
         for first in cutlass.range_constexpr(0, plan.tile_dv, plan.columns_o):
-            words = cute.make_rmem_tensor(plan.columns_o // 2, Int32)
-            for c in cutlass.range_constexpr(0, plan.columns_o, umma.CHUNK):
-                at = plan.column_o(half) + first + c
-                values = umma.load_columns(at, umma.CHUNK, thread)
+            # what was staged here before must have left
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            for c in cutlass.range_constexpr(plan.columns_o // OUTPUT_CHUNK):
+                at = plan.column_o(half) + first + c * OUTPUT_CHUNK
+                values = umma.load_columns(at, OUTPUT_CHUNK, thread)
                 umma.wait_loads()
-                for i in cutlass.range_constexpr(umma.CHUNK):
+                for i in cutlass.range_constexpr(OUTPUT_CHUNK):
                     # adding 0 makes the zeros of a row that saw nothing positive
                     value = cute.math.fma(values[0, i], factor, Float32(0.0))
                     if const_expr(lengths.seqused_q is not None):
                         value = cutlass.select_(is_used, value, Float32(0.0))
                     values[0, i] = value
-                for i in cutlass.range_constexpr(0, umma.CHUNK, 2):
-                    pair = softmax_math.round_pair(values[0, i], values[0, i + 1], plan.dtype)
-                    words[(c + i) // 2] = pair
+                rounded = cute.make_rmem_tensor(OUTPUT_CHUNK, plan.dtype)
+                values = cute.make_tensor(values.iterator, rounded.layout)
+                rounded.store(values.load().to(plan.dtype))
+                cute.autovec_copy(rounded, sO[None, c])
             if const_expr(first + plan.columns_o == plan.tile_dv):
                 umma.fence_before_arrival()
                 cute.arch.sync_warp()
                 channels.o.release(half_tile)
-            self._store_columns(operands, tiles.o, lengths, work, half, first, words)
+            self._store_columns(operands, tiles.o, lengths, work, half, first, warp)
 
-    def _store_columns(self, operands, sO, lengths, work: Work, half, first: int, words):
-        """Store some columns of this warp's rows, by way of its part of shared memory."""
+    def _store_columns(self, operands, sO, lengths, work: Work, half, first: int, warp):
+        """Send what a warp has staged in its part of sO to some columns of its rows."""
         plan = self.plan
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.OUTPUT
-        # what was there must have left
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        values = cute.recast_tensor(words, plan.dtype)
-        cute.autovec_copy(values, sO[cute.arch.lane_idx(), None, warp])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         tile_row = work.block * plan.tile_m + half * umma.ROWS + warp * ROWS_PER_WARP

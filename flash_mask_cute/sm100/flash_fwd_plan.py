@@ -33,9 +33,9 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 # rows of a warp, which the output leaves by
 ROWS_PER_WARP = 32
 NUM_WARPGROUPS = 5
-SOFTMAX_REGISTERS = 144
-OUTPUT_REGISTERS = 80
-PAINTER_REGISTERS = 64
+SOFTMAX_REGISTERS = 168
+OUTPUT_REGISTERS = 56
+PAINTER_REGISTERS = 48
 # bytes of shared memory kept for barriers, rings and the sums of rows
 SMEM_BOOKKEEPING = 3072
 
