@@ -30,9 +30,9 @@ class QuerySchedule(NamedTuple):
     ) -> "QuerySchedule":
         """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
 
-        group_bytes: heads whose keys and values have so many bytes together come in a group, so
-        that they stay in the L2 cache while all their query blocks pass; None: the heads of one KV
-        head are a group.
+        group_bytes: dense, heads whose keys and values have so many bytes together come in a group,
+        so that they stay in the L2 cache while all their query blocks pass; None: the heads of one
+        KV head are a group.
         """
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
@@ -44,8 +44,8 @@ class QuerySchedule(NamedTuple):
         num_blocks = cute.ceil_div(lengths.seqlen_q * packed_heads, tile_m)
         # heads that share keys stay together
         heads_per_kv = num_heads // heads_kv
-        heads_per_group = heads_per_kv
-        if group_bytes is not None:
+        heads_per_group = Int32(1) if varlen_q else heads_per_kv
+        if not varlen_q and group_bytes is not None:
             kv_bytes = Int64(cutlass.max(lengths.seqlen_k, 1)) * (sum(head_dims) * 2)
             most = heads_kv * num_batch
             fitting = Int32(cutlass.max(cutlass.min(group_bytes // kv_bytes, most), 1))

@@ -720,14 +720,16 @@ class FlashAttentionForwardSm100:
         cute.arch.sync_warp()
         channels.sums.release(half_tile)
         factor, lse = rows.finalize(sinks)[0]
-        is_used = Boolean(True)
+        # what was loaded for an empty sequence is a row of a neighbour
+        is_used = work.has_scores
         if const_expr(lengths.seqused_q is not None):
-            is_used = q_idx < work.seqlen_q
-            lse = cutlass.select_(is_used, lse, -Float32.inf)
+            is_used = is_used & (q_idx < work.seqlen_q)
+            lse = cutlass.select_(q_idx < work.seqlen_q, lse, -Float32.inf)
         if const_expr(mLSE is not None):  # noqa: SIM102 (decided while tracing)
             if q_idx < work.slot:
                 store_lse(mLSE, lengths, work, head_idx, q_idx, lse)
 
+        zeroes = lengths.seqused_q is not None or lengths.cu_seqlens_k is not None
         channels.o.wait(half_tile)
         umma.fence_after_wait()
         lane = cute.arch.lane_idx()
@@ -744,7 +746,7 @@ class FlashAttentionForwardSm100:
                 for i in cutlass.range_constexpr(OUTPUT_CHUNK):
                     # adding 0 makes the zeros of a row that saw nothing positive
                     value = cute.math.fma(values[0, i], factor, Float32(0.0))
-                    if const_expr(lengths.seqused_q is not None):
+                    if const_expr(zeroes):
                         value = cutlass.select_(is_used, value, Float32(0.0))
                     values[0, i] = value
                 rounded = cute.make_rmem_tensor(OUTPUT_CHUNK, plan.dtype)

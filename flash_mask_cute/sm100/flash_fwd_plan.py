@@ -34,7 +34,7 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 ROWS_PER_WARP = 32
 NUM_WARPGROUPS = 5
 SOFTMAX_REGISTERS = 168
-OUTPUT_REGISTERS = 56
+OUTPUT_REGISTERS = 64
 PAINTER_REGISTERS = 48
 # bytes of shared memory kept for barriers, rings and the sums of rows
 SMEM_BOOKKEEPING = 3072

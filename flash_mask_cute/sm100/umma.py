@@ -76,10 +76,14 @@ def issue(
     """Start acc (+)= a b; `accumulate` False overwrites acc."""
     # an atom of its own, so that the flag set here is not carried out of a dynamic region
     mma = cute.make_mma_atom(tiled_mma.op)
-    mma.set(tcgen05.Field.ACCUMULATE, accumulate)
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
-        mma.set(tcgen05.Field.ACCUMULATE, True)
+    num_steps = cute.size(a, mode=[2])
+    # a longer product is rolled, since the descriptors of all its steps would take registers
+    unrolled = num_steps if cutlass.const_expr(num_steps <= 8) else 4
+    for first in cutlass.range(0, num_steps, unrolled, unroll=1):
+        for i in cutlass.range_constexpr(unrolled):
+            k = first + i
+            mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
 
 
 @cute.jit
