@@ -565,8 +565,8 @@ class FlashAttentionForwardSm100:
     def _chunks(self, half, prepare) -> Iterator[tuple[int, cute.Tensor]]:
         """Number and scores, (1, 32), of the chunks of this thread's row.
 
-        Each is on its way while the one before is at hand, and no more, which the wait enforces:
-        ptxas would fetch all at once, into registers that are not there.
+        Each is on its way while the one before is at hand, and no more: without the fence ptxas
+        would fetch all at once, into registers that are not there.
         """
         num_chunks = self.plan.tile_n // umma.CHUNK
         first, thread = self.plan.column_s(half), thread_in_warpgroup()
