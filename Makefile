@@ -32,15 +32,20 @@ demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/08_autograd.py
 	PYTHONPATH=. $(RUN) examples/09_training.py
 
-# Each folder has a process of its own: the software GPU takes the place of CUDA in its process.
+# Each folder has a process of its own: the software GPU takes the place of CUDA in its process, and is of one
+# architecture, so there are two of it.
 # The GPU tests go first, so that the last words of a machine without a GPU are about tests that ran.
 test: test-gpu test-sim test-cpu
 
 test-cpu: $(call needs_venv,$(DEV))
 	$(DEV) -m pytest tests/cpu -n $(WORKERS)
 
-test-sim test-gpu: test-%: $(call needs_venv,$(DEV))
-	$(DEV) -m pytest tests/$*
+test-gpu: $(call needs_venv,$(DEV))
+	$(DEV) -m pytest tests/gpu
+
+test-sim: $(call needs_venv,$(DEV))
+	FLASH_MASK_SIM_ARCH=sm_90a $(DEV) -m pytest tests/sim
+	FLASH_MASK_SIM_ARCH=sm_100a $(DEV) -m pytest tests/sim
 
 lint: $(call needs_venv,$(DEV))
 	$(DEV) -m ruff check .

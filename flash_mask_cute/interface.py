@@ -46,7 +46,7 @@ from flash_mask_cute.host.launch import (
 )
 from flash_mask_cute.host.mask_args import NO_MASKS, Masks, ResolvedMasks
 from flash_mask_cute.host.problem import AttentionProblem, dtype_name, fold_window
-from flash_mask_cute.host.target import Target
+from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.host.validate import FwdShapes, check_bwd_inputs, check_fwd_inputs
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -236,18 +236,22 @@ def _flash_attn_bwd(
     return launch(operands, extras, masks)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
+) -> Explanation:
     """What `_flash_attn_fwd(q, k, v, **keywords)` would run, and why; nothing is launched.
 
-    The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU.
+    The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU,
+    or for a target ("sm_90a", "sm_100a" or "sm_103a"), which need not be there.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as the call would.
+        TypeError, ValueError, NotImplementedError: as the call would; ValueError also where there
+            is no kernel for the target.
     """
     extras, masks, settings = bundle(keywords)
-    resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings)
-    target = Target.of(q.device) if q.is_cuda else Target.default()
-    return explain_fwd(resolved, extras, resolved_masks, target, str(q.device))
+    named = None if target is None else Target.named(target)
+    resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
+    return explain_fwd(resolved, extras, resolved_masks, named or _target_of(q), str(q.device))
 
 
 def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:
@@ -277,10 +281,21 @@ def _sort_keywords(keywords: Mapping[str, Any], *bundles: Any) -> list[Any]:
     ]
 
 
+def _target_of(q: Tensor) -> Target:
+    """Whose kernel a call runs, or, on the CPU, whose tiles it walks."""
+    return Target.of(q.device) if q.is_cuda else Target.default()
+
+
 def _resolve(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    masks: Masks,
+    settings: Settings,
+    target: Target | None = None,
 ) -> tuple[ResolvedFwd, ResolvedMasks]:
-    """Validate, and decide everything that comes before compilation."""
+    """Validate, and decide everything that comes before compilation, for a target or for q's."""
     arguments = extras._asdict() | masks._asdict() | settings._asdict()
     config = arguments.pop("config")
     shapes = check_fwd_inputs(q, k, v, **arguments)
@@ -307,6 +322,7 @@ def _resolve(
         window,
         block_size,
         resolved_masks.unpackable(shapes),
+        (target or _target_of(q)).family,
     )
     rows = tuple(q.shape[:-1])
     resolved = ResolvedFwd(
@@ -421,6 +437,11 @@ def _prepare_bwd(
     if not operands.q.is_cuda:
         return BwdCpuLaunch(resolved, resolved_masks)
     target = Target.of(operands.q.device)
+    if target.family != HOPPER:
+        raise NotImplementedError(
+            f"q is on {operands.q.device}, a Blackwell device; kernels of the backward exist for "
+            "Hopper only"
+        )
     if resolved.shapes.is_empty:
         return BwdEmptyLaunch(resolved)
     mods = masks.mods._replace(score_mod_bwd=settings.score_mod_bwd)

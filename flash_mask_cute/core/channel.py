@@ -53,6 +53,10 @@ class Channel:
         """The mbarrier that TMA copies of fill `number` complete on."""
         return self.full + self.index(number)
 
+    def vacancy(self, number: Int32) -> cute.Pointer:
+        """The mbarrier that who reads fill `number` asynchronously completes on."""
+        return self.empty + self.index(number)
+
     @cute.jit
     def expect(self, number: Int32, num_bytes: cutlass.Constexpr) -> None:
         """Arrive for fill `number`, which is full when so many bytes have come as well."""
@@ -75,4 +79,4 @@ class Channel:
     def release(self, number: Int32) -> None:
         """This warp, all lanes of it, has read fill `number` for the last time."""
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.empty + self.index(number))
+            cute.arch.mbarrier_arrive(self.vacancy(number))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.tile_scheduler import WorkTile
 from flash_mask_cute.core.work_ring import Work
@@ -20,6 +20,22 @@ class Lengths(NamedTuple):
     seqused_k: cute.Tensor | None
     seqlen_q: Int32
     seqlen_k: Int32
+
+    @staticmethod
+    def of(
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+    ) -> "Lengths":
+        """Of tensors (batch, row, ...), or (row, ...) where sequences are packed."""
+        seqlen_q, seqlen_k = (
+            t.shape[1] if cu_seqlens is None else t.shape[0]
+            for t, cu_seqlens in ((mQ, cu_seqlens_q), (mK, cu_seqlens_k))
+        )
+        return Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, seqlen_q, seqlen_k)
 
 
 @cute.jit
@@ -48,3 +64,14 @@ def describe(tile: WorkTile, lengths: Lengths, blocks_are_keys: cutlass.Constexp
         Int32(used.offset_k),
         Int32(used.seqlen_k),
     )
+
+
+@cute.jit
+def store_lse(
+    mLSE: cute.Tensor, lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32, lse: Float32
+) -> None:
+    """Write a row of mLSE (batch, head, row), or (head, row) where sequences are packed."""
+    if const_expr(lengths.cu_seqlens_q is None):
+        mLSE[work.batch_idx, head_idx, q_idx] = lse
+    else:
+        mLSE[head_idx, work.offset_q + q_idx] = lse

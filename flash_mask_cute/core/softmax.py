@@ -3,7 +3,8 @@
 Value domains: scores arrive as the raw product Q K^T (or after soft-capping, already scaled);
 `scale_log2` turns them into exponents of two. `row_max` is kept in the units of the scores,
 `row_sum` is the sum of exp2(score * scale_log2 - max * scale_log2) over the columns this thread
-owns; columns of one row are spread over the four lanes of a quad.
+owns. How a row is spread over threads, and how exponentials are computed, is the architecture's
+(`RowArithmetic`).
 
 Method: Milakov and Gimelshein 2018 (online normaliser), in the base-2 form of FlashAttention-2
 (Dao 2023). The maximum is allowed to lag: as long as it grew by less than `RESCALE_THRESHOLD` in
@@ -15,11 +16,12 @@ SUM_LIMIT, which bf16, fp16 and the fp32 sums hold with the same relative precis
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -93,11 +95,48 @@ def _add(a: Float32, b: Float32) -> Float32:
     return a + b
 
 
+class RowArithmetic(Protocol):
+    """What the softmax of a row depends on besides its scores."""
+
+    def across(self, value: Float32, op: BinaryOp) -> Float32:
+        """Combine a value over the threads that share a row."""
+        ...
+
+    def exponentials(
+        self, scores: Sequence[Float32], scale_log2: Float32, bias: Float32
+    ) -> list[Float32]:
+        """exp2(score * scale_log2 + bias); an exponent too large gives more than SUM_LIMIT."""
+        ...
+
+    def total(self, values: Sequence[Float32]) -> Float32:
+        """The sum of a thread's values."""
+        ...
+
+
+class QuadRows:
+    """`RowArithmetic` of WGMMA's accumulators, a row of which is spread over four lanes."""
+
+    def across(self, value: Float32, op: BinaryOp) -> Float32:
+        return quad_reduce(value, op)
+
+    def exponentials(
+        self, scores: Sequence[Float32], scale_log2: Float32, bias: Float32
+    ) -> list[Float32]:
+        return [cute.math.exp2(cute.math.fma(x, scale_log2, bias), fastmath=True) for x in scores]
+
+    def total(self, values: Sequence[Float32]) -> Float32:
+        return _chained_reduce(values, _add)
+
+
 def _row(scores: cute.Tensor, r: int) -> list[Float32]:
     return [scores[r, c] for c in range(cute.size(scores, mode=[1]))]
 
 
-class OnlineSoftmax(NamedTuple):
+QUAD_ROWS = QuadRows()
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
     """Running maximum and sum of the accumulator rows a thread owns.
 
     row_max: the maximum in use (-inf while a row has seen nothing), row_limit: the score above
@@ -110,12 +149,14 @@ class OnlineSoftmax(NamedTuple):
     row_limit: cute.Tensor
     row_bias: cute.Tensor
     row_sum: cute.Tensor
+    arithmetic: cutlass.Constexpr[RowArithmetic]
 
     @staticmethod
-    def create(scale_log2: Float32, num_rows: int) -> "OnlineSoftmax":
-        return OnlineSoftmax(
-            scale_log2, *(cute.make_rmem_tensor((num_rows,), Float32) for _ in range(4))
-        )
+    def create(
+        scale_log2: Float32, num_rows: int, arithmetic: RowArithmetic = QUAD_ROWS
+    ) -> "OnlineSoftmax":
+        state = (cute.make_rmem_tensor((num_rows,), Float32) for _ in range(4))
+        return OnlineSoftmax(scale_log2, *state, arithmetic)
 
     @property
     def num_rows(self) -> int:
@@ -128,9 +169,15 @@ class OnlineSoftmax(NamedTuple):
         Sets the maximum, empties the sum.
         """
         for r in cutlass.range_constexpr(self.num_rows):
-            self._adopt(
-                r, quad_reduce(_chained_reduce(_row(scores, r), cute.arch.fmax), cute.arch.fmax)
-            )
+            largest = _chained_reduce(_row(scores, r), cute.arch.fmax)
+            self._adopt(r, self.arithmetic.across(largest, cute.arch.fmax))
+            self.row_sum[r] = Float32(0.0)
+
+    @cute.jit
+    def clear(self) -> None:
+        """Begin rows anew that have seen nothing; `renew` takes the maximum of their first tile."""
+        for r in cutlass.range_constexpr(self.num_rows):
+            self._adopt(r, Float32(-Float32.inf))
             self.row_sum[r] = Float32(0.0)
 
     def tile_max(self, scores: cute.Tensor) -> tuple:
@@ -145,13 +192,10 @@ class OnlineSoftmax(NamedTuple):
         """
         sums = []
         for r in cutlass.range_constexpr(self.num_rows):
-            probs = []
-            for x in _row(scores, r):
-                exponent = cute.math.fma(x, self.scale_log2, self.row_bias[r])
-                probs.append(cute.math.exp2(exponent, fastmath=True))
+            probs = self._row_exponentials(scores, r)
             for c in cutlass.range_constexpr(0, len(probs), 2):
                 keep(r, c, probs[c], probs[c + 1])
-            sums.append(_chained_reduce(probs, _add))
+            sums.append(self.arithmetic.total(probs))
         return tuple(sums)
 
     def overflowed(self, sums: tuple) -> tuple:
@@ -177,9 +221,9 @@ class OnlineSoftmax(NamedTuple):
         factors = []
         for r in cutlass.range_constexpr(self.num_rows):
             vote = cutlass.select_(is_old[r], Float32(1.0), Float32(0.0))
-            is_renewed = quad_reduce(vote, cute.arch.fmax) > 0.0
+            is_renewed = self.arithmetic.across(vote, cute.arch.fmax) > 0.0
             old_max = self.row_max[r]
-            new_max = quad_reduce(cute.arch.fmax(tile_max[r], old_max), cute.arch.fmax)
+            new_max = self.arithmetic.across(cute.arch.fmax(tile_max[r], old_max), cute.arch.fmax)
             self._adopt(r, cutlass.select_(is_renewed, new_max, old_max))
             factor = cute.math.exp2(
                 cute.math.fma(old_max, self.scale_log2, self.row_bias[r]), fastmath=True
@@ -193,13 +237,13 @@ class OnlineSoftmax(NamedTuple):
     def accumulate(self, scores: cute.Tensor) -> None:
         """Replace scores by probabilities and add them to the sums; hidden scores (-inf) give 0."""
         for r in cutlass.range_constexpr(self.num_rows):
-            probs = []
-            for x in _row(scores, r):
-                exponent = cute.math.fma(x, self.scale_log2, self.row_bias[r])
-                probs.append(cute.math.exp2(exponent, fastmath=True))
+            probs = self._row_exponentials(scores, r)
             for c in cutlass.range_constexpr(len(probs)):
                 scores[r, c] = probs[c]
-            self.row_sum[r] = self.row_sum[r] + _chained_reduce(probs, _add)
+            self.row_sum[r] = self.row_sum[r] + self.arithmetic.total(probs)
+
+    def _row_exponentials(self, scores: cute.Tensor, r: int) -> list[Float32]:
+        return self.arithmetic.exponentials(_row(scores, r), self.scale_log2, self.row_bias[r])
 
     def _adopt(self, r: int, row_max: Float32) -> None:
         # In a row that has seen nothing, hidden scores get exponents of -inf whatever the bias, and
@@ -218,7 +262,7 @@ class OnlineSoftmax(NamedTuple):
         """
         results = []
         for r in cutlass.range_constexpr(cute.size(self.row_sum)):
-            total = quad_reduce(self.row_sum[r], _add)
+            total = self.arithmetic.across(self.row_sum[r], _add)
             max_log2 = self.row_max[r] * self.scale_log2
             empty = self.row_max[r] == -Float32.inf
             shift = Float32(1.0)
@@ -237,6 +281,20 @@ class OnlineSoftmax(NamedTuple):
             factor = cutlass.select_(empty, Float32(0.0), shift * cute.arch.rcp_approx(total))
             results.append((factor, lse))
         return tuple(results)
+
+
+def round_pair(p: Float32, q: Float32, dtype: type[cutlass.Numeric]) -> Int32:
+    """Two 16-bit values in a word, the first in its lower half.
+
+    As PTX, because the compiler would move a conversion of its own behind the next join, and keep
+    the unrounded values, twice the registers, until then.
+    """
+    name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Int32],
+        read_only_args=[q, p],
+    )
 
 
 def any_in_warp(flags: tuple) -> Boolean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.config import BwdTiles, FwdTiles
 from flash_mask_cute.host.problem import AttentionProblem, Mods
 from flash_mask_cute.host.stand_ins import int32_pair, operand, strided
-from flash_mask_cute.host.target import Target
+from flash_mask_cute.host.target import BLACKWELL, HOPPER, Target
 
 CACHE = CompileCache()
-KERNEL_NAME = "flash_fwd_sm90"
+KERNEL_NAMES = {HOPPER: "flash_fwd_sm90", BLACKWELL: "flash_fwd_sm100"}
 NO_MODS = Mods()
 
 
@@ -42,8 +43,9 @@ def compile_fwd(
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k); None for
     what the problem does not have.
     """
+    name = KERNEL_NAMES[target.family]
     return cached_attention(
-        KERNEL_NAME, problem, tiles, target, lambda: build_fwd(problem, tiles, target, mods), cache
+        name, problem, tiles, target, lambda: build_fwd(problem, tiles, target, mods), cache
     )
 
 
@@ -75,9 +77,8 @@ def build_fwd(
 ) -> Compiled:
     """Compile now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.masks.intervals import Intervals
-    from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
 
-    kernel = FlashAttentionForwardSm90(
+    kernel = _kernel_class(target)(
         stand_ins.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,
@@ -95,6 +96,17 @@ def build_fwd(
     options = f"{options_of(target)} {more_options}".strip()
     smem_bytes = kernel.plan.smem_bytes
     return compile_object(kernel, _fake_arguments(problem), options, smem_bytes=smem_bytes)
+
+
+def _kernel_class(target: Target) -> Any:
+    """What makes the kernel object of a target."""
+    if target.family == HOPPER:
+        from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
+
+        return FlashAttentionForwardSm90
+    from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
+
+    return functools.partial(FlashAttentionForwardSm100, fast_exp=target.arch == "sm_103a")
 
 
 def options_of(target: Target) -> str:

@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from flash_mask_cute.host.problem import AttentionProblem
-from flash_mask_cute.host.tables import SM90_BWD, SM90_FWD, BwdRow, FwdRow
+from flash_mask_cute.host.tables import SM90_BWD, SM90_FWD, SM100_FWD, BwdRow, FwdRow
+from flash_mask_cute.host.target import BLACKWELL, HOPPER
 from flash_mask_cute.host.validate import FwdShapes
 
-# query rows that one warpgroup holds; packed heads must fill them evenly
-ROWS_PER_WARPGROUP = 64
+# query rows that leave together, which packed heads must fill evenly: a warpgroup's, a warp's
+PACKED_ROWS = {HOPPER: 64, BLACKWELL: 32}
+FWD_ROWS = {HOPPER: SM90_FWD, BLACKWELL: SM100_FWD}
 # fewer queries than this leave most of a tile empty unless heads share it
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
@@ -23,7 +25,8 @@ _TILE_N_STEP = 16
 class FwdConfig:
     """Tile shape of a forward kernel; None lets the library choose that field.
 
-    tile_m, tile_n: query rows (128, 192 or 256) and keys (a multiple of 16) of a tile.
+    tile_m, tile_n: query rows (128, 192 or 256) and keys (a multiple of 16) of a tile; on
+    Blackwell 256 and 128.
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
     skip_blocks: leave out hidden key blocks and the masking of those that nothing cuts. False
@@ -136,35 +139,50 @@ def select_fwd_config(
     window: int | None = None,
     block_size: tuple[int, int] | None = None,
     unpackable: str | None = None,
+    family: str = HOPPER,
 ) -> FwdChoice:
     """Choose tiles for the problem, and whether to pack heads for its shapes. window: the keys
     that a query sees at most, if the mask has both a left and a right edge. block_size: that of
     block lists. unpackable: an argument under which the heads of a group cannot share a tile.
+    family: whose kernel is to run (`Target.family`).
 
     Raises:
         ValueError: the override asks for what cannot run.
-        NotImplementedError: pack_gqa is True for a group of heads that does not divide 64, or that
-            `unpackable` keeps apart.
+        NotImplementedError: no kernel of the family has these head dimensions; or pack_gqa is True
+            for a group of heads that does not divide `PACKED_ROWS`, or that `unpackable` keeps
+            apart.
     """
+    if family == BLACKWELL:
+        _check_blackwell_dims(problem.head_dim, problem.head_dim_v)
     tiles, smem_bytes, reason = _choose_tiles(
-        problem, shapes.seqlen_k, window, block_size, override
+        family, problem, shapes.seqlen_k, window, block_size, override
     )
     group = shapes.heads_q // shapes.heads_kv
-    packed = _choose_packing(group, shapes.seqlen_q, pack_gqa, unpackable)
+    packed = _choose_packing(PACKED_ROWS[family], group, shapes.seqlen_q, pack_gqa, unpackable)
     if packed > 1:
         cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < {SHORT_QUERY}"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
 
 
+def _check_blackwell_dims(head_dim: int, head_dim_v: int) -> None:
+    known = [(row.max_dim, row.max_dim_v) for row in SM100_FWD]
+    if (head_dim, head_dim_v) not in known:
+        pairs = ", ".join(f"{d}/{dv}" for d, dv in known)
+        raise NotImplementedError(
+            f"the kernel for Blackwell takes head_dim/head_dim_v {pairs}, got "
+            f"{head_dim}/{head_dim_v}"
+        )
+
+
 def _choose_packing(
-    group: int, seqlen_q: int, pack_gqa: bool | None, unpackable: str | None
+    rows: int, group: int, seqlen_q: int, pack_gqa: bool | None, unpackable: str | None
 ) -> int:
-    can_pack = ROWS_PER_WARPGROUP % group == 0
+    can_pack = rows % group == 0
     if pack_gqa and not can_pack:
         raise NotImplementedError(
-            f"pack_gqa=True needs a group of query heads per KV head that divides "
-            f"{ROWS_PER_WARPGROUP}, got {group}"
+            f"pack_gqa=True needs a group of query heads per KV head that divides {rows}, got "
+            f"{group}"
         )
     if pack_gqa and group > 1 and unpackable is not None:
         raise NotImplementedError(
@@ -178,6 +196,7 @@ def _choose_packing(
 
 
 def _choose_tiles(
+    family: str,
     problem: AttentionProblem,
     seqlen_k: int,
     window: int | None,
@@ -187,7 +206,7 @@ def _choose_tiles(
     """The first candidate that fits, its shared memory in bytes, and the reason."""
     row = next(
         row
-        for row in SM90_FWD
+        for row in FWD_ROWS[family]
         if problem.head_dim <= row.max_dim
         and problem.head_dim_v <= row.max_dim_v
         and problem.mask_kind in (row.masks or (problem.mask_kind,))
@@ -195,7 +214,7 @@ def _choose_tiles(
         and (row.max_window is None or (window is not None and window <= row.max_window))
         and (not row.for_lists or (block_size is not None and _of_row(row).nest_in(block_size)))
     )
-    return _fit(row, problem.head_dim, problem.head_dim_v, override)
+    return _fit(family, row, problem.head_dim, problem.head_dim_v, override)
 
 
 def _of_row(row: FwdRow) -> FwdTiles:
@@ -204,12 +223,12 @@ def _of_row(row: FwdRow) -> FwdTiles:
 
 @functools.lru_cache(maxsize=1024)
 def _fit(
-    row: FwdRow, head_dim: int, head_dim_v: int, override: FwdConfig | None
+    family: str, row: FwdRow, head_dim: int, head_dim_v: int, override: FwdConfig | None
 ) -> tuple[FwdTiles, int, str]:
     given = given_fields(override)
     refusal = ""
     for tiles in _candidates(row, given):
-        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles)
+        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, family)
         if why_not is None:
             return tiles, smem_bytes, _explain_choice(row, tiles, given, refusal)
         refusal = refusal or why_not
@@ -259,13 +278,19 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
     return "; ".join(parts)
 
 
-def check_feasible(head_dim: int, head_dim_v: int, tiles: FwdTiles) -> tuple[int, str | None]:
+def check_feasible(
+    head_dim: int, head_dim_v: int, tiles: FwdTiles, family: str = HOPPER
+) -> tuple[int, str | None]:
     """Shared memory in bytes, and why these tiles cannot run, if they cannot: the kernel's plan."""
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
-    from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan
+    plan_type: Any
+    if family == HOPPER:
+        from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan as plan_type
+    else:
+        from flash_mask_cute.sm100.flash_fwd_plan import FwdPlan as plan_type
 
-    plan = FwdPlan(
+    plan = plan_type(
         BFloat16,
         head_dim,
         head_dim_v,

@@ -14,7 +14,7 @@ from flash_mask_cute.host.compile import compile_fwd
 from flash_mask_cute.host.config import FwdTiles
 from flash_mask_cute.host.launch import Extras, ResolvedFwd
 from flash_mask_cute.host.mask_args import ResolvedMasks
-from flash_mask_cute.host.target import Target
+from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -105,7 +105,7 @@ def explain_fwd(
         notes.append("nothing is launched: there are no queries or no keys")
     return Explanation(
         where=device,
-        kernel="FlashAttentionForwardSm90",
+        kernel=f"FlashAttentionForwardSm{90 if target.family == HOPPER else 100}",
         arch=target.arch,
         tiles=resolved.choice.tiles,
         reason=resolved.choice.reason,

@@ -1,7 +1,7 @@
 """Tile shapes by head dimension and mask, as data. The first row that a problem fits is used.
 
-The rows for head dimensions 64, 128 and 256 were measured on an H200 (docs/measured_facts.md), the
-others follow from what fits.
+The rows of Hopper for head dimensions 64, 128 and 256 were measured on an H200
+(docs/measured_facts.md), the others follow from what fits. Nothing on Blackwell was measured.
 """
 
 from __future__ import annotations
@@ -90,6 +90,15 @@ SM90_FWD = (
         *(256, 256, 128, 64, 2, 1, True),
         "registers for scores and probabilities at once, and a third stage of K",
     ),
+)
+
+# On Blackwell a tile is always 256 x 128 (docs/forward_sm100.md says why), and head dimensions are
+# exactly these.
+SM100_FWD = (
+    FwdRow(*(64, 64, 256, 128, 4, 2, False), "the next query waits ready, keys come early"),
+    FwdRow(*(96, 96, 256, 128, 3, 1, False), "three blocks in flight rather than a second query"),
+    FwdRow(*(128, 128, 256, 128, 2, 1, False), "what fits beside a query and a staged output"),
+    FwdRow(*(192, 128, 256, 128, 1, 1, False), "one key block and two value blocks fit"),
 )
 
 SM90_BWD = (

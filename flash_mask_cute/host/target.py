@@ -8,6 +8,14 @@ from dataclasses import dataclass
 import torch
 
 H200_SMS = 132
+B200_SMS = 148
+HOPPER, BLACKWELL = "Hopper", "Blackwell"
+# what the compiler is told, by compute capability, and how many SMs the usual device has
+ARCHS = {
+    (9, 0): ("sm_90a", H200_SMS),
+    (10, 0): ("sm_100a", B200_SMS),
+    (10, 3): ("sm_103a", B200_SMS),
+}
 
 
 @dataclass(frozen=True)
@@ -16,6 +24,23 @@ class Target:
 
     arch: str
     num_sms: int
+
+    @property
+    def family(self) -> str:
+        """Whose kernels run on it: HOPPER or BLACKWELL."""
+        return HOPPER if self.arch == "sm_90a" else BLACKWELL
+
+    @staticmethod
+    def named(arch: str) -> Target:
+        """The usual device of an arch, for compiling where there is none.
+
+        Raises:
+            ValueError: there is no kernel for the arch.
+        """
+        known = dict(ARCHS.values())
+        if arch not in known:
+            raise ValueError(f"target must be one of {', '.join(known)}, got {arch!r}")
+        return Target(arch, known[arch])
 
     @staticmethod
     def default() -> Target:
@@ -36,9 +61,12 @@ class Target:
 @functools.cache
 def _of_index(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
-    if properties.major != 9:
+    capability = properties.major, properties.minor
+    if capability not in ARCHS:
         raise NotImplementedError(
             f"q is on {properties.name} (cuda:{index}) with compute capability "
-            f"{properties.major}.{properties.minor}; kernels exist for 9.x (Hopper) only"
+            f"{properties.major}.{properties.minor}; kernels exist for 9.0 (Hopper), 10.0 and 10.3 "
+            "(Blackwell) only"
         )
-    return Target("sm_90a", properties.multi_processor_count)
+    arch, _ = ARCHS[capability]
+    return Target(arch, properties.multi_processor_count)

@@ -68,6 +68,27 @@ class MaskArgs(NamedTuple):
     bits: BitArgs | None
     aux_tensors: Any
 
+    @staticmethod
+    def create(
+        window: tuple[Int32 | None, Int32 | None],
+        column_tensors: tuple | None,
+        num_heads: Int32,
+        block_lists: tuple | None,
+        block_size: tuple,
+        block_bits: tuple | None,
+        aux_tensors: Any,
+    ) -> "MaskArgs":
+        """From the arguments of a launch; num_heads: of its walks, block_size: of the lists."""
+        columns, lists, bits = None, None, None
+        if column_tensors is not None:
+            indices, bounds = column_tensors
+            columns = ColumnArgs(indices, bounds, num_heads // indices.shape[1])
+        if block_lists is not None:
+            lists = ListArgs(*block_lists, *(Int32(size) for size in block_size))
+        if block_bits is not None:
+            bits = BitArgs(*block_bits)
+        return MaskArgs(*window, columns, lists, bits, aux_tensors)
+
 
 class TileVerdict(NamedTuple):
     """What band and column intervals say about a tile of scores.

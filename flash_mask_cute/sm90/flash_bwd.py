@@ -45,7 +45,9 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import WALK_STAGES, WARPS_PER_WARPGROUP
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import ScoreScales
@@ -63,12 +65,7 @@ from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import NO_TURN, KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, MaskArgs, Share
-from flash_mask_cute.sm90 import tma, wgmma
-from flash_mask_cute.sm90.cta import (
-    WALK_STAGES,
-    WARPS_PER_WARPGROUP,
-    Role,
-)
+from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
 from flash_mask_cute.sm90.flash_bwd_plan import (
     DS_STAGES,
@@ -81,6 +78,7 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
 )
 from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, sync_both
 from flash_mask_cute.sm90.warpgroups import (
+    Role,
     mma_warpgroup_idx,
     store_rows,
     sync_warpgroup,

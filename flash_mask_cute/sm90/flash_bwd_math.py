@@ -12,13 +12,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.derivative import call_score_mod_bwd, differentiate
 from flash_mask_cute.core.mods import call_score_mod
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.warpgroups import thread_in_warpgroup
 
 
 @cute.jit

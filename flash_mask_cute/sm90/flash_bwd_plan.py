@@ -16,22 +16,20 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.row_blocks import column_parts
-from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
-from flash_mask_cute.core.work_ring import WorkRing
-from flash_mask_cute.sm90.cta import (
+from flash_mask_cute.core.cta import (
     RING_STAGES,
-    SMEM_BOOKKEEPING,
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
     WARPS_PER_WARPGROUP,
-    Role,
     planning_rings,
     registers_left,
 )
-from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx
+from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.row_blocks import column_parts
+from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
+from flash_mask_cute.core.work_ring import WorkRing
+from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
 NUM_MMA_WARPGROUPS = 2
@@ -409,7 +407,7 @@ class BwdPlan:
         loads = 1
         # of two warpgroups with the same keys one computes S
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
-        ring, walk = planning_rings(storage, self.num_painters, mma_warps, True, turns)
+        ring, walk = planning_rings(storage, 1 + self.num_painters, mma_warps, True, turns)
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)

@@ -21,10 +21,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.cta import THREADS_PER_WARPGROUP
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain, probabilities, score_gradients
 from flash_mask_cute.sm90.flash_bwd_plan import (
     DS_STAGES,
@@ -39,7 +39,6 @@ from flash_mask_cute.sm90.warpgroups import (
     mma_warpgroup_idx,
     store_rows,
     take_bits,
-    thread_in_warpgroup,
 )
 
 NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP

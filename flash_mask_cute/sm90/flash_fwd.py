@@ -48,7 +48,14 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core import softmax as softmax_math
+from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import (
+    THREADS_PER_WARPGROUP,
+    WARPS_PER_WARPGROUP,
+    planning_rings,
+    thread_in_warpgroup,
+)
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.mods import call_score_mod
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreScales
@@ -60,20 +67,14 @@ from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.query_walks import QueryWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, ListArgs, MaskArgs, Share
-from flash_mask_cute.sm90 import tma, wgmma
-from flash_mask_cute.sm90.cta import (
-    THREADS_PER_WARPGROUP,
-    WARPS_PER_WARPGROUP,
-    Role,
-    planning_rings,
-)
+from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
 from flash_mask_cute.sm90.warpgroups import (
+    Role,
     mma_warpgroup_idx,
     store_rows,
     sync_warpgroup,
     take_bits,
-    thread_in_warpgroup,
 )
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
@@ -348,7 +349,7 @@ class FlashAttentionForwardSm90:
         mma_warps = plan.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
         loads = 1
-        ring, walk = planning_rings(storage, plan.num_painters, mma_warps, ascending=False)
+        ring, walk = planning_rings(storage, 1 + plan.num_painters, mma_warps, ascending=False)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             k=Channel.create(storage.k_barriers.data_ptr(), plan.stages_k, loads, mma_warps),

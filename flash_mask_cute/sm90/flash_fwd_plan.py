@@ -14,17 +14,16 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.masks.bit_tile import WORD
-from flash_mask_cute.sm90.cta import (
+from flash_mask_cute.core.cta import (
     RING_STAGES,
-    SMEM_BOOKKEEPING,
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
-    Role,
     registers_left,
 )
+from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.masks.bit_tile import WORD
+from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
 # what a thread needs besides the fragments of S, P and O, or ptxas serialises the products

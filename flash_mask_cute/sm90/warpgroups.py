@@ -1,21 +1,35 @@
-"""The MMA warpgroups of a CTA: who is who, and what passes between registers and shared memory."""
+"""The warps of a Hopper CTA: who is who, and what passes between registers and shared memory."""
+
+from enum import IntEnum
 
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import warp
 
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import (
+    THREADS_PER_WARPGROUP,
+    WARPS_PER_WARPGROUP,
+    thread_in_warpgroup,
+)
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.cta import THREADS_PER_WARPGROUP, WARPS_PER_WARPGROUP
+
+# bytes of shared memory kept for barriers and rings
+SMEM_BOOKKEEPING = 1024
+
+
+class Role(IntEnum):
+    """First warp of each role of warpgroup 0, and of the MMA warpgroups after it."""
+
+    LOAD = 0
+    PLAN = 1
+    PAINT = 2
+    MMA = 4
 
 
 def mma_warpgroup_idx() -> Int32:
     """This MMA warpgroup, counted from the first; uniform, so that descriptors are too."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
-
-
-def thread_in_warpgroup() -> Int32:
-    return cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
 
 
 def sync_warpgroup(first_barrier: int) -> None:

@@ -10,6 +10,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from flash_mask_cute.core.softmax import round_pair
+
 ROWS_PER_WARPGROUP = 64
 ROWS_PER_THREAD = 2
 
@@ -102,7 +104,7 @@ def round_pairs(pairs: cute.Tensor, acc: cute.Tensor, dtype: cutlass.Constexpr) 
     swap them back before each use.
     """
     for i in cutlass.range_constexpr(cute.size(pairs)):
-        pairs[i] = _round_pair(acc[2 * i], acc[2 * i + 1], dtype)
+        pairs[i] = round_pair(acc[2 * i], acc[2 * i + 1], dtype)
 
 
 def rounded_values(words: cute.Tensor, dtype: type) -> cute.Tensor:
@@ -117,7 +119,7 @@ def words_as_operand_a(words: cute.Tensor, dtype: type) -> cute.Tensor:
 
 def keep_pair(pairs: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Float32) -> None:
     """Round columns c and c + 1 of a row into the words of `pairs`, as `round_pairs` would."""
-    pairs[r + c] = _round_pair(p, q, dtype)
+    pairs[r + c] = round_pair(p, q, dtype)
 
 
 def copy_words(target: cute.Tensor, source: cute.Tensor, opaque_one: Int32) -> None:
@@ -128,17 +130,6 @@ def copy_words(target: cute.Tensor, source: cute.Tensor, opaque_one: Int32) -> N
     """
     for i in range(cute.size(target)):
         target[i] = source[i] * opaque_one
-
-
-def _round_pair(p: Float32, q: Float32, dtype: type) -> Int32:
-    # As PTX, because the compiler would move a conversion of its own behind the next join, and
-    # keep the unrounded values, twice the registers, until then.
-    name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
-    return cute.arch.inline_ptx(
-        f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-        write_only_types=[Int32],
-        read_only_args=[q, p],
-    )
 
 
 def issue(

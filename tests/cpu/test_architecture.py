@@ -30,11 +30,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "masks.intervals": (BAND,),
     "masks.rules": ("masks", "core", *INDEX_RULES),
     "masks.roles": ("masks", "core", *INDEX_RULES),
-    "masks.query_walks": ("masks", "core"),
+    "masks.query_walks": ("masks", "core", "block_info"),
     "masks.key_walks": ("masks", "core"),
     "masks.column_mask": ("masks", "host.compile_bounds"),
     "core": ("core", "seqlen_info", BAND),
     "sm90": ("sm90", "core", "masks", *INDEX_RULES),
+    "sm100": ("sm100", "core", "masks", *INDEX_RULES),
     "kernels": ("kernels", "core"),
     "cpu_path": (
         "host.host_mods",
@@ -45,8 +46,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "cpu_backward": ("cpu_path", "host.host_mods", "block_sparsity", "masks.column_mask"),
     "host": ("host", *INDEX_RULES),
-    "host.config": ("host", "sm90.flash_fwd_plan", "sm90.flash_bwd_plan"),
-    "host.compile": ("host", "sm90", "masks.intervals"),
+    "host.config": (
+        "host",
+        "sm90.flash_fwd_plan",
+        "sm90.flash_bwd_plan",
+        "sm100.flash_fwd_plan",
+    ),
+    "host.compile": ("host", "sm90", "sm100", "masks.intervals"),
     "host.compile_bwd": ("host", "sm90", "kernels", "core.row_blocks", "masks.intervals"),
     "host.launch": ("host", "cpu_path"),
     "host.bwd_launch": ("host", "cpu_backward"),
@@ -67,7 +73,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compute_block_sparsity": ("block_sparsity", "host"),
     "interface": ("host", "masks.column_mask"),
     "functional": ("interface", "host.callable_key", "block_sparsity", "masks.column_mask"),
-    "flash_fwd": ("sm90",),
+    "flash_fwd": ("sm90", "sm100"),
     "flash_bwd": ("sm90",),
     "utils": (),
     "": (
@@ -88,6 +94,7 @@ DEVICE = (
     "core",
     "kernels",
     "sm90",
+    "sm100",
     "masks.bit_tile",
     "masks.key_walks",
     "masks.query_walks",
@@ -112,7 +119,16 @@ LAZY = (
     BAND,
 )
 # Modules that work on ints of either world.
-WITHOUT_TORCH = ("core", "kernels", "sm90", "masks", "block_info", "seqlen_info", "host.tables")
+WITHOUT_TORCH = (
+    "core",
+    "kernels",
+    "sm90",
+    "sm100",
+    "masks",
+    "block_info",
+    "seqlen_info",
+    "host.tables",
+)
 # Objects of the host in a folder of such modules.
 WITH_TORCH = ("masks.column_mask", "masks.builders")
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}

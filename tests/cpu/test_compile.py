@@ -1,4 +1,4 @@
-"""Every kernel that the table names, compiled for sm_90a without a GPU."""
+"""Every kernel that the tables name, compiled for its architectures without a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cutlass
 import cutlass.cute as cute
@@ -21,12 +21,15 @@ from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import NO_MODS, build_fwd, compile_fwd
 from flash_mask_cute.host.config import FwdConfig, select_fwd_config
 from flash_mask_cute.host.problem import AttentionProblem, Mods
-from flash_mask_cute.host.tables import SM90_FWD
+from flash_mask_cute.host.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.sm100.flash_fwd_plan import SMEM_BOOKKEEPING
+from flash_mask_cute.sm100.flash_fwd_plan import FwdPlan as BlackwellPlan
 from flash_mask_cute.utils import scalar_to_ssa
 
 TARGET = Target.default()
+B200, B300 = Target.named("sm_100a"), Target.named("sm_103a")
 
 
 def shapes_of(problem: AttentionProblem) -> FwdShapes:
@@ -34,14 +37,16 @@ def shapes_of(problem: AttentionProblem) -> FwdShapes:
 
 
 def build(
-    problem: AttentionProblem, folder: Path, mods: Mods = NO_MODS
+    problem: AttentionProblem, folder: Path, mods: Mods = NO_MODS, target: Target = TARGET
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """(meta, counts of machine instructions, empty where there is no disassembler)."""
     block_size = (128, 128) if problem.has_lists and not problem.has_bits else None
-    choice = select_fwd_config(problem, shapes_of(problem), block_size=block_size)
+    choice = select_fwd_config(
+        problem, shapes_of(problem), block_size=block_size, family=target.family
+    )
     options = f"--keep-cubin --dump-dir={folder}"
     with compile_lock():
-        compiled = build_fwd(problem, choice.tiles, TARGET, mods, options)
+        compiled = build_fwd(problem, choice.tiles, target, mods, options)
     function: Any = compiled.function
     return dict(compiled.meta), opcodes(function.__cubin__, folder)
 
@@ -125,8 +130,8 @@ def test_compiles_well(name: str, tmp_path: Path) -> None:
         assert "LDL" not in counts and "STL" not in counts, facts
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_compile_well(name: str, tmp_path: Path) -> None:
+def mods_of(name: str) -> tuple[dict[str, Any], Mods]:
+    """Fields of a problem with masks, and its callables."""
     fields = dict(MASKS[name])
     mods = Mods(
         SCORE_MODS[fields["score_mod"]].cute if "score_mod" in fields else None,
@@ -135,11 +140,100 @@ def test_masks_compile_well(name: str, tmp_path: Path) -> None:
     for kind, mod in mods._asdict().items():
         if mod is not None:
             fields[kind] = callable_key(mod)
+    return fields, mods
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_compile_well(name: str, tmp_path: Path) -> None:
+    fields, mods = mods_of(name)
     meta, counts = build(replace(PLAIN, **fields), tmp_path, mods)
     facts = f"{name}: {meta}, {counts}"
     assert meta["spill_bytes"] == 0, facts
     assert not meta["warnings"], facts
     assert "LDL" not in counts and "STL" not in counts, facts
+
+
+BLACKWELL = {
+    **{
+        f"d{row.max_dim}-dv{row.max_dim_v}-{'causal' if causal else 'full'}": AttentionProblem(
+            "bfloat16", row.max_dim, row.max_dim_v, is_causal=causal
+        )
+        for row in SM100_FWD
+        for causal in (False, True)
+    },
+    **{name: replace(PLAIN, **fields) for name, fields in FEATURES.items()},
+}
+
+
+@pytest.mark.parametrize("name", BLACKWELL)
+def test_compiles_well_for_blackwell(name: str, tmp_path: Path) -> None:
+    check_blackwell(name, *build(BLACKWELL[name], tmp_path, target=B200))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_compile_well_for_blackwell(name: str, tmp_path: Path) -> None:
+    fields, mods = mods_of(name)
+    check_blackwell(name, *build(replace(PLAIN, **fields), tmp_path, mods, B200))
+
+
+def check_blackwell(name: str, meta: dict[str, Any], counts: dict[str, int]) -> None:
+    facts = f"{name}: {meta}, {counts}"
+    assert meta["registers"] == 96, facts
+    assert meta["spill_bytes"] == 0, facts
+    assert not meta["warnings"], facts
+    assert meta["smem_bytes"] <= 232448, facts
+    if counts:
+        # softmax, output, helpers, painters
+        assert counts["USETMAXREG"] == 4, facts
+        assert counts["UTCHMMA"] and counts["UTMALDG"] and counts["UTMASTG"], facts
+        assert "LDL" not in counts and "STL" not in counts, facts
+
+
+def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> None:
+    """A B300 computes exponentials at twice the rate of a B200."""
+    tiles = select_fwd_config(PLAIN, shapes_of(PLAIN), family=B200.family).tiles
+    exponentials = []
+    for target in (B200, B300):
+        with compile_lock():
+            options = f"--keep-ptx --dump-dir={tmp_path}"
+            compiled = build_fwd(PLAIN, tiles, target, more_options=options)
+        assert compiled.meta["spill_bytes"] == 0
+        exponentials.append(cast(Any, compiled.function).__ptx__.count("ex2.approx"))
+    # the text has a key tile's 128 exponentials twice, and a fifth of them goes by the polynomial
+    assert exponentials[1] - exponentials[0] == 2 * 24
+
+
+@pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
+def test_what_the_blackwell_plan_says_about_memory(row: FwdRow) -> None:
+    plan = BlackwellPlan(
+        cutlass.BFloat16, row.max_dim, row.max_dim_v, row.tile_m, row.tile_n, 1, row.num_stages,
+        row.stages_q,
+    )  # fmt: skip
+    sizes = []
+
+    @cute.jit
+    def measure() -> None:
+        sizes.append(plan.storage().size_in_bytes())
+        for shown, multiplied in (
+            (plan.layout_q(), plan.operand_q()),
+            (plan.layout_k(), plan.operand_k()),
+            (plan.layout_v(), plan.operand_v()),
+        ):
+            sizes.append((cute.cosize(shown), cute.cosize(multiplied)))
+
+    with compile_lock():
+        measure()
+    storage, *operands = sizes
+    assert 0 <= plan.smem_bytes - storage < SMEM_BOOKKEEPING
+    assert all(shown == multiplied for shown, multiplied in operands)
+    ends = [plan.column_s(0), plan.column_s(1), plan.column_o(0), plan.column_o(1)]
+    widths = [plan.tile_n, plan.tile_n, plan.tile_dv, plan.tile_dv]
+    assert [end + width for end, width in zip(ends, widths, strict=True)] == [
+        *ends[1:],
+        plan.num_columns,
+    ]
+    assert plan.num_columns <= 512
+    assert plan.helper_registers >= 24
 
 
 def test_one_kernel_per_problem(tmp_path: Path) -> None:
@@ -175,5 +269,7 @@ def test_scalar_to_ssa() -> None:
 def test_public_paths() -> None:
     from flash_mask_cute import flash_fwd
     from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
+    from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
 
     assert flash_fwd.FlashAttentionForwardSm90 is FlashAttentionForwardSm90
+    assert flash_fwd.FlashAttentionForwardSm100 is FlashAttentionForwardSm100

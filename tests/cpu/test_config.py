@@ -7,7 +7,8 @@ import pytest
 
 from flash_mask_cute.host.config import FwdChoice, FwdConfig, check_feasible, select_fwd_config
 from flash_mask_cute.host.problem import AttentionProblem
-from flash_mask_cute.host.tables import SM90_FWD
+from flash_mask_cute.host.tables import SM90_FWD, SM100_FWD, FwdRow
+from flash_mask_cute.host.target import BLACKWELL
 from flash_mask_cute.host.validate import FwdShapes
 
 HEAD_DIMS = range(8, 257, 8)
@@ -44,6 +45,54 @@ def choose(
         1, seqlen_q, seqlen_k, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
     )
     return select_fwd_config(problem, shapes, pack_gqa, override, window, block_size, unpackable)
+
+
+@pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
+def test_rows_for_blackwell(row: FwdRow) -> None:
+    """Each runs as it stands: no field had to be made smaller."""
+    problem = AttentionProblem("bfloat16", row.max_dim, row.max_dim_v)
+    shapes = FwdShapes(1, 300, 300, 300, 300, 64, 2, row.max_dim, row.max_dim_v)
+    choice = select_fwd_config(problem, shapes, True, family=BLACKWELL)
+    assert (choice.tiles.tile_m, choice.tiles.tile_n) == (256, 128)
+    assert choice.tiles.num_stages == row.num_stages
+    assert choice.tiles.stages_q == row.stages_q
+    assert row.reason in choice.reason and "because" not in choice.reason
+    assert choice.packed_heads == 32
+    assert choice.smem_bytes <= 232448
+
+
+@pytest.mark.parametrize("dims", [(72, 72), (64, 128), (128, 64), (192, 192), (256, 256)])
+def test_other_head_dims_are_refused_on_blackwell(dims: tuple[int, int]) -> None:
+    shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, *dims)
+    message = f"64/64, 96/96, 128/128, 192/128, got {dims[0]}/{dims[1]}"
+    with pytest.raises(NotImplementedError, match=message):
+        select_fwd_config(AttentionProblem("bfloat16", *dims), shapes, family=BLACKWELL)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (FwdConfig(tile_m=128), "tile_m must be 256 on Blackwell, got 128"),
+        (FwdConfig(tile_n=64), "tile_n must be 128 on Blackwell, got 64"),
+        (FwdConfig(share_qo=True), "share_qo is not supported on Blackwell"),
+        (FwdConfig(stages_q=2, num_stages=2), "exceed 232448"),
+    ],
+)
+def test_what_cannot_run_on_blackwell_is_named(override: FwdConfig, message: str) -> None:
+    shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, 128, 128)
+    with pytest.raises(ValueError, match=message):
+        select_fwd_config(
+            AttentionProblem("bfloat16", 128, 128), shapes, override=override, family=BLACKWELL
+        )
+
+
+def test_heads_that_do_not_divide_a_warp_are_not_packed_on_blackwell() -> None:
+    shapes = FwdShapes(1, 64, 300, 64, 300, 64, 1, 128, 128)
+    problem = AttentionProblem("bfloat16", 128, 128)
+    assert select_fwd_config(problem, shapes).packed_heads == 64
+    assert select_fwd_config(problem, shapes, family=BLACKWELL).packed_heads == 1
+    with pytest.raises(NotImplementedError, match="divides 32, got 64"):
+        select_fwd_config(problem, shapes, True, family=BLACKWELL)
 
 
 def test_every_pair_of_head_dims_has_tiles_that_run() -> None:

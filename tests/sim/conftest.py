@@ -1,6 +1,8 @@
 """The software GPU replaces CUDA in the whole process, from before the first `import cutlass`.
 
-So its tests have a process of their own, `pytest tests/sim`; in any other run they are skipped.
+So its tests have a process of their own, `pytest tests/sim`; in any other run they are skipped. It
+is of one architecture, that of FLASH_MASK_SIM_ARCH (sm_90a if unset); test modules of the other,
+which say so by `ARCH`, are skipped too.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from types import ModuleType
 import pytest
 
 HERE = Path(__file__).resolve().parent
-ARCH = "sm_90a"
+HOPPER = "sm_90a"
+ACTIVE_ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", HOPPER)
 SMS = 2  # few, so that small problems give every persistent CTA several work tiles
 
 
@@ -42,12 +45,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["FLASH_MASK_CUTE_CACHE_DIR"] = "off"
     import sim
 
-    sim.activate(ARCH, sms=SMS)
+    sim.activate(ACTIVE_ARCH, sms=SMS)
 
 
-@pytest.fixture(scope="session")
-def simulator(pytestconfig: pytest.Config) -> ModuleType:
+@pytest.fixture(scope="module")
+def simulator(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> ModuleType:
     """The active `sim` package."""
+    arch = getattr(request.module, "ARCH", HOPPER)
+    if arch != ACTIVE_ARCH:
+        pytest.skip(f"needs a process of its own: FLASH_MASK_SIM_ARCH={arch} pytest tests/sim")
     if not _has_process_to_itself(pytestconfig):
         pytest.skip("needs a process of its own: pytest tests/sim")
     if _simulator_parent() is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
+import simulated_forward
 import torch
+from simulated_forward import DELAY_SEEDS
 from support import (
     BF16,
     FP16,
@@ -17,21 +20,12 @@ from support import (
     assert_close_to_oracle,
     make_inputs,
 )
-from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.host.compile import compile_fwd
-from flash_mask_cute.host.launch import KernelLaunch
-from flash_mask_cute.host.mask_args import NO_MASKS
 from flash_mask_cute.host.tables import SM90_FWD, FwdRow
-from flash_mask_cute.host.target import Target
-from flash_mask_cute.interface import _resolve, bundle
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 pytestmark = pytest.mark.sim
-
-# None: asynchronous work completes at once. A seed: at random later points, with warps shuffled.
-DELAY_SEEDS = (None, 1, 2)
 
 # The software GPU has two SMs, so a case of more than two work tiles (query blocks x heads x batch)
 # gives a persistent CTA several.
@@ -60,35 +54,8 @@ CASES = (
 )
 
 
-def launch_on_simulator(inputs: Inputs, **more: Any) -> tuple[Tensor, Tensor]:
-    """The public call's own way to a kernel, for tensors on the CPU."""
-    extras, masks, settings = bundle(inputs.keywords | more)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    call, _ = _resolve(q, k, v, extras, masks, settings)
-    target = Target("sm_90a", num_sms=2)
-    compiled = compile_fwd(call.problem, call.choice.tiles, target, masks.mods)
-    launch = KernelLaunch(call, compiled.function, q, k, v, out=None)
-    out, lse = launch(q, k, v, extras, None if masks == NO_MASKS else masks)
-    assert lse is not None
-    return out, lse
-
-
-def run_sim(
-    simulator: ModuleType,
-    inputs: Inputs,
-    seeds: tuple[int | None, ...] = DELAY_SEEDS,
-    **more: Any,
-) -> None:
-    for seed in seeds:
-        simulator.OPTIONS.pop("delay", None)
-        if seed is not None:
-            simulator.OPTIONS["delay"] = seed
-        simulator.RESULTS.clear()
-        out, lse = launch_on_simulator(inputs, **more)
-        assert simulator.RESULTS, "no kernel ran on the software GPU"
-        for result in simulator.RESULTS:
-            assert not result["warnings"], f"delay {seed}: {result}"
-        assert_close_to_oracle(out, lse, inputs)
+launch_on_simulator = partial(simulated_forward.launch_on_simulator, arch="sm_90a")
+run_sim = partial(simulated_forward.run_sim, arch="sm_90a")
 
 
 @pytest.mark.usefixtures("poisoned_allocations")

@@ -1,9 +1,9 @@
-"""What the Hopper kernels have in common: who is who in a CTA, and what an SM gives it."""
+"""What an SM gives a CTA, on every architecture, and the rings that its planning warp writes."""
 
-from enum import IntEnum
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 from flash_mask_cute.core.ring import Ring
 from flash_mask_cute.core.walk_ring import WalkRing
@@ -13,19 +13,12 @@ SMEM_CAPACITY = 232448
 REGISTER_FILE = 65536
 THREADS_PER_WARPGROUP = 128
 WARPS_PER_WARPGROUP = 4
-# bytes of shared memory kept for barriers and rings
-SMEM_BOOKKEEPING = 1024
 RING_STAGES = 4
 WALK_STAGES = 4
 
 
-class Role(IntEnum):
-    """First warp of each role of warpgroup 0, and of the MMA warpgroups after it."""
-
-    LOAD = 0
-    PLAN = 1
-    PAINT = 2
-    MMA = 4
+def thread_in_warpgroup() -> Int32:
+    return cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
 
 
 def registers_left(num_warpgroups: int, taken: int) -> int:
@@ -40,24 +33,24 @@ def registers_left(num_warpgroups: int, taken: int) -> int:
 
 def planning_rings(
     storage: Any,
-    num_painters: int,
-    num_mma_warps: int,
+    num_walkers: int,
+    num_others: int,
     ascending: bool,
     turns: cute.Tensor | None = None,
 ) -> tuple[WorkRing, WalkRing]:
-    """What the planning warp writes: work tiles, for all others, and walks, for load and paint.
+    """What the planning warp writes: work tiles, for all others, and walks, for some of them.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
+    :param num_walkers: warps that go through walks; num_others: those that only know work tiles
     :param ascending, turns: see `WalkRing`
     """
-    walkers = 1 + num_painters
     work = Ring.create(
         storage.ring.data_ptr(),
         storage.ring_barriers.data_ptr(),
         RING_STAGES,
-        walkers + num_mma_warps,
+        num_walkers + num_others,
     )
     walk = Ring.create(
-        storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, walkers
+        storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, num_walkers
     )
     return WorkRing(work), WalkRing(walk, ascending, turns)

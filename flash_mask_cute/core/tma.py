@@ -1,4 +1,4 @@
-"""TMA of the Hopper kernels: atoms with their coordinate tensors, and tiles of them.
+"""TMA of the attention kernels: atoms with their coordinate tensors, and tiles of them.
 
 Query heads that share keys may share a tile's rows, so rows are (head, position) pairs; packed
 sequences are views in which TMA clips a tile at the end of its sequence.

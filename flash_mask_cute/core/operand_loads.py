@@ -1,0 +1,160 @@
+"""The load warp of the forward: streams queries, keys and values of every walk by TMA."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from flash_mask_cute.core import tma
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.walk_ring import Block, WalkRing
+from flash_mask_cute.core.work_ring import Work, WorkRing
+
+
+class LoadShape(Protocol):
+    """What a plan says about loads.
+
+    row_tile: the (packed heads, positions) of a box of query rows. q_fills, q_boxes: fills of the
+    query channel for a work tile, and boxes of a fill. bytes_q: of a fill.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_d: int
+    tile_dv: int
+    packed_heads: int
+    row_tile: tuple[int, int]
+    q_fills: int
+    q_boxes: int
+    bytes_q: int
+    bytes_k: int
+    bytes_v: int
+
+
+class Buffer(NamedTuple):
+    """Shared memory of an operand, its last mode the stages, and their channel."""
+
+    smem: cute.Tensor
+    channel: Channel
+
+
+class Place(NamedTuple):
+    """The keys of a sequence for a KV head."""
+
+    head: Int32
+    batch_idx: Int32
+    offset: Int32
+    length: Int32
+
+
+class LoadState(NamedTuple):
+    """Key blocks fetched so far, and the value block that is to follow the last of them."""
+
+    blocks: Int32
+    v_block: Int32
+    v_place: Place
+
+
+@dataclass(frozen=True)
+class OperandLoads:
+    """The operands of a forward, where they go, and how heads and rows are numbered.
+
+    smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages).
+    """
+
+    operands: tma.Operands
+    q: Buffer
+    k: Buffer
+    v: Buffer
+    lengths: Lengths
+    heads_per_kv: Int32
+    shape: cutlass.Constexpr[LoadShape]
+
+    @cute.jit
+    def stream(self, ring: WorkRing, walk: WalkRing) -> None:
+        """Values lag one block behind keys, as their consumers do, across work tiles too: the next
+        tile's query and first keys go out before this tile's last values."""
+        tile, chunk = Int32(0), Int32(0)
+        state = LoadState(Int32(0), Int32(-1), Place(*[Int32(0)] * len(Place._fields)))
+        while ring.wait(tile):
+            work = ring.read(tile)
+            self._load_query(tile, work)
+            place = Place(
+                work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
+            )
+            chunk, state = walk.visit(chunk, state, partial(self._load_block, place))
+            ring.release(tile)
+            tile += 1
+        self._load_values(state)
+
+    def _load_block(self, place: Place, state: LoadState, block: Block) -> LoadState:
+        """Fetch the keys of a block, and the values of the one before it."""
+        shape, number = self.shape, state.blocks
+        atom, keys = self.operands.k_atom, self.operands.k
+        src, dst = self._tile_of_keys(atom, keys, place, block.index, shape.tile_d, self.k.smem)
+        self._fetch(atom, src, dst, self.k.channel, number, shape.bytes_k)
+        self._load_values(state)
+        return LoadState(number + 1, block.index, place)
+
+    @cute.jit
+    def _load_values(self, state: LoadState) -> None:
+        """Fetch the value block that is due, if there is one."""
+        if state.v_block >= 0:
+            shape = self.shape
+            atom, values = self.operands.v_atom, self.operands.v
+            # (d_v, keys) to products, (keys, d_v) to TMA
+            smem = cute.make_tensor(
+                self.v.smem.iterator, cute.select(self.v.smem.layout, [1, 0, 2])
+            )
+            src, dst = self._tile_of_keys(
+                atom, values, state.v_place, state.v_block, shape.tile_dv, smem
+            )
+            self._fetch(atom, src, dst, self.v.channel, state.blocks - 1, shape.bytes_v)
+
+    def _tile_of_keys(self, atom, tensor, place: Place, block: Int32, d: int, smem) -> tuple:
+        row = block * self.shape.tile_n
+        if const_expr(self.lengths.cu_seqlens_k is None):
+            gmem = tensor[None, None, place.batch_idx]
+        else:
+            gmem, row = tma.readable_rows(
+                tensor, place.offset, place.length, self.lengths.seqlen_k, row
+            )
+        return tma.tile_of(atom, gmem, (place.head, row), ((1, self.shape.tile_n), d), smem)
+
+    @cute.jit
+    def _load_query(self, tile: Int32, work: Work) -> None:
+        """Fetch the query rows of work tile `tile`."""
+        shape, channel = self.shape, self.q.channel
+        gQ = self.operands.q
+        if const_expr(self.lengths.cu_seqlens_q is None):
+            gQ = gQ[None, None, work.batch_idx]
+        rows_of_box = shape.row_tile[0] * shape.row_tile[1]
+        # rolled: each copy in flight of an unrolled loop would take uniform registers of its own
+        for fill in cutlass.range(shape.q_fills, unroll=1):
+            number = tile * shape.q_fills + fill
+            channel.acquire(number)
+            channel.expect(number, shape.bytes_q)
+            for box in cutlass.range_constexpr(shape.q_boxes):
+                tile_row = work.block * shape.tile_m + (fill * shape.q_boxes + box) * rows_of_box
+                first = (
+                    work.head_idx * shape.packed_heads,
+                    work.offset_q + tile_row // shape.packed_heads,
+                )
+                src, dst = tma.tile_of(
+                    self.operands.q_atom, gQ, first, (shape.row_tile, shape.tile_d), self.q.smem
+                )
+                cute.copy(
+                    self.operands.q_atom,
+                    src,
+                    dst[None, channel.index(number) * shape.q_boxes + box],
+                    tma_bar_ptr=channel.barrier(number),
+                )
+
+    def _fetch(self, atom, src, dst, channel: Channel, number: Int32, num_bytes: int) -> None:
+        channel.acquire(number)
+        channel.expect(number, num_bytes)
+        cute.copy(atom, src, dst[None, channel.index(number)], tma_bar_ptr=channel.barrier(number))

@@ -1,0 +1,61 @@
+"""How the queries of a launch are cut into work tiles, from its tensors on the host side."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.tile_scheduler import ScheduleParams
+
+
+class QuerySchedule(NamedTuple):
+    """Work tiles, heads (packed ones count once) for each KV head, and CTAs to launch."""
+
+    params: ScheduleParams
+    heads_per_kv: Int32
+    grid: Int32
+
+    @staticmethod
+    def create(
+        lengths: Lengths,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        head_dims: tuple[int, int],
+        tile_m: int,
+        packed_heads: int,
+        group_bytes: int | None,
+        num_sms: int,
+    ) -> "QuerySchedule":
+        """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
+
+        group_bytes: dense, heads whose keys and values have so many bytes together come in a group,
+        so that they stay in the L2 cache while all their query blocks pass; None: the heads of one
+        KV head are a group.
+        """
+        varlen_q = const_expr(lengths.cu_seqlens_q is not None)
+        heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
+        heads_kv = mK.shape[1] if const_expr(lengths.cu_seqlens_k is not None) else mK.shape[2]
+        num_heads = heads_q // packed_heads
+        num_batch = mQ.shape[0]
+        if varlen_q:
+            num_batch = lengths.cu_seqlens_q.shape[0] - 1
+        num_blocks = cute.ceil_div(lengths.seqlen_q * packed_heads, tile_m)
+        # heads that share keys stay together
+        heads_per_kv = num_heads // heads_kv
+        heads_per_group = Int32(1) if varlen_q else heads_per_kv
+        if not varlen_q and group_bytes is not None:
+            kv_bytes = Int64(cutlass.max(lengths.seqlen_k, 1)) * (sum(head_dims) * 2)
+            most = heads_kv * num_batch
+            fitting = Int32(cutlass.max(cutlass.min(group_bytes // kv_bytes, most), 1))
+            heads_per_group = fitting * heads_per_kv
+        grid = Int32(num_sms)
+        if not varlen_q:
+            grid = cutlass.min(grid, num_blocks * num_heads * num_batch)
+        params = ScheduleParams(num_blocks, num_heads, num_batch, heads_per_group)
+        return QuerySchedule(params, heads_per_kv, grid)
+
+    @property
+    def num_heads(self) -> Int32:
+        return self.params.num_heads

@@ -1,0 +1,1 @@
+"""Kernels for Blackwell (compute capability 10.x)."""

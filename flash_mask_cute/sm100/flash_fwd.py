@@ -1,0 +1,774 @@
+"""FlashAttention forward for Blackwell: O = softmax(mask(Q K^T * scale)) V.
+
+A persistent CTA computes one work tile of 256 query rows after another, as two halves of 128 rows
+that take turns on the tensor cores. Its roles:
+
+| warps             | role    | work                                                         |
+|-------------------|---------|--------------------------------------------------------------|
+| warpgroups 0, 1   | softmax | a half each: scores out of TMEM, probabilities into it       |
+| warpgroup 2       | output  | both halves: O out of TMEM, final scale, LSE, store          |
+| 0 of warpgroup 3  | load    | TMA of Q, K, V                                               |
+| 1 of warpgroup 3  | mma     | issue S = Q K^T and O += P V                                 |
+| 2 of warpgroup 3  | plan    | choose work tiles and the key blocks they visit              |
+| warpgroup 4       | paint   | bits of the scores that count, for blocks that a mask cuts   |
+
+Channels (full/empty mbarrier pairs). Halves are fills of their own: half h of tile t is number
+2 t + h, and of key block j number 2 j + h.
+
+    plan ----ring--> all                            coordinates and lengths of the next work tile
+    plan ----walk--> load, mma, softmax, paint      the key blocks it visits, up to 32 an entry
+    load ----q-----> mma                            128 query rows
+    load ----k-----> mma                            one key block
+    load ----v-----> mma                            one value block
+    mma  ----s-----> softmax                        scores; released when probabilities replace them
+    mma  ----o-----> output                         the sums of P V of a tile
+    softmax --sums-> output                         maximum and sum of each row of a tile
+    paint ---bits--> softmax                        the bits of a key block that is cut
+
+Products complete in the order of their issue, which is, for each half in turn, P V of a block and
+S of the next: S takes the place of the P that was read before it, and when S is there, so is P V.
+Nobody waits for the accumulator but at the ends of a tile.
+
+A softmax thread has a row. It takes the exponentials by the maximum in use, 32 columns at a time,
+and only if their sum shows that it was too old does the warp go through the scores again, for a
+newer one, and rescales its rows of O (`core/softmax.py`). The first S of the next tile is issued
+behind the last P V of this one, and the output leaves while that is multiplied.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from flash_mask_cute.core import softmax as softmax_math
+from flash_mask_cute.core import tma
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import planning_rings, thread_in_warpgroup
+from flash_mask_cute.core.lengths import Lengths, store_lse
+from flash_mask_cute.core.mods import call_score_mod
+from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.query_schedule import QuerySchedule
+from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreScales
+from flash_mask_cute.core.tile_scheduler import TileScheduler
+from flash_mask_cute.core.walk_ring import Block, Kind, WalkRing
+from flash_mask_cute.core.work_ring import Work, WorkRing
+from flash_mask_cute.masks import bit_tile
+from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.masks.query_walks import QueryWalks
+from flash_mask_cute.masks.roles import paint_walks, plan_walks
+from flash_mask_cute.masks.rules import MaskArgs, Share
+from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.exponentials import WholeRows
+from flash_mask_cute.sm100.flash_fwd_plan import (
+    HALVES,
+    NUM_PAINTERS,
+    OUTPUT_REGISTERS,
+    OUTPUT_WARPS,
+    PAINTER_REGISTERS,
+    ROWS_PER_WARP,
+    SOFTMAX_REGISTERS,
+    SOFTMAX_WARPS,
+    FwdPlan,
+    Role,
+)
+
+# keys and values of the heads in flight should stay in an L2 cache of 126 MB; as a share, what was
+# measured on Hopper
+L2_SHARE = 64 * 1024 * 1024
+# columns of the output that a thread holds at a time; few, as its warps have few registers
+OUTPUT_CHUNK = 16
+
+
+class ScoreArgs(NamedTuple):
+    """What happens to a score; sink logits (heads_q,)."""
+
+    scales: ScoreScales
+    sink: cute.Tensor | None
+
+
+class Channels(NamedTuple):
+    """How the roles of a CTA hand things on (see the top of this file)."""
+
+    q: Channel
+    k: Channel
+    v: Channel
+    s: Channel
+    o: Channel
+    sums: Channel
+    bits: Channel
+    ring: WorkRing
+    walk: WalkRing
+
+
+class Tiles(NamedTuple):
+    """What lies in shared memory: operands with stages, as TMA sees them; rows; one bit tile.
+
+    sums (2, rows): maximum and sum of each row.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    sums: cute.Tensor
+    bits: cute.Tensor
+
+
+class Products(NamedTuple):
+    """Fragments of both products; those with halves are pairs."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    s: tuple
+    p: tuple
+    o: tuple
+
+
+class MmaState(NamedTuple):
+    """Key blocks whose scores were issued so far.
+
+    is_first: the next one is the first of its tile. accumulates: the last one was not.
+    """
+
+    blocks: Int32
+    is_first: Boolean
+    accumulates: Boolean
+
+
+class SoftmaxState(NamedTuple):
+    """Key blocks and cut blocks so far, and whether the next one is the first of its tile."""
+
+    blocks: Int32
+    cuts: Int32
+    is_first: Boolean
+
+
+class FlashAttentionForwardSm100:
+    """Forward kernel for Blackwell, to be passed to `cute.compile`.
+
+    :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
+    :param head_dim, head_dim_v: (64, 64), (96, 96), (128, 128) or (192, 128)
+    :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
+    :param is_causal: bottom-right aligned causal masking
+    :param is_local: the call's window sides apply
+    :param pack_gqa: the query heads of a KV head (a divisor of 32) share a tile's rows
+    :param tile_m, tile_n: query rows and keys of a tile, 256 and 128
+    :param num_stages: key blocks in flight
+    :param mask_mod, score_mod: user callables (`core/mods.py`)
+    :param has_aux_tensors: the call passes aux_tensors to them
+    :param stages_q: query tiles in flight, 1 or 2
+    :param share_qo: False
+    :param intervals: the form of the column intervals that the call passes, or None
+    :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
+    :param fast_exp: the device has exponentials enough (10.3) and needs none by polynomial
+    :param num_sms: CTAs to launch at most
+    :raises ValueError: for a shape or configuration that cannot run
+    """
+
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        head_dim: int,
+        head_dim_v: int | None = None,
+        qhead_per_kvhead: int = 1,
+        is_causal: bool = False,
+        is_local: bool = False,
+        pack_gqa: bool = False,
+        tile_m: int = 256,
+        tile_n: int = 128,
+        num_stages: int = 2,
+        mask_mod: Callable[..., Any] | None = None,
+        score_mod: Callable[..., Any] | None = None,
+        has_aux_tensors: bool = False,
+        stages_q: int = 1,
+        share_qo: bool = False,
+        intervals: Intervals | None = None,
+        skip_blocks: bool = True,
+        fast_exp: bool = False,
+        num_sms: int = 148,
+    ):
+        self.plan = FwdPlan(
+            dtype,
+            head_dim,
+            head_dim if head_dim_v is None else head_dim_v,
+            tile_m,
+            tile_n,
+            qhead_per_kvhead if pack_gqa else 1,
+            num_stages,
+            stages_q,
+            share_qo,
+        )
+        if dtype not in (cutlass.BFloat16, cutlass.Float16):
+            raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
+        reason = self.plan.infeasible()
+        if reason is not None:
+            raise ValueError(reason)
+        self.is_causal = is_causal
+        self.is_local = is_local
+        self.mask_mod = mask_mod
+        self.score_mod = score_mod
+        self.has_aux_tensors = has_aux_tensors
+        self.intervals = intervals
+        self.skip_blocks = skip_blocks
+        self.arithmetic = WholeRows(uses_polynomial=not fast_exp)
+        self.num_sms = num_sms
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        softmax_scale: Float32,
+        stream,
+        mCuSeqlensQ: cute.Tensor | None = None,
+        mCuSeqlensK: cute.Tensor | None = None,
+        mSeqUsedQ: cute.Tensor | None = None,
+        mSeqUsedK: cute.Tensor | None = None,
+        mPageTable: cute.Tensor | None = None,
+        window_size_left: Int32 | None = None,
+        window_size_right: Int32 | None = None,
+        learnable_sink: cute.Tensor | None = None,
+        blocksparse_tensors=None,
+        aux_tensors=None,
+        softcap: Float32 | None = None,
+        tile_counter: cute.Tensor | None = None,
+        column_tensors=None,
+        block_size=None,
+        block_bits=None,
+    ):
+        """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
+        if const_expr(mPageTable is not None):
+            raise NotImplementedError("FlashAttentionForwardSm100 does not support mPageTable")
+        for name, given, wanted in (
+            ("aux_tensors", aux_tensors, self.has_aux_tensors),
+            ("column_tensors", column_tensors, self.intervals is not None),
+        ):
+            if const_expr((given is not None) != wanted):
+                raise ValueError(f"{name} must {'' if wanted else 'not '}be given to this kernel")
+        plan = self.plan
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        group_bytes = None
+        if const_expr(self.is_causal or window_size_right is not None):
+            group_bytes = L2_SHARE
+        schedule = QuerySchedule.create(
+            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
+            group_bytes, self.num_sms,
+        )  # fmt: skip
+        masks = MaskArgs.create(
+            (window_size_left, window_size_right),
+            column_tensors,
+            schedule.num_heads,
+            blocksparse_tensors,
+            (plan.tile_m, plan.tile_n) if const_expr(block_size is None) else block_size,
+            block_bits,
+            aux_tensors,
+        )
+        scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
+        self.kernel(
+            self._operands(mQ, mK, mV, mO, lengths),
+            mLSE,
+            lengths,
+            ScoreArgs(scales, learnable_sink),
+            masks,
+            schedule,
+            tile_counter,
+        ).launch(
+            grid=(schedule.grid, 1, 1),
+            block=(plan.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _operands(self, mQ, mK, mV, mO, lengths: Lengths) -> tma.Operands:
+        plan = self.plan
+        varlen_q = lengths.cu_seqlens_q is not None
+        varlen_k = lengths.cu_seqlens_k is not None
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        keys = (1, plan.tile_n)
+        layout_v = cute.select(plan.layout_v(), [1, 0])
+        operands = []
+        for op, view, layout, tile in (
+            (load, tma.head_rows(mQ, varlen_q), plan.layout_q(), (plan.row_tile, plan.tile_d)),
+            (load, tma.sequence_rows(mK, varlen_k), plan.layout_k(), (keys, plan.tile_d)),
+            (load, tma.sequence_rows(mV, varlen_k), layout_v, (keys, plan.tile_dv)),
+            (store, tma.sequence_rows(mO, varlen_q), plan.layout_o(), plan.box_o),
+        ):
+            operands += cpasync.make_tiled_tma_atom(op, view, tma.one_stage(layout), tile)
+        return tma.Operands(*operands)
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: tma.Operands,
+        mLSE: cute.Tensor | None,
+        lengths: Lengths,
+        score_args: ScoreArgs,
+        masks: MaskArgs,
+        schedule: QuerySchedule,
+        tile_counter: cute.Tensor | None,
+    ):
+        plan = self.plan
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == Role.LOAD:
+            for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
+        channels = self._channels(storage)
+        if warp_idx == Role.MMA:
+            umma.allocate(storage.tmem.ptr)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        tiles = self._tiles(storage)
+
+        if warp_idx < Role.OUTPUT:
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            self.softmax(tiles, channels, score_args.scales, masks)
+        elif warp_idx < Role.LOAD:
+            cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
+            self.output(operands, tiles, channels, mLSE, lengths, score_args)
+        elif warp_idx < Role.PAINT:
+            cute.arch.setmaxregister_decrease(plan.helper_registers)
+            if warp_idx == Role.LOAD:
+                loads = OperandLoads(
+                    operands,
+                    Buffer(tiles.q, channels.q),
+                    Buffer(tiles.k, channels.k),
+                    Buffer(tiles.v, channels.v),
+                    lengths,
+                    schedule.heads_per_kv,
+                    plan,
+                )
+                loads.stream(channels.ring, channels.walk)
+            elif warp_idx == Role.MMA:
+                self.mma(storage, channels)
+            elif warp_idx == Role.PLAN:
+                scheduler = TileScheduler(
+                    schedule.params,
+                    tile_counter,
+                    self.is_causal or self.is_local,
+                    lengths.cu_seqlens_q is not None,
+                )
+                rules = QueryWalks.of_kernel(self, umma.COLUMNS, masks, lengths)
+                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+        else:
+            cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
+            painter = warp_idx - Role.PAINT
+            share = Share.create(painter, NUM_PAINTERS, plan.tile_m, umma.COLUMNS)
+            rules = QueryWalks.of_kernel(self, umma.COLUMNS, masks, lengths)
+            paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+
+        cute.arch.sync_threads()
+        if warp_idx == Role.MMA:
+            umma.free()
+
+    def _channels(self, storage) -> Channels:
+        plan = self.plan
+        warps_of_half = SOFTMAX_WARPS // HALVES
+        # load, mma and softmax and painting warps go through walks; those of the output do not
+        ring, walk = planning_rings(
+            storage, 2 + SOFTMAX_WARPS + NUM_PAINTERS, OUTPUT_WARPS, ascending=False
+        )
+
+        def channel(barriers, stages: int, producers: int, consumers: int) -> Channel:
+            return Channel.create(barriers.data_ptr(), stages, producers, consumers)
+
+        return Channels(
+            q=channel(storage.q_barriers, HALVES * plan.stages_q, 1, 1),
+            k=channel(storage.k_barriers, plan.stages_kv, 1, 1),
+            v=channel(storage.v_barriers, plan.stages_v, 1, 1),
+            s=channel(storage.s_barriers, HALVES, 1, warps_of_half),
+            o=channel(storage.o_barriers, HALVES, 1, OUTPUT_WARPS),
+            sums=channel(storage.sums_barriers, HALVES, warps_of_half, OUTPUT_WARPS),
+            bits=channel(storage.bits_barriers, 1, NUM_PAINTERS, SOFTMAX_WARPS),
+            ring=ring,
+            walk=walk,
+        )
+
+    def _tiles(self, storage) -> Tiles:
+        plan = self.plan
+
+        def tensor(memory, layout: cute.ComposedLayout) -> cute.Tensor:
+            return memory.get_tensor(layout.outer, swizzle=layout.inner)
+
+        sums = cute.make_tensor(
+            cute.recast_ptr(storage.sums.data_ptr(), dtype=Float32),
+            cute.make_layout((2, plan.tile_m), stride=(plan.tile_m, 1)),
+        )
+        return Tiles(
+            q=tensor(storage.q, plan.layout_q()),
+            k=tensor(storage.k, plan.layout_k()),
+            v=tensor(storage.v, plan.layout_v()),
+            o=tensor(storage.o, plan.layout_o()),
+            sums=sums,
+            bits=storage.bits.get_tensor(cute.make_layout((umma.COLUMNS.num_words, plan.tile_m))),
+        )
+
+    # -- mma ------------------------------------------------------------------------------------
+
+    def _products(self, storage) -> Products:
+        plan = self.plan
+        mma_qk, mma_pv = plan.mma_qk(), plan.mma_pv()
+
+        def tensor(memory, layout: cute.ComposedLayout) -> cute.Tensor:
+            return memory.get_tensor(layout.outer, swizzle=layout.inner)
+
+        halves = range(HALVES)
+        return Products(
+            q=mma_qk.make_fragment_A(tensor(storage.q, plan.operand_q())),
+            k=mma_qk.make_fragment_B(tensor(storage.k, plan.operand_k())),
+            v=mma_pv.make_fragment_B(tensor(storage.v, plan.operand_v())),
+            s=tuple(umma.accumulator(mma_qk, plan.tile_n, plan.column_s(h)) for h in halves),
+            p=tuple(
+                umma.operand_a(mma_pv, plan.operand_p(), plan.dtype, plan.column_s(h))
+                for h in halves
+            ),
+            o=tuple(umma.accumulator(mma_pv, plan.tile_dv, plan.column_o(h)) for h in halves),
+        )
+
+    @cute.jit
+    def mma(self, storage, channels: Channels):
+        """Issue the products of every walk: P V lags one block behind S, across work tiles too."""
+        products = self._products(storage)
+        tile, chunk = Int32(0), Int32(0)
+        state = MmaState(Int32(0), Boolean(True), Boolean(False))
+        while channels.ring.wait(tile):
+            step = partial(self._issue_block, products, channels, tile)
+            state = state._replace(is_first=Boolean(True))
+            chunk, state = channels.walk.visit(chunk, state, step)
+            for half in cutlass.range_constexpr(HALVES):
+                umma.commit(channels.q.vacancy(HALVES * tile + half))
+            channels.ring.release(tile)
+            tile += 1
+        state = state._replace(is_first=Boolean(True))
+        if tile > 0:
+            for half in cutlass.range_constexpr(HALVES):
+                self._issue_values(products, channels, tile, state, half)
+
+    @cute.jit
+    def _issue_block(self, products: Products, channels: Channels, tile, state, block: Block):
+        """For each half, P V of the block before and S of this one."""
+        number = state.blocks
+        for half in cutlass.range_constexpr(HALVES):
+            if number > 0:
+                self._issue_values(products, channels, tile, state, half)
+            if const_expr(half == 0):
+                channels.k.wait(number)
+            half_tile = HALVES * tile + half
+            if state.is_first:
+                channels.q.wait(half_tile)
+            umma.issue(
+                self.plan.mma_qk(),
+                products.s[half],
+                products.q[None, None, None, channels.q.index(half_tile)],
+                products.k[None, None, None, channels.k.index(number)],
+                False,
+            )
+            umma.commit(channels.s.barrier(HALVES * number + half))
+        umma.commit(channels.k.vacancy(number))
+        return MmaState(number + 1, Boolean(False), state.is_first == Boolean(False))
+
+    @cute.jit
+    def _issue_values(
+        self, products: Products, channels: Channels, tile, state, half: cutlass.Constexpr
+    ):
+        """P V of the last block whose scores were issued.
+
+        Where state.is_first, that was the last one of the tile before `tile`.
+        """
+        number = state.blocks - 1
+        half_tile = HALVES * (tile - Int32(state.is_first)) + half
+        if const_expr(half == 0):
+            channels.v.wait(number)
+        # the scores of the block have made room for its probabilities
+        channels.s.acquire(HALVES * (number + 1) + half)
+        if state.accumulates == Boolean(False):
+            channels.o.acquire(half_tile)
+        umma.fence_after_wait()
+        umma.issue(
+            self.plan.mma_pv(),
+            products.o[half],
+            products.p[half],
+            products.v[None, None, None, channels.v.index(number)],
+            state.accumulates,
+        )
+        if const_expr(half == HALVES - 1):
+            umma.commit(channels.v.vacancy(number))
+        if state.is_first:
+            umma.commit(channels.o.barrier(half_tile))
+
+    # -- softmax --------------------------------------------------------------------------------
+
+    @cute.jit
+    def softmax(self, tiles: Tiles, channels: Channels, scales: ScoreScales, masks: MaskArgs):
+        """Softmax warp: 32 rows of its half of every work tile, a thread each."""
+        half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (SOFTMAX_WARPS // HALVES)
+        row = half * umma.ROWS + thread_in_warpgroup()
+        rows = OnlineSoftmax.create(scales.scale_log2, 1, self.arithmetic)
+        tile, chunk = Int32(0), Int32(0)
+        state = SoftmaxState(Int32(0), Int32(0), Boolean(True))
+        while channels.ring.wait(tile):
+            rows.clear()
+            step = partial(
+                self._visit_block, tiles, channels, scales, masks.aux_tensors, rows, half, tile
+            )
+            state = state._replace(is_first=Boolean(True))
+            chunk, state = channels.walk.visit(chunk, state, step)
+            half_tile = HALVES * tile + half
+            channels.sums.acquire(half_tile)
+            tiles.sums[0, row] = rows.row_max[0]
+            tiles.sums[1, row] = rows.row_sum[0]
+            channels.sums.publish(half_tile)
+            channels.ring.release(tile)
+            tile += 1
+
+    @cute.jit
+    def _visit_block(
+        self, tiles: Tiles, channels: Channels, scales, aux_tensors, rows, half, tile, state, block
+    ):
+        """Turn the scores of a key block into probabilities, masked if something cuts it."""
+        number = HALVES * state.blocks + half
+        modify = partial(self._modify, scales, aux_tensors, channels.ring, half, tile, block)
+        cuts = state.cuts
+        if block.kind == Kind.CUT:
+            words = self._take_bits(tiles.bits, channels.bits, half, cuts)
+            prepare = partial(self._prepare, modify, words)
+            self._replace_scores(channels.s, prepare, rows, half, number, state.is_first)
+            cuts += 1
+        else:
+            prepare = partial(self._prepare, modify, None)
+            self._replace_scores(channels.s, prepare, rows, half, number, state.is_first)
+        return SoftmaxState(state.blocks + 1, cuts, Boolean(False))
+
+    def _take_bits(self, bits: cute.Tensor, channel: Channel, half, number: Int32) -> tuple:
+        """This thread's words of the bit tile, which is free after that."""
+        channel.wait(number)
+        row = half * umma.ROWS + thread_in_warpgroup()
+        words = tuple(bits[w, row] for w in range(umma.COLUMNS.num_words))
+        cute.arch.sync_warp()
+        channel.release(number)
+        return words
+
+    def _prepare(self, modify, words: tuple | None, chunk: int, scores: cute.Tensor) -> None:
+        """Make of raw products what the softmax sees: modified scores, of which some are hidden."""
+        modify(chunk, words is not None, scores)
+        if words is not None:
+            bit_tile.hide_unset(scores, (words[chunk],))
+
+    def _chunks(self, half, prepare) -> Iterator[tuple[int, cute.Tensor]]:
+        """Number and scores, (1, 32), of the chunks of this thread's row.
+
+        Each is on its way while the one before is at hand, and no more: without the fence ptxas
+        would fetch all at once, into registers that are not there.
+        """
+        num_chunks = self.plan.tile_n // umma.CHUNK
+        first, thread = self.plan.column_s(half), thread_in_warpgroup()
+        following = umma.load_columns(first, umma.CHUNK, thread)
+        for chunk in range(num_chunks):
+            umma.wait_loads()
+            scores = following
+            umma.fence_after_wait()
+            if chunk + 1 < num_chunks:
+                following = umma.load_columns(first + (chunk + 1) * umma.CHUNK, umma.CHUNK, thread)
+            prepare(chunk, scores)
+            yield chunk, scores
+
+    @cute.jit
+    def _replace_scores(
+        self, channel: Channel, prepare: cutlass.Constexpr, rows, half, number, is_first: Boolean
+    ):
+        """Wait for scores `number`, and put their probabilities in their place.
+
+        The exponentials are taken once more if the maximum in use was too old, or before there is
+        one, in the first block of a tile.
+        """
+        plan = self.plan
+        probs = cute.make_rmem_tensor(plan.tile_n // 2, Int32)
+        channel.wait(number)
+        umma.fence_after_wait()
+        total = Float32(0.0)
+        renews, is_old, is_done = is_first, is_first, Boolean(False)
+        while is_done == Boolean(False):
+            if renews:
+                self._renew(prepare, rows, half, is_old, is_first)
+            total = self._exponentials(prepare, rows, half, probs)
+            is_old = rows.overflowed((total,))[0]
+            is_done = renews | (softmax_math.any_in_warp((is_old,)) == Boolean(False))
+            renews = Boolean(True)
+        rows.add((total,))
+        thread = thread_in_warpgroup()
+        for first in cutlass.range_constexpr(0, plan.tile_n // 2, umma.CHUNK):
+            words = cute.make_tensor(probs.iterator + first, cute.make_layout(umma.CHUNK))
+            umma.store_columns(words, plan.column_s(half) + first, thread)
+        umma.wait_stores()
+        umma.fence_before_arrival()
+        cute.arch.sync_warp()
+        channel.release(number)
+
+    def _exponentials(self, prepare, rows, half, probs: cute.Tensor) -> Float32:
+        """This thread's probabilities, rounded, into `probs`; their sum."""
+        total = Float32(0.0)
+        for chunk, scores in self._chunks(half, prepare):
+            total += rows.exponentials(scores, partial(self._keep, probs, chunk))[0]
+        return total
+
+    def _keep(self, probs: cute.Tensor, chunk: int, r: int, c: int, p: Float32, q: Float32):
+        probs[(chunk * umma.CHUNK + c) // 2] = softmax_math.round_pair(p, q, self.plan.dtype)
+
+    @cute.jit
+    def _renew(self, prepare: cutlass.Constexpr, rows, half, is_old, is_first: Boolean):
+        """Take newer maxima, and rescale what rows of O the old ones made.
+
+        The P V of the block before is complete: its product was issued before these scores'.
+        """
+        plan = self.plan
+        factors = rows.renew((self._largest(prepare, rows, half),), (is_old,))
+        if softmax_math.differ_from_one(factors) & (is_first == Boolean(False)):
+            thread = thread_in_warpgroup()
+            for i in cutlass.range(plan.tile_dv // umma.CHUNK, unroll=1):
+                first = plan.column_o(half) + i * umma.CHUNK
+                values = umma.load_columns(first, umma.CHUNK, thread)
+                umma.wait_loads()
+                softmax_math.rescale(values, factors)
+                umma.store_columns(values, first, thread)
+
+    def _largest(self, prepare, rows, half) -> Float32:
+        largest = -Float32.inf
+        for _, scores in self._chunks(half, prepare):
+            largest = cute.arch.fmax(largest, rows.tile_max(scores)[0])
+        return largest
+
+    def _modify(
+        self, scales, aux_tensors, ring, half, tile, block, chunk: int, is_cut: bool, scores
+    ):
+        """Soft-cap the scores of a chunk of a key block, and let score_mod have them."""
+        num_cols = cute.size(scores)
+        if scales.cap is not None:
+            for c in range(num_cols):
+                scores[0, c] = scales.bounded(scores[0, c])
+        if self.score_mod is not None:
+            work = ring.read(tile)
+            heads = self.plan.packed_heads
+            row = work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup()
+            # positions past the ends are hidden, but the callable may index tensors with them
+            q_idx = cutlass.min(row // heads, work.seqlen_q - 1)
+            head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
+            first_k_idx = block.index * self.plan.tile_n + chunk * umma.CHUNK
+            for c in range(num_cols):
+                k_idx = first_k_idx + c
+                if is_cut:
+                    k_idx = cutlass.min(k_idx, work.seqlen_k - 1)
+                scores[0, c] = call_score_mod(
+                    self.score_mod,
+                    scores[0, c] * scales.scale_mod,
+                    work.batch_idx,
+                    head_idx,
+                    q_idx,
+                    k_idx,
+                    aux_tensors,
+                )
+
+    # -- output ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def output(
+        self,
+        operands: tma.Operands,
+        tiles: Tiles,
+        channels: Channels,
+        mLSE: cute.Tensor | None,
+        lengths: Lengths,
+        score_args: ScoreArgs,
+    ):
+        """Output warp: 32 rows of both halves of every work tile."""
+        rows = OnlineSoftmax.create(score_args.scales.scale_log2, 1, self.arithmetic)
+        tile = Int32(0)
+        while channels.ring.wait(tile):
+            for half in cutlass.range(HALVES, unroll=1):
+                self._store_half(
+                    operands, tiles, channels, mLSE, lengths, score_args.sink, rows, tile, half
+                )
+            channels.ring.release(tile)
+            tile += 1
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _store_half(
+        self, operands, tiles, channels, mLSE, lengths, mSink, rows, tile: Int32, half: Int32
+    ):
+        """Write the LSE of this thread's row, scale the row, and store this warp's rows by TMA."""
+        plan = self.plan
+        half_tile = HALVES * tile + half
+        work = channels.ring.read(tile)
+        thread = thread_in_warpgroup()
+        row = work.block * plan.tile_m + half * umma.ROWS + thread
+        q_idx = row // plan.packed_heads
+        head_idx = work.head_idx * plan.packed_heads + row % plan.packed_heads
+        sinks = None
+        if const_expr(mSink is not None):
+            sinks = (mSink[head_idx].to(Float32),)
+        channels.sums.wait(half_tile)
+        rows.row_max[0] = tiles.sums[0, half * umma.ROWS + thread]
+        rows.row_sum[0] = tiles.sums[1, half * umma.ROWS + thread]
+        cute.arch.sync_warp()
+        channels.sums.release(half_tile)
+        factor, lse = rows.finalize(sinks)[0]
+        # what was loaded for an empty sequence is a row of a neighbour
+        is_used = work.has_scores
+        if const_expr(lengths.seqused_q is not None):
+            is_used = is_used & (q_idx < work.seqlen_q)
+            lse = cutlass.select_(q_idx < work.seqlen_q, lse, -Float32.inf)
+        if const_expr(mLSE is not None):  # noqa: SIM102 (decided while tracing)
+            if q_idx < work.slot:
+                store_lse(mLSE, lengths, work, head_idx, q_idx, lse)
+
+        zeroes = lengths.seqused_q is not None or lengths.cu_seqlens_k is not None
+        channels.o.wait(half_tile)
+        umma.fence_after_wait()
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.OUTPUT
+        sO = cute.flat_divide(tiles.o[lane, None, warp], (OUTPUT_CHUNK,))
+        for first in cutlass.range_constexpr(0, plan.tile_dv, plan.columns_o):
+            # what was staged here before must have left
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            for c in cutlass.range_constexpr(plan.columns_o // OUTPUT_CHUNK):
+                at = plan.column_o(half) + first + c * OUTPUT_CHUNK
+                values = umma.load_columns(at, OUTPUT_CHUNK, thread)
+                umma.wait_loads()
+                for i in cutlass.range_constexpr(OUTPUT_CHUNK):
+                    # adding 0 makes the zeros of a row that saw nothing positive
+                    value = cute.math.fma(values[0, i], factor, Float32(0.0))
+                    if const_expr(zeroes):
+                        value = cutlass.select_(is_used, value, Float32(0.0))
+                    values[0, i] = value
+                rounded = cute.make_rmem_tensor(OUTPUT_CHUNK, plan.dtype)
+                values = cute.make_tensor(values.iterator, rounded.layout)
+                rounded.store(values.load().to(plan.dtype))
+                cute.autovec_copy(rounded, sO[None, c])
+            if const_expr(first + plan.columns_o == plan.tile_dv):
+                umma.fence_before_arrival()
+                cute.arch.sync_warp()
+                channels.o.release(half_tile)
+            self._store_columns(operands, tiles.o, lengths, work, half, first, warp)
+
+    def _store_columns(self, operands, sO, lengths, work: Work, half, first: int, warp):
+        """Send what a warp has staged in its part of sO to some columns of its rows."""
+        plan = self.plan
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        tile_row = work.block * plan.tile_m + half * umma.ROWS + warp * ROWS_PER_WARP
+        start = (work.head_idx * plan.packed_heads, tile_row // plan.packed_heads)
+        is_packed = lengths.cu_seqlens_q is not None
+        gO = tma.of_sequence(operands.o, is_packed, work.batch_idx, work.offset_q, work.slot)
+        gO = cute.domain_offset(((0, 0), first), gO)
+        dst, src = tma.tile_of(operands.o_atom, gO, start, plan.box_o, sO)
+        cute.copy(operands.o_atom, src[None, warp], dst)
+        cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,283 @@
+"""Static facts of the Blackwell forward: tiles, TMEM, shared memory, warps and registers.
+
+Everything here follows from Python ints, so a configuration can be judged without a GPU; layouts
+and MMA atoms are made afresh wherever they are needed.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as blackwell
+import cutlass.utils.hopper_helpers as hopper
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.tensor_utils import LayoutEnum
+
+from flash_mask_cute.core.cta import (
+    RING_STAGES,
+    SMEM_CAPACITY,
+    THREADS_PER_WARPGROUP,
+    WALK_STAGES,
+    registers_left,
+)
+from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.sm100.umma import COLUMNS, NUM_COLUMNS, ROWS
+
+# a work tile is two halves of 128 rows, which take turns on the tensor cores
+HALVES = 2
+TILE_M = HALVES * ROWS
+TILE_N = 128
+# head dimensions of queries and keys, and of values
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
+# rows of a warp, which the output leaves by
+ROWS_PER_WARP = 32
+NUM_WARPGROUPS = 5
+SOFTMAX_REGISTERS = 168
+OUTPUT_REGISTERS = 64
+PAINTER_REGISTERS = 48
+# bytes of shared memory kept for barriers, rings and the sums of rows
+SMEM_BOOKKEEPING = 3072
+
+
+class Role(IntEnum):
+    """First warp of each role; SOFTMAX has four warps for each half, OUTPUT and PAINT have four."""
+
+    SOFTMAX = 0
+    OUTPUT = 8
+    LOAD = 12
+    MMA = 13
+    PLAN = 14
+    PAINT = 16
+
+
+SOFTMAX_WARPS = Role.OUTPUT - Role.SOFTMAX
+OUTPUT_WARPS = Role.LOAD - Role.OUTPUT
+NUM_PAINTERS = 4
+
+
+@dataclass(frozen=True)
+class FwdPlan:
+    """Shape of one CTA's work.
+
+    stages_kv, stages_q: key blocks and query tiles in flight. share_qo: what other kernels do, and
+    this one does not.
+    """
+
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    packed_heads: int
+    stages_kv: int = 2
+    stages_q: int = 1
+    share_qo: bool = False
+
+    # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
+    q_fills = HALVES
+    q_boxes = 1
+    num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
+
+    @property
+    def tile_d(self) -> int:
+        return self.head_dim
+
+    @property
+    def tile_dv(self) -> int:
+        return self.head_dim_v
+
+    @property
+    def row_tile(self) -> tuple[int, int]:
+        """Query rows of a half as (packed heads, positions)."""
+        return (self.packed_heads, ROWS // self.packed_heads)
+
+    @property
+    def box_o(self) -> tuple[tuple[int, int], int]:
+        """What leaves together: rows of a warp as (packed heads, positions), and columns."""
+        return (self.packed_heads, ROWS_PER_WARP // self.packed_heads), self.columns_o
+
+    @property
+    def helper_registers(self) -> int:
+        """Registers of a thread that loads, multiplies or plans."""
+        taken = 2 * SOFTMAX_REGISTERS + OUTPUT_REGISTERS + PAINTER_REGISTERS
+        return registers_left(NUM_WARPGROUPS, taken)
+
+    # -- TMEM: S of both halves, then O of both; P takes the first half of its S ------------------
+
+    @property
+    def num_columns(self) -> int:
+        return HALVES * (self.tile_n + self.tile_dv)
+
+    def column_s(self, half: int) -> int:
+        return half * self.tile_n
+
+    def column_o(self, half: int) -> int:
+        return HALVES * self.tile_n + half * self.tile_dv
+
+    # -- shared memory --------------------------------------------------------------------------
+
+    @property
+    def bytes_q(self) -> int:
+        return ROWS * self.tile_d * 2
+
+    @property
+    def bytes_k(self) -> int:
+        return self.tile_n * self.tile_d * 2
+
+    @property
+    def bytes_v(self) -> int:
+        return self.tile_n * self.tile_dv * 2
+
+    @property
+    def columns_o(self) -> int:
+        """Columns of the output that leave together, of 32 rows."""
+        return 64 if self.tile_d <= 128 and self.tile_dv % 64 == 0 else 32
+
+    @property
+    def bytes_o(self) -> int:
+        return ROWS * self.columns_o * 2
+
+    @property
+    def bytes_bits(self) -> int:
+        return self.tile_m * COLUMNS.num_words * 4
+
+    @property
+    def _smem_without_spare_value(self) -> int:
+        query_output = HALVES * self.stages_q * self.bytes_q + self.bytes_o
+        keys_values = self.stages_kv * (self.bytes_k + self.bytes_v)
+        return query_output + keys_values + self.bytes_bits + SMEM_BOOKKEEPING
+
+    @property
+    def stages_v(self) -> int:
+        """Value blocks in flight: in use for longer than keys, so one more if it fits."""
+        return self.stages_kv + (self._smem_without_spare_value + self.bytes_v <= SMEM_CAPACITY)
+
+    @property
+    def smem_bytes(self) -> int:
+        spare = self.stages_v - self.stages_kv
+        return self._smem_without_spare_value + spare * self.bytes_v
+
+    def infeasible(self) -> str | None:
+        """Why this plan cannot run, or None."""
+        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
+            known = ", ".join(f"{d}/{dv}" for d, dv in HEAD_DIMS)
+            return (
+                f"head_dim/head_dim_v must be one of {known} on Blackwell, got "
+                f"{self.head_dim}/{self.head_dim_v}"
+            )
+        if self.tile_m != TILE_M:
+            return f"tile_m must be {TILE_M} on Blackwell, got {self.tile_m}"
+        if self.tile_n != TILE_N:
+            return f"tile_n must be {TILE_N} on Blackwell, got {self.tile_n}"
+        if self.stages_q not in (1, 2):
+            return f"stages_q must be 1 or 2, got {self.stages_q}"
+        if self.share_qo:
+            return "share_qo is not supported on Blackwell"
+        if ROWS_PER_WARP % self.packed_heads:
+            return f"pack_gqa needs a group of heads that divides 32, got {self.packed_heads}"
+        if self.smem_bytes > SMEM_CAPACITY:
+            return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
+        if self.num_columns > NUM_COLUMNS:
+            return f"{self.num_columns} columns of TMEM exceed {NUM_COLUMNS}"
+        return None
+
+    # -- products -------------------------------------------------------------------------------
+
+    def mma_qk(self) -> cute.TiledMma:
+        return blackwell.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            tcgen05.CtaGroup.ONE,
+            (ROWS, self.tile_n),
+        )
+
+    def mma_pv(self) -> cute.TiledMma:
+        return blackwell.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            cutlass.Float32,
+            tcgen05.CtaGroup.ONE,
+            (ROWS, self.tile_dv),
+            tcgen05.OperandSource.TMEM,
+        )
+
+    # The layouts of operands as products see them, in k-steps, and as TMA does, (rows, columns,
+    # stages): the same bytes.
+
+    def operand_q(self) -> cute.ComposedLayout:
+        tile = (ROWS, self.tile_n, self.tile_d)
+        stages = HALVES * self.stages_q
+        return blackwell.make_smem_layout_a(self.mma_qk(), tile, self.dtype, stages)
+
+    def operand_k(self) -> cute.ComposedLayout:
+        tile = (ROWS, self.tile_n, self.tile_d)
+        return blackwell.make_smem_layout_b(self.mma_qk(), tile, self.dtype, self.stages_kv)
+
+    def operand_v(self) -> cute.ComposedLayout:
+        tile = (ROWS, self.tile_dv, self.tile_n)
+        return blackwell.make_smem_layout_b(self.mma_pv(), tile, self.dtype, self.stages_v)
+
+    def operand_p(self) -> cute.ComposedLayout:
+        """For TMEM: what `make_fragment_A` wants, one stage."""
+        tile = (ROWS, self.tile_dv, self.tile_n)
+        return blackwell.make_smem_layout_a(self.mma_pv(), tile, self.dtype, 1)
+
+    def layout_q(self) -> cute.ComposedLayout:
+        """(128, tile_d, halves * stages_q)"""
+        tile, stages = (ROWS, self.tile_n, self.tile_d), HALVES * self.stages_q
+        return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, stages)
+
+    def layout_k(self) -> cute.ComposedLayout:
+        tile = (ROWS, self.tile_n, self.tile_d)
+        return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages_kv)
+
+    def layout_v(self) -> cute.ComposedLayout:
+        """(tile_dv, tile_n, stages_v): V is the MN-major operand B of P V."""
+        tile = (ROWS, self.tile_dv, self.tile_n)
+        return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, self.stages_v)
+
+    def layout_o(self) -> cute.ComposedLayout:
+        """(32, columns_o, output warps)"""
+        tile = (ROWS_PER_WARP, self.columns_o)
+        return hopper.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, tile, OUTPUT_WARPS)
+
+    def storage(self) -> cute.struct:
+        """The shared memory of a CTA."""
+
+        def elements(layout: cute.ComposedLayout) -> type:
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+
+        def barriers(stages: int) -> type:
+            return cute.struct.MemRange[cutlass.Int64, 2 * stages]
+
+        def words(count: int) -> type:
+            return cute.struct.Align[cute.struct.MemRange[cutlass.Int32, count], 16]
+
+        @cute.struct
+        class Storage:
+            q: elements(self.layout_q())
+            k: elements(self.layout_k())
+            v: elements(self.layout_v())
+            o: elements(self.layout_o())
+            q_barriers: barriers(HALVES * self.stages_q)
+            k_barriers: barriers(self.stages_kv)
+            v_barriers: barriers(self.stages_v)
+            s_barriers: barriers(HALVES)
+            o_barriers: barriers(HALVES)
+            sums_barriers: barriers(HALVES)
+            bits_barriers: barriers(1)
+            ring_barriers: barriers(RING_STAGES)
+            walk_barriers: barriers(WALK_STAGES)
+            ring: words(WORDS * RING_STAGES)
+            walk: words(WORDS * WALK_STAGES)
+            sums: words(HALVES * HALVES * ROWS)
+            bits: words(COLUMNS.num_words * self.tile_m)
+            tmem: cutlass.Int32
+
+        return Storage

@@ -1,0 +1,141 @@
+"""tcgen05: products with their results in tensor memory (TMEM), and its way to registers and back.
+
+TMEM has 128 lanes of 512 columns of 32 bits. A product of 128 query rows puts row r into lane r, so
+warp w of a warpgroup, which reaches lanes 32 w .. 32 w + 31 only, holds a whole row in each thread.
+Products are issued by one thread, complete in the order of issue, and tell a mbarrier when they are
+done (`commit`) (PTX ISA, "tcgen05 instructions").
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.experimental import primitives
+
+ROWS = 128
+NUM_COLUMNS = 512
+# columns that one instruction moves between a thread and its lane
+CHUNK = 32
+
+
+class RowColumns:
+    """`Columns` of bit tiles: a thread has a whole row, so words are runs of 32 columns."""
+
+    num_words = 4
+
+    def col_of(self, word: int, bit: int | Int32) -> int | Int32:
+        return word * 32 + bit
+
+    def count_below(self, word: int, distance: Int32) -> Int32:
+        return distance - word * 32
+
+
+COLUMNS = RowColumns()
+
+
+def column(number: int | Int32) -> cute.Pointer:
+    """A column of TMEM, of which the kernel allocates all: its first one is number 0."""
+    first = cute.make_ptr(Float32, 0, cutlass.AddressSpace.tmem, assumed_align=16)
+    return first + number
+
+
+def allocate(address: cute.Pointer) -> None:
+    """Run by one warp: take all of TMEM, of which nobody else has any, for this CTA."""
+    cute.arch.alloc_tmem(NUM_COLUMNS, address)
+    cute.arch.relinquish_tmem_alloc_permit()
+
+
+def free() -> None:
+    """Run by the warp that allocated, when all others are done."""
+    cute.arch.dealloc_tmem(column(0), NUM_COLUMNS)
+
+
+def accumulator(mma: cute.TiledMma, num_columns: int, first: int | Int32) -> cute.Tensor:
+    """The result of a product of 128 rows, from a column on."""
+    shape = mma.partition_shape_C((ROWS, num_columns))
+    return cute.make_tensor(column(first), mma.make_fragment_C(shape).layout)
+
+
+def operand_a(
+    mma: cute.TiledMma, layout: cute.ComposedLayout, dtype: type, first: int | Int32
+) -> cute.Tensor:
+    """16-bit values in TMEM, two to a column from a column on, as operand A of a product."""
+    tile = cute.make_tensor(cute.recast_ptr(column(0), dtype=dtype), layout.outer)
+    fragment = mma.make_fragment_A(tile)[None, None, None, 0]
+    return cute.make_tensor(fragment.iterator + 2 * first, fragment.layout)
+
+
+@cute.jit
+def issue(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    accumulate: bool | Boolean,
+) -> None:
+    """Start acc (+)= a b; `accumulate` False overwrites acc."""
+    # an atom of its own, so that the flag set here is not carried out of a dynamic region
+    mma = cute.make_mma_atom(tiled_mma.op)
+    num_steps = cute.size(a, mode=[2])
+    # a longer product is rolled, since the descriptors of all its steps would take registers
+    unrolled = num_steps if cutlass.const_expr(num_steps <= 8) else 4
+    for first in cutlass.range(0, num_steps, unrolled, unroll=1):
+        for i in cutlass.range_constexpr(unrolled):
+            k = first + i
+            mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+
+
+@cute.jit
+def commit(barrier: cute.Pointer) -> None:
+    """Arrive on a mbarrier when all products issued so far are complete."""
+    with cute.arch.elect_one():
+        tcgen05.commit(barrier)
+
+
+def fence_after_wait() -> None:
+    """Order what follows behind the tcgen05 work of others that a barrier has told about."""
+    primitives.tcgen05_fence("after_thread_sync")
+
+
+def fence_before_arrival() -> None:
+    """Order this thread's tcgen05 work before an arrival that tells others about it."""
+    primitives.tcgen05_fence("before_thread_sync")
+
+
+def _lanes(first: Int32, count: int) -> cute.Tensor:
+    layout = cute.make_layout((ROWS, count), stride=(1 << 16, 1))
+    return cute.make_tensor(column(first), layout)
+
+
+def load_columns(first: int | Int32, count: int, thread: Int32) -> cute.Tensor:
+    """(1, count) fp32 values of this thread's lane, from a column on; valid after `wait_loads`."""
+    lanes = _lanes(first, count)
+    atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(count)), Float32)
+    load = tcgen05.make_tmem_copy(atom, lanes).get_slice(thread)
+    source = load.partition_S(lanes)
+    shape = load.partition_D(cute.make_identity_tensor((ROWS, count))).shape
+    values = cute.make_rmem_tensor(shape, Float32)
+    cute.copy(load, source, values)
+    return cute.make_tensor(values.iterator, cute.make_layout((1, count)))
+
+
+def store_columns(values: cute.Tensor, first: int | Int32, thread: Int32) -> None:
+    """Write 32-bit values to this thread's lane, from a column on; `wait_stores` completes it."""
+    count = cute.size(values)
+    lanes = _lanes(first, count)
+    atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(count)), Float32)
+    store = tcgen05.make_tmem_copy(atom, lanes).get_slice(thread)
+    shape = store.partition_S(cute.make_identity_tensor((ROWS, count))).shape
+    words = cute.make_tensor(
+        cute.recast_ptr(values.iterator, dtype=Float32), cute.make_layout(shape)
+    )
+    cute.copy(store, words, store.partition_D(lanes))
+
+
+def wait_loads() -> None:
+    cute.arch.fence_view_async_tmem_load()
+
+
+def wait_stores() -> None:
+    cute.arch.fence_view_async_tmem_store()

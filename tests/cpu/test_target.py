@@ -1,0 +1,69 @@
+"""Which devices there are kernels for, and for which of them a call is compiled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flash_mask_cute import interface
+from flash_mask_cute.host.target import BLACKWELL, HOPPER, Target, _of_index
+
+
+def device(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> torch.device:
+    """A CUDA device, as far as its properties are asked for."""
+    properties = SimpleNamespace(name="a GPU", major=major, minor=minor, multi_processor_count=7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    _of_index.cache_clear()
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch", "family"),
+    [
+        ((9, 0), "sm_90a", HOPPER),
+        ((10, 0), "sm_100a", BLACKWELL),
+        ((10, 3), "sm_103a", BLACKWELL),
+    ],
+)
+def test_devices_with_kernels(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str, family: str
+) -> None:
+    target = Target.of(device(monkeypatch, *capability))
+    assert target == Target(arch, num_sms=7)
+    assert target.family == family
+    assert Target.named(arch).family == family
+    _of_index.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (11, 0), (12, 0)])
+def test_other_devices_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    found = "compute capability {}.{}".format(*capability)
+    with pytest.raises(NotImplementedError, match=found):
+        Target.of(device(monkeypatch, *capability))
+    _of_index.cache_clear()
+
+
+def test_an_unknown_target_is_named() -> None:
+    q = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="one of sm_90a, sm_100a, sm_103a, got 'sm_80'"):
+        interface.explain(q, q, q, target="sm_80")
+
+
+def test_explain_for_a_device_that_is_not_there() -> None:
+    q = torch.zeros(1, 300, 2, 128, dtype=torch.bfloat16)
+    explanation = interface.explain(q, q, q, causal=True, target="sm_100a")
+    assert explanation.kernel == "FlashAttentionForwardSm100"
+    assert explanation.arch == "sm_100a"
+    assert (explanation.tiles.tile_m, explanation.tiles.tile_n) == (256, 128)
+    # two query tiles a head: rows 0..255 see key tiles 0 and 1, cut both, the others also tile 2
+    assert explanation.work_tiles == 4
+    assert explanation.cut_key_tiles == 2 * (2 + 1)
+    assert explanation.full_key_tiles == 2 * 2
+    assert explanation.skipped_key_tiles == 2 * 1
+    assert explanation.spill_bytes == 0
+    with pytest.raises(NotImplementedError, match="head_dim/head_dim_v .* got 72/72"):
+        interface.explain(q[..., :72], q[..., :72], q[..., :72], target="sm_100a")

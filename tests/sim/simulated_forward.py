@@ -1,0 +1,53 @@
+"""A forward call executed on the software GPU, by the public call's own way to a kernel."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from support import Inputs, assert_close_to_oracle
+from torch import Tensor
+
+from flash_mask_cute.host.compile import compile_fwd
+from flash_mask_cute.host.launch import KernelLaunch
+from flash_mask_cute.host.mask_args import NO_MASKS
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.interface import _resolve, bundle
+
+# few, so that small problems give every persistent CTA several work tiles
+SMS = 2
+# None: asynchronous work completes at once. A seed: at random later points, with warps shuffled.
+DELAY_SEEDS = (None, 1, 2)
+
+
+def launch_on_simulator(inputs: Inputs, arch: str, **more: Any) -> tuple[Tensor, Tensor]:
+    """Run the kernel for tensors on the CPU."""
+    extras, masks, settings = bundle(inputs.keywords | more)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    target = Target(arch, num_sms=SMS)
+    call, _ = _resolve(q, k, v, extras, masks, settings, target)
+    compiled = compile_fwd(call.problem, call.choice.tiles, target, masks.mods)
+    launch = KernelLaunch(call, compiled.function, q, k, v, out=None)
+    out, lse = launch(q, k, v, extras, None if masks == NO_MASKS else masks)
+    assert lse is not None
+    return out, lse
+
+
+def run_sim(
+    simulator: ModuleType,
+    inputs: Inputs,
+    arch: str,
+    seeds: tuple[int | None, ...] = DELAY_SEEDS,
+    **more: Any,
+) -> None:
+    """Run with each seed, hold the result to the oracle, and refuse warnings."""
+    for seed in seeds:
+        simulator.OPTIONS.pop("delay", None)
+        if seed is not None:
+            simulator.OPTIONS["delay"] = seed
+        simulator.RESULTS.clear()
+        out, lse = launch_on_simulator(inputs, arch, **more)
+        assert simulator.RESULTS, "no kernel ran on the software GPU"
+        for result in simulator.RESULTS:
+            assert not result["warnings"], f"delay {seed}: {result}"
+        assert_close_to_oracle(out, lse, inputs)

@@ -1,0 +1,137 @@
+"""The compiled Blackwell forward, executed instruction by instruction on the software GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+import simulated_forward
+import torch
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from simulated_forward import DELAY_SEEDS
+from support import (
+    BF16,
+    FP16,
+    FP32,
+    MASK_CASES,
+    Case,
+    assert_close_to_oracle,
+    make_inputs,
+)
+
+from flash_mask_cute.sm100.exponentials import exp2_polynomial
+
+ARCH = "sm_100a"
+
+pytestmark = pytest.mark.sim
+run_sim = partial(simulated_forward.run_sim, arch=ARCH)
+
+# A work tile has 256 query rows and the software GPU two SMs, so more than 512 rows over all heads
+# and sequences give a persistent CTA several.
+CASES = (
+    Case("dense-127x129", 1, 127, 129),
+    Case("dense-1x1", 1, 1, 1, 1, 1),
+    Case("dense-300x300-fused_qkv", 1, 300, 300, strided="fused_qkv"),
+    Case("causal-255x255", 2, 255, 255, causal=True),
+    Case("causal-63x257", 1, 63, 257, 3, 3, causal=True),
+    Case("causal-257x100-empty-rows", 1, 257, 100, causal=True),
+    Case("causal-600x700", 1, 600, 700, 2, 1, causal=True),
+    Case("window-20-5-129x300", 1, 129, 300, window_left=20, window_right=5),
+    Case("window-20-10-257x65-empty-rows", 1, 257, 65, window_left=20, window_right=10),
+    Case("window-70-open-65x255", 1, 65, 255, window_left=70),
+    Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=False),
+    Case("gqa4-packed-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=True),
+    Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 0, 129, 1), causal=True),
+    Case("varlen-cross", lengths_q=(300, 1, 65), lengths_k=(0, 255, 17)),
+    Case("seqused", 2, 129, 129, seqused_q=(100, 0), seqused_k=(129, 65), causal=True),
+    Case("softcap-129x129", 1, 129, 129, softcap=15.0),
+    Case("sink-257x65-empty-rows", 1, 257, 65, causal=True, sink=FP32),
+    Case("sink-bf16-gqa4-packed", 1, 65, 129, 4, 1, sink=BF16, pack_gqa=True),
+    Case("fp16-d64-causal", 1, 255, 255, head_dim=64, dtype=FP16, causal=True),
+    Case("d96-causal", 1, 300, 200, head_dim=96, causal=True),
+    Case("d192-128-causal", 1, 300, 400, head_dim=192, head_dim_v=128, causal=True),
+)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_against_oracle(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, make_inputs(case))
+
+
+# whose features other cases have, too: a kernel takes seconds to compile
+LEFT_OUT = (
+    "columns-random2-causal",
+    "columns-blinding4-window",
+    "columns-varlen-stepped1",
+    "mask-causal-offset",
+    "mask-checks",
+    "mask-prefix-causal-window",
+    "score-scale-columns-mask-blocks",
+)
+MASKS = tuple(case for case in MASK_CASES if case.id not in LEFT_OUT)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("position", range(len(MASKS)), ids=lambda i: MASKS[i].id)
+def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
+    inputs = make_inputs(MASKS[position].packed_if_supported())
+    run_sim(simulator, inputs, seeds=DELAY_SEEDS if position % 3 == 0 else (None,))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("column", [3, 4, 40, 127])
+def test_maxima_that_outgrow_the_one_in_use(simulator: ModuleType, column: int) -> None:
+    """Each key block, from the last to the first, has a key that some rows see far above all
+    before: P is taken anew and O rescaled, in some warps and rows and not in others."""
+    inputs = make_inputs(Case("growing", 1, 256, 384, 1, 1))
+    q, k = inputs.q, inputs.k
+    q[:, ::3] = q[:, :1]
+    for growth, block in enumerate((1, 0), start=1):
+        k[0, block * 128 + column] = q[0, 0] * growth
+    scores = (q[0, :, 0].double() @ k[0, :, 0].double().T) * 128**-0.5
+    blocks = scores.unflatten(1, (3, 128)).amax(2) * 1.4427
+    assert (blocks[0, 1] - blocks[0, 2] > 8) and (blocks[0, 0] - blocks[0, 1] > 8)
+    run_sim(simulator, inputs)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
+    inputs = make_inputs(Case("columns", 1, 300, 300, 1, 1, column="stepped2"))
+    simulator.OPTIONS.pop("delay", None)
+    run = partial(simulated_forward.launch_on_simulator, inputs, arch=ARCH)
+    skipping, visiting = run(), run(config={"skip_blocks": False})
+    assert torch.equal(skipping[0].view(torch.int16), visiting[0].view(torch.int16))
+    assert torch.equal(skipping[1].view(torch.int32), visiting[1].view(torch.int32))
+    assert_close_to_oracle(*visiting, inputs)
+
+
+def test_exponentials_by_polynomial(simulator: ModuleType) -> None:
+    @cute.kernel
+    def kernel(exponents: cute.Tensor, powers: cute.Tensor):  # type: ignore[no-untyped-def]
+        thread = cute.arch.thread_idx()[0]
+        x, y = exp2_polynomial((exponents[2 * thread], exponents[2 * thread + 1]))
+        powers[2 * thread], powers[2 * thread + 1] = x, y
+
+    @cute.jit
+    def launch(exponents: cute.Tensor, powers: cute.Tensor, stream):  # type: ignore[no-untyped-def]
+        kernel(exponents, powers).launch(grid=(1, 1, 1), block=(512, 1, 1), stream=stream)
+
+    vector = partial(make_fake_compact_tensor, cutlass.Float32, (1024,))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    compiled = cute.compile(launch, vector(), vector(), stream, options="--enable-tvm-ffi")
+    simulator.OPTIONS.pop("delay", None)
+    exponents = torch.linspace(-40, 12, 1024)
+    special = torch.tensor([-float("inf"), -1e30, -200.0, 0.0, 5.0, -3.0, 2.0**100, 200.0])
+    exponents[:8] = special
+    exponents[8] = float("nan")
+    powers = torch.empty(1024)
+    compiled(exponents, powers)
+    assert powers[:6].tolist() == [0.0, 0.0, 0.0, 1.0, 32.0, 0.125]
+    # too large, or no number: more than any sum that counts as small
+    assert (powers[6:9] > 2.0**10).all()
+    expected = torch.exp2(exponents[9:].double())
+    assert ((powers[9:] - expected).abs() / expected).max() < 8.7e-5
