@@ -64,7 +64,7 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import NO_TURN, KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, MaskArgs, Share
+from flash_mask_cute.masks.rules import MaskArgs, Share
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
 from flash_mask_cute.sm90.flash_bwd_plan import (
@@ -239,21 +239,19 @@ class FlashAttentionBackwardSm90:
         varlen_k = const_expr(mCuSeqlensK is not None)
         operands = self._operands(mQ, mK, mV, mdO, mdK, mdV, varlen_q, varlen_k)
 
-        seqlen_q = mQ.shape[0] if varlen_q else mQ.shape[1]
-        seqlen_k = mK.shape[0] if varlen_k else mK.shape[1]
-        lengths = Lengths(mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, seqlen_q, seqlen_k)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
         heads_kv = mK.shape[1] if varlen_k else mK.shape[2]
         num_batch = mK.shape[0]
         if const_expr(varlen_k):
             num_batch = mCuSeqlensK.shape[0] - 1
-        num_blocks = cute.ceil_div(seqlen_k, plan.tile_n)
+        num_blocks = cute.ceil_div(lengths.seqlen_k, plan.tile_n)
         heads_per_group = Int32(1)
         if const_expr(self.deterministic):
             is_whole = not self.is_local and self.mask_mod is None and not varlen_q
             is_whole = is_whole and column_tensors is None and block_bits is None
             apart = BLOCKS_APART if const_expr(is_whole) else BLOCKS_APART_SHORT
-            rows = seqlen_q // num_batch if varlen_q else seqlen_q
+            rows = lengths.seqlen_q // num_batch if varlen_q else lengths.seqlen_q
             row_blocks = cutlass.max(rows // plan.tile_m * (heads_q // heads_kv), 1)
             heads_per_group = cute.ceil_div(apart * self.num_sms, row_blocks)
         schedule = ScheduleParams(num_blocks, heads_kv, num_batch, heads_per_group)
@@ -262,13 +260,8 @@ class FlashAttentionBackwardSm90:
             grid = cutlass.min(grid, num_blocks * heads_kv * num_batch)
 
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
-        columns, bits = None, None
-        if const_expr(column_tensors is not None):
-            indices, bounds = column_tensors
-            columns = ColumnArgs(indices, bounds, heads_q // indices.shape[1])
-        if const_expr(block_bits is not None):
-            bits = BitArgs(*block_bits)
-        masks = MaskArgs(window_size_left, window_size_right, columns, None, bits, aux_tensors)
+        window = (window_size_left, window_size_right)
+        masks = MaskArgs.create(window, column_tensors, heads_q, None, (), block_bits, aux_tensors)
         scratch = Scratch(mStats, mdQaccum, mTurns)
         self.kernel(
             operands, scratch, lengths, softmax_scale, scales, masks, schedule,

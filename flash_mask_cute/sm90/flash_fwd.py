@@ -43,10 +43,9 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core import softmax as softmax_math
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
@@ -56,17 +55,18 @@ from flash_mask_cute.core.cta import (
     planning_rings,
     thread_in_warpgroup,
 )
-from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.lengths import Lengths, store_lse
 from flash_mask_cute.core.mods import call_score_mod
+from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreScales
-from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
+from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Block, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.query_walks import QueryWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import BitArgs, ColumnArgs, ListArgs, MaskArgs, Share
+from flash_mask_cute.masks.rules import MaskArgs, Share
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
 from flash_mask_cute.sm90.warpgroups import (
@@ -285,44 +285,28 @@ class FlashAttentionForwardSm90:
             q_tma[0], q_tma[1], k_tma[0], k_tma[1], v_tma[0], v_tma[1], o_tma[0], o_tma[1]
         )
 
-        seqlen_q = mQ.shape[0] if varlen_q else mQ.shape[1]
-        seqlen_k = mK.shape[0] if varlen_k else mK.shape[1]
-        lengths = Lengths(mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, seqlen_q, seqlen_k)
-        heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
-        heads_kv = mK.shape[1] if varlen_k else mK.shape[2]
-        num_heads = heads_q // plan.packed_heads
-        num_batch = mQ.shape[0]
-        if const_expr(varlen_q):
-            num_batch = mCuSeqlensQ.shape[0] - 1
-        num_blocks = cute.ceil_div(seqlen_q * plan.packed_heads, plan.tile_m)
-        # heads that share keys stay together
-        heads_per_kv = num_heads // heads_kv
-        heads_per_group = Int32(1) if varlen_q else heads_per_kv
-        if const_expr(not varlen_q and (self.is_causal or window_size_right is not None)):
-            kv_bytes = Int64(cutlass.max(seqlen_k, 1)) * ((plan.head_dim + plan.head_dim_v) * 2)
-            fitting = Int32(cutlass.max(cutlass.min(L2_SHARE // kv_bytes, heads_kv * num_batch), 1))
-            heads_per_group = fitting * heads_per_kv
-        schedule = ScheduleParams(num_blocks, num_heads, num_batch, heads_per_group)
-        grid = Int32(self.num_sms)
-        if const_expr(not varlen_q):
-            grid = cutlass.min(grid, num_blocks * num_heads * num_batch)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        group_bytes = None
+        if const_expr(self.is_causal or window_size_right is not None):
+            group_bytes = L2_SHARE
+        schedule = QuerySchedule.create(
+            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
+            group_bytes, self.num_sms,
+        )  # fmt: skip
 
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
-        columns, lists, bits = None, None, None
-        if const_expr(column_tensors is not None):
-            indices, bounds = column_tensors
-            columns = ColumnArgs(indices, bounds, num_heads // indices.shape[1])
-        if const_expr(blocksparse_tensors is not None):
-            block_q, block_k = (plan.tile_m, plan.tile_n) if block_size is None else block_size
-            lists = ListArgs(*blocksparse_tensors, Int32(block_q), Int32(block_k))
-        if const_expr(block_bits is not None):
-            bits = BitArgs(*block_bits)
-        masks = MaskArgs(window_size_left, window_size_right, columns, lists, bits, aux_tensors)
-        self.kernel(
-            operands, mLSE, lengths, score_args, masks, schedule, heads_per_kv, tile_counter
-        ).launch(
-            grid=(grid, 1, 1),
+        masks = MaskArgs.create(
+            (window_size_left, window_size_right),
+            column_tensors,
+            schedule.num_heads,
+            blocksparse_tensors,
+            (plan.tile_m, plan.tile_n) if const_expr(block_size is None) else block_size,
+            block_bits,
+            aux_tensors,
+        )
+        self.kernel(operands, mLSE, lengths, score_args, masks, schedule, tile_counter).launch(
+            grid=(schedule.grid, 1, 1),
             block=(plan.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -336,8 +320,7 @@ class FlashAttentionForwardSm90:
         lengths: Lengths,
         score_args: ScoreArgs,
         masks: MaskArgs,
-        schedule: ScheduleParams,
-        heads_per_kv: Int32,
+        schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
     ):
         plan = self.plan
@@ -377,15 +360,15 @@ class FlashAttentionForwardSm90:
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
-                self.load(operands, tiles, channels, lengths, heads_per_kv)
+                self.load(operands, tiles, channels, lengths, schedule.heads_per_kv)
             elif warp_idx == Role.PLAN:
                 scheduler = TileScheduler(
-                    schedule,
+                    schedule.params,
                     tile_counter,
                     self.is_causal or self.is_local,
                     lengths.cu_seqlens_q is not None,
                 )
-                rules = self._rules(masks, lengths)
+                rules = QueryWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths)
                 plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
             elif const_expr(not plan.painter_warpgroup):
                 self.paint(painter, tiles, channels, lengths, masks)
@@ -401,28 +384,8 @@ class FlashAttentionForwardSm90:
     ):
         """Painting warp: bits of a share of every tile's rows."""
         share = Share.create(painter, self.plan.num_painters, self.plan.tile_m, wgmma.COLUMNS)
-        rules = self._rules(masks, lengths)
+        rules = QueryWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths)
         paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
-
-    def _rules(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
-        block_info = BlockInfo(
-            self.plan.tile_m,
-            self.plan.tile_n,
-            is_causal=self.is_causal,
-            is_local=self.is_local,
-            window_size_left=masks.window_left,
-            window_size_right=masks.window_right,
-            qhead_per_kvhead_packgqa=self.plan.packed_heads,
-        )
-        return QueryWalks(
-            masks,
-            block_info,
-            self.intervals,
-            self.mask_mod,
-            wgmma.COLUMNS,
-            lengths.cu_seqlens_k is not None,
-            self.skip_blocks,
-        )
 
     @cute.jit
     def load(
@@ -808,10 +771,7 @@ class FlashAttentionForwardSm90:
                     output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
             if const_expr(mLSE is not None):  # noqa: SIM102 (decided while tracing)
                 if thread % 4 == 0 and q_idx[r] < work.slot:
-                    if const_expr(lengths.cu_seqlens_q is None):
-                        mLSE[work.batch_idx, heads[r], q_idx[r]] = lse
-                    else:
-                        mLSE[heads[r], work.offset_q + q_idx[r]] = lse
+                    store_lse(mLSE, lengths, work, heads[r], q_idx[r], lse)
 
         # the previous tile's store must have read the staging memory, and all warps their queries
         is_storing_warp = warp_idx % WARPS_PER_WARPGROUP == 0
