@@ -19,8 +19,8 @@ RAGGED_BOUND = 1 << 26
 class Operands(NamedTuple):
     """TMA atoms with their coordinate tensors.
 
-    q, o: ((head, row), head_dim, ...); k: (row, head_dim, head, ...); v: (head_dim_v, row, head,
-    ...); the last mode is the batch, absent where lengths vary.
+    q, o, v: ((head, row), head_dim, ...); k: (row, head_dim, head, ...). The last mode is the
+    batch; where lengths vary, q and k have none, and o and v that of `ragged_rows`.
     """
 
     q_atom: cute.CopyAtom
@@ -47,6 +47,13 @@ def sequence_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     """The `head_rows` of which `of_sequence` takes those of one sequence, and TMA no others."""
     view = head_rows(tensor, is_packed)
     return ragged_rows(view) if is_packed else view
+
+
+def key_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
+    """View (batch, row, head, d), or (row, head, d) if sequences are packed, as (row, d, head,
+    batch), or (row, d, head): rows behind a sequence's end are the neighbour's."""
+    modes = [0, 2, 1] if is_packed else [1, 3, 2, 0]
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, modes))
 
 
 def of_sequence(

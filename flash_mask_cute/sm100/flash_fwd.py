@@ -297,7 +297,7 @@ class FlashAttentionForwardSm100:
         operands = []
         for op, view, layout, tile in (
             (load, tma.head_rows(mQ, varlen_q), plan.layout_q(), (plan.row_tile, plan.tile_d)),
-            (load, tma.sequence_rows(mK, varlen_k), plan.layout_k(), (keys, plan.tile_d)),
+            (load, tma.key_rows(mK, varlen_k), plan.layout_k(), (plan.tile_n, plan.tile_d)),
             (load, tma.sequence_rows(mV, varlen_k), layout_v, (keys, plan.tile_dv)),
             (store, tma.sequence_rows(mO, varlen_q), plan.layout_o(), plan.box_o),
         ):
