@@ -14,7 +14,6 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 
-
 # where the number of a key block begins in the word of its stage
 N_BLOCK_SHIFT = 4
 
