@@ -16,6 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from flash_mask_cute.core.work_ring import Work
+
 
 def _vector(value: Any, dtype: type[cutlass.Numeric]) -> cute.TensorSSA:
     return cute.full((1,), dtype(value), dtype)
@@ -35,6 +37,36 @@ def call_score_mod(
     with _no_truth_values():
         result = score_mod(_vector(score, Float32), *indices, aux_tensors)
     return Float32(_scalar(result))
+
+
+def modify_row(
+    score_mod: Callable[..., Any],
+    scores: cute.Tensor,
+    r: int,
+    scale: Float32,
+    row: Int32,
+    k_idx_of: Callable[[int], Int32],
+    work: Work,
+    packed_heads: int,
+    is_cut: bool,
+    aux_tensors: Any,
+) -> None:
+    """Let a score_mod have row r of scores (rows, cols), which `scale` makes of what is there.
+
+    row: of the sequence, or of its packed rows. k_idx_of: the key of a column. is_cut: keys may lie
+    past the end; such positions are hidden, but the callable may index tensors with them.
+    """
+    q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
+    head_idx = work.head_idx
+    if packed_heads > 1:
+        head_idx = work.head_idx * packed_heads + row % packed_heads
+    for c in range(cute.size(scores, mode=[1])):
+        k_idx = k_idx_of(c)
+        if is_cut:
+            k_idx = cutlass.min(k_idx, work.seqlen_k - 1)
+        scores[r, c] = call_score_mod(
+            score_mod, scores[r, c] * scale, work.batch_idx, head_idx, q_idx, k_idx, aux_tensors
+        )
 
 
 def call_mask_mod(

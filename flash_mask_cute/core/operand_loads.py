@@ -11,15 +11,19 @@ from cutlass import Int32, const_expr
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.walk_ring import Block, WalkRing
+from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
+
+# where the number of a key block begins in the word of its stage
+N_BLOCK_SHIFT = 4
 
 
 class LoadShape(Protocol):
     """What a plan says about loads.
 
     row_tile: the (packed heads, positions) of a box of query rows. q_fills, q_boxes: fills of the
-    query channel for a work tile, and boxes of a fill. bytes_q: of a fill.
+    query channel for a work tile, and boxes of a fill. bytes_q: of a fill. overlaps_tiles: the next
+    tile's query may be fetched before this tile's last values.
     """
 
     tile_m: int
@@ -33,6 +37,7 @@ class LoadShape(Protocol):
     bytes_q: int
     bytes_k: int
     bytes_v: int
+    overlaps_tiles: bool
 
 
 class Buffer(NamedTuple):
@@ -63,7 +68,9 @@ class LoadState(NamedTuple):
 class OperandLoads:
     """The operands of a forward, where they go, and how heads and rows are numbered.
 
-    smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages).
+    smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words: a
+    word for each key stage, for readers that do not go through walks themselves: the flags of its
+    block (`walk_ring`), and from bit N_BLOCK_SHIFT on its number.
     """
 
     operands: tma.Operands
@@ -73,6 +80,7 @@ class OperandLoads:
     lengths: Lengths
     heads_per_kv: Int32
     shape: cutlass.Constexpr[LoadShape]
+    words: cute.Tensor | None = None
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
@@ -87,16 +95,38 @@ class OperandLoads:
                 work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
             )
             chunk, state = walk.visit(chunk, state, partial(self._load_block, place))
+            if const_expr(not self.shape.overlaps_tiles):
+                # the next query has to wait for the output, which has to wait for these
+                self._load_values(state)
+                state = state._replace(v_block=Int32(-1))
             ring.release(tile)
             tile += 1
         self._load_values(state)
 
+    @cute.jit
     def _load_block(self, place: Place, state: LoadState, block: Block) -> LoadState:
         """Fetch the keys of a block, and the values of the one before it."""
         shape, number = self.shape, state.blocks
-        atom, keys = self.operands.k_atom, self.operands.k
-        src, dst = self._tile_of_keys(atom, keys, place, block.index, shape.tile_d, self.k.smem)
-        self._fetch(atom, src, dst, self.k.channel, number, shape.bytes_k)
+        if const_expr(self.lengths.cu_seqlens_k is None):
+            gK = self.operands.k[None, None, place.head, place.batch_idx]
+        else:
+            gK = cute.domain_offset((place.offset, 0), self.operands.k[None, None, place.head])
+        blocks = cute.local_tile(gK, (shape.tile_n, shape.tile_d), (None, 0))
+        src, dst = tma.blocks_of(self.operands.k_atom, blocks, self.k.smem)
+        # all that can be known before the stage is free, since from then on time counts
+        word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.index << N_BLOCK_SHIFT)
+        channel = self.k.channel
+        channel.acquire(number)
+        if const_expr(self.words is not None):  # noqa: SIM102 (decided while tracing)
+            if cute.arch.lane_idx() == 0:
+                self.words[channel.index(number)] = word
+        channel.expect(number, shape.bytes_k)
+        cute.copy(
+            self.operands.k_atom,
+            src[None, block.index],
+            dst[None, channel.index(number)],
+            tma_bar_ptr=channel.barrier(number),
+        )
         self._load_values(state)
         return LoadState(number + 1, block.index, place)
 
@@ -104,26 +134,30 @@ class OperandLoads:
     def _load_values(self, state: LoadState) -> None:
         """Fetch the value block that is due, if there is one."""
         if state.v_block >= 0:
-            shape = self.shape
-            atom, values = self.operands.v_atom, self.operands.v
+            shape, place = self.shape, state.v_place
+            row = state.v_block * shape.tile_n
+            if const_expr(self.lengths.cu_seqlens_k is None):
+                gV = self.operands.v[None, None, place.batch_idx]
+            else:
+                # no row of another sequence, which may hold NaN: probabilities of 0 keep that
+                gV, row = tma.readable_rows(
+                    self.operands.v, place.offset, place.length, self.lengths.seqlen_k, row
+                )
             # (d_v, keys) to products, (keys, d_v) to TMA
             smem = cute.make_tensor(
                 self.v.smem.iterator, cute.select(self.v.smem.layout, [1, 0, 2])
             )
-            src, dst = self._tile_of_keys(
-                atom, values, state.v_place, state.v_block, shape.tile_dv, smem
+            tile = ((1, shape.tile_n), shape.tile_dv)
+            src, dst = tma.tile_of(self.operands.v_atom, gV, (place.head, row), tile, smem)
+            number, channel = state.blocks - 1, self.v.channel
+            channel.acquire(number)
+            channel.expect(number, shape.bytes_v)
+            cute.copy(
+                self.operands.v_atom,
+                src,
+                dst[None, channel.index(number)],
+                tma_bar_ptr=channel.barrier(number),
             )
-            self._fetch(atom, src, dst, self.v.channel, state.blocks - 1, shape.bytes_v)
-
-    def _tile_of_keys(self, atom, tensor, place: Place, block: Int32, d: int, smem) -> tuple:
-        row = block * self.shape.tile_n
-        if const_expr(self.lengths.cu_seqlens_k is None):
-            gmem = tensor[None, None, place.batch_idx]
-        else:
-            gmem, row = tma.readable_rows(
-                tensor, place.offset, place.length, self.lengths.seqlen_k, row
-            )
-        return tma.tile_of(atom, gmem, (place.head, row), ((1, self.shape.tile_n), d), smem)
 
     @cute.jit
     def _load_query(self, tile: Int32, work: Work) -> None:
@@ -153,8 +187,3 @@ class OperandLoads:
                     dst[None, channel.index(number) * shape.q_boxes + box],
                     tma_bar_ptr=channel.barrier(number),
                 )
-
-    def _fetch(self, atom, src, dst, channel: Channel, number: Int32, num_bytes: int) -> None:
-        channel.acquire(number)
-        channel.expect(number, num_bytes)
-        cute.copy(atom, src, dst[None, channel.index(number)], tma_bar_ptr=channel.barrier(number))

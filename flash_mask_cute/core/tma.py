@@ -32,6 +32,26 @@ class Operands(NamedTuple):
     o_atom: cute.CopyAtom
     o: cute.Tensor
 
+    @staticmethod
+    def of_forward(plan, mQ, mK, mV, mO, packed_q: bool, packed_k: bool) -> "Operands":
+        """Those of a forward with the layouts of its plan, (rows, columns, stages), V's
+        transposed; its boxes of query rows (`row_tile`) and of the output (`box_o`)."""
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        operands = []
+        for op, view, layout, tile in (
+            (load, head_rows(mQ, packed_q), plan.layout_q(), (plan.row_tile, plan.tile_d)),
+            (load, key_rows(mK, packed_k), plan.layout_k(), (plan.tile_n, plan.tile_d)),
+            (
+                load,
+                sequence_rows(mV, packed_k),
+                cute.select(plan.layout_v(), mode=[1, 0]),
+                ((1, plan.tile_n), plan.tile_dv),
+            ),
+            (store, sequence_rows(mO, packed_q), plan.layout_o(), plan.box_o),
+        ):
+            operands += cpasync.make_tiled_tma_atom(op, view, one_stage(layout), tile)
+        return Operands(*operands)
+
 
 def head_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     """View (batch, row, head, d), or (row, head, d) if sequences are packed, by (head, row) pairs.
@@ -47,6 +67,13 @@ def sequence_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     """The `head_rows` of which `of_sequence` takes those of one sequence, and TMA no others."""
     view = head_rows(tensor, is_packed)
     return ragged_rows(view) if is_packed else view
+
+
+def key_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
+    """View (batch, row, head, d), or (row, head, d) if sequences are packed, as (row, d, head,
+    batch), or (row, d, head): rows behind a sequence's end are the neighbour's."""
+    modes = [0, 2, 1] if is_packed else [1, 3, 2, 0]
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, modes))
 
 
 def of_sequence(

@@ -49,7 +49,7 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import planning_rings, thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, store_lse
-from flash_mask_cute.core.mods import call_score_mod
+from flash_mask_cute.core.mods import modify_row
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreScales
@@ -273,7 +273,9 @@ class FlashAttentionForwardSm100:
         )
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         self.kernel(
-            self._operands(mQ, mK, mV, mO, lengths),
+            tma.Operands.of_forward(
+                plan, mQ, mK, mV, mO, mCuSeqlensQ is not None, mCuSeqlensK is not None
+            ),
             mLSE,
             lengths,
             ScoreArgs(scales, learnable_sink),
@@ -286,23 +288,6 @@ class FlashAttentionForwardSm100:
             stream=stream,
             min_blocks_per_mp=1,
         )
-
-    def _operands(self, mQ, mK, mV, mO, lengths: Lengths) -> tma.Operands:
-        plan = self.plan
-        varlen_q = lengths.cu_seqlens_q is not None
-        varlen_k = lengths.cu_seqlens_k is not None
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        keys = (1, plan.tile_n)
-        layout_v = cute.select(plan.layout_v(), [1, 0])
-        operands = []
-        for op, view, layout, tile in (
-            (load, tma.head_rows(mQ, varlen_q), plan.layout_q(), (plan.row_tile, plan.tile_d)),
-            (load, tma.sequence_rows(mK, varlen_k), plan.layout_k(), (keys, plan.tile_d)),
-            (load, tma.sequence_rows(mV, varlen_k), layout_v, (keys, plan.tile_dv)),
-            (store, tma.sequence_rows(mO, varlen_q), plan.layout_o(), plan.box_o),
-        ):
-            operands += cpasync.make_tiled_tma_atom(op, view, tma.one_stage(layout), tile)
-        return tma.Operands(*operands)
 
     @cute.kernel
     def kernel(
@@ -655,25 +640,19 @@ class FlashAttentionForwardSm100:
                 scores[0, c] = scales.bounded(scores[0, c])
         if self.score_mod is not None:
             work = ring.read(tile)
-            heads = self.plan.packed_heads
-            row = work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup()
-            # positions past the ends are hidden, but the callable may index tensors with them
-            q_idx = cutlass.min(row // heads, work.seqlen_q - 1)
-            head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
             first_k_idx = block.index * self.plan.tile_n + chunk * umma.CHUNK
-            for c in range(num_cols):
-                k_idx = first_k_idx + c
-                if is_cut:
-                    k_idx = cutlass.min(k_idx, work.seqlen_k - 1)
-                scores[0, c] = call_score_mod(
-                    self.score_mod,
-                    scores[0, c] * scales.scale_mod,
-                    work.batch_idx,
-                    head_idx,
-                    q_idx,
-                    k_idx,
-                    aux_tensors,
-                )
+            modify_row(
+                self.score_mod,
+                scores,
+                0,
+                scales.scale_mod,
+                work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup(),
+                lambda c: first_k_idx + c,
+                work,
+                self.plan.packed_heads,
+                is_cut,
+                aux_tensors,
+            )
 
     # -- output ---------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ class FwdPlan:
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = HALVES
     q_boxes = 1
+    overlaps_tiles = True
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 
     @property

@@ -56,11 +56,12 @@ from flash_mask_cute.core.cta import (
     thread_in_warpgroup,
 )
 from flash_mask_cute.core.lengths import Lengths, store_lse
-from flash_mask_cute.core.mods import call_score_mod
+from flash_mask_cute.core.mods import modify_row
+from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
-from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Block, Kind, WalkRing
+from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
@@ -80,8 +81,6 @@ from flash_mask_cute.sm90.warpgroups import (
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/measured_facts.md).
 L2_SHARE = 24 * 1024 * 1024
-# the word of a key stage: the flags of its block, and from this bit on its number
-N_BLOCK_SHIFT = 4
 
 
 class ScoreArgs(NamedTuple):
@@ -111,17 +110,6 @@ class Tiles(NamedTuple):
     o: cute.Tensor
     words: cute.Tensor
     bits: cute.Tensor
-
-
-class LoadState(NamedTuple):
-    """Key blocks fetched so far, and the value block that is to follow the last of them."""
-
-    blocks: Int32
-    v_block: Int32
-    v_head: Int32
-    v_batch: Int32
-    v_offset: Int32
-    v_seqlen: Int32
 
 
 class FlashAttentionForwardSm90:
@@ -263,28 +251,9 @@ class FlashAttentionForwardSm90:
             if const_expr((given is not None) != wanted):
                 raise ValueError(f"{name} must {'' if wanted else 'not '}be given to this kernel")
         plan = self.plan
-        varlen_q = const_expr(mCuSeqlensQ is not None)
-        q, o = tma.head_rows(mQ, varlen_q), tma.sequence_rows(mO, varlen_q)
-        varlen_k = const_expr(mCuSeqlensK is not None)
-        k = cute.make_tensor(
-            mK.iterator, cute.select(mK.layout, [0, 2, 1] if varlen_k else [1, 3, 2, 0])
+        operands = tma.Operands.of_forward(
+            plan, mQ, mK, mV, mO, mCuSeqlensQ is not None, mCuSeqlensK is not None
         )
-        v = tma.sequence_rows(mV, varlen_k)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        q_tile, o_tile = (plan.row_tile, plan.tile_d), (plan.row_tile, plan.tile_dv)
-        q_tma = cpasync.make_tiled_tma_atom(load, q, tma.one_stage(plan.layout_q()), q_tile)
-        k_tma = cpasync.make_tiled_tma_atom(
-            load, k, tma.one_stage(plan.layout_k()), (plan.tile_n, plan.tile_d)
-        )
-        v_tma = cpasync.make_tiled_tma_atom(
-            load, v, cute.select(plan.layout_v(), mode=[1, 0]), ((1, plan.tile_n), plan.tile_dv)
-        )
-        o_tma = cpasync.make_tiled_tma_atom(store, o, tma.one_stage(plan.layout_o()), o_tile)
-        operands = tma.Operands(
-            q_tma[0], q_tma[1], k_tma[0], k_tma[1], v_tma[0], v_tma[1], o_tma[0], o_tma[1]
-        )
-
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
@@ -293,7 +262,6 @@ class FlashAttentionForwardSm90:
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
             group_bytes, self.num_sms,
         )  # fmt: skip
-
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
@@ -360,7 +328,17 @@ class FlashAttentionForwardSm90:
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
-                self.load(operands, tiles, channels, lengths, schedule.heads_per_kv)
+                operand_loads = OperandLoads(
+                    operands,
+                    Buffer(tiles.q, channels.q),
+                    Buffer(tiles.k, channels.k),
+                    Buffer(tiles.v, channels.v),
+                    lengths,
+                    schedule.heads_per_kv,
+                    plan,
+                    tiles.words,
+                )
+                operand_loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.PLAN:
                 scheduler = TileScheduler(
                     schedule.params,
@@ -386,116 +364,6 @@ class FlashAttentionForwardSm90:
         share = Share.create(painter, self.plan.num_painters, self.plan.tile_m, wgmma.COLUMNS)
         rules = QueryWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths)
         paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
-
-    @cute.jit
-    def load(
-        self,
-        operands: tma.Operands,
-        tiles: Tiles,
-        channels: Channels,
-        lengths: Lengths,
-        heads_per_kv: Int32,
-    ):
-        """Load warp: stream the operands of every walk.
-
-        Values lag one block behind keys, as their consumers do, across work tiles too: the next
-        tile's query and first keys go out before this tile's last values.
-        """
-        tile, chunk = Int32(0), Int32(0)
-        state = LoadState(Int32(0), Int32(-1), *[Int32(0)] * 4)
-        load_v = partial(self._load_values, operands, tiles.v, channels.v, lengths)
-        while channels.ring.wait(tile):
-            work = channels.ring.read(tile)
-            self._load_query(operands, tiles.q, channels.q, lengths, tile, work)
-            step = partial(
-                self._load_block, operands, tiles, channels, lengths, load_v,
-                (work.head_idx // heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k),
-            )  # fmt: skip
-            chunk, state = channels.walk.visit(chunk, state, step)
-            if const_expr(not self.plan.overlaps_tiles):
-                # the next query has to wait for the output, which has to wait for these
-                load_v(state)
-                state = state._replace(v_block=Int32(-1))
-            channels.ring.release(tile)
-            tile += 1
-        load_v(state)
-
-    @cute.jit
-    def _load_block(self, operands, tiles, channels, lengths, load_v, place, state, block: Block):
-        """Fetch the keys of a block, and the values of the one before it."""
-        plan = self.plan
-        head, batch, offset, _ = place
-        number = state.blocks
-        # all that can be known before the stage is free, since from then on time counts
-        word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.index << N_BLOCK_SHIFT)
-        if const_expr(lengths.cu_seqlens_k is None):
-            gK = operands.k[None, None, head, batch]
-        else:
-            gK = cute.domain_offset((offset, 0), operands.k[None, None, head])
-        blocks = cute.local_tile(gK, (plan.tile_n, plan.tile_d), (None, 0))
-        src, dst = tma.blocks_of(operands.k_atom, blocks, tiles.k)
-        channels.k.acquire(number)
-        if cute.arch.lane_idx() == 0:
-            tiles.words[channels.k.index(number)] = word
-        channels.k.expect(number, plan.bytes_k)
-        cute.copy(
-            operands.k_atom,
-            src[None, block.index],
-            dst[None, channels.k.index(number)],
-            tma_bar_ptr=channels.k.barrier(number),
-        )
-        load_v(state)
-        return LoadState(number + 1, block.index, *place)
-
-    @cute.jit
-    def _load_values(self, operands, sV, channel: Channel, lengths: Lengths, state: LoadState):
-        """Fetch the value block that is due, if there is one."""
-        plan = self.plan
-        if state.v_block >= 0:
-            number, row = state.blocks - 1, state.v_block * plan.tile_n
-            if const_expr(lengths.cu_seqlens_k is None):
-                gV = operands.v[None, None, state.v_batch]
-            else:
-                # no row of another sequence, which may hold NaN: probabilities of 0 keep that
-                gV, row = tma.readable_rows(
-                    operands.v, state.v_offset, state.v_seqlen, lengths.seqlen_k, row
-                )
-            tile = ((1, plan.tile_n), plan.tile_dv)
-            src, dst = tma.tile_of(
-                operands.v_atom, gV, (state.v_head, row), tile, wgmma.transposed(sV)
-            )
-            channel.acquire(number)
-            channel.expect(number, plan.bytes_v)
-            cute.copy(
-                operands.v_atom,
-                src,
-                dst[None, channel.index(number)],
-                tma_bar_ptr=channel.barrier(number),
-            )
-
-    def _load_query(
-        self, operands: tma.Operands, sQ, channel: Channel, lengths: Lengths, number, work: Work
-    ):
-        """Fetch the query rows of work tile `number`."""
-        plan = self.plan
-        gQ = operands.q
-        if const_expr(lengths.cu_seqlens_q is None):
-            gQ = gQ[None, None, work.batch_idx]
-        channel.acquire(number)
-        channel.expect(number, plan.bytes_q)
-        for w in range(plan.num_mma_warpgroups):
-            tile_row = work.block * plan.tile_m + w * wgmma.ROWS_PER_WARPGROUP
-            first = (
-                work.head_idx * plan.packed_heads,
-                work.offset_q + tile_row // plan.packed_heads,
-            )
-            src, dst = tma.tile_of(operands.q_atom, gQ, first, (plan.row_tile, plan.tile_d), sQ)
-            cute.copy(
-                operands.q_atom,
-                src,
-                dst[None, channel.index(number) * plan.num_mma_warpgroups + w],
-                tma_bar_ptr=channel.barrier(number),
-            )
 
     @cute.jit
     def mma(
@@ -711,25 +579,20 @@ class FlashAttentionForwardSm90:
             )
 
     def _modify_each(self, scale, aux_tensors, work: Work, n_block: Int32, scores, is_cut: bool):
-        heads = self.plan.packed_heads
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
         for r, row in enumerate(self._tile_rows(work, thread_in_warpgroup())):
-            # positions past the ends are hidden, but the callable may index tensors with them
-            q_idx = cutlass.min(row // heads, work.seqlen_q - 1)
-            head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
-            for c in range(cute.size(scores, mode=[1])):
-                k_idx = first_k_idx + wgmma.col_offset(c)
-                if is_cut:
-                    k_idx = cutlass.min(k_idx, work.seqlen_k - 1)
-                scores[r, c] = call_score_mod(
-                    self.score_mod,
-                    scores[r, c] * scale,
-                    work.batch_idx,
-                    head_idx,
-                    q_idx,
-                    k_idx,
-                    aux_tensors,
-                )
+            modify_row(
+                self.score_mod,
+                scores,
+                r,
+                scale,
+                row,
+                lambda c: first_k_idx + wgmma.col_offset(c),
+                work,
+                self.plan.packed_heads,
+                is_cut,
+                aux_tensors,
+            )
 
     def _tile_rows(self, work: Work, thread: Int32):
         """Rows of the sequence (of its packed rows) that a thread's accumulator holds."""

@@ -134,6 +134,18 @@ class FwdPlan:
         return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads)
 
     @property
+    def box_o(self) -> tuple[tuple[int, int], int]:
+        """What of the output leaves together: rows of a warpgroup, all columns."""
+        return self.row_tile, self.tile_dv
+
+    # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
+    q_fills = 1
+
+    @property
+    def q_boxes(self) -> int:
+        return self.num_mma_warpgroups
+
+    @property
     def bytes_q(self) -> int:
         return self.tile_m * self.tile_d * 2
 
