@@ -44,8 +44,8 @@ test-gpu: $(call needs_venv,$(DEV))
 	$(DEV) -m pytest tests/gpu
 
 test-sim: $(call needs_venv,$(DEV))
-	FLASH_MASK_SIM_ARCH=sm_90a $(DEV) -m pytest tests/sim
-	FLASH_MASK_SIM_ARCH=sm_100a $(DEV) -m pytest tests/sim
+	FLASH_MASK_SIM_ARCH=sm_90a $(DEV) -m pytest tests/sim -n $(WORKERS)
+	FLASH_MASK_SIM_ARCH=sm_100a $(DEV) -m pytest tests/sim -n $(WORKERS)
 
 lint: $(call needs_venv,$(DEV))
 	$(DEV) -m ruff check .
