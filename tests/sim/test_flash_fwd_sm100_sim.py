@@ -37,6 +37,7 @@ CASES = (
     Case("dense-127x129", 1, 127, 129),
     Case("dense-1x1", 1, 1, 1, 1, 1),
     Case("dense-300x300-fused_qkv", 1, 300, 300, strided="fused_qkv"),
+    Case("dense-1000x100-short-walks", 1, 1000, 100, 2, 1),
     Case("causal-255x255", 2, 255, 255, causal=True),
     Case("causal-63x257", 1, 63, 257, 3, 3, causal=True),
     Case("causal-257x100-empty-rows", 1, 257, 100, causal=True),
