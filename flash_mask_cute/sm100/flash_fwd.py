@@ -47,15 +47,15 @@ from cutlass.cute.nvgpu import cpasync
 from flash_mask_cute.core import softmax as softmax_math
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import planning_rings, thread_in_warpgroup
+from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, store_lse
 from flash_mask_cute.core.mods import modify_row
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
-from flash_mask_cute.core.walk_ring import Block, Kind, WalkRing
-from flash_mask_cute.core.work_ring import Work, WorkRing
+from flash_mask_cute.core.walk_ring import Block, Kind
+from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.query_walks import QueryWalks
@@ -67,13 +67,15 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
     HALVES,
     NUM_PAINTERS,
     OUTPUT_REGISTERS,
-    OUTPUT_WARPS,
     PAINTER_REGISTERS,
     ROWS_PER_WARP,
     SOFTMAX_REGISTERS,
     SOFTMAX_WARPS,
+    Channels,
     FwdPlan,
+    Products,
     Role,
+    Tiles,
 )
 
 # keys and values of the heads in flight should stay in an L2 cache of 126 MB; as a share, what was
@@ -88,45 +90,6 @@ class ScoreArgs(NamedTuple):
 
     scales: ScoreScales
     sink: cute.Tensor | None
-
-
-class Channels(NamedTuple):
-    """How the roles of a CTA hand things on (see the top of this file)."""
-
-    q: Channel
-    k: Channel
-    v: Channel
-    s: Channel
-    o: Channel
-    sums: Channel
-    bits: Channel
-    ring: WorkRing
-    walk: WalkRing
-
-
-class Tiles(NamedTuple):
-    """What lies in shared memory: operands with stages, as TMA sees them; rows; one bit tile.
-
-    sums (2, rows): maximum and sum of each row.
-    """
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    sums: cute.Tensor
-    bits: cute.Tensor
-
-
-class Products(NamedTuple):
-    """Fragments of both products; those with halves are pairs."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    s: tuple
-    p: tuple
-    o: tuple
 
 
 class MmaState(NamedTuple):
@@ -306,12 +269,12 @@ class FlashAttentionForwardSm100:
             for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
-        channels = self._channels(storage)
+        channels = plan.channels(storage)
         if warp_idx == Role.MMA:
             umma.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        tiles = self._tiles(storage)
+        tiles = plan.tiles(storage)
 
         if warp_idx < Role.OUTPUT:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
@@ -354,74 +317,12 @@ class FlashAttentionForwardSm100:
         if warp_idx == Role.MMA:
             umma.free()
 
-    def _channels(self, storage) -> Channels:
-        plan = self.plan
-        warps_of_half = SOFTMAX_WARPS // HALVES
-        # load, mma and softmax and painting warps go through walks; those of the output do not
-        ring, walk = planning_rings(
-            storage, 2 + SOFTMAX_WARPS + NUM_PAINTERS, OUTPUT_WARPS, ascending=False
-        )
-
-        def channel(barriers, stages: int, producers: int, consumers: int) -> Channel:
-            return Channel.create(barriers.data_ptr(), stages, producers, consumers)
-
-        return Channels(
-            q=channel(storage.q_barriers, HALVES * plan.stages_q, 1, 1),
-            k=channel(storage.k_barriers, plan.stages_kv, 1, 1),
-            v=channel(storage.v_barriers, plan.stages_v, 1, 1),
-            s=channel(storage.s_barriers, HALVES, 1, warps_of_half),
-            o=channel(storage.o_barriers, HALVES, 1, OUTPUT_WARPS),
-            sums=channel(storage.sums_barriers, HALVES, warps_of_half, OUTPUT_WARPS),
-            bits=channel(storage.bits_barriers, 1, NUM_PAINTERS, SOFTMAX_WARPS),
-            ring=ring,
-            walk=walk,
-        )
-
-    def _tiles(self, storage) -> Tiles:
-        plan = self.plan
-
-        def tensor(memory, layout: cute.ComposedLayout) -> cute.Tensor:
-            return memory.get_tensor(layout.outer, swizzle=layout.inner)
-
-        sums = cute.make_tensor(
-            cute.recast_ptr(storage.sums.data_ptr(), dtype=Float32),
-            cute.make_layout((2, plan.tile_m), stride=(plan.tile_m, 1)),
-        )
-        return Tiles(
-            q=tensor(storage.q, plan.layout_q()),
-            k=tensor(storage.k, plan.layout_k()),
-            v=tensor(storage.v, plan.layout_v()),
-            o=tensor(storage.o, plan.layout_o()),
-            sums=sums,
-            bits=storage.bits.get_tensor(cute.make_layout((umma.COLUMNS.num_words, plan.tile_m))),
-        )
-
     # -- mma ------------------------------------------------------------------------------------
-
-    def _products(self, storage) -> Products:
-        plan = self.plan
-        mma_qk, mma_pv = plan.mma_qk(), plan.mma_pv()
-
-        def tensor(memory, layout: cute.ComposedLayout) -> cute.Tensor:
-            return memory.get_tensor(layout.outer, swizzle=layout.inner)
-
-        halves = range(HALVES)
-        return Products(
-            q=mma_qk.make_fragment_A(tensor(storage.q, plan.operand_q())),
-            k=mma_qk.make_fragment_B(tensor(storage.k, plan.operand_k())),
-            v=mma_pv.make_fragment_B(tensor(storage.v, plan.operand_v())),
-            s=tuple(umma.accumulator(mma_qk, plan.tile_n, plan.column_s(h)) for h in halves),
-            p=tuple(
-                umma.operand_a(mma_pv, plan.operand_p(), plan.dtype, plan.column_s(h))
-                for h in halves
-            ),
-            o=tuple(umma.accumulator(mma_pv, plan.tile_dv, plan.column_o(h)) for h in halves),
-        )
 
     @cute.jit
     def mma(self, storage, channels: Channels):
         """Issue the products of every walk: P V lags one block behind S, across work tiles too."""
-        products = self._products(storage)
+        products = self.plan.products(storage)
         tile, chunk = Int32(0), Int32(0)
         state = MmaState(Int32(0), Boolean(True), Boolean(False))
         while channels.ring.wait(tile):

@@ -6,6 +6,7 @@ and MMA atoms are made afresh wherever they are needed.
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,14 +15,19 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
     RING_STAGES,
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
+    planning_rings,
     registers_left,
 )
 from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.walk_ring import WalkRing
+from flash_mask_cute.core.work_ring import WorkRing
+from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.umma import COLUMNS, NUM_COLUMNS, ROWS
 
 # a work tile is two halves of 128 rows, which take turns on the tensor cores
@@ -54,6 +60,45 @@ class Role(IntEnum):
 SOFTMAX_WARPS = Role.OUTPUT - Role.SOFTMAX
 OUTPUT_WARPS = Role.LOAD - Role.OUTPUT
 NUM_PAINTERS = 4
+
+
+class Channels(NamedTuple):
+    """How the roles of a CTA hand things on (see `flash_fwd`)."""
+
+    q: Channel
+    k: Channel
+    v: Channel
+    s: Channel
+    o: Channel
+    sums: Channel
+    bits: Channel
+    ring: WorkRing
+    walk: WalkRing
+
+
+class Tiles(NamedTuple):
+    """What lies in shared memory: operands with stages, as TMA sees them; rows; one bit tile.
+
+    sums (2, rows): maximum and sum of each row.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    sums: cute.Tensor
+    bits: cute.Tensor
+
+
+class Products(NamedTuple):
+    """Fragments of both products; those with halves are pairs."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    s: tuple
+    p: tuple
+    o: tuple
 
 
 @dataclass(frozen=True)
@@ -282,3 +327,58 @@ class FwdPlan:
             tmem: cutlass.Int32
 
         return Storage
+
+    def channels(self, storage: Any) -> Channels:
+        """The channels of a CTA, initialised by its first warp."""
+        warps_of_half = SOFTMAX_WARPS // HALVES
+        # load, mma and softmax and painting warps go through walks; those of the output do not
+        ring, walk = planning_rings(
+            storage, 2 + SOFTMAX_WARPS + NUM_PAINTERS, OUTPUT_WARPS, ascending=False
+        )
+
+        def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
+            return Channel.create(barriers.data_ptr(), stages, producers, consumers)
+
+        return Channels(
+            q=channel(storage.q_barriers, HALVES * self.stages_q, 1, 1),
+            k=channel(storage.k_barriers, self.stages_kv, 1, 1),
+            v=channel(storage.v_barriers, self.stages_v, 1, 1),
+            s=channel(storage.s_barriers, HALVES, 1, warps_of_half),
+            o=channel(storage.o_barriers, HALVES, 1, OUTPUT_WARPS),
+            sums=channel(storage.sums_barriers, HALVES, warps_of_half, OUTPUT_WARPS),
+            bits=channel(storage.bits_barriers, 1, NUM_PAINTERS, SOFTMAX_WARPS),
+            ring=ring,
+            walk=walk,
+        )
+
+    def tiles(self, storage: Any) -> Tiles:
+        sums = cute.recast_ptr(storage.sums.data_ptr(), dtype=cutlass.Float32)
+        return Tiles(
+            q=_swizzled(storage.q, self.layout_q()),
+            k=_swizzled(storage.k, self.layout_k()),
+            v=_swizzled(storage.v, self.layout_v()),
+            o=_swizzled(storage.o, self.layout_o()),
+            sums=cute.make_tensor(
+                sums, cute.make_layout((2, self.tile_m), stride=(self.tile_m, 1))
+            ),
+            bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_m))),
+        )
+
+    def products(self, storage: Any) -> Products:
+        mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
+        halves = range(HALVES)
+        return Products(
+            q=mma_qk.make_fragment_A(_swizzled(storage.q, self.operand_q())),
+            k=mma_qk.make_fragment_B(_swizzled(storage.k, self.operand_k())),
+            v=mma_pv.make_fragment_B(_swizzled(storage.v, self.operand_v())),
+            s=tuple(umma.accumulator(mma_qk, self.tile_n, self.column_s(h)) for h in halves),
+            p=tuple(
+                umma.operand_a(mma_pv, self.operand_p(), self.dtype, self.column_s(h))
+                for h in halves
+            ),
+            o=tuple(umma.accumulator(mma_pv, self.tile_dv, self.column_o(h)) for h in halves),
+        )
+
+
+def _swizzled(memory: Any, layout: cute.ComposedLayout) -> cute.Tensor:
+    return memory.get_tensor(layout.outer, swizzle=layout.inner)

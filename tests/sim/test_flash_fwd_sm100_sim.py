@@ -11,7 +11,6 @@ import pytest
 import simulated_forward
 import torch
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from simulated_forward import DELAY_SEEDS
 from support import (
     BF16,
     FP16,
@@ -29,19 +28,22 @@ ARCH = "sm_100a"
 pytestmark = pytest.mark.sim
 run_sim = partial(simulated_forward.run_sim, arch=ARCH)
 
+# in order, and at random later points
+SEEDS = (None, 1)
+
 # A work tile has 256 query rows and the software GPU two SMs, so more than 512 rows over all heads
 # and sequences give a persistent CTA several.
 CASES = (
     Case("dense-127x129", 1, 127, 129),
     Case("dense-1x1", 1, 1, 1, 1, 1),
     Case("dense-300x300-fused_qkv", 1, 300, 300, strided="fused_qkv"),
+    Case("dense-1000x100-short-walks", 1, 1000, 100, 2, 1),
     Case("causal-255x255", 2, 255, 255, causal=True),
     Case("causal-63x257", 1, 63, 257, 3, 3, causal=True),
     Case("causal-257x100-empty-rows", 1, 257, 100, causal=True),
-    Case("causal-600x700", 1, 600, 700, 2, 1, causal=True),
+    Case("causal-520x400", 1, 520, 400, 2, 1, causal=True),
     Case("window-20-5-129x300", 1, 129, 300, window_left=20, window_right=5),
     Case("window-20-10-257x65-empty-rows", 1, 257, 65, window_left=20, window_right=10),
-    Case("window-70-open-65x255", 1, 65, 255, window_left=70),
     Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=False),
     Case("gqa4-packed-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=True),
     Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 0, 129, 1), causal=True),
@@ -59,12 +61,14 @@ CASES = (
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_oracle(simulator: ModuleType, case: Case) -> None:
-    run_sim(simulator, make_inputs(case))
+    run_sim(simulator, make_inputs(case), seeds=SEEDS)
 
 
 # whose features other cases have, too: a kernel takes seconds to compile
 LEFT_OUT = (
     "columns-random2-causal",
+    "columns-random4-causal-sink",
+    "columns-stepped2-gqa4-packed-causal",
     "columns-blinding4-window",
     "columns-varlen-stepped1",
     "mask-causal-offset",
@@ -79,7 +83,7 @@ MASKS = tuple(case for case in MASK_CASES if case.id not in LEFT_OUT)
 @pytest.mark.parametrize("position", range(len(MASKS)), ids=lambda i: MASKS[i].id)
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(MASKS[position].packed_if_supported())
-    run_sim(simulator, inputs, seeds=DELAY_SEEDS if position % 3 == 0 else (None,))
+    run_sim(simulator, inputs, seeds=SEEDS if position % 3 == 0 else (None,))
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
@@ -95,7 +99,7 @@ def test_maxima_that_outgrow_the_one_in_use(simulator: ModuleType, column: int) 
     scores = (q[0, :, 0].double() @ k[0, :, 0].double().T) * 128**-0.5
     blocks = scores.unflatten(1, (3, 128)).amax(2) * 1.4427
     assert (blocks[0, 1] - blocks[0, 2] > 8) and (blocks[0, 0] - blocks[0, 1] > 8)
-    run_sim(simulator, inputs)
+    run_sim(simulator, inputs, seeds=SEEDS)
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
