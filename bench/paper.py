@@ -39,4 +39,4 @@ def takes_part(peer: str, case: BenchCase) -> bool:
     """
     if peer == "fa4":
         return case.mask == "causal"
-    return peer != "flex" or (case.d == FLEX_DIM and case.n <= FLEX_TOKENS)
+    return not peer.startswith("flex") or (case.d == FLEX_DIM and case.n <= FLEX_TOKENS)

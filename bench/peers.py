@@ -181,15 +181,22 @@ class CutePeer:
 
 @dataclass(frozen=True)
 class FlexPeer:
-    """torch's compiled FlexAttention (Triton), its block mask made of our exact block lists."""
+    """torch's compiled FlexAttention, its block mask made of our exact block lists.
+
+    backend: what torch is asked to compile to, Triton where None; what it cannot, it refuses.
+    """
 
     name: str
+    backend: str | None = None
 
     def load(self) -> None:
         importlib.import_module("torch.nn.attention.flex_attention")
 
     def supports(self, case: BenchCase) -> str | None:
         kinds = ("attention", "backward", "prep", "memory")
+        if self.backend is not None:
+            # another backend takes the same block mask, in the same memory
+            kinds = ("attention", "backward")
         measured = case.kind in kinds and not case.varlen and not case.softcap
         return None if measured else "not measured for varlen, softcap, host time and sweeps"
 
@@ -201,6 +208,8 @@ class FlexPeer:
         torch._dynamo.reset()
         device = tensors.q.device
         options: dict[str, Any] = {"enable_gqa": case.heads != case.heads_kv}
+        if self.backend is not None:
+            options["kernel_options"] = {"BACKEND": self.backend}
         if case.score_mod:
             options["score_mod"] = torch_score_mod(case, score_tables(case, device))
         if case.mask != "full":
@@ -315,6 +324,7 @@ _ALL: tuple[Peer, ...] = (
     SdpaPeer("sdpa", None, ("host",)),
     SdpaPeer("sdpa_dense", None, ("attention", "memory"), dense=True),
     FlexPeer("flex"),
+    FlexPeer("flex_flash", "FLASH"),
 )
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 # flex compiles for seconds in every case; dense masks are slow.

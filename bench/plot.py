@@ -37,6 +37,7 @@ COLOURS = {
     "fa4": "#e07b39",
     "fa4_mask_mod": "#f2b880",
     "flex": "#7a9e4b",
+    "flex_flash": "#b5cc94",
     "cudnn": "#8f6bb3",
     "sdpa_dense": "#8c8c8c",
 }

@@ -19,6 +19,7 @@ PEER_LABELS = {
     "fa4": "flash-attn-4",
     "fa4_mask_mod": "flash-attn-4, mask_mod",
     "flex": "FlexAttention",
+    "flex_flash": "FlexAttention, FLASH",
     "cudnn": "cuDNN",
     "sdpa_dense": "SDPA, dense mask",
 }

@@ -275,6 +275,28 @@ def test_backward_of_flex_attention(mask: str, monkeypatch: pytest.MonkeyPatch) 
     assert not judge(peers.PEERS["flex"], wrong, 8.0).ok
 
 
+@pytest.mark.parametrize("kind", ["attention", "backward"])
+def test_flex_attention_is_asked_for_its_backend(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import flex_attention
+
+    told: list[object] = []
+
+    def asked(*operands, kernel_options=None, return_aux=None, **options):  # type: ignore[no-untyped-def]
+        told.append(kernel_options)
+        return flex_by_hand(*operands, **options)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(flex_attention, "flex_attention", asked)
+    case = small("document", 200, kind=kind)
+    tensors = peers.save_forward(case, make_tensors(case, "cpu", 2), 2)
+    for name in ("flex", "flex_flash"):
+        peers.PEERS[name].prepare(case, tensors)()
+    assert told == [None, {"BACKEND": "FLASH"}]
+    assert peers.PEERS["flex_flash"].supports(replace(case, kind="prep"))
+
+
 def test_a_worker_goes_on_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

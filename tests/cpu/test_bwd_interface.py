@@ -327,6 +327,17 @@ def test_a_gpu_takes_what_the_cpu_does() -> None:
     _flash_attn_bwd(**wide, **like, lse=lse)
 
 
+class OnBlackwell(OnCuda):
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_refused_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface.Target, "of", lambda device: Target.named("sm_100a"))
+    given = {name: x.as_subclass(OnBlackwell) for name, x in arguments().items()}
+    with pytest.raises(NotImplementedError, match="q is on cuda:0, a Blackwell device"):
+        _flash_attn_bwd(**given)
+
+
 # -- what reaches the kernels -------------------------------------------------------------------
 
 

@@ -170,6 +170,16 @@ def test_compiles_well_for_blackwell(name: str, tmp_path: Path) -> None:
     check_blackwell(name, *build(BLACKWELL[name], tmp_path, target=B200))
 
 
+@pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
+def test_compiles_well_for_the_second_blackwell(row: FwdRow) -> None:
+    """Of sm_103a disassemblers may know nothing."""
+    problem = AttentionProblem("float16", row.max_dim, row.max_dim_v, is_causal=True, varlen_k=True)
+    tiles = select_fwd_config(problem, shapes_of(problem), family=B300.family).tiles
+    with compile_lock():
+        meta = build_fwd(problem, tiles, B300).meta
+    check_blackwell(f"{row}", meta, {})
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_compile_well_for_blackwell(name: str, tmp_path: Path) -> None:
     fields, mods = mods_of(name)
