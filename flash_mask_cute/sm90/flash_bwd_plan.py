@@ -315,6 +315,7 @@ class BwdPlan:
         return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, count)
 
     def ds_unit(self, stage: Int32, key_group: Int32, row_group: Int32 | int) -> Int32:
+        """Last coordinate in `layout_ds`."""
         return (stage * self.key_groups + key_group) * self.num_row_groups + row_group
 
     def layout_p(self) -> cute.ComposedLayout:
@@ -376,6 +377,8 @@ class BwdPlan:
         return Storage
 
     def tiles(self, storage: Any) -> Tiles:
+        """The tensors in a CTA's `storage`."""
+
         def tensor(memory: Any, layout: cute.ComposedLayout) -> cute.Tensor:
             return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=self.dtype)
 
@@ -401,7 +404,10 @@ class BwdPlan:
         )
 
     def channels(self, storage: Any, turns: cute.Tensor | None) -> Channels:
-        """turns: see `WalkRing`. Called by all threads, which then need a fence and a barrier."""
+        """The channels in a CTA's `storage`, made by all threads; they need a barrier afterwards.
+
+        turns: see `WalkRing`.
+        """
         mma_warps = self.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
         loads = 1

@@ -114,6 +114,7 @@ def rounded_values(words: cute.Tensor, dtype: type) -> cute.Tensor:
 
 
 def words_as_operand_a(words: cute.Tensor, dtype: type) -> cute.Tensor:
+    """Words of `round_pairs` as the register operand A of the next product."""
     return as_operand_a(cute.recast_tensor(words, dtype))
 
 
