@@ -193,10 +193,9 @@ class FlexPeer:
         importlib.import_module("torch.nn.attention.flex_attention")
 
     def supports(self, case: BenchCase) -> str | None:
-        kinds = ("attention", "backward", "prep", "memory")
-        if self.backend is not None:
-            # another backend takes the same block mask, in the same memory
-            kinds = ("attention", "backward")
+        # another backend takes the same block mask, in the same memory
+        of_masks = ("prep", "memory") if self.backend is None else ()
+        kinds = ("attention", "backward", *of_masks)
         measured = case.kind in kinds and not case.varlen and not case.softcap
         return None if measured else "not measured for varlen, softcap, host time and sweeps"
 
