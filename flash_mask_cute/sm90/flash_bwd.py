@@ -576,6 +576,9 @@ class FlashAttentionBackwardSm90:
                         channels.do.release(block)
                         stage_dQ(0, acc_dQ)
                         for i in cutlass.range_constexpr(1, len(plan.parts_dq)):
+                            if const_expr(not chain.is_empty):
+                                # too few registers to have it beside dK
+                                warpgroup.wait_group(0)
                             acc_dQ = issue_dQ(i)
                             warpgroup.wait_group(0)
                             stage_dQ(i, acc_dQ)
