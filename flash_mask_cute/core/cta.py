@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -19,6 +20,13 @@ WALK_STAGES = 4
 
 def thread_in_warpgroup() -> Int32:
     return cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+
+
+def swizzled(
+    memory: Any, layout: cute.ComposedLayout, dtype: type[cutlass.Numeric] | None = None
+) -> cute.Tensor:
+    """The tensor of a layout in a member of a CTA's storage; dtype: if not the member's own."""
+    return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
 
 
 def registers_left(num_warpgroups: int, taken: int) -> int:

@@ -71,6 +71,13 @@ class ScoreScales(NamedTuple):
 BinaryOp = Callable[[Float32, Float32], Float32]
 
 
+class ScoreArgs(NamedTuple):
+    """What happens to the scores of a forward; sink logits (heads_q,)."""
+
+    scales: ScoreScales
+    sink: cute.Tensor | None
+
+
 def _chained_reduce(values: Sequence[Float32], op: BinaryOp) -> Float32:
     """Reduce a Python list of scalars with CHAINS interleaved partial results."""
     partial = list(values[:CHAINS])

@@ -3,22 +3,19 @@
 A line of a bit tile is a query row (of the packed rows, where heads share a tile).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
-from flash_mask_cute.masks.bit_tile import ALL, WORD, Columns, bit_range
-from flash_mask_cute.masks.intervals import Intervals
-from flash_mask_cute.masks.rules import MaskArgs, MaskRules, Share, both, broadcast_place
+from flash_mask_cute.masks.bit_tile import ALL, WORD, bit_range
+from flash_mask_cute.masks.rules import MaskRules, Share, both, broadcast_place
 
 
 class ListPosition(NamedTuple):
@@ -28,43 +25,9 @@ class ListPosition(NamedTuple):
     full_left: Int32
 
 
-class QueryKernel(Protocol):
-    """What a forward kernel says about its masks; plan: tile_m, tile_n and packed_heads."""
-
-    plan: Any
-    is_causal: bool
-    is_local: bool
-    intervals: Intervals | None
-    mask_mod: Callable[..., Any] | None
-    skip_blocks: bool
-
-
 @dataclass(frozen=True)
 class QueryWalks(MaskRules):
     """`MaskRules` for work tiles of tile_m query rows that visit blocks of keys."""
-
-    @staticmethod
-    def of_kernel(kernel: QueryKernel, columns: Columns, args: MaskArgs, lengths: Lengths):
-        """The walks of a forward kernel with bit tiles of `columns`."""
-        block_info = BlockInfo(
-            kernel.plan.tile_m,
-            kernel.plan.tile_n,
-            is_causal=kernel.is_causal,
-            is_local=kernel.is_local,
-            window_size_left=args.window_left,
-            window_size_right=args.window_right,
-            qhead_per_kvhead_packgqa=kernel.plan.packed_heads,
-        )
-        keys_are_packed = lengths.cu_seqlens_k is not None
-        return QueryWalks(
-            args,
-            block_info,
-            kernel.intervals,
-            kernel.mask_mod,
-            columns,
-            keys_are_packed,
-            kernel.skip_blocks,
-        )
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence, rows that are not in use included."""

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
@@ -23,24 +22,21 @@ def plan_walks(
     lengths: Lengths,
     ring: WorkRing,
     walk: WalkRing,
-    in_turn: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """One warp: decide on work tiles and the blocks they visit, and announce both.
-
-    in_turn: CTAs wait for what others do for the tiles before theirs, so a tile is claimed only
-    when the loads of the last one have been issued, and is begun soon after that.
-    """
+    """One warp: decide on work tiles and the blocks they visit, and announce both."""
+    is_by_keys = isinstance(rules, KeyWalks)
     num_blocks_of = partial(rules.num_blocks, lengths)
     tiles, chunks = Int32(0), Int32(0)
     tile, search = scheduler.locate(scheduler.start(), num_blocks_of)
     while tile.is_valid:
-        work = describe(tile, lengths, isinstance(rules, KeyWalks))
+        work = describe(tile, lengths, is_by_keys)
         ring.write(tiles, work)
         chunks = rules.plan(walk, chunks, work)
         tiles += 1
         # a tile is claimed as late as can be: another CTA may be free for it sooner
         ring.acquire(tiles)
-        if const_expr(in_turn):
+        if const_expr(is_by_keys and rules.takes_turns):
+            # not before it can be begun soon, since others will wait for what it adds
             walk.wait_until_read(chunks)
         tile, search = scheduler.locate(scheduler.advance(search), num_blocks_of)
     scheduler.finish()

@@ -10,13 +10,14 @@ scores, for any architecture.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.mods import call_mask_mod
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.bit_tile import WORD, Columns
@@ -58,6 +59,27 @@ class BitArgs(NamedTuple):
     block_k: Int32
 
 
+class MaskedKernel(Protocol):
+    """What a kernel says about its masks; plan: tile_m, tile_n and packed_heads."""
+
+    plan: Any
+    is_causal: bool
+    is_local: bool
+    intervals: Intervals | None
+    mask_mod: Callable[..., Any] | None
+    has_aux_tensors: bool
+    skip_blocks: bool
+
+
+def check_given(name: str, given: Any, is_wanted: bool) -> None:
+    """Refuse an argument of a launch that the kernel was not made for, or lacks.
+
+    :raises ValueError: naming it
+    """
+    if (given is not None) != is_wanted:
+        raise ValueError(f"{name} must {'' if is_wanted else 'not '}be given to this kernel")
+
+
 class MaskArgs(NamedTuple):
     """What the masks of a launch are made of; anything may be absent."""
 
@@ -70,6 +92,7 @@ class MaskArgs(NamedTuple):
 
     @staticmethod
     def create(
+        kernel: "MaskedKernel",
         window: tuple[Int32 | None, Int32 | None],
         column_tensors: tuple | None,
         num_heads: Int32,
@@ -78,7 +101,12 @@ class MaskArgs(NamedTuple):
         block_bits: tuple | None,
         aux_tensors: Any,
     ) -> "MaskArgs":
-        """From the arguments of a launch; num_heads: of its walks, block_size: of the lists."""
+        """From the arguments of a launch; num_heads: of its walks, block_size: of the lists.
+
+        :raises ValueError: a tensor is given to a kernel made without it, or the other way round
+        """
+        check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
+        check_given("column_tensors", column_tensors, kernel.intervals is not None)
         columns, lists, bits = None, None, None
         if column_tensors is not None:
             indices, bounds = column_tensors
@@ -117,6 +145,37 @@ class MaskRules:
     columns: cutlass.Constexpr[Columns]
     keys_are_packed: cutlass.Constexpr[bool]
     skip: cutlass.Constexpr[bool]
+
+    @classmethod
+    def of_kernel(
+        cls,
+        kernel: MaskedKernel,
+        columns: Columns,
+        args: MaskArgs,
+        lengths: Lengths,
+        *more: Any,
+    ):
+        """The rules of a kernel whose bit tiles have `columns`; more: fields of the direction."""
+        block_info = BlockInfo(
+            kernel.plan.tile_m,
+            kernel.plan.tile_n,
+            is_causal=kernel.is_causal,
+            is_local=kernel.is_local,
+            window_size_left=args.window_left,
+            window_size_right=args.window_right,
+            qhead_per_kvhead_packgqa=kernel.plan.packed_heads,
+        )
+        keys_are_packed = lengths.cu_seqlens_k is not None
+        return cls(
+            args,
+            block_info,
+            kernel.intervals,
+            kernel.mask_mod,
+            columns,
+            keys_are_packed,
+            kernel.skip_blocks,
+            *more,
+        )
 
     @property
     def _can_ask(self) -> bool:

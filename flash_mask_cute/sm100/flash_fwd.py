@@ -52,7 +52,7 @@ from flash_mask_cute.core.lengths import Lengths, store_lse
 from flash_mask_cute.core.mods import modify_row
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
-from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreScales
+from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
@@ -83,13 +83,6 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
 L2_SHARE = 64 * 1024 * 1024
 # columns of the output that a thread holds at a time; few, as its warps have few registers
 OUTPUT_CHUNK = 16
-
-
-class ScoreArgs(NamedTuple):
-    """What happens to a score; sink logits (heads_q,)."""
-
-    scales: ScoreScales
-    sink: cute.Tensor | None
 
 
 class MmaState(NamedTuple):
@@ -210,12 +203,6 @@ class FlashAttentionForwardSm100:
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm100 does not support mPageTable")
-        for name, given, wanted in (
-            ("aux_tensors", aux_tensors, self.has_aux_tensors),
-            ("column_tensors", column_tensors, self.intervals is not None),
-        ):
-            if const_expr((given is not None) != wanted):
-                raise ValueError(f"{name} must {'' if wanted else 'not '}be given to this kernel")
         plan = self.plan
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         group_bytes = None
@@ -226,6 +213,7 @@ class FlashAttentionForwardSm100:
             group_bytes, self.num_sms,
         )  # fmt: skip
         masks = MaskArgs.create(
+            self,
             (window_size_left, window_size_right),
             column_tensors,
             schedule.num_heads,

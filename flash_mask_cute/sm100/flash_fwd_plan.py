@@ -23,6 +23,7 @@ from flash_mask_cute.core.cta import (
     WALK_STAGES,
     planning_rings,
     registers_left,
+    swizzled,
 )
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.walk_ring import WalkRing
@@ -354,10 +355,10 @@ class FwdPlan:
     def tiles(self, storage: Any) -> Tiles:
         sums = cute.recast_ptr(storage.sums.data_ptr(), dtype=cutlass.Float32)
         return Tiles(
-            q=_swizzled(storage.q, self.layout_q()),
-            k=_swizzled(storage.k, self.layout_k()),
-            v=_swizzled(storage.v, self.layout_v()),
-            o=_swizzled(storage.o, self.layout_o()),
+            q=swizzled(storage.q, self.layout_q()),
+            k=swizzled(storage.k, self.layout_k()),
+            v=swizzled(storage.v, self.layout_v()),
+            o=swizzled(storage.o, self.layout_o()),
             sums=cute.make_tensor(
                 sums, cute.make_layout((2, self.tile_m), stride=(self.tile_m, 1))
             ),
@@ -368,9 +369,9 @@ class FwdPlan:
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
         halves = range(HALVES)
         return Products(
-            q=mma_qk.make_fragment_A(_swizzled(storage.q, self.operand_q())),
-            k=mma_qk.make_fragment_B(_swizzled(storage.k, self.operand_k())),
-            v=mma_pv.make_fragment_B(_swizzled(storage.v, self.operand_v())),
+            q=mma_qk.make_fragment_A(swizzled(storage.q, self.operand_q())),
+            k=mma_qk.make_fragment_B(swizzled(storage.k, self.operand_k())),
+            v=mma_pv.make_fragment_B(swizzled(storage.v, self.operand_v())),
             s=tuple(umma.accumulator(mma_qk, self.tile_n, self.column_s(h)) for h in halves),
             p=tuple(
                 umma.operand_a(mma_pv, self.operand_p(), self.dtype, self.column_s(h))
@@ -378,7 +379,3 @@ class FwdPlan:
             ),
             o=tuple(umma.accumulator(mma_pv, self.tile_dv, self.column_o(h)) for h in halves),
         )
-
-
-def _swizzled(memory: Any, layout: cute.ComposedLayout) -> cute.Tensor:
-    return memory.get_tensor(layout.outer, swizzle=layout.inner)

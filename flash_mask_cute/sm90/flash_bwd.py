@@ -44,7 +44,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import WALK_STAGES, WARPS_PER_WARPGROUP
@@ -64,7 +63,7 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import NO_TURN, KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import MaskArgs, Share
+from flash_mask_cute.masks.rules import MaskArgs, Share, check_given
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
 from flash_mask_cute.sm90.flash_bwd_plan import (
@@ -227,13 +226,7 @@ class FlashAttentionBackwardSm90:
         `FlashAttentionForwardSm90`; block lists are always given as bits. mTurns (heads_q,
         row_blocks) int32, 0 before the launch: for a deterministic kernel.
         """
-        for name, given, wanted in (
-            ("aux_tensors", aux_tensors, self.has_aux_tensors),
-            ("column_tensors", column_tensors, self.intervals is not None),
-            ("mTurns", mTurns, self.deterministic),
-        ):
-            if const_expr((given is not None) != wanted):
-                raise ValueError(f"{name} must {'' if wanted else 'not '}be given to this kernel")
+        check_given("mTurns", mTurns, self.deterministic)
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
         varlen_k = const_expr(mCuSeqlensK is not None)
@@ -246,13 +239,15 @@ class FlashAttentionBackwardSm90:
         if const_expr(varlen_k):
             num_batch = mCuSeqlensK.shape[0] - 1
         num_blocks = cute.ceil_div(lengths.seqlen_k, plan.tile_n)
+        window = (window_size_left, window_size_right)
+        masks = MaskArgs.create(
+            self, window, column_tensors, heads_q, None, (), block_bits, aux_tensors
+        )
         heads_per_group = Int32(1)
         if const_expr(self.deterministic):
-            is_whole = not self.is_local and self.mask_mod is None and not varlen_q
-            is_whole = is_whole and column_tensors is None and block_bits is None
-            apart = BLOCKS_APART if const_expr(is_whole) else BLOCKS_APART_SHORT
             rows = lengths.seqlen_q // num_batch if varlen_q else lengths.seqlen_q
             row_blocks = cutlass.max(rows // plan.tile_m * (heads_q // heads_kv), 1)
+            apart = self._blocks_apart(masks, varlen_q)
             heads_per_group = cute.ceil_div(apart * self.num_sms, row_blocks)
         schedule = ScheduleParams(num_blocks, heads_kv, num_batch, heads_per_group)
         grid = Int32(self.num_sms)
@@ -260,8 +255,6 @@ class FlashAttentionBackwardSm90:
             grid = cutlass.min(grid, num_blocks * heads_kv * num_batch)
 
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
-        window = (window_size_left, window_size_right)
-        masks = MaskArgs.create(window, column_tensors, heads_q, None, (), block_bits, aux_tensors)
         scratch = Scratch(mStats, mdQaccum, mTurns)
         self.kernel(
             operands, scratch, lengths, softmax_scale, scales, masks, schedule,
@@ -272,6 +265,11 @@ class FlashAttentionBackwardSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
+
+    def _blocks_apart(self, masks: MaskArgs, varlen_q: bool) -> int:
+        shorteners = (masks.columns, masks.bits, self.mask_mod)
+        is_short = self.is_local or varlen_q or any(x is not None for x in shorteners)
+        return BLOCKS_APART_SHORT if is_short else BLOCKS_APART
 
     def _operands(self, mQ, mK, mV, mdO, mdK, mdV, varlen_q: bool, varlen_k: bool) -> Operands:
         plan = self.plan
@@ -333,8 +331,7 @@ class FlashAttentionBackwardSm90:
                     schedule, tile_counter, self.deterministic, lengths.cu_seqlens_k is not None
                 )
                 rules = self._rules(masks, lengths, group)
-                rings = (channels.ring, channels.walk)
-                plan_walks(scheduler, rules, lengths, *rings, in_turn=self.deterministic)
+                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
             else:
                 painter = warp_idx - Role.PAINT
                 share = Share.create(painter, plan.num_painters, plan.tile_n, wgmma.COLUMNS)
@@ -345,25 +342,7 @@ class FlashAttentionBackwardSm90:
             self.mma(operands, tiles, channels, lengths, softmax_scale, scales, masks)
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
-        block_info = BlockInfo(
-            self.plan.tile_m,
-            self.plan.tile_n,
-            is_causal=self.is_causal,
-            is_local=self.is_local,
-            window_size_left=masks.window_left,
-            window_size_right=masks.window_right,
-        )
-        return KeyWalks(
-            masks,
-            block_info,
-            self.intervals,
-            self.mask_mod,
-            wgmma.COLUMNS,
-            lengths.cu_seqlens_k is not None,
-            self.skip_blocks,
-            group,
-            self.deterministic,
-        )
+        return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, group, self.deterministic)
 
     # -- load -----------------------------------------------------------------------------------
 
@@ -424,6 +403,7 @@ class FlashAttentionBackwardSm90:
         parts = self.plan.parts_dq
         if row_block >= 0:
             if const_expr(self.deterministic):  # noqa: SIM102 (decided while tracing)
+                # what has no turn is zeros, which change no sum whenever they come
                 if turn != NO_TURN:
                     wait_for_turn(self._turn_of(scratch, head_idx, row_block), turn)
             target = scratch.dq[head_idx, row_block, None].iterator

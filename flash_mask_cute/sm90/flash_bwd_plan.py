@@ -6,6 +6,7 @@ Like `flash_fwd_plan`: Python ints decide, layouts and MMA atoms are made where 
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -24,6 +25,7 @@ from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     planning_rings,
     registers_left,
+    swizzled,
 )
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import column_parts
@@ -111,6 +113,9 @@ class BwdPlan:
     stages_q: int = 2
     stages_do: int = 2
     stages_kv: int = 1
+
+    # heads of a group pass by one after the other
+    packed_heads = 1
 
     @property
     def shares_keys(self) -> bool:
@@ -379,9 +384,7 @@ class BwdPlan:
     def tiles(self, storage: Any) -> Tiles:
         """The tensors in a CTA's `storage`."""
 
-        def tensor(memory: Any, layout: cute.ComposedLayout) -> cute.Tensor:
-            return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=self.dtype)
-
+        tensor = partial(swizzled, dtype=self.dtype)
         k, v = tensor(storage.k, self.layout_k()), tensor(storage.v, self.layout_v())
         dk, dv = k, v
         if self.sends_beside_keys:

@@ -53,13 +53,14 @@ from flash_mask_cute.core.cta import (
     THREADS_PER_WARPGROUP,
     WARPS_PER_WARPGROUP,
     planning_rings,
+    swizzled,
     thread_in_warpgroup,
 )
 from flash_mask_cute.core.lengths import Lengths, store_lse
 from flash_mask_cute.core.mods import modify_row
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
-from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreScales
+from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
@@ -81,13 +82,6 @@ from flash_mask_cute.sm90.warpgroups import (
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/measured_facts.md).
 L2_SHARE = 24 * 1024 * 1024
-
-
-class ScoreArgs(NamedTuple):
-    """What happens to a score; sink logits (heads_q,)."""
-
-    scales: ScoreScales
-    sink: cute.Tensor | None
 
 
 class Channels(NamedTuple):
@@ -244,12 +238,6 @@ class FlashAttentionForwardSm90:
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
-        for name, given, wanted in (
-            ("aux_tensors", aux_tensors, self.has_aux_tensors),
-            ("column_tensors", column_tensors, self.intervals is not None),
-        ):
-            if const_expr((given is not None) != wanted):
-                raise ValueError(f"{name} must {'' if wanted else 'not '}be given to this kernel")
         plan = self.plan
         operands = tma.Operands.of_forward(
             plan, mQ, mK, mV, mO, mCuSeqlensQ is not None, mCuSeqlensK is not None
@@ -265,6 +253,7 @@ class FlashAttentionForwardSm90:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
+            self,
             (window_size_left, window_size_right),
             column_tensors,
             schedule.num_heads,
@@ -312,14 +301,11 @@ class FlashAttentionForwardSm90:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        layout_q, layout_k, layout_v = plan.layout_q(), plan.layout_k(), plan.layout_v()
-        layout_o = plan.layout_o()
-        o_storage = storage.q if const_expr(plan.share_qo) else storage.o
         tiles = Tiles(
-            q=storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
-            k=storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
-            v=storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
-            o=o_storage.get_tensor(layout_o.outer, swizzle=layout_o.inner),
+            q=swizzled(storage.q, plan.layout_q()),
+            k=swizzled(storage.k, plan.layout_k()),
+            v=swizzled(storage.v, plan.layout_v()),
+            o=swizzled(storage.q if const_expr(plan.share_qo) else storage.o, plan.layout_o()),
             words=storage.words.get_tensor(cute.make_layout(plan.stages_k)),
             bits=storage.bits.get_tensor(cute.make_layout((wgmma.COLUMNS.num_words, plan.tile_m))),
         )
