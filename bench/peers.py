@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 Call = Callable[[], Any]
-DENSE_TOKENS = {"attention": 8192, "memory": 32768}
+DENSE_TOKENS = {"attention": 8192, "backward": 8192, "memory": 32768}
 
 
 class Peer(Protocol):
@@ -179,6 +180,23 @@ class CutePeer:
         return raw[0], raw[1]
 
 
+def autograd_backward(case: BenchCase, tensors: CaseTensors, attention: Callable[..., Any]) -> Call:
+    """Autograd's backward over a forward of (batch, heads, n, d) operands that runs here, once."""
+    import torch
+
+    if tensors.saved is None:
+        raise ValueError(f"{case.name}: tensors without what its forward saved")
+    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in tensors[:3]]
+    out = attention(*leaves)
+    dout = tensors.saved.dout.transpose(1, 2)
+
+    def call() -> list[torch.Tensor]:
+        found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return [x.transpose(1, 2) for x in found]
+
+    return call
+
+
 @dataclass(frozen=True)
 class FlexPeer:
     """torch's compiled FlexAttention, its block mask made of our exact block lists.
@@ -221,29 +239,11 @@ class FlexPeer:
         attention: Any = torch.compile(flex_attention, dynamic=False)
         operands = [t.transpose(1, 2) for t in tensors[:3]]
         if case.kind == "backward":
-            return self._backward(case, tensors, partial(attention, **options), operands)
+            # The buffers of the forward are read again by the next call.
+            functorch: Any = importlib.import_module("torch._functorch.config")
+            functorch.donated_buffer = False
+            return autograd_backward(case, tensors, partial(attention, **options))
         return partial(attention, *operands, return_aux=AuxRequest(lse=True), **options)
-
-    def _backward(
-        self, case: BenchCase, tensors: CaseTensors, attention: Call, operands: list[torch.Tensor]
-    ) -> Call:
-        """Autograd's, over a forward that runs here, once."""
-        import torch
-
-        if tensors.saved is None:
-            raise ValueError(f"{case.name}: tensors without what its forward saved")
-        # The buffers of the forward are read again by the next call.
-        functorch: Any = importlib.import_module("torch._functorch.config")
-        functorch.donated_buffer = False
-        leaves = [x.detach().requires_grad_() for x in operands]
-        out = attention(*leaves)
-        dout = tensors.saved.dout.transpose(1, 2)
-
-        def call() -> list[torch.Tensor]:
-            found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-            return [x.transpose(1, 2) for x in found]
-
-        return call
 
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return raw[0].transpose(1, 2), raw[1].lse
@@ -284,29 +284,22 @@ class SdpaPeer:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        q, k, v = (t.transpose(1, 2) for t in tensors[:3])
         options: dict[str, Any] = {"is_causal": case.causal}
         if self.dense:
             rows = np.arange(case.n)
             seen = case.mask_of(case.n).sees(rows[:, None], rows[None, :])
-            options = {"attn_mask": torch.from_numpy(seen).to(q.device)}
-        attention = partial(
-            torch.nn.functional.scaled_dot_product_attention,
-            q,
-            k,
-            v,
-            enable_gqa=case.heads != case.heads_kv,
-            **options,
-        )
-        if self.backend is None:
-            return attention
-        backend = getattr(SDPBackend, self.backend)
+            options = {"attn_mask": torch.from_numpy(seen).to(tensors.q.device)}
+        backends = None if self.backend is None else [getattr(SDPBackend, self.backend)]
 
-        def call() -> torch.Tensor:
-            with sdpa_kernel(backend):
-                return attention()
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(backends) if backends else nullcontext():
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, enable_gqa=case.heads != case.heads_kv, **options
+                )
 
-        return call
+        if case.kind == "backward":
+            return autograd_backward(case, tensors, attention)
+        return partial(attention, *(t.transpose(1, 2) for t in tensors[:3]))
 
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return raw.transpose(1, 2), None
@@ -319,9 +312,9 @@ _ALL: tuple[Peer, ...] = (
     ),
     CutePeer("fa4", "flash_attn.cute", "native", "block_sparse_tensors"),
     CutePeer("fa4_mask_mod", "flash_attn.cute", "mask_mod", "block_sparse_tensors", 192),
-    SdpaPeer("cudnn", "CUDNN_ATTENTION", ("attention",)),
+    SdpaPeer("cudnn", "CUDNN_ATTENTION", ("attention", "backward")),
     SdpaPeer("sdpa", None, ("host",)),
-    SdpaPeer("sdpa_dense", None, ("attention", "memory"), dense=True),
+    SdpaPeer("sdpa_dense", None, ("attention", "backward", "memory"), dense=True),
     FlexPeer("flex"),
     FlexPeer("flex_flash", "FLASH"),
 )

@@ -275,6 +275,16 @@ def test_backward_of_flex_attention(mask: str, monkeypatch: pytest.MonkeyPatch) 
     assert not judge(peers.PEERS["flex"], wrong, 8.0).ok
 
 
+@pytest.mark.parametrize("mask", ["causal", "document"])
+def test_backward_of_sdpa_by_a_dense_mask(mask: str) -> None:
+    case = small(mask, 200, kind="backward")
+    tensors = peers.save_forward(case, make_tensors(case, "cpu", 2), 2)
+    call = peers.PEERS["sdpa_dense"].prepare(case, tensors)
+    judge = measure.gradient_judge(case, tensors, 4)
+    for _ in range(2):
+        assert judge(peers.PEERS["sdpa_dense"], call, 2.0).ok
+
+
 @pytest.mark.parametrize("kind", ["attention", "backward"])
 def test_flex_attention_is_asked_for_its_backend(
     kind: str, monkeypatch: pytest.MonkeyPatch
