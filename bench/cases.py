@@ -24,7 +24,7 @@ FORMS = ("native", "columns", "mask_mod")
 DTYPES = ("bfloat16", "float16")
 SWEPT = ("causal_document", "share_question", "document")
 # Sequence lengths at which memory is measured.
-REMEMBERED = (8192, 32768, 131072, 524288)
+REMEMBERED = (8192, 32768, 131072, 524288, 1048576)
 PREPARED = (*SWEPT, "global_sliding_window", "random_eviction")
 SCORE_MODS = ("", "alibi", "t5_bias", "softcap")
 # Masks that are also told by mask_mod and block lists.

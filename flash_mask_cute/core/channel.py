@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from flash_mask_cute.core.cursor import Cursor
 
@@ -74,6 +74,17 @@ class Channel:
         """Wait until fill `number` is complete."""
         at = Cursor(number, self.stages)
         cute.arch.mbarrier_wait(self.full + at.index, at.phase)
+
+    def is_full(self, number: Int32) -> Boolean:
+        """Whether fill `number` is complete; asked after the fill before it in its stage was."""
+        at = Cursor(number, self.stages)
+        return Boolean(cute.arch.mbarrier_test_wait(self.full + at.index, at.phase))
+
+    @cute.jit
+    def wait_unless(self, is_known: Boolean, number: Int32) -> None:
+        """`wait`, where `is_full` has not said early that there is no need."""
+        if not is_known:
+            self.wait(number)
 
     @cute.jit
     def release(self, number: Int32) -> None:

@@ -12,7 +12,7 @@ the exponent, the old one stays in use and the accumulator needs no rescaling (t
 FlashAttention-4). Where registers suffice to keep the scores, not even the search for a tile's
 maximum comes before its exponentials: they are taken by the old one, and their sum tells whether it
 was too old (`exponentials`, `overflowed`). Probabilities are then at most 2**RESCALE_THRESHOLD, or
-SUM_LIMIT, which bf16, fp16 and the fp32 sums hold with the same relative precision.
+their dtype's of SUM_LIMITS, which it and the fp32 sums hold with the same relative precision.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,10 @@ from cutlass import Boolean, Float32, Int32, const_expr
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 RESCALE_THRESHOLD = 8.0
-# probabilities of a tile may sum up to this before their maximum counts as too old
-SUM_LIMIT = 2.0**10
+# Probabilities of a tile, rounded to these types, may sum up to this before their maximum counts as
+# too old. For bf16, which has room, so large that a row whose first tile had few keys need not be
+# renewed by its second one, and so small that products with large values stay finite.
+SUM_LIMITS = {cutlass.BFloat16: 2.0**30, cutlass.Float16: 2.0**15}
 # makes the exponential of any visible score infinite
 OVERFLOWING_BIAS = 2.0**100
 # independent chains per row for max and sum, so that their latency overlaps
@@ -112,7 +114,7 @@ class RowArithmetic(Protocol):
     def exponentials(
         self, scores: Sequence[Float32], scale_log2: Float32, bias: Float32
     ) -> list[Float32]:
-        """exp2(score * scale_log2 + bias); an exponent too large gives more than SUM_LIMIT."""
+        """exp2(score * scale_log2 + bias); an exponent too large gives more than SUM_LIMITS."""
         ...
 
     def total(self, values: Sequence[Float32]) -> Float32:
@@ -157,13 +159,18 @@ class OnlineSoftmax:
     row_bias: cute.Tensor
     row_sum: cute.Tensor
     arithmetic: cutlass.Constexpr[RowArithmetic]
+    sum_limit: cutlass.Constexpr[float]
 
     @staticmethod
     def create(
-        scale_log2: Float32, num_rows: int, arithmetic: RowArithmetic = QUAD_ROWS
+        scale_log2: Float32,
+        num_rows: int,
+        dtype: type[cutlass.Numeric],
+        arithmetic: RowArithmetic = QUAD_ROWS,
     ) -> "OnlineSoftmax":
+        """Uninitialised state; dtype is what probabilities are rounded to."""
         state = (cute.make_rmem_tensor((num_rows,), Float32) for _ in range(4))
-        return OnlineSoftmax(scale_log2, *state, arithmetic)
+        return OnlineSoftmax(scale_log2, *state, arithmetic, SUM_LIMITS[dtype])
 
     @property
     def num_rows(self) -> int:
@@ -207,7 +214,11 @@ class OnlineSoftmax:
 
     def overflowed(self, sums: tuple) -> tuple:
         """Per row, whether `exponentials` used too old a maximum, or none where there is one."""
-        return tuple((total < SUM_LIMIT) == Boolean(False) for total in sums)
+        return tuple((total < self.sum_limit) == Boolean(False) for total in sums)
+
+    def unseen(self) -> tuple:
+        """Per row, whether it has seen nothing yet."""
+        return tuple(self.row_max[r] == -Float32.inf for r in range(self.num_rows))
 
     @cute.jit
     def add(self, sums: tuple) -> None:
@@ -222,8 +233,9 @@ class OnlineSoftmax:
     def renew(self, tile_max: tuple, is_old: tuple) -> tuple:
         """Take newer maxima where a thread of the row found the old one too old.
 
-        Returns the factor per row for what the old ones accumulated. A row's numbers depend on its
-        own scores only, so that it does not matter which rows share a warp.
+        Returns the factor per row for what the old ones accumulated, 1 where that is nothing. A
+        row's numbers depend on its own scores only, so that it does not matter which rows share a
+        warp.
         """
         factors = []
         for r in cutlass.range_constexpr(self.num_rows):
@@ -235,7 +247,8 @@ class OnlineSoftmax:
             factor = cute.math.exp2(
                 cute.math.fma(old_max, self.scale_log2, self.row_bias[r]), fastmath=True
             )
-            factor = cutlass.select_(is_renewed, factor, Float32(1.0))
+            had_seen = old_max != -Float32.inf
+            factor = cutlass.select_(is_renewed & had_seen, factor, Float32(1.0))
             self.row_sum[r] = self.row_sum[r] * factor
             factors.append(factor)
         return tuple(factors)

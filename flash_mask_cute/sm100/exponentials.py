@@ -19,7 +19,7 @@ from flash_mask_cute.core.softmax import BinaryOp
 COEFFICIENTS = (0.6951167583465576, 0.22764499485492706, 0.07706703990697861)
 # adding it leaves the floor of a number below 2^22 in the last bits
 ROUNDER = 2.0**23 + 2.0**22
-# exponents are held to what a float can be scaled by; the upper end is beyond SUM_LIMIT
+# exponents are held to what a float can be scaled by; the upper end is beyond SUM_LIMITS
 LOWEST, HIGHEST = -127.0, 127.0
 # of this many neighbouring pairs of a row, these go by the polynomial
 PERIOD = 16

@@ -385,7 +385,7 @@ class FlashAttentionForwardSm100:
         """Softmax warp: 32 rows of its half of every work tile, a thread each."""
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (SOFTMAX_WARPS // HALVES)
         row = half * umma.ROWS + thread_in_warpgroup()
-        rows = OnlineSoftmax.create(scales.scale_log2, 1, self.arithmetic)
+        rows = OnlineSoftmax.create(scales.scale_log2, 1, self.plan.dtype, self.arithmetic)
         tile, chunk = Int32(0), Int32(0)
         state = SoftmaxState(Int32(0), Int32(0), Boolean(True))
         while channels.ring.wait(tile):
@@ -556,7 +556,9 @@ class FlashAttentionForwardSm100:
         score_args: ScoreArgs,
     ):
         """Output warp: 32 rows of both halves of every work tile."""
-        rows = OnlineSoftmax.create(score_args.scales.scale_log2, 1, self.arithmetic)
+        rows = OnlineSoftmax.create(
+            score_args.scales.scale_log2, 1, self.plan.dtype, self.arithmetic
+        )
         tile = Int32(0)
         while channels.ring.wait(tile):
             for half in cutlass.range(HALVES, unroll=1):

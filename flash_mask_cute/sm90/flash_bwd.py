@@ -75,7 +75,7 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     Channels,
     Tiles,
 )
-from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, sync_both
+from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, Known, sync_both
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -532,6 +532,7 @@ class FlashAttentionBackwardSm90:
             channels.kv.wait(tile)
             channels.q.wait(block)
             accumulate = Boolean(False)
+            known = Known.nothing()
             current = (tiles.words[0, channels.q.index(block)] >> OWN_KIND_SHIFT) & KIND_MASK
             # The same loop for blocks that are cut and for others: one that asked every block would
             # branch while products are in flight, which ptxas answers by serialising them all.
@@ -539,9 +540,9 @@ class FlashAttentionBackwardSm90:
                 for kind in (Kind.CUT, Kind.WHOLE):
                     while current == kind:
                         stage, do_stage = channels.q.index(block), channels.do.index(block)
-                        channels.q.wait(block)
+                        channels.q.wait_unless(known.q, block)
                         following = tiles.words[0, stage] & KIND_MASK
-                        scores.compute(kind, tile, block, cut)
+                        scores.compute(kind, tile, block, cut, known)
                         cut += int(kind == Kind.CUT)
                         self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
                         # dQ reads the dS of both
@@ -552,6 +553,12 @@ class FlashAttentionBackwardSm90:
                         stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
                         acc_dQ = issue_dQ(0)
                         self._issue_sums(acc_dK, scores.grads, at.dk_q, stage, accumulate)
+                        # asked under the products, which hide how long the answer takes
+                        known = Known(
+                            channels.q.is_full(block + 1),
+                            channels.do.is_full(block + 1),
+                            channels.bits.is_full(cut) if kind == Kind.CUT else known.bits,
+                        )
                         warpgroup.wait_group(len(acc_dK))
                         channels.do.release(block)
                         stage_dQ(0, acc_dQ)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
@@ -58,6 +58,18 @@ def sync_both() -> None:
     cute.arch.barrier(barrier_id=Barrier.BOTH, number_of_threads=NUM_MMA_THREADS)
 
 
+class Known(NamedTuple):
+    """Which fills for the next query block are known to have come (`Channel.is_full`)."""
+
+    q: Boolean
+    do: Boolean
+    bits: Boolean
+
+    @staticmethod
+    def nothing() -> "Known":
+        return Known(*(Boolean(False) for _ in Known._fields))
+
+
 @dataclass(frozen=True)
 class BlockScores:
     """P^T and dS^T of a query block.
@@ -86,17 +98,17 @@ class BlockScores:
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
         return BlockScores(plan, tiles, channels, chain, factors, probs, grads)
 
-    def compute(self, kind: Kind, tile: Int32, block: Int32, cut: Int32) -> None:
+    def compute(self, kind: Kind, tile: Int32, block: Int32, cut: Int32, known: Known) -> None:
         """Compute P and dS of query block `block`, which has arrived but for its dO.
 
         cut: number of the block's bits, where kind says that it is cut. Without products in flight
         before; afterwards dO has arrived, and dQ may read dS after `sync_both`.
         """
         if self.plan.shares_keys:
-            self._compute_in_turn(kind, tile, block, cut)
+            self._compute_in_turn(kind, tile, block, cut, known)
             self.channels.do.wait(block)
         else:
-            self._compute_both(kind, tile, block, cut)
+            self._compute_both(kind, tile, block, cut, known)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def complete(self, block: Int32) -> None:
@@ -107,20 +119,22 @@ class BlockScores:
 
     # -- keys of its own ------------------------------------------------------------------------
 
-    def _compute_both(self, kind: Kind, tile: Int32, block: Int32, cut: Int32) -> None:
+    def _compute_both(
+        self, kind: Kind, tile: Int32, block: Int32, cut: Int32, known: Known
+    ) -> None:
         plan, chain, channels = self.plan, self.chain, self.channels
         is_plain = chain.is_empty
         acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))
         lse, delta = self._statistics(block)
         self._issue_scores(acc_S, tile, block)
-        channels.do.wait(block)
+        channels.do.wait_unless(known.do, block)
         if is_plain:
             self._issue_dp(acc_dP, tile, block)
             warpgroup.wait_group(1)
         else:
             # no registers for dP meanwhile
             warpgroup.wait_group(0)
-        self._apply(kind, tile, block, cut, wgmma.rows_by_cols(acc_S), lse)
+        self._apply(kind, tile, block, cut, known, wgmma.rows_by_cols(acc_S), lse)
         if not is_plain:
             self._issue_dp(acc_dP, tile, block)
         warpgroup.wait_group(0)
@@ -139,19 +153,21 @@ class BlockScores:
 
     @cute.jit
     def _compute_in_turn(
-        self, kind: cutlass.Constexpr[Kind], tile: Int32, block: Int32, cut: Int32
+        self, kind: cutlass.Constexpr[Kind], tile: Int32, block: Int32, cut: Int32, known: Known
     ) -> None:
         if mma_warpgroup_idx() == 0:
-            self._compute_probs(kind, tile, block, cut)
+            self._compute_probs(kind, tile, block, cut, known)
         else:
-            self._compute_grads(tile, block)
+            self._compute_grads(tile, block, known)
 
-    def _compute_probs(self, kind: Kind, tile: Int32, block: Int32, cut: Int32) -> None:
+    def _compute_probs(
+        self, kind: Kind, tile: Int32, block: Int32, cut: Int32, known: Known
+    ) -> None:
         acc_S = wgmma.make_accumulator(self.plan.tile_m)
         lse, _ = self._statistics(block)
         self._issue_scores(acc_S, tile, block)
         warpgroup.wait_group(0)
-        self._apply(kind, tile, block, cut, wgmma.rows_by_cols(acc_S), lse)
+        self._apply(kind, tile, block, cut, known, wgmma.rows_by_cols(acc_S), lse)
         if self.chain.is_empty:
             wgmma.round_pairs(self.probs, acc_S, self.plan.dtype)
         else:
@@ -161,11 +177,11 @@ class BlockScores:
         self._store(self.probs, self.tiles.p[None, None, 0])
         cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
 
-    def _compute_grads(self, tile: Int32, block: Int32) -> None:
+    def _compute_grads(self, tile: Int32, block: Int32, known: Known) -> None:
         plan = self.plan
         acc_dP = wgmma.make_accumulator(plan.tile_m)
         _, delta = self._statistics(block)
-        self.channels.do.wait(block)
+        self.channels.do.wait_unless(known.do, block)
         self._issue_dp(acc_dP, tile, block)
         warpgroup.wait_group(0)
         cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
@@ -194,12 +210,19 @@ class BlockScores:
         wgmma.issue(self.plan.mma_scores(), acc_dP, v_tile, do_tile, False)
 
     def _apply(
-        self, kind: Kind, tile: Int32, block: Int32, cut: Int32, scores: cute.Tensor, lse
+        self,
+        kind: Kind,
+        tile: Int32,
+        block: Int32,
+        cut: Int32,
+        known: Known,
+        scores: cute.Tensor,
+        lse: cute.Tensor,
     ) -> None:
         """In place of S, P or, where there is a chain, what dS has for it; then P is in probs."""
         channels, bits = self.channels, None
         if kind == Kind.CUT:
-            bits = take_bits(self.tiles.bits, channels.bits, cut, self.plan.first_key())
+            bits = take_bits(self.tiles.bits, channels.bits, self.plan.first_key(), cut, known.bits)
         if self.chain.is_empty:
             if bits is not None:
                 bit_tile.hide_unset(scores, bits)

@@ -70,7 +70,8 @@ from flash_mask_cute.masks.query_walks import QueryWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import MaskArgs, Share
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
+from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan, MaxPolicy
+from flash_mask_cute.sm90.score_replay import ScoreReplay
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -372,15 +373,20 @@ class FlashAttentionForwardSm90:
         acc_O = wgmma.make_accumulator(plan.tile_dv)
         probs = cute.make_rmem_tensor(cute.size(first_S) // 2, Int32)
         tOrP = wgmma.as_operand_a(cute.recast_tensor(probs, plan.dtype))
-        softmax = OnlineSoftmax.create(score_args.scales.scale_log2, wgmma.ROWS_PER_THREAD)
+        softmax = OnlineSoftmax.create(
+            score_args.scales.scale_log2, wgmma.ROWS_PER_THREAD, plan.dtype
+        )
 
         issue_scores = partial(self._issue_scores, channels, mma_qk, tSrQ, tSrK)
         first_scores = partial(self._first_scores, channels, issue_scores, first_S)
         first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        bits_of = partial(take_bits, tiles.bits, channels.bits, first=first_row)
+        bits_of = partial(take_bits, tiles.bits, channels.bits, first_row)
         modify = partial(self._modify, score_args.scales, masks.aux_tensors, ring)
+        modifies = self.score_mod is not None or score_args.scales.cap is not None
+        policy = plan.policy(modifies)
         # 1, since grids are one-dimensional, but the compiler does not know that
         opaque_one = Int32(cute.arch.grid_dim()[2])
+        replay = partial(self._replay, tiles, channels, opaque_one)
         # the work tile, the key/value block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         self._first_turn()
@@ -395,7 +401,7 @@ class FlashAttentionForwardSm90:
                 # a sequence without queries or keys has no position to ask about
                 modify(tile, word, scores, True)
             if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
-                bit_tile.hide_unset(scores, bits_of(cut))
+                bit_tile.hide_unset(scores, bits_of(cut, Boolean(False)))
                 cut += 1
             channels.k.release(block)
             softmax.start(scores)
@@ -407,6 +413,8 @@ class FlashAttentionForwardSm90:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channels.q.release(tile - 1)
             accumulate = Boolean(False)
+            # whether fills that will be needed next are known to be there
+            is_k_full, is_v_full, are_bits_full = (Boolean(False) for _ in range(3))
             following = word & KIND_MASK
             # The same loop for blocks that are cut and for others: one that asked every block would
             # have one branch more while P V is in flight, which ptxas answers by serialising all
@@ -414,43 +422,39 @@ class FlashAttentionForwardSm90:
             while following != Kind.END:
                 for kind in self._kinds(masks):
                     while following == kind:
-                        channels.k.wait(block + 1)
+                        channels.k.wait_unless(is_k_full, block + 1)
                         word = tiles.words[channels.k.index(block + 1)]
                         bits = None
                         if const_expr(kind == Kind.CUT):
-                            bits = bits_of(cut)
+                            bits = bits_of(cut, are_bits_full)
                             cut += 1
                         self._wait_turn()
                         # a tensor of its own: one that lived on across the loops would cost as many
                         # registers again
                         acc_S = wgmma.make_accumulator(plan.tile_n)
                         fresh_probs = cute.make_rmem_tensor(probs.layout, Int32)
-                        keep_probs = partial(wgmma.keep_pair, fresh_probs, plan.dtype)
                         issue_scores(acc_S, tile, block + 1)
-                        channels.v.wait(block)
+                        channels.v.wait_unless(is_v_full, block)
                         v_tile = tOrV[None, None, None, channels.v.index(block)]
                         wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
                         self._pass_turn()
                         warpgroup.wait_group(1)
-                        channels.k.release(block + 1)
+                        if const_expr(policy != MaxPolicy.REPLAY):
+                            channels.k.release(block + 1)
                         scores = wgmma.rows_by_cols(acc_S)
                         modify(tile, word, scores, kind == Kind.CUT)
                         if const_expr(kind == Kind.CUT):
                             bit_tile.hide_unset(scores, bits)
-                        factors = (Float32(1.0), Float32(1.0))
-                        if const_expr(plan.keeps_scores):
-                            sums = softmax.exponentials(scores, keep_probs)
-                            is_old = softmax.overflowed(sums)
-                            if softmax_math.any_in_warp(is_old):
-                                factors = softmax.renew(softmax.tile_max(scores), is_old)
-                                sums = softmax.exponentials(scores, keep_probs)
-                            softmax.add(sums)
-                        else:
-                            tile_max = softmax.tile_max(scores)
-                            is_old = softmax.outgrown(tile_max)
-                            if softmax_math.any_in_warp(is_old):
-                                factors = softmax.renew(tile_max, is_old)
-                            softmax.accumulate(scores)
+                        factors = self._exponentials(
+                            policy, softmax, scores, fresh_probs, partial(replay, tile, block, bits)
+                        )
+                        if const_expr(policy == MaxPolicy.REPLAY):
+                            channels.k.release(block + 1)
+                        # asked now, as the answer takes a while
+                        is_k_full = channels.k.is_full(block + 2)
+                        is_v_full = channels.v.is_full(block + 1)
+                        if const_expr(kind == Kind.CUT):
+                            are_bits_full = channels.bits.is_full(cut)
                         # The wait stands behind a branch, with a copy inside it, because ptxas
                         # moves it up to the start of its basic block: above the exponentials that
                         # should overlap P V.
@@ -459,10 +463,10 @@ class FlashAttentionForwardSm90:
                             softmax_math.rescale(wgmma.rows_by_cols(acc_O), factors)
                         warpgroup.wait_group(0)
                         channels.v.release(block)
-                        if const_expr(plan.keeps_scores):
-                            wgmma.copy_words(probs, fresh_probs, opaque_one)
-                        else:
+                        if const_expr(policy == MaxPolicy.SEARCH):
                             wgmma.round_pairs(probs, acc_S, plan.dtype)
+                        else:
+                            wgmma.copy_words(probs, fresh_probs, opaque_one)
                         accumulate = Boolean(True)
                         block += 1
                         following = word & KIND_MASK
@@ -473,7 +477,7 @@ class FlashAttentionForwardSm90:
                 # before the turn: another warpgroup may wait, in its own, for the query that takes
                 # this one's place
                 channels.q.release(tile)
-            channels.v.wait(block)
+            channels.v.wait_unless(is_v_full, block)
             self._wait_turn()
             v_tile = tOrV[None, None, None, channels.v.index(block)]
             wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
@@ -542,6 +546,53 @@ class FlashAttentionForwardSm90:
             channels.q.wait(tile)
             channels.k.wait(block)
         issue_scores(acc_S, tile, block)
+
+    @cute.jit
+    def _exponentials(
+        self,
+        policy: cutlass.Constexpr[MaxPolicy],
+        softmax: OnlineSoftmax,
+        scores: cute.Tensor,
+        fresh_probs: cute.Tensor,
+        replay: Callable[[], ScoreReplay],
+    ) -> tuple:
+        """Probabilities of a block's scores, and their sums.
+
+        They are left in the words of fresh_probs, with MaxPolicy.SEARCH in place of the scores.
+        Returns the factor per row for what was accumulated before.
+        """
+        factors = (Float32(1.0), Float32(1.0))
+        if const_expr(policy == MaxPolicy.SEARCH):
+            tile_max = softmax.tile_max(scores)
+            is_old = softmax.outgrown(tile_max)
+            if softmax_math.any_in_warp(is_old):
+                factors = softmax.renew(tile_max, is_old)
+            softmax.accumulate(scores)
+        else:
+            keep_probs = partial(wgmma.keep_pair, fresh_probs, self.plan.dtype)
+            if const_expr(policy == MaxPolicy.REPLAY):
+                is_first = softmax.unseen()
+                if softmax_math.any_in_warp(is_first):
+                    softmax.renew(softmax.tile_max(scores), is_first)
+            sums = softmax.exponentials(scores, keep_probs)
+            is_old = softmax.overflowed(sums)
+            if softmax_math.any_in_warp(is_old):
+                if const_expr(policy == MaxPolicy.REPLAY):
+                    factors, sums = replay().renew(softmax, is_old, sums, fresh_probs)
+                else:
+                    factors = softmax.renew(softmax.tile_max(scores), is_old)
+                    sums = softmax.exponentials(scores, keep_probs)
+            softmax.add(sums)
+        return factors
+
+    def _replay(self, tiles: Tiles, channels: Channels, opaque_one, tile, block, bits):
+        """How to compute the scores of the key block after `block` once more."""
+        q_stage = channels.q.index(tile) * self.plan.num_mma_warpgroups + mma_warpgroup_idx()
+        sK = tiles.k[None, None, channels.k.index(block + 1)]
+        if bits is not None:
+            # else the compiler would keep what it made of these bits for the scores themselves
+            bits = tuple(word * opaque_one for word in bits)
+        return ScoreReplay(tiles.q[None, None, q_stage], sK, bits, self.plan.dtype)
 
     @cute.jit
     def _modify(

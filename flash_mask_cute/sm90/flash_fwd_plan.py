@@ -6,7 +6,7 @@ static and cost nothing.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 
 import cutlass
 import cutlass.cute as cute
@@ -33,6 +33,9 @@ MMA_REGISTERS = {2: (216, 232), 3: (152, 160), 4: (112,)}
 # the same beside a warpgroup of painters, and what that takes
 MMA_REGISTERS_BESIDE_PAINTERS = 208
 PAINTER_REGISTERS = 56
+# Scores are computed again up to this head_dim_v. Above, products bound a block, not exponentials:
+# nothing gained at 128 (docs/measured_facts.md), and registers spill.
+REPLAYED_DIM = 64
 
 
 class Barrier(IntEnum):
@@ -40,6 +43,19 @@ class Barrier(IntEnum):
 
     TURN = 1
     EPILOGUE = 5
+
+
+class MaxPolicy(Enum):
+    """When the exponentials of a block learn that the maximum in use is too old.
+
+    SEARCH: before, by the block's maximum, most of the latency besides them. KEEP: afterwards, by
+    their sum, with the scores still there. REPLAY: afterwards, by their sum; the scores whose place
+    they took are computed again (`score_replay.py`).
+    """
+
+    SEARCH = auto()
+    KEEP = auto()
+    REPLAY = auto()
 
 
 @dataclass(frozen=True)
@@ -109,12 +125,15 @@ class FwdPlan:
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether registers suffice for scores and new probabilities beside those that P V reads.
-
-        Then the maximum need not be searched before the exponentials, which is most of a block's
-        latency besides them.
-        """
+        """Whether registers hold scores and new probabilities beside those that P V reads."""
         return self.registers_needed + self.tile_n // 4 <= self._register_choices[-1]
+
+    def policy(self, modifies: bool) -> MaxPolicy:
+        """modifies: something changes scores between their product and the softmax."""
+        if self.keeps_scores:
+            return MaxPolicy.KEEP
+        replays = not modifies and self.tile_dv <= REPLAYED_DIM
+        return MaxPolicy.REPLAY if replays else MaxPolicy.SEARCH
 
     @property
     def registers_needed(self) -> int:

@@ -3,7 +3,7 @@
 from enum import IntEnum
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warp
 
 from flash_mask_cute.core.channel import Channel
@@ -40,14 +40,14 @@ def sync_warpgroup(first_barrier: int) -> None:
 
 
 def take_bits(
-    bits: cute.Tensor, channel: Channel, number: Int32, first: Int32
+    bits: cute.Tensor, channel: Channel, first: Int32, number: Int32, is_known: Boolean
 ) -> tuple[Int32, ...]:
     """This thread's word of each of its accumulator's rows, from bit tile `number` of `channel`.
 
-    bits: (word, row). first: the row of the tile that is this warpgroup's first. The tile is free
-    after that.
+    bits: (word, row). first: the row of the tile that is this warpgroup's first. is_known: the tile
+    is known to be there. It is free afterwards.
     """
-    channel.wait(number)
+    channel.wait_unless(is_known, number)
     thread = thread_in_warpgroup()
     words = tuple(
         bits[thread % wgmma.COLUMNS.num_words, first + wgmma.row_of(thread, r)]

@@ -13,6 +13,7 @@ import torch
 from mask_cases import CAUSAL_OFFSET, MASK_MODS
 from public_call import check, check_replay, forward
 from support import (
+    BF16,
     MASK_CASES,
     Case,
     Inputs,
@@ -23,7 +24,8 @@ from support import (
 from torch import Tensor
 
 import flash_mask_cute
-from flash_mask_cute import ColumnMask
+from flash_mask_cute import ColumnMask, builders
+from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
 
@@ -215,3 +217,27 @@ def test_documents_of_a_callable_and_of_columns_agree() -> None:
     for a, b in zip(by_callable, by_columns, strict=True):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
     assert_close_to_oracle(*by_columns, inputs)
+
+
+def test_a_million_tokens() -> None:
+    """Causal documents in one sequence of 2^20 tokens: their first, middle and last rows."""
+    n, heads, d = 2**20, 2, 128
+    rng = random.Random(0)
+    ends = [*sorted(rng.sample(range(1, n), 200)), n]
+    starts = [0, *ends[:-1]]
+    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(1, n, heads, d, device="cuda", generator=generator).to(BF16) for _ in range(3)
+    )
+    mask = builders.causal_document([lengths], device="cuda")
+    out, lse = _flash_attn_fwd(q, k, v, startend_row_indices=mask, causal=True, return_lse=True)
+    for place in (0, *rng.sample(range(1, 200), 12), 200):
+        start, end = starts[place], ends[place]
+        for row in {start, (start + end) // 2, end - 1}:
+            keys, values = (x[0, start : row + 1].double() for x in (k, v))
+            for head in range(heads):
+                scores = keys[:, head] @ q[0, row, head].double() * d**-0.5
+                exact = scores.softmax(0) @ values[:, head]
+                assert abs(lse[0, head, row].item() - scores.logsumexp(0).item()) < 6e-4
+                torch.testing.assert_close(out[0, row, head].double(), exact, atol=1e-2, rtol=1e-2)

@@ -134,6 +134,31 @@ def test_four_warpgroups(simulator: ModuleType) -> None:
     run_sim(simulator, make_inputs(case), config={"tile_m": 256, "tile_n": 64})
 
 
+# How a maximum that grew is taken: scores are kept, computed again, or searched before.
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "head_dim, tile_m, tile_n, column",
+    [(64, 192, 128, 3), (64, 192, 128, 100), (128, 192, 80, 70), (128, 128, 128, 4)],
+)
+def test_maxima_that_outgrow_the_one_in_use(
+    simulator: ModuleType, head_dim: int, tile_m: int, tile_n: int, column: int, causal: bool
+) -> None:
+    """Each key block, from the last to the first, has a key that some rows see far above all
+    before: P is taken anew and O rescaled, in some warps and rows and not in others."""
+    seqlen = 3 * tile_n
+    inputs = make_inputs(Case("growing", 1, seqlen, seqlen, 1, 1, head_dim=head_dim, causal=causal))
+    q, k = inputs.q, inputs.k
+    q[:, ::3] = q[:, :1]
+    growths = (90, 2, 1)
+    for block in (1, 0):
+        k[0, block * tile_n + column] = q[0, 0] * growths[block]
+    scores = (q[0, :, 0].double() @ k[0, :, 0].double().T) * head_dim**-0.5
+    blocks = scores.unflatten(1, (3, tile_n)).amax(2) * 1.4427
+    assert (blocks[0, 1] - blocks[0, 2] > 8) and (blocks[0, 0] - blocks[0, 1] > 128)
+    run_sim(simulator, inputs, config={"tile_m": tile_m, "tile_n": tile_n})
+
+
 @pytest.mark.usefixtures("poisoned_allocations")
 def test_a_sink_of_minus_infinity_is_no_sink(simulator: ModuleType) -> None:
     inputs = make_inputs(Case("sink-none", 1, 200, 65, causal=True, sink=FP32))
