@@ -18,6 +18,7 @@ imports torch, not the compiler.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -281,7 +282,7 @@ def as_block_size(value: Any, name: str) -> tuple[int, int]:
     """One number for both sides, or a pair."""
     sides = (value, value) if isinstance(value, int) else value
     try:
-        block_q, block_k = (int(side) for side in sides)
+        block_q, block_k = (operator.index(side) for side in sides)
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be (queries, keys), got {value!r}") from None
     if block_q < 1 or block_k < 1:

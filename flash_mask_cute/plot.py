@@ -26,7 +26,12 @@ def classify_tiles(visible: Tensor, tile_m: int, tile_n: int) -> Tensor:
     Returns:
         int64 (ceil(seqlen_q / tile_m), ceil(seqlen_k / tile_n)); what lies past the end of the last
         tiles does not count.
+
+    Raises:
+        TypeError, ValueError: a mask of another kind, or without tokens, or an unusable tile.
     """
+    _check_dense(visible)
+    _check_tile(tile_m, tile_n)
     classes = []
     for rows in visible.split(tile_m):
         tiles = rows.split(tile_n, dim=1)
@@ -58,8 +63,7 @@ def plot(
         TypeError, ValueError: a mask of another kind, no tokens, or tiles without any.
     """
     visible = _visible(mask, seqlen_q)
-    if tile_m <= 0 or tile_n <= 0:
-        raise ValueError(f"tile_m={tile_m}, tile_n={tile_n} are not positive")
+    _check_tile(tile_m, tile_n)
     try:
         from matplotlib import pyplot
         from matplotlib.patches import Patch
@@ -99,17 +103,28 @@ def _visible(mask: ColumnMask | Tensor, seqlen_q: int | None) -> Tensor:
         first = ColumnMask(mask.startend_row_indices[:1, :1], mask.causal)
         num_keys = first.startend_row_indices.shape[2]
         visible = first.dense(num_keys if seqlen_q is None else seqlen_q)[0, 0]
-    elif not isinstance(mask, Tensor):
-        raise TypeError(f"mask is a {type(mask).__name__}, not a ColumnMask or a bool tensor")
     else:
         visible = mask
-        if mask.dtype != torch.bool or mask.dim() != 2:
-            raise ValueError(
-                f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, not "
-                "(seqlen_q, seqlen_k) and torch.bool"
-            )
-        if seqlen_q not in (None, mask.shape[0]):
-            raise ValueError(f"seqlen_q={seqlen_q} of a dense mask with {mask.shape[0]} queries")
-    if 0 in visible.shape:
-        raise ValueError(f"mask has {visible.shape[0]} queries and {visible.shape[1]} keys")
+    _check_dense(visible)
+    if seqlen_q not in (None, visible.shape[0]):
+        raise ValueError(f"seqlen_q={seqlen_q} of a dense mask with {visible.shape[0]} queries")
     return visible.cpu()
+
+
+def _check_dense(mask: Any) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask is a {type(mask).__name__}, not a ColumnMask or a bool tensor")
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, not "
+            "(seqlen_q, seqlen_k) and torch.bool"
+        )
+    if 0 in mask.shape:
+        raise ValueError(f"mask has {mask.shape[0]} queries and {mask.shape[1]} keys")
+
+
+def _check_tile(tile_m: Any, tile_n: Any) -> None:
+    if not isinstance(tile_m, int) or not isinstance(tile_n, int):
+        raise TypeError(f"tile_m={tile_m!r}, tile_n={tile_n!r} are not ints")
+    if tile_m <= 0 or tile_n <= 0:
+        raise ValueError(f"tile_m={tile_m}, tile_n={tile_n} are not positive")

@@ -10,8 +10,10 @@ the argument and quotes the value.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
+from itertools import combinations
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -33,6 +35,12 @@ _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 _BASE_ALIGNMENT = 16  # bytes
 MAX_PACKED_SEQLEN = 1 << 26
+_INDICES = ("b_idx", "h_idx", "q_idx", "kv_idx", "aux_tensors")
+_MOD_ARGUMENTS = {
+    "score_mod": ("score", *_INDICES),
+    "mask_mod": _INDICES,
+    "score_mod_bwd": ("grad", "score", *_INDICES),
+}
 
 
 class FwdShapes(NamedTuple):
@@ -193,6 +201,8 @@ def check_fwd_inputs(
         _check_lse(lse, (batch, heads_q, seqlen_q), device)
     elif lse is not None:
         _check_lse(lse, (heads_q, total_q), device)
+    if lse is not None:
+        _check_apart("lse", lse, {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out}))
     return FwdShapes(
         batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v
     )
@@ -250,6 +260,7 @@ def check_bwd_inputs(
         if gradient is not None:
             _check_output(name, gradient, tuple(like.shape), f"the shape of {name[1:]}", q)
             _check_apart(name, gradient, inputs)
+    _check_gradients_apart({"dq": dq, "dk": dk, "dv": dv})
     return shapes
 
 
@@ -517,6 +528,22 @@ def _check_mod(name: str, value: object) -> None:
         callable_key(value)
     except TypeError as error:
         raise TypeError(f"{name} cannot be compiled into a kernel: {error}") from error
+    _check_arguments_of_mod(name, value)
+
+
+def _check_arguments_of_mod(name: str, mod: Callable[..., Any]) -> None:
+    expected = _MOD_ARGUMENTS[name]
+    try:
+        signature = inspect.signature(mod)
+    except (TypeError, ValueError):
+        return  # some callables in C do not tell
+    try:
+        signature.bind(*expected)
+    except TypeError:
+        called = getattr(mod, "__name__", type(mod).__name__)
+        raise TypeError(
+            f"{name} must take the arguments ({', '.join(expected)}), got {called}{signature}"
+        ) from None
 
 
 def _check_aux_tensors(
@@ -620,6 +647,15 @@ def _check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Ten
                 f"{name} must not share memory with {other}, got bytes {start} to {end} and "
                 f"{first} to {last}"
             )
+
+
+def _check_gradients_apart(gradients: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse gradients that surely overlap; slices of one tensor lie between each other."""
+    given = [(name, x) for name, x in gradients.items() if x is not None and x.numel()]
+    for (name, tensor), (later, other) in combinations(given, 2):
+        is_same = tensor.data_ptr() == other.data_ptr()
+        if is_same or (tensor.is_contiguous() and other.is_contiguous()):
+            _check_apart(later, other, {name: tensor})
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -16,6 +16,7 @@ All of them raise TypeError or ValueError for unusable arguments, naming them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,8 @@ Device: TypeAlias = torch.device | str | None
 Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
 Runs: TypeAlias = tuple[Tensor, Tensor]
 PartLengths: TypeAlias = Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] | Tensor
+
+MAX_INT32 = 2**31 - 1
 
 
 def full(seqlen: int, *, device: Device = None) -> ColumnMask:
@@ -183,8 +186,13 @@ def qk_sparse(
     lies before the range, and are seen by what comes after it. Causal, 2 vectors.
     """
     _check_int("seqlen", seqlen)
+    if not _is_list(dropped):
+        raise TypeError(f"dropped={dropped!r} is not a list of (start, length)")
     end = 0
-    for i, (start, length) in enumerate(dropped):
+    for i, span in enumerate(dropped):
+        if not _is_list(span) or len(span) != 2:
+            raise ValueError(f"dropped[{i}]={span!r} is not (start, length)")
+        start, length = span
         _check_int(f"dropped[{i}][0]", start)
         _check_int(f"dropped[{i}][1]", length)
         if start < end or start + length > seqlen:
@@ -221,7 +229,8 @@ def random_eviction(
     _check_int("batch", batch, at_least=1)
     _check_int("heads", heads, at_least=1)
     shape = (batch, heads, seqlen)
-    place = torch.randint(cache_size, shape, generator=generator, dtype=torch.int32, device=device)
+    num_places = min(cache_size, max(seqlen, 1))  # the others are never reached
+    place = torch.randint(num_places, shape, generator=generator, dtype=torch.int32, device=device)
     place[..., :cache_size] = _positions(min(cache_size, seqlen), device)
     # a key stays until the next query that gets its place
     place, order = place.sort(dim=-1, stable=True)
@@ -368,7 +377,7 @@ def _fit(
 
 
 def _check_int(name: str, value: Any, at_least: int = 0) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r} is not an int")
     if value < at_least:
         raise ValueError(f"{name}={value} is less than {at_least}")
@@ -407,6 +416,8 @@ def _sizes(
             raise ValueError(f"{name} is empty: shape {tuple(value.shape)}")
         sizes = value.to(torch.int32)
         return (sizes if value.dim() > depth else sizes[None]), seqlen, value.device
+    if not _is_list(value):
+        raise TypeError(f"{name}={value!r} is no list of ints and no integer tensor")
     levels = _levels(name, value)
     if levels not in (depth, depth + 1):
         raise ValueError(f"{name}={value!r} is not {depth} or {depth + 1} lists deep")
@@ -423,10 +434,16 @@ def _sizes(
     return sizes, seqlen, _device(device)
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _levels(name: str, value: Any) -> int:
     """How deep lists are nested, the same everywhere, down to numbers that are not negative."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not _is_list(value):
         _check_int(f"a number in {name}", value)
+        if value > MAX_INT32:
+            raise ValueError(f"a number in {name}={value} is more than {MAX_INT32}")
         return 0
     levels = {_levels(name, item) for item in value}
     if len(levels) > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -87,9 +88,13 @@ class ColumnMask:
         batch is `ColumnMask(mask.startend_row_indices[:, :, start:end], mask.causal)`.
 
         Raises:
+            TypeError: a length that is no integer.
             ValueError: a negative length, or more keys than there are.
         """
         indices = self.startend_row_indices
+        for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+            if length is not None and not isinstance(length, Integral):
+                raise TypeError(f"{name}={length!r} is not an int")
         if seqlen_q < 0:
             raise ValueError(f"seqlen_q={seqlen_q} is negative")
         if seqlen_k is None:

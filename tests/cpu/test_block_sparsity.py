@@ -290,6 +290,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"block_size must be positive, got \(0, 128\)",
     ),
+    "block-size-float": (
+        {"block_size": (128, 128.5)},
+        ValueError,
+        r"block_size must be \(queries, keys\), got \(128, 128\.5\)",
+    ),
     "block-size-rank": ({"block_size": (1, 2, 3)}, ValueError, "block_size must be .*1, 2, 3"),
     "count": (
         {"mask_block_cnt": torch.full_like(GOOD.mask_block_cnt, 6)},

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -475,6 +476,19 @@ def test_the_gallery_shows_what_is_built() -> None:
 # -- arguments ----------------------------------------------------------------------------------
 
 
+def test_integers_of_numpy_are_ints() -> None:
+    lengths = np.array([3, 4])
+    mask = builders.causal_document(list(lengths), np.int64(9))
+    expected = builders.causal_document([3, 4], 9)
+    assert torch.equal(mask.startend_row_indices, expected.startend_row_indices)
+    assert torch.equal(mask.dense(np.int64(9)), expected.dense(9))
+
+
+def test_a_cache_that_never_fills_may_have_any_size() -> None:
+    evicted_by = builders.random_eviction(5, 2**40).startend_row_indices
+    assert evicted_by.flatten().tolist() == [5] * 5
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -489,7 +503,10 @@ def test_the_gallery_shows_what_is_built() -> None:
         (lambda: builders.document([3, [4]]), ValueError, "mixes numbers and lists"),
         (lambda: builders.document([3, -4], 6), ValueError, "lengths=-4 is less than 0"),
         (lambda: builders.document([3.5]), TypeError, r"a number in lengths=3\.5 is not an int"),
-        (lambda: builders.document(7), ValueError, "lengths=7 is not 1 or 2 lists deep"),
+        (lambda: builders.document(7), TypeError, "lengths=7 is no list of ints and no integer"),
+        (lambda: builders.document("12"), TypeError, "lengths='12' is no list"),
+        (lambda: builders.document([[[7]]]), ValueError, "is not 1 or 2 lists deep"),
+        (lambda: builders.document([2**31]), ValueError, "lengths=2147483648 is more than"),
         (lambda: builders.document(torch.tensor([3])), ValueError, "seqlen is needed"),
         (lambda: builders.document(torch.tensor([3.0]), 3), TypeError, "torch.float32"),
         (lambda: builders.document(torch.ones(1, 1, 1).int(), 3), ValueError, r"\(1, 1, 1\)"),
@@ -499,6 +516,9 @@ def test_the_gallery_shows_what_is_built() -> None:
         (lambda: builders.share_question([3, 4]), ValueError, "not 2 or 3 lists deep"),
         (lambda: builders.qk_sparse(9, [(3, 4), (6, 1)]), ValueError, r"dropped\[1\]=\(6, 1\)"),
         (lambda: builders.qk_sparse(9, [(3, 7)]), ValueError, r"dropped\[0\]=\(3, 7\)"),
+        (lambda: builders.qk_sparse(9, 3), TypeError, "dropped=3 is not a list"),
+        (lambda: builders.qk_sparse(9, [3]), ValueError, r"dropped\[0\]=3 is not \(start, length"),
+        (lambda: builders.qk_sparse(9, [(3, 1, 2)]), ValueError, r"dropped\[0\]=\(3, 1, 2\)"),
         (lambda: builders.random_eviction(9, 0), ValueError, "cache_size=0 is less than 1"),
         (lambda: builders.random_eviction(9, 2, batch=0), ValueError, "batch=0"),
         (lambda: builders.from_cu_seqlens([0, 4, 3]), ValueError, "cu_seqlens"),

@@ -245,6 +245,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("score_mod_bwd", "score_mod", "function"),
     ),
+    "score_mod_bwd_arguments": (
+        {"score_mod": square_scores, "score_mod_bwd": lambda grad, score: grad},
+        TypeError,
+        ("score_mod_bwd must take the arguments (grad, score, b_idx,", "<lambda>(grad, score)"),
+    ),
     "score_mod_bwd_type": (
         {"score_mod": square_scores, "score_mod_bwd": 3},
         TypeError,
@@ -309,6 +314,21 @@ def test_a_gradient_in_an_inputs_memory_is_refused(output: str, name: str) -> No
     _flash_attn_bwd(**given, **{output: torch.empty_like(given["q"])})
     with pytest.raises(ValueError, match=f"{output} must not share memory with {name}"):
         _flash_attn_bwd(**given, **{output: given[name]})
+
+
+@pytest.mark.parametrize(("output", "other"), [("dk", "dq"), ("dv", "dq"), ("dv", "dk")])
+def test_gradients_in_the_same_memory_are_refused(output: str, other: str) -> None:
+    given = {x: torch.zeros(1, 8, 2, 16) for x in ("q", "k", "v", "out", "dout")}
+    given["lse"] = torch.zeros(1, 2, 8)
+    memory = torch.zeros(3, 8, 2, 16)
+    for shared in (memory[:1], memory.view(1, 8, 2, 48)[..., :16]):
+        with pytest.raises(ValueError, match=f"{output} must not share memory with {other}"):
+            _flash_attn_bwd(**given, **{output: shared, other: shared})
+    later = memory.flatten()[16:272].view(1, 8, 2, 16)
+    with pytest.raises(ValueError, match=f"{output} must not share memory with {other}"):
+        _flash_attn_bwd(**given, **{output: memory[:1], other: later})
+    fused = memory.view(1, 8, 2, 48)
+    _flash_attn_bwd(**given, **{output: fused[..., :16], other: fused[..., 16:32]})
 
 
 def on_cuda(**change: Any) -> dict[str, Any]:

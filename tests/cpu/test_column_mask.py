@@ -73,6 +73,8 @@ def test_facts() -> None:
         (lambda: ColumnMask(draw_indices(0, 1, 1, 4, 3), True), ValueError, r"\(1, 1, 4, 3\)"),
         (lambda: ColumnMask(draw_indices(0, 1, 1, 4, 1), False), ValueError, "1 vector needs"),
         (lambda: some_mask().dense(4, 8), ValueError, "seqlen_k=8 of a mask with 7 keys"),
+        (lambda: some_mask().dense(4.0), TypeError, r"seqlen_q=4\.0 is not an int"),
+        (lambda: some_mask().dense(4, 2.0), TypeError, r"seqlen_k=2\.0 is not an int"),
         (lambda: some_mask().bounds(0), ValueError, "tile_n=0 is not positive"),
         (lambda: some_mask().bounds(4.0), TypeError, r"tile_n=4\.0 is not an int"),
         (lambda: some_mask().bounds(4, [0, 7]), TypeError, "cu_seqlens_k is a list"),

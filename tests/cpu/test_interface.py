@@ -518,6 +518,14 @@ def test_explain_takes_the_calls_keywords_only() -> None:
         _ = flash_mask_cute.nothing
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_an_lse_in_an_inputs_memory_is_refused(name: str) -> None:
+    given = {x: torch.randn(1, 8, 2, 16) for x in "qkv"} | {"out": torch.empty(1, 8, 2, 16)}
+    lse = given[name].flatten()[8:24].view(1, 2, 8)
+    with pytest.raises(ValueError, match=f"lse must not share memory with {name}"):
+        _flash_attn_fwd(**given, lse=lse)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_an_output_in_an_inputs_memory_is_refused(name: str) -> None:
     given = {x: torch.randn(1, 8, 2, 16) for x in "qkv"}

@@ -30,12 +30,28 @@ def test_classes() -> None:
         ([[True]], {}, TypeError, "mask is a list"),
         (torch.ones(3, 3, dtype=torch.bool), {"seqlen_q": 4}, ValueError, "seqlen_q=4"),
         (torch.ones(3, 3, dtype=torch.bool), {"tile_n": 0}, ValueError, "tile_n=0"),
+        (torch.ones(3, 3, dtype=torch.bool), {"tile_m": 2.5}, TypeError, r"tile_m=2\.5"),
+        (builders.causal(3), {"seqlen_q": 2.5}, TypeError, r"seqlen_q=2\.5"),
         (torch.ones(0, 3, dtype=torch.bool), {}, ValueError, "0 queries and 3 keys"),
     ],
 )
 def test_refusals(mask: Any, keywords: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         plot(mask, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("mask", "tile_m", "error", "text"),
+    [
+        ([[True]], 2, TypeError, "mask is a list"),
+        (torch.ones(1, 3, 3, dtype=torch.bool), 2, ValueError, r"\(1, 3, 3\)"),
+        (torch.ones(0, 3, dtype=torch.bool), 2, ValueError, "0 queries and 3 keys"),
+        (torch.ones(3, 3, dtype=torch.bool), 0, ValueError, "tile_m=0"),
+    ],
+)
+def test_refusals_of_classes(mask: Any, tile_m: int, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        classify_tiles(mask, tile_m, 2)
 
 
 def test_without_matplotlib_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -500,6 +500,30 @@ REFUSALS = {
         ("lse must be contiguous", "(144, 1, 6)"),
     ),
     # callables and what they read
+    "score_mod_arguments": Refusal(
+        "dense",
+        {"score_mod": lambda score, b, h, q, k: score},
+        TypeError,
+        (
+            "score_mod must take the arguments (score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)",
+            "got <lambda>(score, b, h, q, k)",
+        ),
+    ),
+    "mask_mod_of_torch": Refusal(
+        "dense",
+        {"mask_mod": lambda b, h, q, k: q >= k},
+        TypeError,
+        (
+            "mask_mod must take the arguments (b_idx, h_idx, q_idx, kv_idx, aux_tensors)",
+            "got <lambda>(b, h, q, k)",
+        ),
+    ),
+    "mask_mod_like_score_mod": Refusal(
+        "dense",
+        {"mask_mod": lambda score, b, h, q, k, aux: q >= k},
+        TypeError,
+        ("mask_mod must take", "got <lambda>(score, b, h, q, k, aux)"),
+    ),
     "score_mod": Refusal(
         "dense", {"score_mod": 3}, TypeError, ("score_mod", "callable", "3 (int)")
     ),
