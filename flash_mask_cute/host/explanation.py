@@ -137,7 +137,7 @@ def _count_tiles(
     """(work tiles, full key tiles, cut ones, skipped ones), over all heads and sequences."""
     shapes, problem, tiles = resolved.shapes, resolved.problem, resolved.choice.tiles
     block_info = BlockInfo(
-        tiles.tile_m,
+        tiles.walk_m,
         tiles.tile_n,
         is_causal=problem.is_causal,
         is_local=problem.is_local,
@@ -161,7 +161,7 @@ def _count_tiles(
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
-        m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.tile_m)
+        m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.walk_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
         for m_block in range(m_blocks):
@@ -222,11 +222,11 @@ class _Lists:
         shapes, tiles = resolved.shapes, resolved.choice.tiles
         assert masks.block_lists is not None
         lists, bits = retile_lists(
-            masks.block_lists, tiles.tile_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
+            masks.block_lists, tiles.walk_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
         )
         states = dense_states(lists)
         if bits is None and lists.block_size is not None:
-            states = states.repeat_interleave(lists.block_size[0] // tiles.tile_m, 2)
+            states = states.repeat_interleave(lists.block_size[0] // tiles.walk_m, 2)
             states = states.repeat_interleave(lists.block_size[1] // tiles.tile_n, 3)
         return _Lists(states, bits is not None or masks.mask_mod is not None)
 

@@ -13,7 +13,8 @@ class FwdRow(NamedTuple):
     """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, and why these.
 
     masks: the `AttentionProblem.mask_kind`s it is for, all if empty. max_window: for windows,
-    closed on both sides, of at most so many keys. min_seqlen_k: for at least so many keys.
+    closed on both sides, of at most so many keys. min_seqlen_q, min_seqlen_k: for at least so many
+    queries and keys. cta_pair: a pair of CTAs, with a tile each, walks over the keys together.
     for_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
     then reads the lists as they are, and no block is cut but by its own mask.
     """
@@ -29,6 +30,8 @@ class FwdRow(NamedTuple):
     masks: tuple[str, ...] = ()
     max_window: int | None = None
     min_seqlen_k: int = 0
+    min_seqlen_q: int = 0
+    cta_pair: bool = False
     for_lists: bool = False
 
 
