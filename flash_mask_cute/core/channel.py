@@ -4,8 +4,8 @@ A fill is numbered from 0; stage and phase follow from the number (`Cursor`). Wh
 acquires it and then arrives, as a thread or by the bytes that TMA delivers; whoever reads it waits
 for the fill and releases the stage. All methods are run by whole, converged warps.
 
-A channel may cross a cluster: every CTA then has mbarriers of its own to wait on, and the threads of
-all CTAs arrive on those of one (`home`), for what it waits for on behalf of all.
+A channel may cross a cluster. Each CTA has mbarriers to wait on, and threads of all of them arrive
+on those of one (`home`), which waits on behalf of all.
 """
 
 from dataclasses import dataclass

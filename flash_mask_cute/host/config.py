@@ -122,7 +122,12 @@ class FwdTiles:
     @property
     def walk_m(self) -> int:
         """Query rows that walk over the keys together: those of a work tile."""
-        return self.tile_m * (2 if self.cta_pair else 1)
+        return self.tile_m * self.ctas_per_tile
+
+    @property
+    def ctas_per_tile(self) -> int:
+        """CTAs that take a work tile together."""
+        return 2 if self.cta_pair else 1
 
     def nest_in(self, block_size: tuple[int, int]) -> bool:
         """Whether blocks of (queries, keys) are made of whole tiles. Heads must not be packed."""
@@ -162,9 +167,7 @@ def select_fwd_config(
     """
     if family == BLACKWELL:
         _check_blackwell_dims(problem.head_dim, problem.head_dim_v)
-    tiles, smem_bytes, reason = _choose_tiles(
-        family, problem, shapes, window, block_size, override
-    )
+    tiles, smem_bytes, reason = _choose_tiles(family, problem, shapes, window, block_size, override)
     group = shapes.heads_q // shapes.heads_kv
     packed = _choose_packing(PACKED_ROWS[family], group, shapes.seqlen_q, pack_gqa, unpackable)
     if packed > 1:
@@ -174,7 +177,7 @@ def select_fwd_config(
 
 
 def _check_blackwell_dims(head_dim: int, head_dim_v: int) -> None:
-    known = [(row.max_dim, row.max_dim_v) for row in SM100_FWD]
+    known = list(dict.fromkeys((row.max_dim, row.max_dim_v) for row in SM100_FWD))
     if (head_dim, head_dim_v) not in known:
         pairs = ", ".join(f"{d}/{dv}" for d, dv in known)
         raise NotImplementedError(
@@ -228,7 +231,9 @@ def _choose_tiles(
 
 
 def _of_row(row: FwdRow) -> FwdTiles:
-    return FwdTiles(row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo, row.cta_pair)
+    return FwdTiles(
+        row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo, row.cta_pair
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -57,7 +57,8 @@ class Explanation:
             computed = f"the CPU path, which walks the tiles of {computed}"
         lines = {
             "runs": f"{computed}, on {self.where}",
-            "tiles": f"{tiles.tile_m} query rows x {tiles.tile_n} keys",
+            "tiles": f"{tiles.tile_m} query rows x {tiles.tile_n} keys"
+            + (", two that walk over the keys together" if tiles.cta_pair else ""),
             "stages": f"{tiles.num_stages} of keys and values, {tiles.stages_q} of queries"
             + (", output in the query's place" if tiles.share_qo else ""),
             "because": self.reason,
@@ -126,9 +127,11 @@ def explain_fwd(
 def _grid(resolved: ResolvedFwd, work_tiles: int | None, target: Target) -> int | None:
     if resolved.shapes.is_empty:
         return 0
+    ctas = resolved.choice.tiles.ctas_per_tile
+    most = target.num_sms // ctas
     if resolved.problem.varlen_q:
-        return target.num_sms
-    return None if work_tiles is None else min(work_tiles, target.num_sms)
+        return most * ctas
+    return None if work_tiles is None else min(work_tiles, most) * ctas
 
 
 def _count_tiles(

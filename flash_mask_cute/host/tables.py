@@ -96,11 +96,26 @@ SM90_FWD = (
 )
 
 # On Blackwell a tile is always 256 x 128 (docs/forward_sm100.md says why), and head dimensions are
-# exactly these.
+# exactly these. A pair of CTAs has two work tiles with one walk, which wastes nothing where every
+# query sees the same keys and there is more than one tile.
 SM100_FWD = (
     FwdRow(*(64, 64, 256, 128, 4, 2, False), "the next query waits ready, keys come early"),
     FwdRow(*(96, 96, 256, 128, 3, 1, False), "three blocks in flight rather than a second query"),
+    FwdRow(
+        *(128, 128, 256, 128, 2, 2, False),
+        "a pair of CTAs reads half of each block, and the next query waits ready in its place",
+        masks=("full",),
+        min_seqlen_q=257,
+        cta_pair=True,
+    ),
     FwdRow(*(128, 128, 256, 128, 2, 1, False), "what fits beside a query and a staged output"),
+    FwdRow(
+        *(192, 128, 256, 128, 2, 1, False),
+        "a pair of CTAs reads half of each block, and twice as many are in flight",
+        masks=("full",),
+        min_seqlen_q=257,
+        cta_pair=True,
+    ),
     FwdRow(*(192, 128, 256, 128, 1, 1, False), "one key block and two value blocks fit"),
 )
 

@@ -168,6 +168,8 @@ class FlashAttentionForwardSm100:
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)
+        if num_sms < self.plan.group.size:
+            raise ValueError(f"a pair of CTAs needs two SMs, got num_sms={num_sms}")
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -207,14 +209,16 @@ class FlashAttentionForwardSm100:
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm100 does not support mPageTable")
-        plan = self.plan
+        plan, group = self.plan, self.plan.group
+        is_packed = (mCuSeqlensQ is not None, mCuSeqlensK is not None)
+        operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, *is_packed, group.load_op())
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.walk_m, plan.packed_heads,
-            group_bytes, cutlass.max(self.num_sms // plan.group.size, 1),
+            group_bytes, self.num_sms // group.size,
         )  # fmt: skip
         masks = MaskArgs.create(
             self,
@@ -228,20 +232,17 @@ class FlashAttentionForwardSm100:
         )
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         self.kernel(
-            tma.Operands.of_forward(
-                plan, mQ, mK, mV, mO, mCuSeqlensQ is not None, mCuSeqlensK is not None,
-                plan.group.load_op(),
-            ),  # fmt: skip
+            operands,
             mLSE,
             lengths,
             ScoreArgs(scales, learnable_sink),
             masks,
             schedule,
-            None if const_expr(plan.group.is_pair) else tile_counter,
+            None if const_expr(group.is_pair) else tile_counter,
         ).launch(
-            grid=(schedule.grid * plan.group.size, 1, 1),
+            grid=(schedule.grid * group.size, 1, 1),
             block=(plan.num_threads, 1, 1),
-            cluster=plan.group.cluster,
+            cluster=group.cluster,
             stream=stream,
             min_blocks_per_mp=1,
         )
