@@ -33,6 +33,10 @@ A softmax thread has a row. It takes the exponentials by the maximum in use, 32 
 and only if their sum shows that it was too old does the warp go through the scores again, for a
 newer one, and rescales its rows of O (`core/softmax.py`). The first S of the next tile is issued
 behind the last P V of this one, and the output leaves while that is multiplied.
+
+With `cta_pair` two CTAs of a cluster, whose work tiles are neighbours, walk over the keys together.
+Each loads half of a block, and the mma warp of the first issues the products of both: its waits are
+for both CTAs, and what products complete is told to both (`umma.Group`, `Channel.home`).
 """
 
 from collections.abc import Callable, Iterator
