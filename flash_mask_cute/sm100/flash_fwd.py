@@ -296,7 +296,7 @@ class FlashAttentionForwardSm100:
                 )
                 loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.MMA:
-                if group.rank() == umma.LEADER:
+                if group.is_leader():
                     self.mma(storage, channels)
             elif warp_idx == Role.PLAN:
                 scheduler = TileScheduler(

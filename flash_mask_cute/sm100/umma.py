@@ -88,6 +88,10 @@ class Group:
             return LEADER
         return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
+    def is_leader(self) -> Boolean:
+        """Whether this CTA issues the products."""
+        return Boolean(self.rank() == LEADER)
+
     def sync(self) -> None:
         """Wait until all threads of the group are here."""
         if self.is_pair:

@@ -19,7 +19,7 @@ from mask_cases import MASK_MODS, SCORE_MODS
 from flash_mask_cute.host.cache import CompileCache, compile_count, compile_lock
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import NO_MODS, build_fwd, compile_fwd
-from flash_mask_cute.host.config import FwdConfig, select_fwd_config
+from flash_mask_cute.host.config import FwdConfig, FwdTiles, select_fwd_config
 from flash_mask_cute.host.problem import AttentionProblem, Mods
 from flash_mask_cute.host.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.host.target import Target
@@ -278,6 +278,8 @@ def test_what_the_blackwell_plan_says_about_memory(row: FwdRow) -> None:
     ]
     assert plan.num_columns <= 512
     assert plan.helper_registers >= 24
+    tiles = FwdTiles(*row[2:7], cta_pair=row.cta_pair)
+    assert (plan.walk_m, plan.group.size) == (tiles.walk_m, tiles.ctas_per_tile)
 
 
 def test_one_kernel_per_problem(tmp_path: Path) -> None:
