@@ -3,6 +3,9 @@
 A fill is numbered from 0; stage and phase follow from the number (`Cursor`). Whoever fills a stage
 acquires it and then arrives, as a thread or by the bytes that TMA delivers; whoever reads it waits
 for the fill and releases the stage. All methods are run by whole, converged warps.
+
+A channel may cross a cluster. Each CTA has mbarriers to wait on, and threads of all of them arrive
+on those of one (`home`), which waits on behalf of all.
 """
 
 from dataclasses import dataclass
@@ -16,24 +19,35 @@ from flash_mask_cute.core.cursor import Cursor
 
 @dataclass(frozen=True)
 class Channel:
-    """One full and one empty mbarrier per stage."""
+    """One full and one empty mbarrier per stage.
+
+    home: rank in the cluster of the CTA on whose mbarriers threads arrive; None: their own CTA.
+    """
 
     full: cute.Pointer
     empty: cute.Pointer
     stages: cutlass.Constexpr[int]
+    home: cutlass.Constexpr[int | None] = None
 
     @staticmethod
-    def create(barriers: cute.Pointer, stages: int, producers: int, consumers: int) -> "Channel":
+    def create(
+        barriers: cute.Pointer,
+        stages: int,
+        producers: int,
+        consumers: int | Int32,
+        home: int | None = None,
+    ) -> "Channel":
         """A channel over 2 * stages mbarriers, which warp 0 initialises.
 
-        producers, consumers: warps that arrive for each fill and for each release.
+        producers, consumers: warps that arrive for each fill and for each release, of all CTAs
+        where there is a `home`.
         """
-        channel = Channel(barriers, barriers + stages, stages)
+        channel = Channel(barriers, barriers + stages, stages, home)
         channel._init(producers, consumers)
         return channel
 
     @cute.jit
-    def _init(self, producers: cutlass.Constexpr, consumers: cutlass.Constexpr) -> None:
+    def _init(self, producers: cutlass.Constexpr, consumers: int | Int32) -> None:
         if cute.arch.warp_idx() == 0:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(self.stages):
@@ -61,14 +75,14 @@ class Channel:
     def expect(self, number: Int32, num_bytes: cutlass.Constexpr) -> None:
         """Arrive for fill `number`, which is full when so many bytes have come as well."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(number), num_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(number), num_bytes, self.home)
 
     @cute.jit
     def publish(self, number: Int32) -> None:
         """This warp has written its part of fill `number`."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.barrier(number))
+            cute.arch.mbarrier_arrive(self.barrier(number), self.home)
 
     def wait(self, number: Int32) -> None:
         """Wait until fill `number` is complete."""
@@ -90,4 +104,9 @@ class Channel:
     def release(self, number: Int32) -> None:
         """This warp, all lanes of it, has read fill `number` for the last time."""
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.vacancy(number))
+            cute.arch.mbarrier_arrive(self.vacancy(number), self.home)
+
+    def drain(self, number: Int32) -> None:
+        """Wait until all fills before `number` are released."""
+        for stage in range(self.stages):
+            self.acquire(number + stage)

@@ -41,7 +41,7 @@ def registers_left(num_warpgroups: int, taken: int) -> int:
 
 def planning_rings(
     storage: Any,
-    num_walkers: int,
+    num_walkers: int | Int32,
     num_others: int,
     ascending: bool,
     turns: cute.Tensor | None = None,

@@ -22,8 +22,10 @@ class LoadShape(Protocol):
     """What a plan says about loads.
 
     row_tile: the (packed heads, positions) of a box of query rows. q_fills, q_boxes: fills of the
-    query channel for a work tile, and boxes of a fill. bytes_q: of a fill. overlaps_tiles: the next
-    tile's query may be fetched before this tile's last values.
+    query channel for a work tile, and boxes of a fill. box_k (keys, d) and box_v ((1, keys), d_v):
+    what this CTA fetches of a key and of a value block, all or its part. bytes_q, bytes_k, bytes_v:
+    of a fill, by this CTA. overlaps_tiles: the next tile's query may be fetched before this tile's
+    last values.
     """
 
     tile_m: int
@@ -32,6 +34,8 @@ class LoadShape(Protocol):
     tile_dv: int
     packed_heads: int
     row_tile: tuple[int, int]
+    box_k: tuple[int, int]
+    box_v: tuple[tuple[int, int], int]
     q_fills: int
     q_boxes: int
     bytes_q: int
@@ -70,7 +74,8 @@ class OperandLoads:
 
     smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words: a
     word for each key stage, for readers that do not go through walks themselves: the flags of its
-    block (`walk_ring`), and from bit N_BLOCK_SHIFT on its number.
+    block (`walk_ring`), and from bit N_BLOCK_SHIFT on its number. part: which of the parts of a
+    block is this CTA's.
     """
 
     operands: tma.Operands
@@ -81,6 +86,7 @@ class OperandLoads:
     heads_per_kv: Int32
     shape: cutlass.Constexpr[LoadShape]
     words: cute.Tensor | None = None
+    part: int | Int32 = 0
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
@@ -102,6 +108,11 @@ class OperandLoads:
             ring.release(tile)
             tile += 1
         self._load_values(state)
+        if const_expr(self.k.channel.home is not None):
+            # releases come from another CTA, and must not come after the end of this one
+            self.q.channel.drain(tile * self.shape.q_fills)
+            self.k.channel.drain(state.blocks)
+            self.v.channel.drain(state.blocks)
 
     @cute.jit
     def _load_block(self, place: Place, state: LoadState, block: Block) -> LoadState:
@@ -111,7 +122,8 @@ class OperandLoads:
             gK = self.operands.k[None, None, place.head, place.batch_idx]
         else:
             gK = cute.domain_offset((place.offset, 0), self.operands.k[None, None, place.head])
-        blocks = cute.local_tile(gK, (shape.tile_n, shape.tile_d), (None, 0))
+        blocks = cute.local_tile(gK, shape.box_k, (None, 0))
+        parts = shape.tile_n // shape.box_k[0]
         src, dst = tma.blocks_of(self.operands.k_atom, blocks, self.k.smem)
         # all that can be known before the stage is free, since from then on time counts
         word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.index << N_BLOCK_SHIFT)
@@ -123,7 +135,7 @@ class OperandLoads:
         channel.expect(number, shape.bytes_k)
         cute.copy(
             self.operands.k_atom,
-            src[None, block.index],
+            src[None, block.index * parts + self.part],
             dst[None, channel.index(number)],
             tma_bar_ptr=channel.barrier(number),
         )
@@ -147,8 +159,14 @@ class OperandLoads:
             smem = cute.make_tensor(
                 self.v.smem.iterator, cute.select(self.v.smem.layout, [1, 0, 2])
             )
-            tile = ((1, shape.tile_n), shape.tile_dv)
-            src, dst = tma.tile_of(self.operands.v_atom, gV, (place.head, row), tile, smem)
+            src, dst = tma.tile_of(
+                self.operands.v_atom,
+                gV,
+                (place.head, row),
+                shape.box_v,
+                smem,
+                self.part * shape.box_v[1],
+            )
             number, channel = state.blocks - 1, self.v.channel
             channel.acquire(number)
             channel.expect(number, shape.bytes_v)

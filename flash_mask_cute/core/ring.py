@@ -21,7 +21,7 @@ class Ring:
 
     @staticmethod
     def create(
-        entries: cute.Pointer, barriers: cute.Pointer, stages: int, num_readers: int
+        entries: cute.Pointer, barriers: cute.Pointer, stages: int, num_readers: int | Int32
     ) -> "Ring":
         """num_readers: warps that read every entry."""
         layout = cute.make_layout((WORDS, stages))

@@ -60,21 +60,28 @@ class TileScheduler:
     last_first: start with the last blocks, because their walks are the longest or the others have
     to wait for them.
     varlen: blocks per sequence differ.
+    ctas_per_tile: neighbouring CTAs that take tiles together, by turns only (no counter): a tile is
+    as many blocks for them, one for each.
     """
 
     params: ScheduleParams
     counter: cute.Tensor | None
     last_first: cutlass.Constexpr[bool]
     varlen: cutlass.Constexpr[bool]
+    ctas_per_tile: cutlass.Constexpr[int] = 1
 
     def start(self) -> Search:
-        return Search(cute.arch.block_idx()[0], Int32(0), Int32(0))
+        return Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
+
+    def own_block(self, block: Int32) -> Int32:
+        """The block of this CTA in a work tile's."""
+        return block * self.ctas_per_tile + cute.arch.block_idx()[0] % self.ctas_per_tile
 
     @cute.jit
     def advance(self, search: Search) -> Search:
         """Claim the next tile; call it early, its index arrives later. Run by a whole warp."""
         ctas, _, _ = cute.arch.grid_dim()
-        index = search.index + ctas
+        index = search.index + ctas // self.ctas_per_tile
         if const_expr(self.counter is not None):
             claimed = Int32(0)
             if cute.arch.lane_idx() == 0:

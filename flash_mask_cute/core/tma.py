@@ -33,19 +33,21 @@ class Operands(NamedTuple):
     o: cute.Tensor
 
     @staticmethod
-    def of_forward(plan, mQ, mK, mV, mO, packed_q: bool, packed_k: bool) -> "Operands":
+    def of_forward(plan, mQ, mK, mV, mO, packed_q: bool, packed_k: bool, load=None) -> "Operands":
         """Those of a forward with the layouts of its plan, (rows, columns, stages), V's
-        transposed; its boxes of query rows (`row_tile`) and of the output (`box_o`)."""
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        transposed; its boxes of query rows (`row_tile`), keys and values (`box_k`, `box_v`) and of
+        the output (`box_o`). load: the operation, if not that of a single CTA."""
+        load = cpasync.CopyBulkTensorTileG2SOp() if load is None else load
+        store = cpasync.CopyBulkTensorTileS2GOp()
         operands = []
         for op, view, layout, tile in (
             (load, head_rows(mQ, packed_q), plan.layout_q(), (plan.row_tile, plan.tile_d)),
-            (load, key_rows(mK, packed_k), plan.layout_k(), (plan.tile_n, plan.tile_d)),
+            (load, key_rows(mK, packed_k), plan.layout_k(), plan.box_k),
             (
                 load,
                 sequence_rows(mV, packed_k),
                 cute.select(plan.layout_v(), mode=[1, 0]),
-                ((1, plan.tile_n), plan.tile_dv),
+                plan.box_v,
             ),
             (store, sequence_rows(mO, packed_q), plan.layout_o(), plan.box_o),
         ):
@@ -125,9 +127,10 @@ def one_stage(layout):
     return cute.select(layout, mode=[0, 1])
 
 
-def tile_of(atom: cute.CopyAtom, tensor: cute.Tensor, first, tile, smem: cute.Tensor):
-    """TMA partitions (global, shared with stages) of the tile of rows from (head, row) `first`."""
-    gmem = cute.local_tile(cute.domain_offset((first, 0), tensor), tile, (0, 0))
+def tile_of(atom: cute.CopyAtom, tensor: cute.Tensor, first, tile, smem: cute.Tensor, column=0):
+    """TMA partitions (global, shared with stages) of the tile of rows from (head, row) `first`, and
+    of columns from `column`."""
+    gmem = cute.local_tile(cute.domain_offset((first, column), tensor), tile, (0, 0))
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
     )

@@ -29,6 +29,7 @@ class FwdConfig:
     Blackwell 256 and 128.
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
+    cta_pair: on Blackwell, two CTAs with neighbouring tiles walk over the keys together.
     skip_blocks: leave out hidden key blocks and the masking of those that nothing cuts. False
     visits and masks every block, to the same result bit for bit.
     """
@@ -38,6 +39,7 @@ class FwdConfig:
     num_stages: int | None = None
     stages_q: int | None = None
     share_qo: bool | None = None
+    cta_pair: bool | None = None
     skip_blocks: bool | None = None
 
     @staticmethod
@@ -90,7 +92,7 @@ def _config_of(kind: type[_Config], value: Any) -> _Config | None:
             f"config must be a {kind.__name__}, a mapping or None, got {type(value).__name__}"
         )
     for name, number in given_fields(value).items():
-        wanted = bool if name in ("share_qo", "skip_blocks") else int
+        wanted = bool if name in ("share_qo", "cta_pair", "skip_blocks") else int
         if type(number) is not wanted:
             raise TypeError(f"config.{name} must be of type {wanted.__name__}, got {number!r}")
         if wanted is int and number < 1:
@@ -114,11 +116,22 @@ class FwdTiles:
     num_stages: int
     stages_q: int
     share_qo: bool
+    cta_pair: bool = False
     skip_blocks: bool = True
+
+    @property
+    def walk_m(self) -> int:
+        """Query rows that walk over the keys together: those of a work tile."""
+        return self.tile_m * self.ctas_per_tile
+
+    @property
+    def ctas_per_tile(self) -> int:
+        """CTAs that take a work tile together."""
+        return 2 if self.cta_pair else 1
 
     def nest_in(self, block_size: tuple[int, int]) -> bool:
         """Whether blocks of (queries, keys) are made of whole tiles. Heads must not be packed."""
-        return block_size[0] % self.tile_m == 0 and block_size[1] % self.tile_n == 0
+        return block_size[0] % self.walk_m == 0 and block_size[1] % self.tile_n == 0
 
 
 @dataclass(frozen=True)
@@ -154,9 +167,7 @@ def select_fwd_config(
     """
     if family == BLACKWELL:
         _check_blackwell_dims(problem.head_dim, problem.head_dim_v)
-    tiles, smem_bytes, reason = _choose_tiles(
-        family, problem, shapes.seqlen_k, window, block_size, override
-    )
+    tiles, smem_bytes, reason = _choose_tiles(family, problem, shapes, window, block_size, override)
     group = shapes.heads_q // shapes.heads_kv
     packed = _choose_packing(PACKED_ROWS[family], group, shapes.seqlen_q, pack_gqa, unpackable)
     if packed > 1:
@@ -166,7 +177,7 @@ def select_fwd_config(
 
 
 def _check_blackwell_dims(head_dim: int, head_dim_v: int) -> None:
-    known = [(row.max_dim, row.max_dim_v) for row in SM100_FWD]
+    known = list(dict.fromkeys((row.max_dim, row.max_dim_v) for row in SM100_FWD))
     if (head_dim, head_dim_v) not in known:
         pairs = ", ".join(f"{d}/{dv}" for d, dv in known)
         raise NotImplementedError(
@@ -198,7 +209,7 @@ def _choose_packing(
 def _choose_tiles(
     family: str,
     problem: AttentionProblem,
-    seqlen_k: int,
+    shapes: FwdShapes,
     window: int | None,
     block_size: tuple[int, int] | None,
     override: FwdConfig | None,
@@ -210,15 +221,19 @@ def _choose_tiles(
         if problem.head_dim <= row.max_dim
         and problem.head_dim_v <= row.max_dim_v
         and problem.mask_kind in (row.masks or (problem.mask_kind,))
-        and seqlen_k >= row.min_seqlen_k
+        and shapes.seqlen_q >= row.min_seqlen_q
+        and shapes.seqlen_k >= row.min_seqlen_k
         and (row.max_window is None or (window is not None and window <= row.max_window))
+        and not (row.cta_pair and override is not None and override.cta_pair is False)
         and (not row.for_lists or (block_size is not None and _of_row(row).nest_in(block_size)))
     )
     return _fit(family, row, problem.head_dim, problem.head_dim_v, override)
 
 
 def _of_row(row: FwdRow) -> FwdTiles:
-    return FwdTiles(row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo)
+    return FwdTiles(
+        row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo, row.cta_pair
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -252,6 +267,8 @@ def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal
     conditions = f"head_dim <= {row.max_dim}, head_dim_v <= {row.max_dim_v}"
     if row.masks:
         conditions += f", {' or '.join(row.masks)}"
+    if row.min_seqlen_q:
+        conditions += f", seqlen_q >= {row.min_seqlen_q}"
     if row.min_seqlen_k:
         conditions += f", seqlen_k >= {row.min_seqlen_k}"
     if row.max_window is not None:
@@ -300,6 +317,7 @@ def check_feasible(
         stages_kv=tiles.num_stages,
         stages_q=tiles.stages_q,
         share_qo=tiles.share_qo,
+        cta_pair=tiles.cta_pair,
     )
     return plan.smem_bytes, plan.infeasible()
 

@@ -57,7 +57,8 @@ class Explanation:
             computed = f"the CPU path, which walks the tiles of {computed}"
         lines = {
             "runs": f"{computed}, on {self.where}",
-            "tiles": f"{tiles.tile_m} query rows x {tiles.tile_n} keys",
+            "tiles": f"{tiles.tile_m} query rows x {tiles.tile_n} keys"
+            + (", two that walk over the keys together" if tiles.cta_pair else ""),
             "stages": f"{tiles.num_stages} of keys and values, {tiles.stages_q} of queries"
             + (", output in the query's place" if tiles.share_qo else ""),
             "because": self.reason,
@@ -126,9 +127,11 @@ def explain_fwd(
 def _grid(resolved: ResolvedFwd, work_tiles: int | None, target: Target) -> int | None:
     if resolved.shapes.is_empty:
         return 0
+    ctas = resolved.choice.tiles.ctas_per_tile
+    most = target.num_sms // ctas
     if resolved.problem.varlen_q:
-        return target.num_sms
-    return None if work_tiles is None else min(work_tiles, target.num_sms)
+        return most * ctas
+    return None if work_tiles is None else min(work_tiles, most) * ctas
 
 
 def _count_tiles(
@@ -137,7 +140,7 @@ def _count_tiles(
     """(work tiles, full key tiles, cut ones, skipped ones), over all heads and sequences."""
     shapes, problem, tiles = resolved.shapes, resolved.problem, resolved.choice.tiles
     block_info = BlockInfo(
-        tiles.tile_m,
+        tiles.walk_m,
         tiles.tile_n,
         is_causal=problem.is_causal,
         is_local=problem.is_local,
@@ -161,7 +164,7 @@ def _count_tiles(
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
-        m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.tile_m)
+        m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.walk_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
         for m_block in range(m_blocks):
@@ -222,11 +225,11 @@ class _Lists:
         shapes, tiles = resolved.shapes, resolved.choice.tiles
         assert masks.block_lists is not None
         lists, bits = retile_lists(
-            masks.block_lists, tiles.tile_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
+            masks.block_lists, tiles.walk_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
         )
         states = dense_states(lists)
         if bits is None and lists.block_size is not None:
-            states = states.repeat_interleave(lists.block_size[0] // tiles.tile_m, 2)
+            states = states.repeat_interleave(lists.block_size[0] // tiles.walk_m, 2)
             states = states.repeat_interleave(lists.block_size[1] // tiles.tile_n, 3)
         return _Lists(states, bits is not None or masks.mask_mod is not None)
 

@@ -205,7 +205,7 @@ class CpuLaunch:
             seqlen_q=call.shapes.seqlen_q,
             seqlen_k=call.shapes.seqlen_k,
             pack_gqa=call.problem.packed_heads,
-            tile_m=call.choice.tiles.tile_m,
+            tile_m=call.choice.tiles.walk_m,
             tile_n=call.choice.tiles.tile_n,
             out=out,
             lse=lse,

@@ -147,7 +147,7 @@ class ResolvedMasks(NamedTuple):
             )
         if self.block_size is not None:
             nested = tiles.nest_in(self.block_size)
-            how = "made of whole tiles" if nested else f"retiled to {tiles.tile_m} x {tiles.tile_n}"
+            how = "made of whole tiles" if nested else f"retiled to {tiles.walk_m} x {tiles.tile_n}"
             parts.append(f"block lists of {self.block_size[0]} x {self.block_size[1]}, {how}")
         for name, mod in (("mask_mod", self.mask_mod), ("score_mod", self.score_mod)):
             if mod is not None:
@@ -189,7 +189,7 @@ class MaskArguments:
         block_size: tuple[int, int] | None,
     ) -> None:
         self._causal_form = problem.intervals is not None and problem.intervals[1]
-        self._extents = tiles.tile_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
+        self._extents = tiles.walk_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
         self._block_size = block_size
         self._has_aux = bool(problem.aux)
 

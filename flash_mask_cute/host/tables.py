@@ -13,7 +13,8 @@ class FwdRow(NamedTuple):
     """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, and why these.
 
     masks: the `AttentionProblem.mask_kind`s it is for, all if empty. max_window: for windows,
-    closed on both sides, of at most so many keys. min_seqlen_k: for at least so many keys.
+    closed on both sides, of at most so many keys. min_seqlen_q, min_seqlen_k: for at least so many
+    queries and keys. cta_pair: a pair of CTAs, with a tile each, walks over the keys together.
     for_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
     then reads the lists as they are, and no block is cut but by its own mask.
     """
@@ -29,6 +30,8 @@ class FwdRow(NamedTuple):
     masks: tuple[str, ...] = ()
     max_window: int | None = None
     min_seqlen_k: int = 0
+    min_seqlen_q: int = 0
+    cta_pair: bool = False
     for_lists: bool = False
 
 
@@ -93,11 +96,26 @@ SM90_FWD = (
 )
 
 # On Blackwell a tile is always 256 x 128 (docs/forward_sm100.md says why), and head dimensions are
-# exactly these.
+# exactly these. A pair of CTAs has two work tiles with one walk, which wastes nothing where every
+# query sees the same keys and there is more than one tile.
 SM100_FWD = (
     FwdRow(*(64, 64, 256, 128, 4, 2, False), "the next query waits ready, keys come early"),
     FwdRow(*(96, 96, 256, 128, 3, 1, False), "three blocks in flight rather than a second query"),
+    FwdRow(
+        *(128, 128, 256, 128, 2, 2, False),
+        "a pair of CTAs reads half of each block, and the next query waits ready in its place",
+        masks=("full",),
+        min_seqlen_q=257,
+        cta_pair=True,
+    ),
     FwdRow(*(128, 128, 256, 128, 2, 1, False), "what fits beside a query and a staged output"),
+    FwdRow(
+        *(192, 128, 256, 128, 2, 1, False),
+        "a pair of CTAs reads half of each block, and twice as many are in flight",
+        masks=("full",),
+        min_seqlen_q=257,
+        cta_pair=True,
+    ),
     FwdRow(*(192, 128, 256, 128, 1, 1, False), "one key block and two value blocks fit"),
 )
 

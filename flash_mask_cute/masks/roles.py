@@ -30,7 +30,7 @@ def plan_walks(
     tile, search = scheduler.locate(scheduler.start(), num_blocks_of)
     while tile.is_valid:
         work = describe(tile, lengths, is_by_keys)
-        ring.write(tiles, work)
+        ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
         chunks = rules.plan(walk, chunks, work)
         tiles += 1
         # a tile is claimed as late as can be: another CTA may be free for it sooner

@@ -9,7 +9,7 @@ scores, for any architecture.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import cutlass
@@ -176,6 +176,10 @@ class MaskRules:
             kernel.skip_blocks,
             *more,
         )
+
+    def of_rows(self, tile_m: int):
+        """The same rules for tiles of so many query rows."""
+        return replace(self, block_info=replace(self.block_info, tile_m=tile_m))
 
     @property
     def _can_ask(self) -> bool:

@@ -33,6 +33,10 @@ A softmax thread has a row. It takes the exponentials by the maximum in use, 32 
 and only if their sum shows that it was too old does the warp go through the scores again, for a
 newer one, and rescales its rows of O (`core/softmax.py`). The first S of the next tile is issued
 behind the last P V of this one, and the output leaves while that is multiplied.
+
+With `cta_pair` two CTAs of a cluster, whose work tiles are neighbours, walk over the keys together.
+Each loads half of a block, and the mma warp of the first issues the products of both: its waits are
+for both CTAs, and what products complete is told to both (`umma.Group`, `Channel.home`).
 """
 
 from collections.abc import Callable, Iterator
@@ -123,6 +127,8 @@ class FlashAttentionForwardSm100:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param fast_exp: the device has exponentials enough (10.3) and needs none by polynomial
     :param num_sms: CTAs to launch at most
+    :param cta_pair: two CTAs share keys and values, and take work tiles by turns: the launch makes
+        no use of tile_counter
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -147,6 +153,7 @@ class FlashAttentionForwardSm100:
         skip_blocks: bool = True,
         fast_exp: bool = False,
         num_sms: int = 148,
+        cta_pair: bool = False,
     ):
         self.plan = FwdPlan(
             dtype,
@@ -158,12 +165,15 @@ class FlashAttentionForwardSm100:
             num_stages,
             stages_q,
             share_qo,
+            cta_pair,
         )
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)
+        if num_sms < self.plan.group.size:
+            raise ValueError(f"a pair of CTAs needs two SMs, got num_sms={num_sms}")
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -203,14 +213,16 @@ class FlashAttentionForwardSm100:
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm100 does not support mPageTable")
-        plan = self.plan
+        plan, group = self.plan, self.plan.group
+        is_packed = (mCuSeqlensQ is not None, mCuSeqlensK is not None)
+        operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, *is_packed, group.load_op())
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
-            group_bytes, self.num_sms,
+            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.walk_m, plan.packed_heads,
+            group_bytes, self.num_sms // group.size,
         )  # fmt: skip
         masks = MaskArgs.create(
             self,
@@ -218,24 +230,23 @@ class FlashAttentionForwardSm100:
             column_tensors,
             schedule.num_heads,
             blocksparse_tensors,
-            (plan.tile_m, plan.tile_n) if const_expr(block_size is None) else block_size,
+            (plan.walk_m, plan.tile_n) if const_expr(block_size is None) else block_size,
             block_bits,
             aux_tensors,
         )
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         self.kernel(
-            tma.Operands.of_forward(
-                plan, mQ, mK, mV, mO, mCuSeqlensQ is not None, mCuSeqlensK is not None
-            ),
+            operands,
             mLSE,
             lengths,
             ScoreArgs(scales, learnable_sink),
             masks,
             schedule,
-            tile_counter,
+            None if const_expr(group.is_pair) else tile_counter,
         ).launch(
-            grid=(schedule.grid, 1, 1),
+            grid=(schedule.grid * group.size, 1, 1),
             block=(plan.num_threads, 1, 1),
+            cluster=group.cluster,
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -251,7 +262,7 @@ class FlashAttentionForwardSm100:
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
     ):
-        plan = self.plan
+        plan, group = self.plan, self.plan.group
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == Role.LOAD:
             for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
@@ -259,9 +270,9 @@ class FlashAttentionForwardSm100:
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
         channels = plan.channels(storage)
         if warp_idx == Role.MMA:
-            umma.allocate(storage.tmem.ptr)
+            group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        group.sync()
         tiles = plan.tiles(storage)
 
         if warp_idx < Role.OUTPUT:
@@ -281,18 +292,22 @@ class FlashAttentionForwardSm100:
                     lengths,
                     schedule.heads_per_kv,
                     plan,
+                    part=group.rank(),
                 )
                 loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.MMA:
-                self.mma(storage, channels)
+                if group.is_leader():
+                    self.mma(storage, channels)
             elif warp_idx == Role.PLAN:
                 scheduler = TileScheduler(
                     schedule.params,
                     tile_counter,
                     self.is_causal or self.is_local,
                     lengths.cu_seqlens_q is not None,
+                    group.size,
                 )
                 rules = QueryWalks.of_kernel(self, umma.COLUMNS, masks, lengths)
+                rules = rules.of_rows(plan.walk_m)
                 plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
         else:
             cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
@@ -301,15 +316,16 @@ class FlashAttentionForwardSm100:
             rules = QueryWalks.of_kernel(self, umma.COLUMNS, masks, lengths)
             paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
 
-        cute.arch.sync_threads()
+        group.sync()
         if warp_idx == Role.MMA:
-            umma.free()
+            group.free()
 
     # -- mma ------------------------------------------------------------------------------------
 
     @cute.jit
     def mma(self, storage, channels: Channels):
         """Issue the products of every walk: P V lags one block behind S, across work tiles too."""
+        group = self.plan.group
         products = self.plan.products(storage)
         tile, chunk = Int32(0), Int32(0)
         state = MmaState(Int32(0), Boolean(True), Boolean(False))
@@ -318,7 +334,7 @@ class FlashAttentionForwardSm100:
             state = state._replace(is_first=Boolean(True))
             chunk, state = channels.walk.visit(chunk, state, step)
             for half in cutlass.range_constexpr(HALVES):
-                umma.commit(channels.q.vacancy(HALVES * tile + half))
+                group.commit(channels.q.vacancy(HALVES * tile + half))
             channels.ring.release(tile)
             tile += 1
         state = state._replace(is_first=Boolean(True))
@@ -329,7 +345,7 @@ class FlashAttentionForwardSm100:
     @cute.jit
     def _issue_block(self, products: Products, channels: Channels, tile, state, block: Block):
         """For each half, P V of the block before and S of this one."""
-        number = state.blocks
+        group, number = self.plan.group, state.blocks
         for half in cutlass.range_constexpr(HALVES):
             if number > 0:
                 self._issue_values(products, channels, tile, state, half)
@@ -345,8 +361,8 @@ class FlashAttentionForwardSm100:
                 products.k[None, None, None, channels.k.index(number)],
                 False,
             )
-            umma.commit(channels.s.barrier(HALVES * number + half))
-        umma.commit(channels.k.vacancy(number))
+            group.commit(channels.s.barrier(HALVES * number + half))
+        group.commit(channels.k.vacancy(number))
         return MmaState(number + 1, Boolean(False), state.is_first == Boolean(False))
 
     @cute.jit
@@ -357,7 +373,7 @@ class FlashAttentionForwardSm100:
 
         Where state.is_first, that was the last one of the tile before `tile`.
         """
-        number = state.blocks - 1
+        group, number = self.plan.group, state.blocks - 1
         half_tile = HALVES * (tile - Int32(state.is_first)) + half
         if const_expr(half == 0):
             channels.v.wait(number)
@@ -374,9 +390,9 @@ class FlashAttentionForwardSm100:
             state.accumulates,
         )
         if const_expr(half == HALVES - 1):
-            umma.commit(channels.v.vacancy(number))
+            group.commit(channels.v.vacancy(number))
         if state.is_first:
-            umma.commit(channels.o.barrier(half_tile))
+            group.commit(channels.o.barrier(half_tile))
 
     # -- softmax --------------------------------------------------------------------------------
 

@@ -107,7 +107,8 @@ class FwdPlan:
     """Shape of one CTA's work.
 
     stages_kv, stages_q: key blocks and query tiles in flight. share_qo: what other kernels do, and
-    this one does not.
+    this one does not. cta_pair: two CTAs with neighbouring tiles of queries walk over the keys
+    together, and each loads half of every block.
     """
 
     dtype: type[cutlass.Numeric]
@@ -119,6 +120,7 @@ class FwdPlan:
     stages_kv: int = 2
     stages_q: int = 1
     share_qo: bool = False
+    cta_pair: bool = False
 
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = HALVES
@@ -138,6 +140,25 @@ class FwdPlan:
     def row_tile(self) -> tuple[int, int]:
         """Query rows of a half as (packed heads, positions)."""
         return (self.packed_heads, ROWS // self.packed_heads)
+
+    @property
+    def group(self) -> umma.Group:
+        return umma.Group(2 if self.cta_pair else 1)
+
+    @property
+    def walk_m(self) -> int:
+        """Query rows that walk over keys together."""
+        return self.tile_m * self.group.size
+
+    @property
+    def box_k(self) -> tuple[int, int]:
+        """What this CTA loads of a key block: the rows that it contributes to operand B."""
+        return self.tile_n // self.group.size, self.tile_d
+
+    @property
+    def box_v(self) -> tuple[tuple[int, int], int]:
+        """What this CTA loads of a value block, ((1, keys), columns)."""
+        return (1, self.tile_n), self.tile_dv // self.group.size
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
@@ -170,11 +191,11 @@ class FwdPlan:
 
     @property
     def bytes_k(self) -> int:
-        return self.tile_n * self.tile_d * 2
+        return self.box_k[0] * self.box_k[1] * 2
 
     @property
     def bytes_v(self) -> int:
-        return self.tile_n * self.tile_dv * 2
+        return self.tile_n * self.box_v[1] * 2
 
     @property
     def columns_o(self) -> int:
@@ -238,8 +259,8 @@ class FwdPlan:
             OperandMajorMode.K,
             OperandMajorMode.K,
             cutlass.Float32,
-            tcgen05.CtaGroup.ONE,
-            (ROWS, self.tile_n),
+            self.group.kind,
+            (self.group.rows, self.tile_n),
         )
 
     def mma_pv(self) -> cute.TiledMma:
@@ -249,8 +270,8 @@ class FwdPlan:
             OperandMajorMode.K,
             OperandMajorMode.MN,
             cutlass.Float32,
-            tcgen05.CtaGroup.ONE,
-            (ROWS, self.tile_dv),
+            self.group.kind,
+            (self.group.rows, self.tile_dv),
             tcgen05.OperandSource.TMEM,
         )
 
@@ -258,21 +279,21 @@ class FwdPlan:
     # stages): the same bytes.
 
     def operand_q(self) -> cute.ComposedLayout:
-        tile = (ROWS, self.tile_n, self.tile_d)
+        tile = (self.group.rows, self.tile_n, self.tile_d)
         stages = HALVES * self.stages_q
         return blackwell.make_smem_layout_a(self.mma_qk(), tile, self.dtype, stages)
 
     def operand_k(self) -> cute.ComposedLayout:
-        tile = (ROWS, self.tile_n, self.tile_d)
+        tile = (self.group.rows, self.tile_n, self.tile_d)
         return blackwell.make_smem_layout_b(self.mma_qk(), tile, self.dtype, self.stages_kv)
 
     def operand_v(self) -> cute.ComposedLayout:
-        tile = (ROWS, self.tile_dv, self.tile_n)
+        tile = (self.group.rows, self.tile_dv, self.tile_n)
         return blackwell.make_smem_layout_b(self.mma_pv(), tile, self.dtype, self.stages_v)
 
     def operand_p(self) -> cute.ComposedLayout:
         """For TMEM: what `make_fragment_A` wants, one stage."""
-        tile = (ROWS, self.tile_dv, self.tile_n)
+        tile = (self.group.rows, self.tile_dv, self.tile_n)
         return blackwell.make_smem_layout_a(self.mma_pv(), tile, self.dtype, 1)
 
     def layout_q(self) -> cute.ComposedLayout:
@@ -281,12 +302,13 @@ class FwdPlan:
         return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, stages)
 
     def layout_k(self) -> cute.ComposedLayout:
-        tile = (ROWS, self.tile_n, self.tile_d)
+        """(keys, tile_d, stages_kv)"""
+        tile = (ROWS, *self.box_k)
         return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages_kv)
 
     def layout_v(self) -> cute.ComposedLayout:
-        """(tile_dv, tile_n, stages_v): V is the MN-major operand B of P V."""
-        tile = (ROWS, self.tile_dv, self.tile_n)
+        """(columns, tile_n, stages_v): V is the MN-major operand B of P V."""
+        tile = (ROWS, self.box_v[1], self.tile_n)
         return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, self.stages_v)
 
     def layout_o(self) -> cute.ComposedLayout:
@@ -331,21 +353,29 @@ class FwdPlan:
 
     def channels(self, storage: Any) -> Channels:
         """The channels of a CTA, initialised by its first warp."""
-        warps_of_half = SOFTMAX_WARPS // HALVES
-        # load, mma and softmax and painting warps go through walks; those of the output do not
-        ring, walk = planning_rings(
-            storage, 2 + SOFTMAX_WARPS + NUM_PAINTERS, OUTPUT_WARPS, ascending=False
-        )
+        group, warps_of_half = self.group, SOFTMAX_WARPS // HALVES
+        # load, mma (the leader's) and softmax and painting warps go through walks, those of the
+        # output do not
+        num_walkers = 2 + SOFTMAX_WARPS + NUM_PAINTERS - group.rank()
+        ring, walk = planning_rings(storage, num_walkers, OUTPUT_WARPS, ascending=False)
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)
 
+        def loaded(barriers: Any, stages: int) -> Channel:
+            return Channel.create(barriers.data_ptr(), stages, group.size, 1, group.home)
+
+        def multiplied(barriers: Any, consumers: int) -> Channel:
+            return Channel.create(
+                barriers.data_ptr(), HALVES, 1, consumers * group.size, group.home
+            )
+
         return Channels(
-            q=channel(storage.q_barriers, HALVES * self.stages_q, 1, 1),
-            k=channel(storage.k_barriers, self.stages_kv, 1, 1),
-            v=channel(storage.v_barriers, self.stages_v, 1, 1),
-            s=channel(storage.s_barriers, HALVES, 1, warps_of_half),
-            o=channel(storage.o_barriers, HALVES, 1, OUTPUT_WARPS),
+            q=loaded(storage.q_barriers, HALVES * self.stages_q),
+            k=loaded(storage.k_barriers, self.stages_kv),
+            v=loaded(storage.v_barriers, self.stages_v),
+            s=multiplied(storage.s_barriers, warps_of_half),
+            o=multiplied(storage.o_barriers, OUTPUT_WARPS),
             sums=channel(storage.sums_barriers, HALVES, warps_of_half, OUTPUT_WARPS),
             bits=channel(storage.bits_barriers, 1, NUM_PAINTERS, SOFTMAX_WARPS),
             ring=ring,
@@ -368,14 +398,15 @@ class FwdPlan:
     def products(self, storage: Any) -> Products:
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
         halves = range(HALVES)
+        shape_s, shape_o = (self.group.rows, self.tile_n), (self.group.rows, self.tile_dv)
         return Products(
             q=mma_qk.make_fragment_A(swizzled(storage.q, self.operand_q())),
             k=mma_qk.make_fragment_B(swizzled(storage.k, self.operand_k())),
             v=mma_pv.make_fragment_B(swizzled(storage.v, self.operand_v())),
-            s=tuple(umma.accumulator(mma_qk, self.tile_n, self.column_s(h)) for h in halves),
+            s=tuple(umma.accumulator(mma_qk, shape_s, self.column_s(h)) for h in halves),
             p=tuple(
                 umma.operand_a(mma_pv, self.operand_p(), self.dtype, self.column_s(h))
                 for h in halves
             ),
-            o=tuple(umma.accumulator(mma_pv, self.tile_dv, self.column_o(h)) for h in halves),
+            o=tuple(umma.accumulator(mma_pv, shape_o, self.column_o(h)) for h in halves),
         )

@@ -4,18 +4,24 @@ TMEM has 128 lanes of 512 columns of 32 bits. A product of 128 query rows puts r
 warp w of a warpgroup, which reaches lanes 32 w .. 32 w + 31 only, holds a whole row in each thread.
 Products are issued by one thread, complete in the order of issue, and tell a mbarrier when they are
 done (`commit`) (PTX ISA, "tcgen05 instructions").
+
+A pair of CTAs, a cluster of two, can multiply together (`Group`).
 """
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import tcgen05
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.experimental import primitives
 
 ROWS = 128
 NUM_COLUMNS = 512
 # columns that one instruction moves between a thread and its lane
 CHUNK = 32
+# rank in its cluster of the CTA that issues products
+LEADER = 0
 
 
 class RowColumns:
@@ -39,21 +45,84 @@ def column(number: int | Int32) -> cute.Pointer:
     return first + number
 
 
-def allocate(address: cute.Pointer) -> None:
-    """Run by one warp: take all of TMEM, of which nobody else has any, for this CTA."""
-    cute.arch.alloc_tmem(NUM_COLUMNS, address)
-    cute.arch.relinquish_tmem_alloc_permit()
+@dataclass(frozen=True)
+class Group:
+    """The CTAs that multiply together: one, or the two of a cluster.
+
+    A product of two CTAs has 256 rows. Each CTA has 128 of them, with operand A and result in its
+    own memory, and half of the columns of operand B, at the same address as the other's half. The
+    leader issues it and tells both when it is done.
+    """
+
+    size: int
+
+    @property
+    def rows(self) -> int:
+        return ROWS * self.size
+
+    @property
+    def is_pair(self) -> bool:
+        return self.size > 1
+
+    @property
+    def kind(self) -> tcgen05.CtaGroup:
+        return tcgen05.CtaGroup.TWO if self.is_pair else tcgen05.CtaGroup.ONE
+
+    @property
+    def cluster(self) -> tuple[int, int, int] | None:
+        """What to launch with."""
+        return (self.size, 1, 1) if self.is_pair else None
+
+    @property
+    def home(self) -> int | None:
+        """`Channel.home` between products and the threads of all CTAs."""
+        return LEADER if self.is_pair else None
+
+    def load_op(self) -> cpasync.CopyBulkTensorTileG2SOp:
+        """TMA of operands: it completes on the leader's mbarrier."""
+        return cpasync.CopyBulkTensorTileG2SOp(self.kind)
+
+    def rank(self) -> int | Int32:
+        """Number of this CTA in the group."""
+        if not self.is_pair:
+            return LEADER
+        return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+    def is_leader(self) -> Boolean:
+        """Whether this CTA issues the products."""
+        return Boolean(self.rank() == LEADER)
+
+    def sync(self) -> None:
+        """Wait until all threads of the group are here."""
+        if self.is_pair:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def allocate(self, address: cute.Pointer) -> None:
+        """Run by one warp of each CTA: take all of its TMEM, of which nobody else has any."""
+        cute.arch.alloc_tmem(NUM_COLUMNS, address, is_two_cta=self.is_pair)
+        cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.is_pair)
+
+    def free(self) -> None:
+        """Run by the warps that allocated, when all threads of the group are done."""
+        cute.arch.dealloc_tmem(column(0), NUM_COLUMNS, is_two_cta=self.is_pair)
+
+    @cute.jit
+    def commit(self, barrier: cute.Pointer) -> None:
+        """Arrive on each CTA's mbarrier when all products issued so far are complete."""
+        with cute.arch.elect_one():
+            if cutlass.const_expr(self.is_pair):
+                tcgen05.commit(barrier, (1 << self.size) - 1, self.kind)
+            else:
+                tcgen05.commit(barrier)
 
 
-def free() -> None:
-    """Run by the warp that allocated, when all others are done."""
-    cute.arch.dealloc_tmem(column(0), NUM_COLUMNS)
-
-
-def accumulator(mma: cute.TiledMma, num_columns: int, first: int | Int32) -> cute.Tensor:
-    """The result of a product of 128 rows, from a column on."""
-    shape = mma.partition_shape_C((ROWS, num_columns))
-    return cute.make_tensor(column(first), mma.make_fragment_C(shape).layout)
+def accumulator(mma: cute.TiledMma, shape: tuple[int, int], first: int | Int32) -> cute.Tensor:
+    """The result of a product (rows of all CTAs, columns), from a column on."""
+    layout = mma.make_fragment_C(mma.partition_shape_C(shape)).layout
+    return cute.make_tensor(column(first), layout)
 
 
 def operand_a(
@@ -84,13 +153,6 @@ def issue(
             k = first + i
             mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
-
-
-@cute.jit
-def commit(barrier: cute.Pointer) -> None:
-    """Arrive on a mbarrier when all products issued so far are complete."""
-    with cute.arch.elect_one():
-        tcgen05.commit(barrier)
 
 
 def fence_after_wait() -> None:

@@ -127,6 +127,7 @@ class FlashAttentionForwardSm90:
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: CTAs to launch at most
+    :param cta_pair: False
     :raises NotImplementedError: for an option of other kernels that this one does not have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -155,6 +156,7 @@ class FlashAttentionForwardSm90:
         intervals: Intervals | None = None,
         skip_blocks: bool = True,
         num_sms: int = 132,
+        cta_pair: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         plan = FwdPlan(
@@ -167,6 +169,7 @@ class FlashAttentionForwardSm90:
             num_stages,
             stages_q,
             share_qo,
+            cta_pair=cta_pair,
         )
         if mask_mod is not None and num_threads != plan.num_threads:
             # if there are registers for it

@@ -65,6 +65,7 @@ class FwdPlan:
     A second query stage, or an output of its own, lets the next tile's query arrive, and its first
     scores be computed, while this tile's output leaves. With `painter_warpgroup` a warpgroup of its
     own paints, instead of two warps: asking a mask_mod about every score of a block is much work.
+    cta_pair: what other kernels do, and this one does not.
     """
 
     dtype: type[cutlass.Numeric]
@@ -77,6 +78,7 @@ class FwdPlan:
     stages_q: int = 2
     share_qo: bool = False
     painter_warpgroup: bool = False
+    cta_pair: bool = False
 
     @property
     def tile_d(self) -> int:
@@ -153,6 +155,14 @@ class FwdPlan:
         return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads)
 
     @property
+    def box_k(self) -> tuple[int, int]:
+        return self.tile_n, self.tile_d
+
+    @property
+    def box_v(self) -> tuple[tuple[int, int], int]:
+        return (1, self.tile_n), self.tile_dv
+
+    @property
     def box_o(self) -> tuple[tuple[int, int], int]:
         """What of the output leaves together: rows of a warpgroup, all columns."""
         return self.row_tile, self.tile_dv
@@ -209,6 +219,8 @@ class FwdPlan:
         """Why this plan cannot run, or None."""
         if self.stages_q not in (1, 2):
             return f"stages_q must be 1 or 2, got {self.stages_q}"
+        if self.cta_pair:
+            return "cta_pair is not supported on Hopper"
         if self.painter_warpgroup and self.tile_m != 128:
             return f"a warpgroup of painters needs tile_m 128, got {self.tile_m}"
         if self.tile_m not in (128, 192, 256):

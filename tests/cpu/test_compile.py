@@ -19,7 +19,7 @@ from mask_cases import MASK_MODS, SCORE_MODS
 from flash_mask_cute.host.cache import CompileCache, compile_count, compile_lock
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import NO_MODS, build_fwd, compile_fwd
-from flash_mask_cute.host.config import FwdConfig, select_fwd_config
+from flash_mask_cute.host.config import FwdConfig, FwdTiles, select_fwd_config
 from flash_mask_cute.host.problem import AttentionProblem, Mods
 from flash_mask_cute.host.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.host.target import Target
@@ -37,12 +37,20 @@ def shapes_of(problem: AttentionProblem) -> FwdShapes:
 
 
 def build(
-    problem: AttentionProblem, folder: Path, mods: Mods = NO_MODS, target: Target = TARGET
+    problem: AttentionProblem,
+    folder: Path,
+    mods: Mods = NO_MODS,
+    target: Target = TARGET,
+    override: FwdConfig | None = None,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """(meta, counts of machine instructions, empty where there is no disassembler)."""
     block_size = (128, 128) if problem.has_lists and not problem.has_bits else None
     choice = select_fwd_config(
-        problem, shapes_of(problem), block_size=block_size, family=target.family
+        problem,
+        shapes_of(problem),
+        override=override,
+        block_size=block_size,
+        family=target.family,
     )
     options = f"--keep-cubin --dump-dir={folder}"
     with compile_lock():
@@ -170,14 +178,36 @@ BLACKWELL = {
 
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_compiles_well_for_blackwell(name: str, tmp_path: Path) -> None:
-    check_blackwell(name, *build(BLACKWELL[name], tmp_path, target=B200))
+    problem = BLACKWELL[name]
+    is_pair = problem.mask_kind == "full" and problem.head_dim >= 128
+    check_blackwell(name, *build(problem, tmp_path, target=B200), is_pair)
+
+
+# what rows leave to single CTAs
+PAIRS = {
+    "d64": {"head_dim": 64, "head_dim_v": 64},
+    "d96-packed-sink": {
+        "head_dim": 96, "head_dim_v": 96, "packed_heads": 8, "sink_dtype": "bfloat16",
+    },
+    "causal-varlen": {"is_causal": True, "varlen_q": True, "varlen_k": True},
+    "columns": {"intervals": (2, False)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_compile_well_for_blackwell(name: str, tmp_path: Path) -> None:
+    problem = replace(PLAIN, **PAIRS[name])
+    override = FwdConfig(cta_pair=True)
+    check_blackwell(name, *build(problem, tmp_path, target=B200, override=override), True)
 
 
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_compiles_well_for_the_second_blackwell(row: FwdRow) -> None:
     """Of sm_103a disassemblers may know nothing."""
-    problem = AttentionProblem("float16", row.max_dim, row.max_dim_v, is_causal=True, varlen_k=True)
+    fields = {} if row.cta_pair else {"is_causal": True, "varlen_k": True}
+    problem = AttentionProblem("float16", row.max_dim, row.max_dim_v, **fields)
     tiles = select_fwd_config(problem, shapes_of(problem), family=B300.family).tiles
+    assert tiles.cta_pair == row.cta_pair
     with compile_lock():
         meta = build_fwd(problem, tiles, B300).meta
     check_blackwell(f"{row}", meta, {})
@@ -189,7 +219,9 @@ def test_masks_compile_well_for_blackwell(name: str, tmp_path: Path) -> None:
     check_blackwell(name, *build(replace(PLAIN, **fields), tmp_path, mods, B200))
 
 
-def check_blackwell(name: str, meta: dict[str, Any], counts: dict[str, int]) -> None:
+def check_blackwell(
+    name: str, meta: dict[str, Any], counts: dict[str, int], is_pair: bool = False
+) -> None:
     facts = f"{name}: {meta}, {counts}"
     assert meta["registers"] == 96, facts
     check_code(facts, meta, counts)
@@ -197,6 +229,8 @@ def check_blackwell(name: str, meta: dict[str, Any], counts: dict[str, int]) -> 
         # softmax, output, helpers, painters
         assert counts["USETMAXREG"] == 4, facts
         assert counts["UTCHMMA"] and counts["UTMALDG"] and counts["UTMASTG"], facts
+        # the CTAs of a pair wait for each other at both ends
+        assert counts.get("UCGABAR_ARV", 0) == 2 * is_pair, facts
 
 
 def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> None:
@@ -217,7 +251,7 @@ def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> Non
 def test_what_the_blackwell_plan_says_about_memory(row: FwdRow) -> None:
     plan = BlackwellPlan(
         cutlass.BFloat16, row.max_dim, row.max_dim_v, row.tile_m, row.tile_n, 1, row.num_stages,
-        row.stages_q,
+        row.stages_q, row.share_qo, row.cta_pair,
     )  # fmt: skip
     sizes = []
 
@@ -244,6 +278,8 @@ def test_what_the_blackwell_plan_says_about_memory(row: FwdRow) -> None:
     ]
     assert plan.num_columns <= 512
     assert plan.helper_registers >= 24
+    tiles = FwdTiles(*row[2:7], cta_pair=row.cta_pair)
+    assert (plan.walk_m, plan.group.size) == (tiles.walk_m, tiles.ctas_per_tile)
 
 
 def test_one_kernel_per_problem(tmp_path: Path) -> None:

@@ -50,12 +50,14 @@ def choose(
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_rows_for_blackwell(row: FwdRow) -> None:
     """Each runs as it stands: no field had to be made smaller."""
-    problem = AttentionProblem("bfloat16", row.max_dim, row.max_dim_v)
+    is_causal = "full" not in row.masks
+    problem = AttentionProblem("bfloat16", row.max_dim, row.max_dim_v, is_causal=is_causal)
     shapes = FwdShapes(1, 300, 300, 300, 300, 64, 2, row.max_dim, row.max_dim_v)
     choice = select_fwd_config(problem, shapes, True, family=BLACKWELL)
     assert (choice.tiles.tile_m, choice.tiles.tile_n) == (256, 128)
     assert choice.tiles.num_stages == row.num_stages
     assert choice.tiles.stages_q == row.stages_q
+    assert choice.tiles.cta_pair == row.cta_pair
     assert row.reason in choice.reason and "because" not in choice.reason
     assert choice.packed_heads == 32
     assert choice.smem_bytes <= 232448
@@ -75,7 +77,7 @@ def test_other_head_dims_are_refused_on_blackwell(dims: tuple[int, int]) -> None
         (FwdConfig(tile_m=128), "tile_m must be 256 on Blackwell, got 128"),
         (FwdConfig(tile_n=64), "tile_n must be 128 on Blackwell, got 64"),
         (FwdConfig(share_qo=True), "share_qo is not supported on Blackwell"),
-        (FwdConfig(stages_q=2, num_stages=2), "exceed 232448"),
+        (FwdConfig(stages_q=2, num_stages=3), "exceed 232448"),
     ],
 )
 def test_what_cannot_run_on_blackwell_is_named(override: FwdConfig, message: str) -> None:
@@ -84,6 +86,38 @@ def test_what_cannot_run_on_blackwell_is_named(override: FwdConfig, message: str
         select_fwd_config(
             AttentionProblem("bfloat16", 128, 128), shapes, override=override, family=BLACKWELL
         )
+
+
+@pytest.mark.parametrize(
+    ("fields", "seqlen_q", "override", "expected"),
+    [
+        ({}, 257, None, True),
+        ({}, 256, None, False),
+        ({}, 256, FwdConfig(cta_pair=True), True),
+        ({}, 1000, FwdConfig(cta_pair=False), False),
+        ({"is_causal": True}, 1000, None, False),
+        ({"is_causal": True}, 1000, FwdConfig(cta_pair=True), True),
+        ({"varlen_k": True}, 1000, None, False),
+        ({"has_softcap": True}, 1000, None, True),
+        ({"head_dim": 64, "head_dim_v": 64}, 1000, None, False),
+        ({"head_dim": 192}, 1000, None, True),
+    ],
+)
+def test_pairs_of_ctas_on_blackwell(
+    fields: dict[str, Any], seqlen_q: int, override: FwdConfig | None, expected: bool
+) -> None:
+    problem = replace(AttentionProblem("bfloat16", 128, 128), **fields)
+    dims = problem.head_dim, problem.head_dim_v
+    shapes = FwdShapes(1, seqlen_q, 300, seqlen_q, 300, 2, 2, *dims)
+    choice = select_fwd_config(problem, shapes, override=override, family=BLACKWELL)
+    assert choice.tiles.cta_pair is expected
+    assert choice.tiles.walk_m == (512 if expected else 256)
+    assert choice.tiles.nest_in((256, 128)) is not expected
+
+
+def test_pairs_of_ctas_are_refused_on_hopper() -> None:
+    with pytest.raises(ValueError, match="cta_pair is not supported on Hopper"):
+        choose(override=FwdConfig(cta_pair=True))
 
 
 def test_heads_that_do_not_divide_a_warp_are_not_packed_on_blackwell() -> None:
@@ -117,7 +151,7 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         block_size=(row.tile_m, row.tile_n) if row.for_lists else None,
         mask_mod="key" if "mods" in row.masks else None,
     )
-    for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo"):
+    for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo", "cta_pair"):
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason
     assert "because" not in choice.reason
@@ -179,6 +213,7 @@ def test_a_mapping_is_a_config() -> None:
         ({"tile_n": "64"}, TypeError, "tile_n"),
         ({"tile_n": True}, TypeError, "tile_n"),
         ({"share_qo": 1}, TypeError, "share_qo"),
+        ({"cta_pair": 1}, TypeError, "cta_pair"),
         ({"skip_blocks": 0}, TypeError, "skip_blocks"),
         ({"tile_n": 0}, ValueError, "tile_n"),
         ([64], TypeError, "list"),

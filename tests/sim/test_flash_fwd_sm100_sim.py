@@ -64,6 +64,44 @@ def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), seeds=SEEDS)
 
 
+# For a pair of CTAs, all that the software GPU has. A work tile has 512 rows, of which the second
+# CTA may have none.
+PAIRS = (
+    Case("300x129-batch-softcap-sink", 2, 300, 129, 2, 2, softcap=15.0, sink=FP32),
+    Case("causal-520x400", 1, 520, 400, 1, 1, causal=True),
+    Case("gqa4-packed-150x65", 1, 150, 65, 4, 1, pack_gqa=True),
+    Case("varlen-cross", lengths_q=(300, 1), lengths_k=(0, 129), heads_q=1, heads_kv=1),
+    Case("blocks-600x300", 1, 600, 300, 1, 1, mask_mod="checks", blocks=(128, 128)),
+    Case("fp16-d64-300x300", 1, 300, 300, 1, 1, head_dim=64, dtype=FP16),
+    Case("d96-300x200", 1, 300, 200, 1, 1, head_dim=96),
+    Case("d192-128-300x400", 1, 300, 400, 1, 1, head_dim=192, head_dim_v=128),
+)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: case.id)
+def test_pairs_against_oracle(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, make_inputs(case), seeds=SEEDS, config={"cta_pair": True})
+    (launch,) = simulator.RESULTS[-1]["launches"]
+    assert launch["cluster"] == (2, 1, 1)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize(("num_sms", "seeds"), [(2, (None, 1, 2, 3, 4)), (7, (None, 1))])
+def test_pairs_take_turns(
+    simulator: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    num_sms: int,
+    seeds: tuple[int | None, ...],
+) -> None:
+    """Four work tiles, two of which have one row, in the tiles that the table chooses; for one pair
+    and for three, of which one has two tiles and an SM is left over."""
+    monkeypatch.setattr(simulated_forward, "SMS", num_sms)
+    run_sim(simulator, make_inputs(Case("pair", 1, 513, 257, 2, 1)), seeds=seeds)
+    (launch,) = simulator.RESULTS[-1]["launches"]
+    assert (launch["cluster"], launch["grid"]) == ((2, 1, 1), (num_sms // 2 * 2, 1, 1))
+
+
 # whose features other cases have, too: a kernel takes seconds to compile
 LEFT_OUT = (
     "columns-random2-causal",
