@@ -156,7 +156,6 @@ class WalkRing:
             self.ring.channel.wait(number)
             chunk = Chunk(*self.ring.read(number, len(Chunk._fields)))
             remaining = chunk.visible & (chunk.cut if const_expr(only_cut) else Int32(-1))
-            is_last = chunk.follower == Kind.END
             while remaining != 0:
                 bit = self.next_bit(remaining)
                 remaining = remaining ^ (Int32(1) << bit)
@@ -167,6 +166,8 @@ class WalkRing:
                 if const_expr(self.turns is not None):
                     turn = self.turns[bit, self.ring.channel.index(number)]
                 state = step(state, chunk.block(bit, follower, turn))
+            # read again rather than kept, for want of registers
+            is_last = Chunk(*self.ring.read(number, len(Chunk._fields))).follower == Kind.END
             self.ring.release(number)
             number += 1
         return number, state

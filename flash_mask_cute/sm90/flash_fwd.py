@@ -592,10 +592,7 @@ class FlashAttentionForwardSm90:
         """How to compute the scores of the key block after `block` once more."""
         q_stage = channels.q.index(tile) * self.plan.num_mma_warpgroups + mma_warpgroup_idx()
         sK = tiles.k[None, None, channels.k.index(block + 1)]
-        if bits is not None:
-            # else the compiler would keep what it made of these bits for the scores themselves
-            bits = tuple(word * opaque_one for word in bits)
-        return ScoreReplay(tiles.q[None, None, q_stage], sK, bits, self.plan.dtype)
+        return ScoreReplay(tiles.q[None, None, q_stage], sK, bits, opaque_one, self.plan.dtype)
 
     @cute.jit
     def _modify(

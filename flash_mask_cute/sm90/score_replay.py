@@ -11,7 +11,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
@@ -30,12 +30,13 @@ class ScoreReplay:
     """S = Q K^T of 64 query rows and a key block, from shared memory.
 
     sQ (64, tile_d), sK (tile_n, tile_d), both K-major. bits: which scores count, one word per row
-    of this thread, None if all do.
+    of this thread, None if all do. opaque_one: 1, which the compiler must not know.
     """
 
     sQ: cute.Tensor
     sK: cute.Tensor
     bits: tuple | None
+    opaque_one: Int32
     dtype: cutlass.Constexpr[type]
 
     @cute.jit
@@ -83,8 +84,9 @@ class ScoreReplay:
         copy_k = cute.make_tiled_copy_B(self._load_atom(2), tiled_mma).get_slice(thread)
         acc = cute.make_rmem_tensor(((2, 2), 1, KEYS // _ATOM[1]), Float32)
         acc.fill(0.0)
-        # a loop that is not unrolled: else the compiler would have all fragments at once
-        for k in cutlass.range(cute.size(self.sQ, mode=[1]) // _ATOM[2], unroll=1):
+        # a loop in any case: else the compiler would have the fragments of all columns at once
+        num_steps = cute.size(self.sQ, mode=[1]) // _ATOM[2] * self.opaque_one
+        for k in cutlass.range(num_steps, unroll=1):
             q_tile = cute.local_tile(self.sQ, (wgmma.ROWS_PER_WARPGROUP, _ATOM[2]), (0, k))
             k_tile = cute.local_tile(self.sK, (KEYS, _ATOM[2]), (first // COLUMNS, k))
             rows_q = mma.make_fragment_A(mma.partition_A(q_tile))
@@ -94,7 +96,10 @@ class ScoreReplay:
             cute.gemm(tiled_mma, acc, rows_q, rows_k, acc)
         scores = wgmma.rows_by_cols(acc)
         if const_expr(self.bits is not None):
-            bit_tile.hide_unset(scores, tuple(word >> first for word in self.bits))
+            # other words than the scores themselves had, or the compiler would keep what it made of
+            # those until here
+            words = tuple((word * self.opaque_one) >> first for word in self.bits)
+            bit_tile.hide_unset(scores, words)
         return scores
 
     def _load_atom(self, num_matrices: int) -> cute.CopyAtom:
