@@ -283,9 +283,9 @@ class BwdPlan:
             source,
         )
 
-    def mma_scores(self) -> cute.TiledMma:
-        """S^T = K Q^T and dP^T = V dO^T: 64 keys by tile_m queries."""
-        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m)
+    def mma_scores(self, num_parts: int = 1) -> cute.TiledMma:
+        """S^T = K Q^T and dP^T = V dO^T: 64 keys by tile_m queries, or by a part of these."""
+        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m // num_parts)
 
     def mma_keys(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""
