@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from flash_mask_cute.host.problem import AttentionProblem, Mods
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _flash_attn_bwd
 
+ROOT = Path(__file__).resolve().parents[2]
 Call = Callable[..., Any]
 
 SMALL: dict[str, Any] = {"head_dim": 16, "dtype": FP64}
@@ -166,6 +169,27 @@ def test_a_hidden_score_adds_nothing_though_its_derivative_is_infinite() -> None
                           mask_mod=lambda b, h, q, k, aux: k < q, aux_tensors=[bias])  # fmt: skip
     out.sum().backward()
     assert bias.grad is not None and bias.grad.isfinite().all() and (bias.grad != 0).all()
+
+
+def test_what_the_page_on_mods_shows(tmp_path: Path) -> None:
+    """Its text runs as it stands, and the gradient of its table is right."""
+    page = (ROOT / "docs" / "mods.md").read_text()
+    (text,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "table.grad" in x)
+    (path := tmp_path / "snippet.py").write_text(text)
+    shown = runpy.run_path(str(path))
+    table = torch.zeros(32, 4, dtype=FP64, requires_grad=True)
+    q, k, v = (shown[name].detach().double() for name in "qkv")
+    distance = (torch.arange(200)[:, None] - torch.arange(200)).double()
+    far = (16 + 4 * torch.log2(distance.clamp(min=16).float() / 16)).int().clamp(max=31)
+    bucket = torch.where(distance >= 16, far, distance.clamp(min=0).int())
+    scores = torch.einsum("bqhd,bkhd->bqkh", q, k) / 8 + table[bucket]
+    scores = scores.masked_fill((distance < 0)[..., None], float("-inf"))
+    out = torch.einsum("bqkh,bkhd->bqhd", scores.softmax(2), v)
+    (expected,) = torch.autograd.grad(out.square().mean(), table)
+    found = shown["table"].grad
+    torch.testing.assert_close(
+        found.double(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max()
+    )
 
 
 # -- through torch ------------------------------------------------------------------------------
