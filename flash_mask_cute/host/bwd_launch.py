@@ -311,6 +311,13 @@ def _can_be_read(dout: Tensor) -> bool:
     )
 
 
+def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, ...]:
+    """Of gradients and, as those are added to by the coordinates of these, of their aux tensors."""
+    aux_tensors = () if masks is None or masks.aux_tensors is None else masks.aux_tensors
+    pairs = zip(daux, aux_tensors, strict=True)
+    return tuple(None if x is None else (metadata(x), aux.shape) for x, aux in pairs)
+
+
 def find_bwd_launch(
     launches: Mapping[Any, BwdLaunch],
     operands: BwdOperands,
@@ -346,7 +353,7 @@ def find_bwd_launch(
             dout.shape, dout.stride(), dout.dtype, dout.device,
             lse.shape, lse.stride(), lse.dtype, lse.device,
             *[None if x is None else metadata(x) for x in tensors],
-            None if daux is None else tuple(None if x is None else metadata(x) for x in daux),
+            None if daux is None else _aux_key(daux, masks),
             None if masks is None else mask_key(masks),
             *others,
             None if score_mod_bwd is None else callable_key(score_mod_bwd),
