@@ -43,8 +43,6 @@ from flash_mask_cute.sm90.warpgroups import (
     take_bits,
 )
 
-# where gradients of aux tensors are wanted, S and dP come in so many parts of their columns
-AUX_PARTS = 4
 NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
 
 
@@ -82,7 +80,7 @@ class BlockScores:
 
     @staticmethod
     def create(plan: BwdPlan, tiles: Tiles, channels: Channels, chain: ScoreChain) -> "BlockScores":
-        num_parts = AUX_PARTS if chain.wants_aux else 1
+        num_parts = plan.num_score_parts(len(chain.wants_aux))
         mma = plan.mma_scores(num_parts)
 
         def parts(smem: cute.Tensor, dim: int) -> tuple[cute.Tensor, ...]:
@@ -176,11 +174,11 @@ class BlockScores:
     def _compute_by_parts(self, kind: Kind, tile: Int32, block: Int32, cut: Int32) -> None:
         """P and dS in their words, and the gradients of aux tensors, for one part of the columns
         after the other: there are no registers for S and dP of all."""
-        width = self.plan.tile_m // AUX_PARTS
+        width = self.plan.tile_m // self.num_parts
         lse, delta = self._statistics(block)
         bits, place = self._bits(kind, cut), self._place(tile, block)
         self.channels.do.wait(block)
-        for part in range(AUX_PARTS):
+        for part in range(self.num_parts):
             acc_S, acc_dP = (wgmma.make_accumulator(width) for _ in range(2))
             self._issue_scores(acc_S, tile, block, part)
             self._issue_dp(acc_dP, tile, block, part)
