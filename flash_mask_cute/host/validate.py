@@ -221,8 +221,8 @@ def check_bwd_inputs(
     forward: those that `check_fwd_inputs` knows. Shapes: out and dout like q with head_dim_v; lse
     and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any strides;
     dq, dk, dv like q, k, v; dsink like learnable_sink; daux an entry for each aux tensor, None or a
-    tensor like it. The strides and the address of dout are not
-    looked at: what a kernel cannot read is copied.
+    tensor like it. The strides and the address of dout are not looked at: what a kernel cannot read
+    is copied.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see the module docstring.

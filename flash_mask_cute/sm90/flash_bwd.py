@@ -31,7 +31,9 @@ columns, and share the work on S and dP (`flash_bwd_scores`).
 The products of a block, in the order of their issue: S, dP, dV, dQ, dK. The sums of dQ go, in fp32
 and in the order of the accumulators, to shared memory, from where the load warp has them added to
 scratch memory. As in the forward, the mma warps know no mask but bits (`masks/key_walks.py`), and a
-key block that nobody sees visits one hidden query block. docs/backward_sm90.md tells why.
+key block that nobody sees visits one hidden query block. Where aux tensors of score_mod have
+gradients, the mma warps add these to memory by themselves (`core/aux_sums.py`).
+docs/backward_sm90.md tells why.
 """
 
 import math
