@@ -7,7 +7,7 @@ wrong classification gives wrong gradients without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +24,7 @@ from flash_mask_cute.cpu_path import (
     sequence_walks,
 )
 from flash_mask_cute.host.host_mods import (
+    add_aux_gradients,
     eval_score_mod,
     eval_score_mod_bwd,
     eval_score_mod_derivative,
@@ -62,6 +63,7 @@ def flash_attn_bwd_cpu(
     score_mod_bwd: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Sequence[Tensor] | None = None,
+    aux_sums: Mapping[int, Tensor] | None = None,
     column_mask: ColumnMask | None = None,
     block_lists: BlockSparseTensorsTorch | None = None,
     skip_blocks: bool = True,
@@ -73,7 +75,8 @@ def flash_attn_bwd_cpu(
     precision; they are used, not recomputed. dout, dlse: gradients of a loss by out and by lse,
     laid out like these. score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) ->
     grad: the gradient by the score that score_mod sees, from the one by the score that it returns;
-    without it the derivative of score_mod is taken. The other arguments are those of
+    without it the derivative of score_mod is taken. aux_sums: float64 tensors by number of the aux
+    tensor, to which the gradients of these are added. The other arguments are those of
     `flash_attn_fwd_cpu`.
 
     Gradients are new contiguous tensors of the shapes and dtypes of q, k, v and the sink, summed in
@@ -116,7 +119,7 @@ def flash_attn_bwd_cpu(
         if score_mod is not None and score_mod_bwd is not None:
             chain = partial(_modify_and_ask, score_mod, score_mod_bwd)
         elif score_mod is not None:
-            chain = partial(_modify_and_differentiate, score_mod)
+            chain = partial(_modify_and_differentiate, score_mod, aux_sums)
         rows = _Rows.create(
             walk.rows_of_q(q),
             walk.rows_of_q(out),
@@ -230,11 +233,18 @@ def _chain_tile(
 
 def _modify_and_differentiate(
     score_mod: Callable[..., Any],
+    aux_sums: Mapping[int, Tensor] | None,
     scores: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, _PullBack]:
     modified, derivative = eval_score_mod_derivative(score_mod, scores, *rest)
-    return modified, lambda grads: grads * derivative
+
+    def pull_back(grads: Tensor) -> Tensor:
+        if aux_sums:
+            add_aux_gradients(score_mod, aux_sums, grads.float(), scores, *rest)
+        return grads * derivative
+
+    return modified, pull_back
 
 
 def _modify_and_ask(

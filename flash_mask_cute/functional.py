@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.validate import check_differentiable_by_aux
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -53,7 +54,8 @@ def flash_attn_func(
     return_lse: bool = False,
     config: Any = None,
 ) -> Any:
-    """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v and learnable_sink.
+    """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v, learnable_sink, and by
+    floating-point aux_tensors that score_mod reads.
 
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
     with head_dim_v; bf16 or fp16 on CUDA, also fp32 and fp64 on the CPU. The arguments are those of
@@ -75,9 +77,10 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
-            An aux tensor that requires grad, and a second differentiation, are not supported.
+            A second differentiation is not supported, nor, where an aux tensor requires grad and
+            there is a score_mod, deterministic=True or a score_mod_bwd.
     """
-    _refuse_unsupported(num_splits, None, aux_tensors)
+    _refuse_unsupported(num_splits, None)
     left, right = _window_sides(window_size)
     call = _Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
@@ -127,7 +130,7 @@ def flash_attn_varlen_func(
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; page_table is not
             supported yet.
     """
-    _refuse_unsupported(num_splits, page_table, aux_tensors)
+    _refuse_unsupported(num_splits, page_table)
     left, right = _window_sides(window_size)
     call = _Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
@@ -248,22 +251,27 @@ _NO_LENGTHS: dict[str, Any] = dict.fromkeys(_LENGTHS)
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
-def _refuse_unsupported(
-    num_splits: int, page_table: Tensor | None, aux_tensors: Sequence[Tensor] | None
-) -> None:
+def _refuse_unsupported(num_splits: int, page_table: Tensor | None) -> None:
     if num_splits != 1:
         raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
     if page_table is not None:
         raise NotImplementedError(
             f"page_table is not supported yet, got a {type(page_table).__name__}"
         )
-    if isinstance(aux_tensors, list | tuple) and torch.is_grad_enabled():
-        for position, tensor in enumerate(aux_tensors):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                raise NotImplementedError(
-                    f"aux_tensors[{position}] requires grad, and gradients by aux tensors are not "
-                    f"supported yet; pass aux_tensors[{position}].detach()"
-                )
+
+
+def _aux_that_require_grad(call: _Call) -> tuple[int, ...]:
+    """Their numbers; none where no graph is recorded."""
+    aux_tensors = call.aux_tensors
+    if not isinstance(aux_tensors, list | tuple) or not torch.is_grad_enabled():
+        return ()
+    wanted = tuple(
+        i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad
+    )
+    if wanted and call.score_mod is not None:
+        reason = f"aux_tensors[{wanted[0]}] requires grad"
+        check_differentiable_by_aux(reason, call.score_mod_bwd, call.deterministic)
+    return wanted
 
 
 def _window_sides(window_size: WindowSize) -> WindowSize:
@@ -277,6 +285,7 @@ def _window_sides(window_size: WindowSize) -> WindowSize:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, return_lse: bool
 ) -> Any:
+    wants_aux = _aux_that_require_grad(call)
     if torch.compiler.is_compiling() or _is_intercepted(q):
         out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *_to_operator(call))
         return (out, lse) if return_lse else out
@@ -288,8 +297,10 @@ def _attend(
         # forward and backward then share the bounds
         mask = ColumnMask(call.startend_row_indices, call.causal)
         call = call._replace(startend_row_indices=mask)
-    if _needs_graph(q, k, v, sink):
-        out, lse = _Attention.apply(q, k, v, sink, call)
+    if wants_aux or _needs_graph(q, k, v, sink):
+        aux_tensors: Any = call.aux_tensors
+        wanted = [aux_tensors[i] for i in wants_aux]
+        out, lse = _Attention.apply(q, k, v, sink, call, wants_aux, *wanted)
     else:
         out, lse = _run_forward(q, k, v, sink, call, return_lse)
     return (out, lse) if return_lse else out
@@ -358,9 +369,16 @@ def _run_backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
+    wants_aux: Sequence[int],
     call: _Call,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dsink, and the gradients of the aux tensors that wants_aux numbers."""
     dsink = None if sink is None else torch.empty_like(sink)
+    daux: list[Tensor | None] | None = None
+    if wants_aux and call.aux_tensors is not None:
+        daux = [
+            torch.empty_like(x) if i in wants_aux else None for i, x in enumerate(call.aux_tensors)
+        ]
     dq, dk, dv = _flash_attn_bwd(
         q,
         k,
@@ -374,6 +392,7 @@ def _run_backward(
         config=call.configs.backward,
         dlse=dlse,
         dsink=dsink,
+        daux=daux,
         softmax_scale=call.softmax_scale,
         causal=call.causal,
         window_size_left=call.window_size_left,
@@ -391,7 +410,7 @@ def _run_backward(
         block_sparse_tensors_torch=call.block_sparse_tensors_torch,
         startend_row_indices=call.startend_row_indices,
     )
-    return dq, dk, dv, dsink
+    return dq, dk, dv, dsink, *(x for x in daux or () if x is not None)
 
 
 # -- between forward and backward ---------------------------------------------------------------
@@ -446,23 +465,27 @@ def _mask_tensors(call: _Call) -> list[Tensor]:
 
 
 def _gradients(
-    ctx: Any, grads: tuple[Tensor | None, ...], run: Callable[..., Any]
-) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv and dsink (None where nobody asks) from the gradients by out and lse.
+    ctx: Any,
+    grads: tuple[Tensor | None, ...],
+    run: Callable[..., Any],
+    wants_aux: Sequence[int],
+) -> tuple[list[Tensor | None], dict[int, Tensor | None]]:
+    """dq, dk, dv and dsink (None where nobody asks), and the gradients of wanted aux tensors by
+    number, from the gradients by out and lse.
 
     run: `_run_backward`, or another way to it.
     """
     dout, dlse = grads
     if dout is None and dlse is None:
-        return None, None, None, None
+        return [None] * 4, {}
     q, k, v, sink, out, lse, call = _restore(ctx)
     if not ctx.needs_input_grad[3]:
         # lse tells the backward of the sink
         sink = None
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients: tuple[Tensor | None, ...] = run(q, k, v, sink, out, lse, dout, dlse, call)
-    return gradients
+    gradients = run(q, k, v, sink, out, lse, dout, dlse, wants_aux, call)
+    return list(gradients[:4]), dict(zip(wants_aux, gradients[4:], strict=True))
 
 
 def _refuse_second_derivative(*_: Any) -> Any:
@@ -477,17 +500,27 @@ def _refuse_second_derivative(*_: Any) -> Any:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        call: _Call,
+        wants_aux: tuple[int, ...],
+        *_wanted: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """_wanted: the aux tensors of call that wants_aux numbers, for autograd to see."""
         out, lse = _run_forward(q, k, v, sink, call)
         _save(ctx, q, k, v, sink, out, lse, call)
+        ctx.wants_aux = wants_aux
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # only create_graph=True runs this with gradients enabled
         run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward
-        return *_gradients(ctx, grads, run), None
+        gradients, daux = _gradients(ctx, grads, run, ctx.wants_aux)
+        return *gradients, None, None, *map(daux.get, ctx.wants_aux)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
@@ -523,6 +556,8 @@ _CALL_SCHEMA = (
     "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
     "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config"
 )
+# where aux_tensors are in that
+_AUX_POSITION = _Call._fields.index("aux_tensors")
 _library = torch.library.Library("flash_mask_cute", "DEF")
 _library.define(
     "column_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
@@ -533,8 +568,8 @@ _library.define(
 )
 _library.define(
     "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor out, Tensor lse, "
-    f"Tensor dout, Tensor? dlse, {_CALL_SCHEMA}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
+    f"Tensor dout, Tensor? dlse, int[] wants_aux, {_CALL_SCHEMA}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor[] daux)"
 )
 
 
@@ -657,25 +692,27 @@ def _attention_bwd(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
+    wants_aux: list[int],
     *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     call = _without_identity(_from_operator(arguments))
-    dq, dk, dv, dsink = _run_backward(q, k, v, sink, out, lse, dout, dlse, call)
-    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
+    dq, dk, dv, dsink, *daux = _run_backward(q, k, v, sink, out, lse, dout, dlse, wants_aux, call)
+    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink, daux
 
 
 @torch.library.register_fake("flash_mask_cute::attention_bwd", lib=_library)
-def _(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
+    _, _, _, _, wants_aux, *of_call = arguments
+    aux_tensors = of_call[_AUX_POSITION]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    return dq, dk, dv, q.new_empty(0) if sink is None else torch.empty_like(sink)
+    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
+    return dq, dk, dv, dsink, [torch.empty_like(aux_tensors[i]) for i in wants_aux]
 
 
 def _run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
-    *tensors, call = arguments
-    *gradients, dsink = torch.ops.flash_mask_cute.attention_bwd(*tensors, *_to_operator(call))
-    return *gradients, None if tensors[3] is None else dsink
+    *others, call = arguments
+    dq, dk, dv, dsink, daux = torch.ops.flash_mask_cute.attention_bwd(*others, *_to_operator(call))
+    return dq, dk, dv, None if others[3] is None else dsink, *daux
 
 
 def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -686,9 +723,14 @@ def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     others: list[Any] = [None] * ctx.num_arguments
+    wants_aux: list[int] = []
     if ctx.num_aux is not None:
-        others[_Call._fields.index("aux_tensors")] = [None] * ctx.num_aux
-    return *_gradients(ctx, grads, _run_backward_operator), *others
+        asked = ctx.needs_input_grad[4 + _AUX_POSITION]
+        wants_aux = [i for i, is_asked in enumerate(asked) if is_asked]
+    gradients, daux = _gradients(ctx, grads, _run_backward_operator, wants_aux)
+    if ctx.num_aux is not None:
+        others[_AUX_POSITION] = [daux.get(i) for i in range(ctx.num_aux)]
+    return *gradients, *others
 
 
 torch.library.register_autograd(

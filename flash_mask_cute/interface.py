@@ -6,7 +6,7 @@ found again by the metadata of later calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -185,6 +185,7 @@ def _flash_attn_bwd(
     dk: Tensor | None = None,
     dv: Tensor | None = None,
     dsink: Tensor | None = None,
+    daux: Sequence[Tensor | None] | None = None,
     config: BwdConfig | Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention backward: (dq, dk, dv), the gradients of a loss by q, k and v.
@@ -197,13 +198,16 @@ def _flash_attn_bwd(
 
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
     by the score that score_mod returns, the one by the score that it is given. Without it,
-    score_mod is differentiated. aux_tensors get no gradients here.
+    score_mod is differentiated.
 
     dq, dk, dv are new contiguous tensors, or those that the caller gives: like q, k and v, in
     memory of their own. They are 0 in rows that see nothing, for keys that nobody sees, and in rows
     past seqused_*. Packed rows that belong to no sequence are 0 in new tensors, and stay as they
     are in the caller's on a GPU. dsink (heads_q,), of learnable_sink's dtype, gets the gradient of
-    the sink, which is not computed otherwise.
+    the sink, which is not computed otherwise. daux has an entry for each aux tensor: None, or a
+    tensor of its shape and dtype (floating point), which gets its gradient by way of score_mod, and
+    0 where score_mod does not read it; what mask_mod reads has no gradient. With a score_mod_bwd or
+    with deterministic=True that is not supported.
 
     config: a `BwdConfig`, or a mapping of some of its fields, instead of the table's.
     deterministic: sum dq in a fixed order, so that equal calls give equal bits; otherwise, on a
@@ -214,8 +218,9 @@ def _flash_attn_bwd(
     """
     operands = BwdOperands(q, k, v, out, dout, lse)
     extras = BwdExtras(
-        learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink
-    )
+        learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink,
+        daux,
+    )  # fmt: skip
     settings = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, score_mod_bwd, deterministic,
@@ -393,12 +398,16 @@ def _resolve_bwd(
         q, v, extras, settings, resolved_masks, learnable_sink=None, needs_lse=False
     )
     mod_bwd = settings.score_mod_bwd
+    wants_aux: tuple[int, ...] = ()
+    if extras.daux is not None and masks.score_mod is not None:
+        wants_aux = tuple(i for i, x in enumerate(extras.daux) if x is not None)
     problem = replace(
         problem,
         score_mod_bwd=None if mod_bwd is None else callable_key(mod_bwd),
         has_lists=False,
         has_full_lists=False,
         has_bits=problem.has_lists,
+        wants_aux=wants_aux,
         deterministic=settings.deterministic,
     )
     resolved = ResolvedBwd(

@@ -73,9 +73,16 @@ def differentiate(
         score_mod, given_score, batch_idx, head_idx, q_idx, kv_idx, given_tensors
     )
 
-    reads = [(i, load) for i, view in views.items() for load in _loads_of(view)]
-    origins = [given_score.ir_value(), *(load.results[0] for _, load in reads)]
-    gradient = _gradient(value.ir_value(), _values_that_depend_on(origins, block))
+    try:
+        reads = [(i, load) for i, view in views.items() for load in _loads_of(view)]
+        origins = [given_score.ir_value(), *(load.results[0] for _, load in reads)]
+        gradient = _gradient(value.ir_value(), _values_that_depend_on(origins, block))
+    except NotImplementedError as error:
+        if not views:
+            raise
+        raise NotImplementedError(
+            f"{error}, which gives no gradients of aux tensors: detach those that require grad"
+        ) from error
     d_score = gradient.get(_key(origins[0]), Float32(0.0))
     terms = [
         (i, _coordinates(load, views[i]), gradient[_key(element)])

@@ -6,7 +6,7 @@ of dQ. What they share lives in scratch memory that each call allocates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -54,6 +54,7 @@ class BwdExtras(NamedTuple):
     dk: Tensor | None = None
     dv: Tensor | None = None
     dsink: Tensor | None = None
+    daux: Sequence[Tensor | None] | None = None
 
 
 class BwdSettings(NamedTuple):
@@ -102,7 +103,7 @@ class BwdKernelLaunch:
     __slots__ = (
         "_accum_shape", "_copies_dout", "_is_deterministic", "_is_packed_k", "_is_packed_q",
         "_is_plain", "_kernels", "_mask_arguments", "_parts_shape", "_restrides", "_scale",
-        "_softcap", "_stats_shape", "_window_left", "_window_right",
+        "_softcap", "_stats_shape", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -122,6 +123,7 @@ class BwdKernelLaunch:
         self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
         self._is_packed_q, self._is_packed_k = problem.varlen_q, problem.varlen_k
         self._is_deterministic = problem.deterministic
+        self._wants_aux = problem.wants_aux
         self._scale = resolved.softmax_scale
         self._window_left = resolved.window_left
         self._window_right = resolved.window_right
@@ -142,7 +144,9 @@ class BwdKernelLaunch:
         if index >= 0 and index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 return self(operands, extras, masks)
-        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink = extras
+        (
+            sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink, daux,
+        ) = extras  # fmt: skip
         of_q, of_k, of_v = self._is_plain
         if dq is None:
             dq = _new_gradient(q, of_q, self._is_packed_q)
@@ -169,6 +173,10 @@ class BwdKernelLaunch:
         turns = None
         if self._is_deterministic:
             turns = q.new_zeros(self._stats_shape[:2], dtype=torch.int32)
+        aux_sums = aux_grads = None
+        if daux is not None:
+            aux_sums = _aux_sums(daux, self._wants_aux, torch.float32)
+            aux_grads = tuple(aux_sums.values()) or None
         preprocess, main, postprocess = self._kernels
         preprocess(
             out, dout, lse, dlse, stats, dq_accum, sink, parts, cu_seqlens_q, seqused_q,
@@ -176,11 +184,13 @@ class BwdKernelLaunch:
         main(
             q, k, v, dout, stats, dq_accum, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
             seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
-            self._softcap, tile_counter(q, index), columns, bits, turns,
+            self._softcap, tile_counter(q, index), columns, bits, turns, aux_grads,
         )  # fmt: skip
         postprocess(dq_accum, dq, self._scale, cu_seqlens_q, seqused_q)
         if dsink is not None and parts is not None:
             dsink.copy_(parts.sum(dim=1))
+        if daux is not None and aux_sums is not None:
+            _write_aux_gradients(daux, aux_sums)
         return result
 
 
@@ -200,6 +210,8 @@ class BwdEmptyLaunch:
         )
         if extras.dsink is not None:
             extras.dsink.copy_(self._sink_gradient(operands, extras))
+        if extras.daux is not None:
+            _write_aux_gradients(extras.daux, {})
         return dq, dk, dv
 
     def _sink_gradient(self, operands: BwdOperands, extras: BwdExtras) -> Tensor:
@@ -230,6 +242,8 @@ class BwdCpuLaunch:
         self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
     ) -> Gradients:
         call = self._resolved
+        daux = extras.daux or ()
+        aux_sums = _aux_sums(daux, call.problem.wants_aux, torch.float64)
         dq, dk, dv, dsink = flash_attn_bwd_cpu(
             *operands,
             softmax_scale=call.softmax_scale,
@@ -248,11 +262,13 @@ class BwdCpuLaunch:
             tile_n=call.choice.tile_n,
             dlse=extras.dlse,
             score_mod_bwd=call.score_mod_bwd,
+            aux_sums=aux_sums,
             **self._masks._asdict(),
             skip_blocks=call.choice.tiles.skip_blocks,
         )
         if extras.dsink is not None and dsink is not None:
             extras.dsink.copy_(dsink)
+        _write_aux_gradients(daux, aux_sums)
         dq, dk, dv = (
             new if given is None else given.copy_(new)
             for new, given in zip((dq, dk, dv), extras[6:9], strict=True)
@@ -265,6 +281,21 @@ def _new_gradient(like: Tensor, is_plain: bool, is_packed: bool) -> Tensor:
     if is_plain:  # the same, but half the time
         return torch.zeros_like(like) if is_packed else torch.empty_like(like)
     return like.new_zeros(like.shape) if is_packed else like.new_empty(like.shape)
+
+
+def _aux_sums(
+    daux: Sequence[Tensor | None], wants_aux: tuple[int, ...], dtype: torch.dtype
+) -> dict[int, Tensor]:
+    """Zeros to add the gradients of aux tensors to, by number."""
+    wanted = ((i, daux[i]) for i in wants_aux)
+    return {i: x.new_zeros(x.shape, dtype=dtype) for i, x in wanted if x is not None}
+
+
+def _write_aux_gradients(daux: Sequence[Tensor | None], sums: Mapping[int, Tensor]) -> None:
+    """Round the sums into their tensors; what has none, as no score_mod can read it, becomes 0."""
+    for i, gradient in enumerate(daux):
+        if gradient is not None:
+            gradient.copy_(sums[i]) if i in sums else gradient.zero_()
 
 
 def _can_be_read(dout: Tensor) -> bool:
@@ -280,6 +311,13 @@ def _can_be_read(dout: Tensor) -> bool:
     )
 
 
+def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, ...]:
+    """Of gradients and, as those are added to by the coordinates of these, of their aux tensors."""
+    aux_tensors = () if masks is None or masks.aux_tensors is None else masks.aux_tensors
+    pairs = zip(daux, aux_tensors, strict=True)
+    return tuple(None if x is None else (metadata(x), aux.shape) for x, aux in pairs)
+
+
 def find_bwd_launch(
     launches: Mapping[Any, BwdLaunch],
     operands: BwdOperands,
@@ -292,7 +330,8 @@ def find_bwd_launch(
     settings: the fields of `BwdSettings`.
     """
     q, k, v, out, dout, lse = operands
-    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink = extras
+    *tensors, daux = extras
+    dq, dk, dv = extras[6:9]
     try:
         starts = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()
         address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
@@ -313,7 +352,8 @@ def find_bwd_launch(
             out.shape, out.stride(), out.dtype, out.device,
             dout.shape, dout.stride(), dout.dtype, dout.device,
             lse.shape, lse.stride(), lse.dtype, lse.device,
-            *[None if x is None else metadata(x) for x in extras],
+            *[None if x is None else metadata(x) for x in tensors],
+            None if daux is None else _aux_key(daux, masks),
             None if masks is None else mask_key(masks),
             *others,
             None if score_mod_bwd is None else callable_key(score_mod_bwd),

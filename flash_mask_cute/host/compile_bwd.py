@@ -32,7 +32,8 @@ class BwdKernels(NamedTuple):
     preprocess: out, dout, lse, dlse, stats, dq_accum, sink, sink_parts, cu_seqlens_q, seqused_q.
     main: q, k, v, dout, stats, dq_accum, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
-    column tensors (indices, bounds), block bits (visible, full, block_q, block_k), turns.
+    column tensors (indices, bounds), block bits (visible, full, block_q, block_k), turns, sums of
+    the gradients of aux tensors (a tuple).
     postprocess: dq_accum, dq, softmax_scale, cu_seqlens_q, seqused_q.
     """
 
@@ -124,6 +125,7 @@ def build_bwd(
         is_causal=problem.is_causal,
         is_local=problem.is_local,
         **mods._asdict(),
+        wants_aux=problem.wants_aux,
         has_aux_tensors=bool(problem.aux),
         deterministic=problem.deterministic,
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
@@ -160,6 +162,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         stand_ins.columns(problem),
         stand_ins.block_bits(problem),
         strided(2) if problem.deterministic else None,
+        stand_ins.aux_grads(problem),
     ]
 
 

@@ -1,6 +1,6 @@
 """User callables on CPU tensors: the CuTe DSL compiles them for the host, no GPU needed.
 
-A `mask_mod`, a `score_mod`, its derivative or a `score_mod_bwd` runs over a rectangle of queries
+A `mask_mod`, a `score_mod`, its derivatives or a `score_mod_bwd` runs over a rectangle of queries
 and keys of one head, called exactly as a kernel calls it (`core/mods.py`, `core/derivative.py`),
 so that what was tried here is what a kernel compiles. One compiled function serves all sizes and
 strides; it is kept in memory under the structure of the callable and the dtypes and ranks of its
@@ -8,7 +8,7 @@ aux tensors.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +89,30 @@ def eval_score_mod_derivative(
     return modified, derivative
 
 
+def add_aux_gradients(
+    score_mod: Callable[..., Any],
+    aux_sums: Mapping[int, Tensor],
+    grads: Tensor,
+    scores: Tensor,
+    aux_tensors: Sequence[Tensor] | None,
+    batch_idx: int,
+    head_idx: int,
+    q_idx: Tensor,
+    k_idx: Tensor,
+) -> None:
+    """Add the gradients of aux tensors to aux_sums, float64 tensors by number of the aux tensor.
+
+    grads: those of the modified scores, float32 (rows, cols); where they are 0, nothing is added.
+    The other arguments and the errors are those of `eval_score_mod`.
+
+    Raises:
+        NotImplementedError: also where the callable has no derivative, see `differentiate`.
+    """
+    values = scores.to(torch.float32), grads.to(torch.float32)
+    place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
+    _run("aux_gradients", score_mod, values, *place, sums=aux_sums)
+
+
 def eval_score_mod_bwd(
     score_mod_bwd: Callable[..., Any],
     grads: Tensor,
@@ -119,23 +143,29 @@ def _run(
     head_idx: int,
     q_idx: Tensor,
     k_idx: Tensor,
+    sums: Mapping[int, Tensor] | None = None,
 ) -> None:
     aux = None if aux_tensors is None else tuple(aux_tensors)
     for i, tensor in enumerate(aux or ()):
         check_aux_tensor(f"aux_tensors[{i}]", tensor, q_idx.device)
     layout = None if aux is None else tuple((dtype_name(x.dtype), x.dim()) for x in aux)
-    key = kind, callable_key(mod), layout
+    wants_aux = tuple(sums or ())
+    key = kind, callable_key(mod), layout, wants_aux
     function = _compiled.get(key)
     if function is None:
         with compile_lock():
             function = _compiled.get(key)
             if function is None:
-                function = _compiled[key] = _compile(kind, mod, layout)
-    function(values, batch_idx, head_idx, q_idx, k_idx, aux)
+                function = _compiled[key] = _compile(kind, mod, layout, wants_aux)
+    targets = tuple((sums or {}).values()) or None
+    function(values, batch_idx, head_idx, q_idx, k_idx, aux, targets)
 
 
 def _compile(
-    kind: str, mod: Callable[..., Any], layout: tuple[tuple[str, int], ...] | None
+    kind: str,
+    mod: Callable[..., Any],
+    layout: tuple[tuple[str, int], ...] | None,
+    wants_aux: tuple[int, ...],
 ) -> Callable[..., None]:
     import cutlass
     import cutlass.cute as cute
@@ -150,13 +180,14 @@ def _compile(
             assumed_align=dtype.width // 8,
         )
 
-    aux = None
+    aux = targets = None
     if layout is not None:
         aux = tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), rank) for name, rank in layout)
+        targets = tuple(tensor(cutlass.Float64, layout[i][1]) for i in wants_aux) or None
     return compile_for_host(
-        "score_mod" if kind == "derivative" else kind,
+        kind if kind in ("mask_mod", "score_mod_bwd") else "score_mod",
         _loop(),
-        _KINDS[kind].ask,
+        functools.partial(_KINDS[kind].ask, wants_aux) if wants_aux else _KINDS[kind].ask,
         mod,
         tuple(tensor(getattr(cutlass, name), 2) for name in _KINDS[kind].values),
         cutlass.Int32(0),
@@ -164,6 +195,7 @@ def _compile(
         tensor(cutlass.Int32, 1),
         tensor(cutlass.Int32, 1),
         aux,
+        targets,
     )
 
 
@@ -218,6 +250,10 @@ def _gpu_instructions(operation: Any) -> Iterator[str]:
                 yield from _gpu_instructions(child.operation)
 
 
+def _given(targets: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    return targets or ()
+
+
 @functools.cache
 def _loop() -> Any:
     """The function to compile; made on demand, because the DSL must be there to decorate it."""
@@ -235,11 +271,12 @@ def _loop() -> Any:
         q_idx: Any,
         k_idx: Any,
         aux_tensors: Any,
+        targets: Any,
     ) -> None:
         for i in range(cute.size(q_idx)):
             for j in range(cute.size(k_idx)):
                 place = (batch_idx, head_idx, q_idx[i], k_idx[j], aux_tensors)
-                answers = ask(mod, tuple(value[i, j] for value in values), place)
+                answers = ask(mod, tuple(value[i, j] for value in values), place, *_given(targets))
                 for value, answer in zip(values, answers, strict=False):
                     value[i, j] = answer
 
@@ -247,7 +284,8 @@ def _loop() -> Any:
 
 
 # What a kind makes of the values of a score and of its place: what replaces the first values.
-# place: batch_idx, head_idx, q_idx, k_idx, aux_tensors.
+# place: batch_idx, head_idx, q_idx, k_idx, aux_tensors. Where aux tensors have gradients, the
+# tensors to add them to follow.
 
 
 def _ask_mask_mod(mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -272,6 +310,26 @@ def _ask_derivative(mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]) -
     return modified, slope
 
 
+def _add_aux_gradients(
+    wants_aux: tuple[int, ...],
+    mod: Any,
+    values: tuple[Any, ...],
+    place: tuple[Any, ...],
+    *targets: Any,
+) -> tuple[Any, ...]:
+    import cutlass
+
+    from flash_mask_cute.core.derivative import differentiate
+
+    score, grad = values
+    _, _, terms = differentiate(*(mod, score, *place, wants_aux))
+    for i, coordinates, by_element in terms:
+        target = targets[wants_aux.index(i)]
+        more = cutlass.select_(grad == 0.0, cutlass.Float32(0.0), grad * by_element)
+        target[coordinates] = target[coordinates] + cutlass.Float64(more)
+    return ()
+
+
 def _ask_score_mod_bwd(
     mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]
 ) -> tuple[Any, ...]:
@@ -291,5 +349,6 @@ _KINDS = {
     "mask_mod": _Kind(_ask_mask_mod, ("Uint8",)),
     "score_mod": _Kind(_ask_score_mod, ("Float32",)),
     "derivative": _Kind(_ask_derivative, ("Float32", "Float32")),
+    "aux_gradients": _Kind(_add_aux_gradients, ("Float32", "Float32")),
     "score_mod_bwd": _Kind(_ask_score_mod_bwd, ("Float32", "Float32")),
 }

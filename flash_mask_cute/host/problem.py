@@ -46,9 +46,9 @@ class AttentionProblem:
 
     intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
-    tensor. has_lists: block lists are given; has_full_lists: also those of full blocks; has_bits:
-    tiles do not nest in the blocks, whose states are given as bits. deterministic: only backwards
-    differ by it.
+    tensor. wants_aux: numbers of those whose gradients a backward sums. has_lists: block lists are
+    given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
+    whose states are given as bits. deterministic: only backwards differ by it.
 
     The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
     as bits only.
@@ -73,6 +73,7 @@ class AttentionProblem:
     mask_mod: str | None = None
     score_mod_bwd: str | None = None
     aux: tuple[tuple[str, int], ...] = ()
+    wants_aux: tuple[int, ...] = ()
     has_lists: bool = False
     has_full_lists: bool = False
     has_bits: bool = False

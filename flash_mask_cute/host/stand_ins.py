@@ -107,6 +107,11 @@ def aux_tensors(problem: AttentionProblem) -> tuple[Any, ...] | None:
     return tuple(strided(rank, name) for name, rank in problem.aux) or None
 
 
+def aux_grads(problem: AttentionProblem) -> tuple[Any, ...] | None:
+    """Sums of the gradients of aux tensors."""
+    return tuple(strided(problem.aux[i][1], "float32") for i in problem.wants_aux) or None
+
+
 def columns(problem: AttentionProblem) -> tuple[Any, Any] | None:
     """Indices and bounds of column intervals."""
     return None if problem.intervals is None else (strided(4), strided(4))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -223,14 +223,16 @@ def check_bwd_inputs(
     dk: torch.Tensor | None = None,
     dv: torch.Tensor | None = None,
     dsink: torch.Tensor | None = None,
+    daux: Any = None,
     **forward: Any,
 ) -> FwdShapes:
     """Check the arguments of `_flash_attn_bwd` and return the extents of the problem.
 
     forward: those that `check_fwd_inputs` knows. Shapes: out and dout like q with head_dim_v; lse
     and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any strides;
-    dq, dk, dv like q, k, v; dsink like learnable_sink. The strides and the address of dout are not
-    looked at: what a kernel cannot read is copied.
+    dq, dk, dv like q, k, v; dsink like learnable_sink; daux an entry for each aux tensor, None or a
+    tensor like it. The strides and the address of dout are not looked at: what a kernel cannot read
+    is copied.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see the module docstring.
@@ -255,6 +257,10 @@ def check_bwd_inputs(
         _check_fp32("dlse", dlse, lse_shape, device)
     if dsink is not None:
         _check_dsink(dsink, forward.get("learnable_sink"))
+    if daux is not None:
+        _check_daux(daux, forward.get("aux_tensors"))
+        if forward.get("score_mod") is not None and any(x is not None for x in daux):
+            check_differentiable_by_aux("daux is given", score_mod_bwd, deterministic)
     inputs = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
     for name, gradient, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if gradient is not None:
@@ -262,6 +268,26 @@ def check_bwd_inputs(
             _check_apart(name, gradient, inputs)
     _check_gradients_apart({"dq": dq, "dk": dk, "dv": dv})
     return shapes
+
+
+def check_differentiable_by_aux(
+    reason: str, score_mod_bwd: Callable[..., Any] | None, deterministic: bool
+) -> None:
+    """Refuse what has no gradients of aux tensors. reason: why these are wanted.
+
+    Raises:
+        NotImplementedError: a score_mod_bwd, or a fixed order of sums.
+    """
+    if score_mod_bwd is not None:
+        raise NotImplementedError(
+            f"{reason}, but score_mod_bwd gives no gradients of aux tensors: leave it out, so that "
+            f"score_mod is differentiated, or detach the tensor; got {_brief(score_mod_bwd)}"
+        )
+    if deterministic:
+        raise NotImplementedError(
+            f"{reason}, but gradients of aux tensors are summed in no fixed order: they are not "
+            "supported with deterministic=True; detach the tensor"
+        )
 
 
 def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
@@ -698,3 +724,31 @@ def _check_dsink(dsink: torch.Tensor, sink: torch.Tensor | None) -> None:
             f"{tuple(dsink.shape)}"
         )
     _check_device("dsink", dsink, sink.device)
+
+
+def _check_daux(daux: object, aux_tensors: Sequence[torch.Tensor] | None) -> None:
+    """aux_tensors: checked."""
+    if not isinstance(daux, list | tuple):
+        raise TypeError(f"daux must be a list or a tuple, got {_brief(daux)}")
+    count = 0 if aux_tensors is None else len(aux_tensors)
+    if len(daux) != count:
+        raise ValueError(
+            f"daux must have an entry for each of the {count} aux_tensors, got {len(daux)}"
+        )
+    for position, (gradient, tensor) in enumerate(zip(daux, aux_tensors or (), strict=True)):
+        if gradient is None:
+            continue
+        name, of = f"daux[{position}]", f"aux_tensors[{position}]"
+        _check_tensor(name, gradient)
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"{name} must be None: {of} holds {tensor.dtype}, got a tensor")
+        if gradient.dtype != tensor.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of {of} ({tensor.dtype}), got {gradient.dtype}"
+            )
+        if gradient.shape != tensor.shape:
+            raise ValueError(
+                f"{name} must have the shape of {of}, {tuple(tensor.shape)}, got "
+                f"{tuple(gradient.shape)}"
+            )
+        _check_device(name, gradient, tensor.device)

@@ -47,7 +47,6 @@ class QueryWalks(MaskRules):
         if const_expr(not self.skip):
             n_block_min = Int32(0)
             n_block_max = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
-        # registers of a planning warp are few, those of a whole warp are others
         # a planning warp has few registers but those of the whole warp
         n_block_min = cute.arch.make_warp_uniform(n_block_min)
         position = self._list_start(work)

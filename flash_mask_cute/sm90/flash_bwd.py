@@ -31,7 +31,9 @@ columns, and share the work on S and dP (`flash_bwd_scores`).
 The products of a block, in the order of their issue: S, dP, dV, dQ, dK. The sums of dQ go, in fp32
 and in the order of the accumulators, to shared memory, from where the load warp has them added to
 scratch memory. As in the forward, the mma warps know no mask but bits (`masks/key_walks.py`), and a
-key block that nobody sees visits one hidden query block. docs/backward_sm90.md tells why.
+key block that nobody sees visits one hidden query block. Where aux tensors of score_mod have
+gradients, the mma warps add these to memory by themselves (`core/aux_sums.py`).
+docs/backward_sm90.md tells why.
 """
 
 import math
@@ -75,7 +77,7 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     Channels,
     Tiles,
 )
-from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, Known, sync_both
+from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, Known, Visit, sync_both
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -121,6 +123,14 @@ class Scratch(NamedTuple):
     turns: cute.Tensor | None
 
 
+class BwdScoreArgs(NamedTuple):
+    """What happens to the scores, and what the modifier reads and has gradients for."""
+
+    scales: ScoreScales
+    aux_tensors: Any
+    aux_grads: tuple[cute.Tensor, ...] | None
+
+
 class Fragments(NamedTuple):
     """Shared memory as operands: a letter for the product, one for the operand.
 
@@ -145,6 +155,7 @@ class FlashAttentionBackwardSm90:
     :param mask_mod, score_mod: user callables (`core/mods.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
         (`core/derivative.py`)
+    :param wants_aux: numbers of the aux tensors whose gradients score_mod's derivative makes
     :param has_aux_tensors: the call passes aux_tensors to them
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
@@ -167,6 +178,7 @@ class FlashAttentionBackwardSm90:
         mask_mod: Callable[..., Any] | None = None,
         score_mod: Callable[..., Any] | None = None,
         score_mod_bwd: Callable[..., Any] | None = None,
+        wants_aux: tuple[int, ...] = (),
         has_aux_tensors: bool = False,
         intervals: Intervals | None = None,
         skip_blocks: bool = True,
@@ -180,11 +192,16 @@ class FlashAttentionBackwardSm90:
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)
+        if wants_aux and (score_mod is None or score_mod_bwd is not None or deterministic):
+            raise ValueError(
+                f"wants_aux {wants_aux} needs a score_mod, no score_mod_bwd and no fixed order"
+            )
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
         self.score_mod = score_mod
         self.score_mod_bwd = score_mod_bwd
+        self.wants_aux = wants_aux
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
         self.skip_blocks = skip_blocks
@@ -216,6 +233,7 @@ class FlashAttentionBackwardSm90:
         column_tensors=None,
         block_bits=None,
         mTurns: cute.Tensor | None = None,
+        aux_grads=None,
     ):
         """Launch on `stream`.
 
@@ -224,9 +242,11 @@ class FlashAttentionBackwardSm90:
         `BwdPreprocess`, mdQaccum (heads_q, row_blocks, tile_m * tile_d) zeroed by it; row blocks
         are those of `RowBlocks`. tile_counter, column_tensors and block_bits are those of
         `FlashAttentionForwardSm90`; block lists are always given as bits. mTurns (heads_q,
-        row_blocks) int32, 0 before the launch: for a deterministic kernel.
+        row_blocks) int32, 0 before the launch: for a deterministic kernel. aux_grads: fp32 tensors
+        of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
         """
         check_given("mTurns", mTurns, self.deterministic)
+        check_given("aux_grads", aux_grads, bool(self.wants_aux))
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
         varlen_k = const_expr(mCuSeqlensK is not None)
@@ -258,7 +278,7 @@ class FlashAttentionBackwardSm90:
         scratch = Scratch(mStats, mdQaccum, mTurns)
         self.kernel(
             operands, scratch, lengths, softmax_scale, scales, masks, schedule,
-            heads_q // heads_kv, tile_counter,
+            heads_q // heads_kv, tile_counter, aux_grads,
         ).launch(
             grid=(grid, 1, 1),
             block=(plan.num_threads, 1, 1),
@@ -306,6 +326,7 @@ class FlashAttentionBackwardSm90:
         schedule: ScheduleParams,
         group: Int32,
         tile_counter: cute.Tensor | None,
+        aux_grads: tuple[cute.Tensor, ...] | None,
     ):
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -339,7 +360,8 @@ class FlashAttentionBackwardSm90:
                 paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
         else:
             cute.arch.setmaxregister_increase(plan.mma_registers)
-            self.mma(operands, tiles, channels, lengths, softmax_scale, scales, masks)
+            score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
+            self.mma(operands, tiles, channels, lengths, softmax_scale, score_args)
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
         return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, group, self.deterministic)
@@ -507,8 +529,7 @@ class FlashAttentionBackwardSm90:
         channels: Channels,
         lengths: Lengths,
         softmax_scale: Float32,
-        scales: ScoreScales,
-        masks: MaskArgs,
+        score_args: BwdScoreArgs,
     ):
         """MMA warpgroup: 64 keys of every work tile, or half of the columns of dK and dV."""
         plan = self.plan
@@ -517,8 +538,8 @@ class FlashAttentionBackwardSm90:
         acc_dV = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_dv)]
         acc_dK = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_d)]
         chain = ScoreChain(
-            scales,
-            masks.aux_tensors,
+            *score_args,
+            self.wants_aux,
             self.score_mod,
             self.score_mod_bwd,
             plan.dtype,
@@ -534,6 +555,13 @@ class FlashAttentionBackwardSm90:
             accumulate = Boolean(False)
             known = Known.nothing()
             current = (tiles.words[0, channels.q.index(block)] >> OWN_KIND_SHIFT) & KIND_MASK
+            if const_expr(scores.needs_scores):
+                # here and not in the loops below, where a branch would serialise all products
+                while (current != Kind.END) & (not ring.read(tile).has_scores):
+                    self._pass_over(tiles, channels, scores, block, cut)
+                    current = tiles.words[0, channels.q.index(block)] & KIND_MASK
+                    block += 1
+                    cut += 1
             # The same loop for blocks that are cut and for others: one that asked every block would
             # branch while products are in flight, which ptxas answers by serialising them all.
             while current != Kind.END:
@@ -542,7 +570,7 @@ class FlashAttentionBackwardSm90:
                         stage, do_stage = channels.q.index(block), channels.do.index(block)
                         channels.q.wait_unless(known.q, block)
                         following = tiles.words[0, stage] & KIND_MASK
-                        scores.compute(kind, tile, block, cut, known)
+                        scores.compute(kind, Visit(tile, block, cut, known))
                         cut += int(kind == Kind.CUT)
                         self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
                         # dQ reads the dS of both
@@ -586,6 +614,19 @@ class FlashAttentionBackwardSm90:
             ring.release(tile)
             tile += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _pass_over(
+        self, tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32
+    ):
+        """Take a query block, which is cut, in a work tile without scores: it adds 0 to dQ."""
+        channels.do.wait(block)
+        scores.discard_bits(cut)
+        for i, width in enumerate(self.plan.parts_dq):
+            nothing = wgmma.make_accumulator(width)
+            nothing.fill(0.0)
+            self._stage_dq(tiles, channels.dq, block, i, nothing)
+        channels.do.release(block)
+        channels.q.release(block)
 
     def _fragments(self, tiles: Tiles) -> Fragments:
         plan = self.plan

@@ -4,16 +4,18 @@ Rows are keys and columns queries. No pipelines here: everything works in regist
 and delta of the columns from shared memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from flash_mask_cute.core.aux_sums import AuxSums
 from flash_mask_cute.core.cta import thread_in_warpgroup
-from flash_mask_cute.core.derivative import call_score_mod_bwd, differentiate
+from flash_mask_cute.core.derivative import AuxTerm, call_score_mod_bwd, differentiate
 from flash_mask_cute.core.mods import call_score_mod
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.work_ring import Work
@@ -46,12 +48,15 @@ def score_gradients(grads: cute.Tensor, factors: cute.Tensor, sDelta: cute.Tenso
 class ScoreChain:
     """What lies between the products and the softmax: soft cap and score_mod.
 
-    The derivative of score_mod is score_mod_bwd, or found by `core/derivative.py`. tiles: (tile_m,
-    tile_n). first_key: of this warpgroup in the work tile.
+    The derivative of score_mod is score_mod_bwd, or found by `core/derivative.py`. wants_aux:
+    numbers of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
+    first_key: of this warpgroup in the work tile.
     """
 
     scales: ScoreScales
     aux_tensors: Any
+    aux_grads: tuple[cute.Tensor, ...] | None
+    wants_aux: cutlass.Constexpr[tuple[int, ...]]
     score_mod: cutlass.Constexpr[Callable[..., Any] | None]
     score_mod_bwd: cutlass.Constexpr[Callable[..., Any] | None]
     dtype: cutlass.Constexpr[type]
@@ -85,39 +90,89 @@ class ScoreChain:
                 scores[i] = Float32(0.0)
 
     def _apply_each(self, work, head_idx, m_block, scores, bits, sLSE, probs) -> None:
-        tile_m, tile_n = self.tiles
-        thread = thread_in_warpgroup()
-        first_k_idx = work.block * tile_n + self.first_key
-        first_q_idx = m_block * tile_m + wgmma.first_col_of(thread)
+        place = partial(self._place, work, head_idx, m_block)
         for r in range(wgmma.ROWS_PER_THREAD):
-            # positions past the ends are hidden, but the callable may index tensors with them
-            k_idx = cutlass.min(first_k_idx + wgmma.row_of(thread, r), work.seqlen_k - 1)
             for first in range(0, cute.size(scores, mode=[1]), 2):
                 pair = []
                 for c in (first, first + 1):
-                    q_idx = cutlass.min(first_q_idx + wgmma.col_offset(c), work.seqlen_q - 1)
-                    place = (work.batch_idx, head_idx, q_idx, k_idx)
-                    score, slope = self._modified(scores[r, c], place)
-                    exponent = cute.math.fma(score, self.scales.scale_log2, -sLSE[c])
-                    prob = cute.math.exp2(exponent, fastmath=True)
-                    if bits is not None:
-                        prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
+                    score, slope, _ = self._modified(scores[r, c], place(r, c))
+                    prob = self._probability(score, sLSE[c], bits, r, c)
                     # where nothing counts, the slope may be anything
                     scores[r, c] = cutlass.select_(prob > 0.0, prob * slope, Float32(0.0))
                     pair.append(prob)
                 wgmma.keep_pair(probs, self.dtype, r, first, *pair)
 
-    def _modified(self, score: Float32, place: tuple) -> tuple[Float32, Float32]:
-        """A raw product as the softmax sees it (over scale_log2), and the derivative of this by the
-        scaled product."""
-        slope = Float32(1.0)
+    def apply_to_both(
+        self,
+        work: Work,
+        head_idx: Int32,
+        m_block: Int32,
+        scores: cute.Tensor,
+        grads: cute.Tensor,
+        first_col: int,
+        bits: tuple | None,
+        sLSE: cute.Tensor,
+        sDelta: cute.Tensor,
+        probs: cute.Tensor,
+        dscores: cute.Tensor,
+    ) -> None:
+        """Round P and dS of some columns into their words, from S and dP, and add what these
+        scores contribute to the gradients of aux tensors.
+
+        first_col: of the thread's columns in the block, the one that is column 0 of scores and
+        grads. For whole warps, and for work tiles with scores.
+        """
+        sums = AuxSums(dict(zip(self.wants_aux, self.aux_grads, strict=True)))
+        place = partial(self._place, work, head_idx, m_block)
+        for r in range(wgmma.ROWS_PER_THREAD):
+            for first in range(0, cute.size(scores, mode=[1]), 2):
+                pairs = []
+                for i in (first, first + 1):
+                    c = first_col + i
+                    score, slope, terms = self._modified(scores[r, i], place(r, c))
+                    prob = self._probability(score, sLSE[c], bits, r, c)
+                    by_modified = prob * (grads[r, i] - sDelta[c])
+                    # where nothing counts, derivatives may be anything
+                    counts = prob > 0.0
+                    sums.add(terms, by_modified, counts)
+                    dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
+                    pairs.append((prob, dscore))
+                for words, pair in zip((probs, dscores), zip(*pairs, strict=True), strict=True):
+                    wgmma.keep_pair(words, self.dtype, r, first_col + first, *pair)
+        sums.flush()
+
+    def _place(self, work: Work, head_idx: Int32, m_block: Int32, r: int, c: int) -> tuple:
+        """Where a thread's score is, as callables see it."""
+        tile_m, tile_n = self.tiles
+        thread = thread_in_warpgroup()
+        k_idx = work.block * tile_n + self.first_key + wgmma.row_of(thread, r)
+        q_idx = m_block * tile_m + wgmma.first_col_of(thread) + wgmma.col_offset(c)
+        # positions past the ends are hidden, but the callable may index tensors with them
+        q_idx, k_idx = cutlass.min(q_idx, work.seqlen_q - 1), cutlass.min(k_idx, work.seqlen_k - 1)
+        return work.batch_idx, head_idx, q_idx, k_idx
+
+    def _probability(
+        self, score: Float32, lse: Float32, bits: tuple | None, r: int, c: int
+    ) -> Float32:
+        exponent = cute.math.fma(score, self.scales.scale_log2, -lse)
+        prob = cute.math.exp2(exponent, fastmath=True)
+        if bits is not None:
+            prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
+        return prob
+
+    def _modified(self, score: Float32, place: tuple) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
+        """A raw product as the softmax sees it (over scale_log2), the derivative of this by the
+        scaled product, and those by elements of wanted aux tensors."""
+        slope, terms = Float32(1.0), ()
         if self.scales.cap is not None:
             score = self.scales.bounded(score)
             slope = cute.math.fma(-score, score, Float32(1.0))
         if self.score_mod is not None:
             score = score * self.scales.scale_mod
             if self.score_mod_bwd is None:
-                score, by_score, _ = differentiate(self.score_mod, score, *place, self.aux_tensors)
+                score, by_score, terms = differentiate(
+                    self.score_mod, score, *place, self.aux_tensors, self.wants_aux
+                )
             else:
                 # a derivative is linear in the gradient that it is given
                 one = Float32(1.0)
@@ -126,4 +181,4 @@ class ScoreChain:
                 )
                 score = call_score_mod(self.score_mod, score, *place, self.aux_tensors)
             slope = slope * by_score
-        return score, slope
+        return score, slope, terms

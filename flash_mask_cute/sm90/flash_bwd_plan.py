@@ -148,6 +148,13 @@ class BwdPlan:
         """Groups of 64 query rows in a block."""
         return self.tile_m // ROWS_PER_WARPGROUP
 
+    def num_score_parts(self, num_aux_grads: int) -> int:
+        """Parts of the columns of S and dP, one after the other, by aux tensors with gradients.
+
+        These need S and dP of a score at a time, for which there are no registers otherwise.
+        """
+        return 1 if num_aux_grads == 0 else 2 if num_aux_grads == 1 else 4
+
     def parts_keys(self, cols: int) -> tuple[int, ...]:
         """Widths of a warpgroup's parts of dK or dV, which have `cols` columns."""
         return column_parts(cols) if self.shares_keys else (cols,)
@@ -283,9 +290,9 @@ class BwdPlan:
             source,
         )
 
-    def mma_scores(self) -> cute.TiledMma:
-        """S^T = K Q^T and dP^T = V dO^T: 64 keys by tile_m queries."""
-        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m)
+    def mma_scores(self, num_parts: int = 1) -> cute.TiledMma:
+        """S^T = K Q^T and dP^T = V dO^T: 64 keys by tile_m queries, or by a part of these."""
+        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m // num_parts)
 
     def mma_keys(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""

@@ -10,7 +10,8 @@ shared memory:
     warpgroup 0: S -> P -> store                      -> load dS
     warpgroup 1: dP              -> load P -> dS -> store
 
-dS is then made from P in 16 bits.
+dS is then made from P in 16 bits. Gradients of aux tensors need S and dP of a score at a time:
+where they are wanted, the first warpgroup computes both products and the second one only loads.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.walk_ring import Kind
+from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain, probabilities, score_gradients
@@ -45,12 +47,15 @@ NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
 
 
 class Factors(NamedTuple):
-    """Shared memory as operands of S^T = K Q^T and dP^T = V dO^T."""
+    """Shared memory as operands of S^T = K Q^T and dP^T = V dO^T.
+
+    q and do: one for each part of the products' columns.
+    """
 
     k: cute.Tensor
-    q: cute.Tensor
+    q: tuple[cute.Tensor, ...]
     v: cute.Tensor
-    do: cute.Tensor
+    do: tuple[cute.Tensor, ...]
 
 
 def sync_both() -> None:
@@ -70,6 +75,15 @@ class Known(NamedTuple):
         return Known(*(Boolean(False) for _ in Known._fields))
 
 
+class Visit(NamedTuple):
+    """The numbers of the work tile, of the query block, and of its bits if it is cut."""
+
+    tile: Int32
+    block: Int32
+    cut: Int32
+    known: Known
+
+
 @dataclass(frozen=True)
 class BlockScores:
     """P^T and dS^T of a query block.
@@ -87,28 +101,46 @@ class BlockScores:
 
     @staticmethod
     def create(plan: BwdPlan, tiles: Tiles, channels: Channels, chain: ScoreChain) -> "BlockScores":
-        mma = plan.mma_scores()
+        num_parts = plan.num_score_parts(len(chain.wants_aux))
+        mma = plan.mma_scores(num_parts)
+
+        def parts(smem: cute.Tensor, dim: int) -> tuple[cute.Tensor, ...]:
+            if num_parts == 1:
+                return (wgmma.operand_b(mma, smem),)
+            tile = (plan.tile_m // num_parts, dim)
+            views = (cute.local_tile(smem, tile, (i, 0, None)) for i in range(num_parts))
+            return tuple(wgmma.operand_b(mma, view) for view in views)
+
         factors = Factors(
             wgmma.operand_a(mma, tiles.k),
-            wgmma.operand_b(mma, tiles.q),
+            parts(tiles.q, plan.tile_d),
             wgmma.operand_a(mma, tiles.v),
-            wgmma.operand_b(mma, tiles.do),
+            parts(tiles.do, plan.tile_dv),
         )
         num_words = wgmma.ROWS_PER_WARPGROUP * plan.tile_m // THREADS_PER_WARPGROUP // 2
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
         return BlockScores(plan, tiles, channels, chain, factors, probs, grads)
 
-    def compute(self, kind: Kind, tile: Int32, block: Int32, cut: Int32, known: Known) -> None:
-        """Compute P and dS of query block `block`, which has arrived but for its dO.
+    @property
+    def num_parts(self) -> int:
+        return len(self.factors.q)
 
-        cut: number of the block's bits, where kind says that it is cut. Without products in flight
-        before; afterwards dO has arrived, and dQ may read dS after `sync_both`.
+    @property
+    def needs_scores(self) -> bool:
+        """Whether `compute` is for work tiles with scores only."""
+        return bool(self.chain.wants_aux)
+
+    def compute(self, kind: Kind, at: Visit) -> None:
+        """Compute P and dS of a query block, which has arrived but for its dO.
+
+        Without products in flight before; afterwards dO has arrived, and dQ may read dS after
+        `sync_both`.
         """
         if self.plan.shares_keys:
-            self._compute_in_turn(kind, tile, block, cut, known)
-            self.channels.do.wait(block)
+            self._compute_in_turn(kind, at)
+            self.channels.do.wait(at.block)
         else:
-            self._compute_both(kind, tile, block, cut, known)
+            self._compute_both(kind, at)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def complete(self, block: Int32) -> None:
@@ -117,120 +149,156 @@ class BlockScores:
             # by both, because a branch would serialise the products that are in flight
             self._load(self.grads, self._ds_tile(block))
 
+    @cute.jit
+    def discard_bits(self, cut: Int32) -> None:
+        """Take the bits of a block that is passed over, where this warpgroup is to read them."""
+        if const_expr(not self.plan.shares_keys) or mma_warpgroup_idx() == 0:
+            self._bits(Kind.CUT, cut, Boolean(False))
+
     # -- keys of its own ------------------------------------------------------------------------
 
-    def _compute_both(
-        self, kind: Kind, tile: Int32, block: Int32, cut: Int32, known: Known
-    ) -> None:
+    def _compute_both(self, kind: Kind, at: Visit) -> None:
+        if self.chain.wants_aux:
+            self._compute_by_parts(kind, at)
+        else:
+            self._compute_whole(kind, at)
+        plan = self.plan
+        groups = plan.num_row_groups
+        size = cute.size(self.grads) // groups
+        for i in range(groups):
+            unit = plan.ds_unit(at.block % DS_STAGES, mma_warpgroup_idx(), i)
+            words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
+            self._store(words, self.tiles.ds[None, None, unit])
+
+    def _compute_whole(self, kind: Kind, at: Visit) -> None:
         plan, chain, channels = self.plan, self.chain, self.channels
         is_plain = chain.is_empty
         acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))
-        lse, delta = self._statistics(block)
-        self._issue_scores(acc_S, tile, block)
-        channels.do.wait_unless(known.do, block)
+        lse, delta = self._statistics(at.block)
+        self._issue_scores(acc_S, at)
+        channels.do.wait_unless(at.known.do, at.block)
         if is_plain:
-            self._issue_dp(acc_dP, tile, block)
+            self._issue_dp(acc_dP, at)
             warpgroup.wait_group(1)
         else:
             # no registers for dP meanwhile
             warpgroup.wait_group(0)
-        self._apply(kind, tile, block, cut, known, wgmma.rows_by_cols(acc_S), lse)
+        self._apply(kind, at, wgmma.rows_by_cols(acc_S), lse)
         if not is_plain:
-            self._issue_dp(acc_dP, tile, block)
+            self._issue_dp(acc_dP, at)
         warpgroup.wait_group(0)
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(acc_S), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
         if is_plain:
             wgmma.round_pairs(self.probs, acc_S, plan.dtype)
-        groups = plan.num_row_groups
-        size = cute.size(self.grads) // groups
-        for i in range(groups):
-            unit = plan.ds_unit(block % DS_STAGES, mma_warpgroup_idx(), i)
-            words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
-            self._store(words, self.tiles.ds[None, None, unit])
+
+    def _compute_by_parts(self, kind: Kind, at: Visit) -> None:
+        """P and dS in their words, and the gradients of aux tensors, for one part of the columns
+        after the other: there are no registers for S and dP of all."""
+        width = self.plan.tile_m // self.num_parts
+        lse, delta = self._statistics(at.block)
+        bits, place = self._bits(kind, at.cut, at.known.bits), self._place(at)
+        self.channels.do.wait_unless(at.known.do, at.block)
+        for part in range(self.num_parts):
+            acc_S, acc_dP = (wgmma.make_accumulator(width) for _ in range(2))
+            self._issue_scores(acc_S, at, part)
+            self._issue_dp(acc_dP, at, part)
+            warpgroup.wait_group(0)
+            scores, grads = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_dP)
+            first_col = part * cute.size(scores, mode=[1])
+            self.chain.apply_to_both(
+                *place, scores, grads, first_col, bits, lse, delta, self.probs, self.grads
+            )
 
     # -- the keys of both -----------------------------------------------------------------------
 
     @cute.jit
-    def _compute_in_turn(
-        self, kind: cutlass.Constexpr[Kind], tile: Int32, block: Int32, cut: Int32, known: Known
-    ) -> None:
-        if mma_warpgroup_idx() == 0:
-            self._compute_probs(kind, tile, block, cut, known)
+    def _compute_in_turn(self, kind: cutlass.Constexpr[Kind], at: Visit) -> None:
+        if const_expr(self.chain.wants_aux):
+            self._compute_in_first(kind, at)
+        elif mma_warpgroup_idx() == 0:
+            self._compute_probs(kind, at)
         else:
-            self._compute_grads(tile, block, known)
+            self._compute_grads(at)
 
-    def _compute_probs(
-        self, kind: Kind, tile: Int32, block: Int32, cut: Int32, known: Known
-    ) -> None:
+    @cute.jit
+    def _compute_in_first(self, kind: cutlass.Constexpr[Kind], at: Visit) -> None:
+        if mma_warpgroup_idx() == 0:
+            self._compute_by_parts(kind, at)
+            self._store(self.grads, self._ds_tile(at.block))
+            self._store(self.probs, self.tiles.p[None, None, 0])
+            cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
+        else:
+            cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
+            self._load(self.probs, self.tiles.p[None, None, 0])
+
+    def _compute_probs(self, kind: Kind, at: Visit) -> None:
         acc_S = wgmma.make_accumulator(self.plan.tile_m)
-        lse, _ = self._statistics(block)
-        self._issue_scores(acc_S, tile, block)
+        lse, _ = self._statistics(at.block)
+        self._issue_scores(acc_S, at)
         warpgroup.wait_group(0)
-        self._apply(kind, tile, block, cut, known, wgmma.rows_by_cols(acc_S), lse)
+        self._apply(kind, at, wgmma.rows_by_cols(acc_S), lse)
         if self.chain.is_empty:
             wgmma.round_pairs(self.probs, acc_S, self.plan.dtype)
         else:
             # what dS has for P takes the way of dS
             wgmma.round_pairs(self.grads, acc_S, self.plan.dtype)
-            self._store(self.grads, self._ds_tile(block))
+            self._store(self.grads, self._ds_tile(at.block))
         self._store(self.probs, self.tiles.p[None, None, 0])
         cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
 
-    def _compute_grads(self, tile: Int32, block: Int32, known: Known) -> None:
+    def _compute_grads(self, at: Visit) -> None:
         plan = self.plan
         acc_dP = wgmma.make_accumulator(plan.tile_m)
-        _, delta = self._statistics(block)
-        self.channels.do.wait_unless(known.do, block)
-        self._issue_dp(acc_dP, tile, block)
+        _, delta = self._statistics(at.block)
+        self.channels.do.wait_unless(at.known.do, at.block)
+        self._issue_dp(acc_dP, at)
         warpgroup.wait_group(0)
         cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
         self._load(self.probs, self.tiles.p[None, None, 0])
         words = self.probs
         if not self.chain.is_empty:
             words = self.grads
-            self._load(words, self._ds_tile(block))
+            self._load(words, self._ds_tile(at.block))
             cute.arch.sync_warp()
         factors = cute.make_rmem_tensor(acc_dP.layout, Float32)
         factors.store(wgmma.rounded_values(words, plan.dtype).load().to(Float32))
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
-        self._store(self.grads, self._ds_tile(block))
+        self._store(self.grads, self._ds_tile(at.block))
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def _issue_scores(self, acc_S: cute.Tensor, tile: Int32, block: Int32) -> None:
-        k_tile = self.factors.k[None, None, None, self.plan.own_keys(self.channels.kv, tile)]
-        q_tile = self.factors.q[None, None, None, self.channels.q.index(block)]
-        wgmma.issue(self.plan.mma_scores(), acc_S, k_tile, q_tile, False)
+    def _issue_scores(self, acc_S: cute.Tensor, at: Visit, part: int = 0) -> None:
+        k_tile = self.factors.k[None, None, None, self.plan.own_keys(self.channels.kv, at.tile)]
+        q_tile = self.factors.q[part][None, None, None, self.channels.q.index(at.block)]
+        wgmma.issue(self.plan.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
 
-    def _issue_dp(self, acc_dP: cute.Tensor, tile: Int32, block: Int32) -> None:
-        v_tile = self.factors.v[None, None, None, self.plan.own_keys(self.channels.kv, tile)]
-        do_tile = self.factors.do[None, None, None, self.channels.do.index(block)]
-        wgmma.issue(self.plan.mma_scores(), acc_dP, v_tile, do_tile, False)
+    def _issue_dp(self, acc_dP: cute.Tensor, at: Visit, part: int = 0) -> None:
+        v_tile = self.factors.v[None, None, None, self.plan.own_keys(self.channels.kv, at.tile)]
+        do_tile = self.factors.do[part][None, None, None, self.channels.do.index(at.block)]
+        wgmma.issue(self.plan.mma_scores(self.num_parts), acc_dP, v_tile, do_tile, False)
 
-    def _apply(
-        self,
-        kind: Kind,
-        tile: Int32,
-        block: Int32,
-        cut: Int32,
-        known: Known,
-        scores: cute.Tensor,
-        lse: cute.Tensor,
-    ) -> None:
+    def _apply(self, kind: Kind, at: Visit, scores: cute.Tensor, lse: cute.Tensor) -> None:
         """In place of S, P or, where there is a chain, what dS has for it; then P is in probs."""
-        channels, bits = self.channels, None
-        if kind == Kind.CUT:
-            bits = take_bits(self.tiles.bits, channels.bits, self.plan.first_key(), cut, known.bits)
+        bits = self._bits(kind, at.cut, at.known.bits)
         if self.chain.is_empty:
             if bits is not None:
                 bit_tile.hide_unset(scores, bits)
             probabilities(scores, lse, self.chain.scales.scale_log2)
         else:
-            work = channels.ring.read(tile)
-            words = self.tiles.words[None, channels.q.index(block)]
-            self.chain.apply(work, words[2], words[1], scores, bits, lse, self.probs)
+            self.chain.apply(*self._place(at), scores, bits, lse, self.probs)
+
+    def _bits(self, kind: Kind, cut: Int32, is_known: Boolean) -> tuple | None:
+        if kind != Kind.CUT:
+            return None
+        first = self.plan.first_key()
+        return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_known)
+
+    def _place(self, at: Visit) -> tuple[Work, Int32, Int32]:
+        """Work tile, head and number of a query block."""
+        words = self.tiles.words[None, self.channels.q.index(at.block)]
+        return self.channels.ring.read(at.tile), words[2], words[1]
 
     def _statistics(self, block: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """LSE and delta of the queries that this thread's columns are, in shared memory."""

@@ -449,7 +449,7 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
         main,
         (
             q, k, v, dout, stats, dq_accum, dk, dv, 0.5, None, None, used_q, used_k, 7, 3, None,
-            20.0, counter, None, None, None,
+            20.0, counter, None, None, None, None,
         ),
     )  # fmt: skip
     assert same(after, (dq_accum, dq, 0.5, None, used_q))
@@ -489,6 +489,43 @@ def test_dsink_is_the_sum_over_row_blocks(
     dsink = torch.full_like(SINK, NAN)
     call(learnable_sink=SINK, dsink=dsink)
     assert dsink.tolist() == [1.0, 5.0, 9.0, 13.0, 17.0, 21.0]
+
+
+def test_daux_is_the_rounded_sum(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are zeros of the aux tensor's shape, for those that are wanted."""
+    seen: list[Any] = []
+
+    def fill(name: str) -> Callable[..., None]:
+        def kernel(*args: Any) -> None:
+            if name == "main":
+                seen.append(args[21])
+                for x in args[21] or ():
+                    assert x.dtype == FP32 and (x == 0).all()
+                    x.copy_(torch.arange(x.numel()).view(x.shape) + 1 / 3)
+
+        return kernel
+
+    monkeypatch.setattr(recorder, "_kernel", fill)
+    aux = [torch.zeros(2, 3, dtype=BF16), torch.zeros(4), torch.zeros(9, dtype=torch.int32)]
+    daux = [torch.full_like(aux[0], NAN), torch.full_like(aux[1], NAN), None]
+    given = {"score_mod": SCORE_MODS["scale"].cute, "aux_tensors": aux}
+    call(**given, daux=daux)
+    call(**given, daux=[None, daux[1], None])
+    call(**given)
+    assert [x and [y.shape for y in x] for x in seen] == [[(2, 3), (4,)], [(4,)], None]
+    assert [x.problem.wants_aux for x in recorder.prepared] == [(0, 1), (1,), ()]
+    expected = torch.arange(6).view(2, 3) + 1 / 3
+    assert daux[0] is not None and torch.equal(daux[0], expected.to(BF16))
+    with pytest.raises(ValueError, match=r"daux\[1\] must have the shape of aux_tensors\[1\]"):
+        call(**given | {"aux_tensors": [aux[0], torch.zeros(8), aux[2]]}, daux=daux)
+
+
+def test_daux_is_0_without_a_score_mod(recorder: Recorder) -> None:
+    (limit,) = daux = [torch.full((1,), NAN)]
+    mod = MASK_MODS["checks"].cute
+    call(mask_mod=mod, aux_tensors=[torch.zeros(1)], daux=daux, deterministic=True)
+    assert limit.tolist() == [0.0] and recorder.last()[1][21] is None
+    assert recorder.prepared[0].problem.wants_aux == ()
 
 
 def test_a_warm_call_is_one_look_up(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,7 +607,7 @@ def test_masks_arrive_in_the_kernels_form(recorder: Recorder) -> None:
     kept = []
     for _ in range(2):
         call(**more)
-        aux_tensors, _, _, (indices, bounds), bits, turns = recorder.last()[1][15:]
+        aux_tensors, _, _, (indices, bounds), bits, turns, aux_grads = recorder.last()[1][15:]
         assert (
             turns is None and aux_tensors[0] is aux[0] and indices is columns.startend_row_indices
         )

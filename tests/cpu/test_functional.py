@@ -304,7 +304,7 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     config_fwd, config_bwd = shared.pop("config")
     of_forward = {"pack_gqa": shared.pop("pack_gqa"), "return_lse": True, "config": config_fwd}
     of_backward = {name: shared.pop(name) for name in ("score_mod_bwd", "deterministic")}
-    of_backward["config"] = config_bwd
+    of_backward |= {"config": config_bwd, "daux": None}
     for keywords, more in ((found[0], of_forward), (found[1], of_backward | {"dlse": None})):
         expected = shared | more
         assert keywords.keys() == expected.keys()
@@ -807,24 +807,6 @@ def test_a_compiled_call_follows_its_callable() -> None:
 
 
 # -- refusals -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_aux_tensors_get_no_gradients(compiled: bool) -> None:
-    q, k, v = qkv()
-    table = torch.zeros(3, requires_grad=True)
-
-    def call() -> Any:
-        return flash_attn_func(
-            q, k, v, score_mod=lambda s, *_: s, aux_tensors=[torch.zeros(1), table]
-        )
-
-    if compiled:
-        call = torch.compile(call, backend="aot_eager")
-    with pytest.raises(NotImplementedError, match=r"aux_tensors\[1\] requires grad"):
-        call()
-    with torch.no_grad():
-        assert call().shape == q.shape
 
 
 def test_second_derivatives_are_refused() -> None:

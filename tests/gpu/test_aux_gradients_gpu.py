@@ -1,0 +1,97 @@
+"""Gradients of aux tensors on a Hopper GPU, through the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gradient_oracle import assert_gradients_close, make_output_gradients
+from support import FP16, Case
+from test_functional_gpu import arguments_of
+from torch import Tensor
+from trained_mods import (
+    TRAINED_CASES,
+    TRAINED_MODS,
+    TrainedInputs,
+    assert_aux_gradients_close,
+    make_trained,
+)
+
+from flash_mask_cute import flash_attn_func
+
+pytestmark = pytest.mark.gpu
+
+# What takes a simulator long: many key blocks, heads of a group and work tiles.
+LONG_CASES = (
+    (Case("slopes-long", 2, 2000, 2000, 4, 4, causal=True), "slopes"),
+    (Case("t5-long-gqa4", 1, 1025, 1500, 8, 2, head_dim=64, dtype=FP16), "t5"),
+    (Case("key-bias-long-window", 1, 1500, 1500, 2, 2, window_left=300), "key_bias"),
+    (Case("gain-and-bias-long", 1, 700, 900, 4, 4, head_dim=96, causal=True), "gain_and_bias"),
+    (Case("gain-and-bias-d256", 1, 500, 500, 2, 1, head_dim=256, causal=True), "gain_and_bias"),
+    (Case("squared-long", 2, 900, 1100, 2, 2, column="stepped2"), "squared"),
+)
+all_cases = pytest.mark.parametrize(
+    ("case", "name"), TRAINED_CASES + LONG_CASES, ids=lambda x: getattr(x, "id", x)
+)
+
+
+def check(given: TrainedInputs, call: Callable[..., Any] | None = None) -> None:
+    """call: instead of the function, with its keywords."""
+    inputs = given.inputs
+    function, keywords = arguments_of(inputs)
+    keywords["aux_tensors"] = [
+        x.clone().requires_grad_() if i in given.wants_aux else x
+        for i, x in enumerate(given.aux_tensors)
+    ]
+    dout, dlse = make_output_gradients(inputs)
+    out, lse = (call or function)(**keywords)
+    torch.autograd.backward((out, lse), (dout, dlse))
+    sink = keywords["learnable_sink"]
+    gradients = {f"d{name}": keywords[name].grad for name in "qkv"}
+    gradients["dsink"] = None if sink is None else sink.grad
+    assert_gradients_close(gradients, inputs, dout, dlse)
+    trained = [x.grad for x in keywords["aux_tensors"] if x.grad is not None]
+    assert_aux_gradients_close(trained, given, dout, dlse)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@all_cases
+def test_against_oracle(case: Case, name: str) -> None:
+    check(make_trained(case, name, "cuda"))
+
+
+@pytest.mark.parametrize(("case", "name"), TRAINED_CASES[2:5], ids=lambda x: getattr(x, "id", x))
+def test_inductor(case: Case, name: str) -> None:
+    torch._dynamo.reset()
+    given = make_trained(case, name, "cuda")
+    check(given, torch.compile(arguments_of(given.inputs)[0], fullgraph=True))
+
+
+def test_captured_by_hand() -> None:
+    """Sums begin at 0 in every replay."""
+    given = make_trained(*TRAINED_CASES[0], "cuda")
+    q, k, v = given.inputs.q, given.inputs.k, given.inputs.v
+    (slopes,) = (x.clone().requires_grad_() for x in given.trained)
+    dout, _ = make_output_gradients(given.inputs)
+
+    def gradient() -> Tensor:
+        out = flash_attn_func(
+            q, k, v, causal=True, score_mod=TRAINED_MODS["slopes"].cute, aux_tensors=[slopes]
+        )
+        (found,) = torch.autograd.grad(out, slopes, dout)
+        return found
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        gradient()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradient()
+    for _ in range(3):
+        found.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_aux_gradients_close([found], given, dout)

@@ -1,0 +1,257 @@
+"""Score modifiers whose aux tensors are trained, and the gradients of these in float64.
+
+As in `support`, nothing here uses the package, and the CuTe texts import the compiler when they are
+traced. The trained tensors come last among the aux tensors of a call, after that of a mask_mod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from mask_cases import Extents
+from support import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    NEG_INF,
+    TANH_APPROX,
+    Case,
+    DenseMasks,
+    Head,
+    Inputs,
+    OneSequence,
+    make_inputs,
+    rule_of,
+    sequences,
+)
+from torch import Tensor
+
+REACH = 16
+
+
+class TrainedRecipe(NamedTuple):
+    """cute is a score_mod; dense(score (rows, cols), b, h, q, k, *trained) the same in torch.
+
+    trained: shapes and dtypes of the trained tensors.
+    """
+
+    cute: Callable[..., Any]
+    dense: Callable[..., Tensor]
+    trained: Callable[[Extents], Sequence[tuple[tuple[int, ...], torch.dtype]]]
+
+
+def _t5(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    import cutlass
+
+    bucket = cutlass.min(cutlass.max(k[0] - q[0], -REACH), REACH) + REACH
+    return score + aux[-1][bucket, h[0]]
+
+
+def _slopes(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    from cutlass import Float32
+
+    return score - aux[-1][h[0]] * abs(q - k).to(Float32)
+
+
+def _key_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[-1][b[0], h[0], k[0]]
+
+
+def _gain_and_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score * aux[-1][h[0]] + aux[-2][q[0], k[0]]
+
+
+def _squared(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Reads one element twice, and one that may be the same."""
+    own = aux[-1][h[0]]
+    return score + own * aux[-1][h[0]] * aux[-1][(h[0] + k[0]) % 2]
+
+
+TRAINED_MODS = {
+    "t5": TrainedRecipe(
+        _t5,
+        lambda score, b, h, q, k, table: score + table[(k - q).clamp(-REACH, REACH) + REACH, h],
+        lambda x: [((2 * REACH + 1, x.heads_q), BF16)],
+    ),
+    "slopes": TrainedRecipe(
+        _slopes,
+        lambda score, b, h, q, k, slopes: score - slopes[h] * (q - k).abs(),
+        lambda x: [((x.heads_q,), FP32)],
+    ),
+    "key_bias": TrainedRecipe(
+        _key_bias,
+        lambda score, b, h, q, k, bias: score + bias[b, h][k],
+        lambda x: [((x.batch, x.heads_q, x.seqlen_k), FP32)],
+    ),
+    "gain_and_bias": TrainedRecipe(
+        _gain_and_bias,
+        lambda score, b, h, q, k, bias, gain: score * gain[h] + bias[q, k],
+        lambda x: [((x.seqlen_q, x.seqlen_k), BF16), ((x.heads_q,), FP16)],
+    ),
+    "squared": TrainedRecipe(
+        _squared,
+        lambda score, b, h, q, k, x: score + x[h].square() * x[(h + k) % 2],
+        lambda x: [((max(x.heads_q, 2),), FP32)],
+    ),
+}
+
+# Each with the name of a modifier. Of several key blocks and row blocks, some of them hidden, cut
+# and whole; sequences without queries, and without keys, first and last.
+TRAINED_CASES = (
+    (Case("slopes-causal", 1, 200, 200, causal=True), "slopes"),
+    (Case("t5-d64-fp16-gqa2", 1, 130, 200, 2, 1, head_dim=64, dtype=FP16), "t5"),
+    (
+        Case(
+            "key-bias-varlen-empty-sequences", heads_q=1, heads_kv=1,
+            lengths_q=(0, 70, 9, 65), lengths_k=(40, 200, 0, 65), causal=True,
+        ),
+        "key_bias",
+    ),
+    (
+        Case(
+            "gain-and-bias-softcap-sink-columns", 1, 129, 150, 2, 2, head_dim=64, causal=True,
+            softcap=15.0, sink=FP32, column="stepped2",
+        ),
+        "gain_and_bias",
+    ),
+    (
+        Case(
+            "squared-documents-blocks-empty-rows", 2, 140, 129, 1, 1, causal=True,
+            mask_mod="documents", blocks=(64, 64),
+        ),
+        "squared",
+    ),
+    (
+        Case(
+            "slopes-d256-varlen", heads_q=1, heads_kv=1, head_dim=256,
+            lengths_q=(0, 70), lengths_k=(65, 70), window_left=40,
+        ),
+        "slopes",
+    ),
+    (Case("t5-d192-dv64", 1, 65, 129, 1, 1, head_dim=192, head_dim_v=64, causal=True), "t5"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainedMasks:
+    """`DenseMasks` with a modifier of `TRAINED_MODS`; trained: as the modifier reads them."""
+
+    masks: DenseMasks
+    recipe: TrainedRecipe
+    trained: tuple[Tensor, ...]
+
+    def visible(self, *arguments: int) -> Tensor:
+        return self.masks.visible(*arguments)
+
+    def modify(self, scores: Tensor, batch_idx: int, head_idx: int) -> Tensor:
+        q = torch.arange(scores.shape[0], device=scores.device)[:, None]
+        k = torch.arange(scores.shape[1], device=scores.device)
+        trained = (x.to(scores.dtype) for x in self.trained)
+        return self.recipe.dense(scores, batch_idx, head_idx, q, k, *trained)
+
+
+class TrainedInputs(NamedTuple):
+    """Inputs of a call, whose keywords hold the modifier, and which aux tensors are trained."""
+
+    inputs: Inputs
+    wants_aux: tuple[int, ...]
+
+    @property
+    def aux_tensors(self) -> list[Tensor]:
+        aux_tensors: list[Tensor] = self.inputs.keywords["aux_tensors"]
+        return aux_tensors
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [self.aux_tensors[i] for i in self.wants_aux]
+
+
+def make_trained(case: Case, name: str, device: torch.device | str = "cpu") -> TrainedInputs:
+    """`make_inputs`, with a modifier of `TRAINED_MODS` and trained tensors of small numbers."""
+    inputs = make_inputs(case, device)
+    recipe = TRAINED_MODS[name]
+    extents = Extents(case.batch, case.heads_q, case.seqlen_q, case.seqlen_k)
+    generator = torch.Generator().manual_seed(len(case.id))
+    trained = tuple(
+        (torch.randn(shape, generator=generator) / 4).to(dtype).to(device)
+        for shape, dtype in recipe.trained(extents)
+    )
+    masks = inputs.dense or DenseMasks.create(case, 0).to(device)
+    aux_tensors = [*(masks.aux or ()), *trained]
+    keywords = inputs.mask_keywords | {"score_mod": recipe.cute, "aux_tensors": aux_tensors}
+    dense: Any = TrainedMasks(masks, recipe, trained)
+    inputs = replace(inputs, mask_keywords=keywords, dense=dense)
+    count = len(aux_tensors)
+    return TrainedInputs(inputs, tuple(range(count - len(trained), count)))
+
+
+def reference_aux_gradients(
+    given: TrainedInputs, dout: Tensor, dlse: Tensor | None = None
+) -> list[Tensor]:
+    """Gradients of sum(out * dout) + sum(lse * dlse) by the trained tensors, float64."""
+    return _aux_gradients(given, dout, dlse, FP64)
+
+
+def _aux_gradients(
+    given: TrainedInputs, dout: Tensor, dlse: Tensor | None, out_dtype: torch.dtype
+) -> list[Tensor]:
+    """From gradients of scores, P * (dP - delta), in float64; delta is of out rounded to out_dtype,
+    as attention that keeps no probabilities has it."""
+    inputs = given.inputs
+    leaves = [x.detach().double().requires_grad_() for x in given.trained]
+    dense: Any = replace(cast(Any, inputs.dense), trained=tuple(leaves))
+    rule = rule_of(inputs.q, **inputs.plain_keywords)
+    sums = [torch.zeros_like(x) for x in leaves]
+    dlse_by_row = dout.new_zeros(dout.shape[:-1]) if dlse is None else dlse.transpose(-1, -2)
+    slots = sequences((inputs.q, dout, dlse_by_row), (inputs.k, inputs.v), **inputs.plain_keywords)
+    for i, ((q, dout_i, dlse_i), (k, v)) in enumerate(slots):
+        x = OneSequence(q, k, v, i, dense)
+        for head_idx in range(q.shape[1]):
+            head = Head.of(x, rule, head_idx)
+            _, scores = head.scores(x, rule, head_idx)
+            hidden = x.hidden(rule, head_idx)
+            with torch.no_grad():
+                out, _, probabilities = head.attend(scores.masked_fill(hidden, NEG_INF))
+                do, dl = dout_i[:, head_idx].double(), dlse_i[:, head_idx].double()
+                delta = (do * out.to(out_dtype).double()).sum(dim=1) - dl
+                dscores = probabilities * (do @ head.v.T - delta[:, None])
+            found = torch.autograd.grad(scores, leaves, dscores, allow_unused=True)
+            for sum_, gradient in zip(sums, found, strict=True):
+                if gradient is not None:
+                    sum_ += gradient
+    return sums
+
+
+def assert_aux_gradients_close(
+    gradients: Sequence[Tensor],
+    given: TrainedInputs,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    rtol: float | None = None,
+) -> None:
+    """The largest error of a trained tensor is at most twice what rounding out does, or rtol of the
+    largest value, and a rounding of this to the tensor's dtype."""
+    reference = reference_aux_gradients(given, dout, dlse)
+    rounded = _aux_gradients(given, dout, dlse, given.inputs.q.dtype)
+    for i, (gradient, expected, x) in enumerate(
+        zip(gradients, reference, given.trained, strict=True)
+    ):
+        label = f"{given.inputs.case.id}: gradient of trained tensor {i}"
+        assert (gradient.dtype, gradient.shape) == (x.dtype, x.shape), label
+        assert expected.abs().max() > 0, f"{label}: a case that tests nothing"
+        error = (gradient.double() - expected).abs().max().item()
+        largest = expected.abs().max().item()
+        allowed = 2 * (rounded[i] - expected).abs().max().item()
+        if rtol is not None:
+            allowed = rtol * largest
+        # a soft cap is tanh.approx on a GPU
+        inaccuracy = torch.finfo(x.dtype).eps / 2 + 2 * given.inputs.case.softcap * TANH_APPROX
+        allowed += inaccuracy * largest
+        assert error <= allowed, (
+            f"{label} off by {error:.3g}, allowed {allowed:.3g}, largest {largest:.3g}"
+        )
