@@ -25,6 +25,7 @@ from flash_mask_cute.block_sparsity import (
 from flash_mask_cute.host.compile_scan import HOST, ScanProblem, compile_scan
 from flash_mask_cute.host.problem import CUTLASS_NAMES
 from flash_mask_cute.host.target import Target
+from flash_mask_cute.host.validate import check_mod
 
 TorchLists = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 _TORCH_DTYPES = {cute_name: getattr(torch, name) for name, cute_name in CUTLASS_NAMES.items()}
@@ -122,7 +123,12 @@ def _scan(
     samples: bool = False,
 ) -> BlockSparseTensorsTorch:
     names = ("batch", "heads", "seqlen_q", "seqlen_k")
+    if mask_mod is None:
+        raise TypeError("mask_mod must be a callable, got None")
+    check_mod("mask_mod", mask_mod)
     for name, extent in zip(names, (*batch_heads, *seqlens), strict=True):
+        if isinstance(extent, bool) or not isinstance(extent, int):
+            raise TypeError(f"{name} must be an int, got {extent!r}")
         if extent < 0:
             raise ValueError(f"{name} must not be negative, got {extent}")
     blocks = tuple(-(-seqlen // block) for seqlen, block in zip(seqlens, block_size, strict=True))

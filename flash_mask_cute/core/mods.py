@@ -20,7 +20,10 @@ from flash_mask_cute.core.work_ring import Work
 
 
 def _vector(value: Any, dtype: type[cutlass.Numeric]) -> cute.TensorSSA:
-    return cute.full((1,), dtype(value), dtype)
+    vector = cute.full((1,), dtype(value), dtype)
+    # A vector keeps what its first `[0]` computed, which must not lie inside a branch of the mod.
+    _ = vector[0]
+    return vector
 
 
 def call_score_mod(
@@ -87,6 +90,8 @@ def call_mask_mod(
 def _scalar(result: Any) -> Any:
     if result is None:
         raise TypeError("a mod returned None: it must return a score, or whether the score counts")
+    if isinstance(result, str | list | tuple | dict):
+        raise TypeError(f"a mod must return one value, got {result!r}")
     if not isinstance(result, cute.TensorSSA):
         return result
     if cute.size(result.shape) != 1:

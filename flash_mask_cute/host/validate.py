@@ -185,8 +185,8 @@ def check_fwd_inputs(
         raise ValueError(f"softcap must be 0 (off) or positive, got {softcap}")
     if learnable_sink is not None:
         _check_learnable_sink(learnable_sink, heads_q, device)
-    _check_mod("score_mod", score_mod)
-    _check_mod("mask_mod", mask_mod)
+    check_mod("score_mod", score_mod)
+    check_mod("mask_mod", mask_mod)
     if aux_tensors is not None:
         _check_aux_tensors(aux_tensors, device, score_mod, mask_mod)
     if block_sparse_tensors_torch is not None:
@@ -240,13 +240,7 @@ def check_bwd_inputs(
     shapes = check_fwd_inputs(q, k, v, **forward)
     device = q.device
     on_cuda = device.type == "cuda"
-    _check_bool("deterministic", deterministic)
-    _check_mod("score_mod_bwd", score_mod_bwd)
-    if score_mod_bwd is not None and forward.get("score_mod") is None:
-        raise ValueError(
-            f"score_mod_bwd is the derivative of score_mod, which is None, got "
-            f"{_brief(score_mod_bwd)}"
-        )
+    check_gradient_settings(deterministic, score_mod_bwd, forward.get("score_mod"))
     out_shape = (*q.shape[:-1], shapes.head_dim_v)
     for name, tensor in (("out", out), ("dout", dout)):
         _check_shaped(name, tensor, out_shape, "the shape of q with head_dim_v", q)
@@ -268,6 +262,24 @@ def check_bwd_inputs(
             _check_apart(name, gradient, inputs)
     _check_gradients_apart({"dq": dq, "dk": dk, "dv": dv})
     return shapes
+
+
+def check_gradient_settings(
+    deterministic: bool, score_mod_bwd: Callable[..., Any] | None, score_mod: object
+) -> None:
+    """Refuse what a backward cannot be told.
+
+    Raises:
+        TypeError: deterministic is no bool, or score_mod_bwd no callable for a kernel.
+        ValueError: score_mod_bwd without score_mod.
+    """
+    _check_bool("deterministic", deterministic)
+    check_mod("score_mod_bwd", score_mod_bwd)
+    if score_mod_bwd is not None and score_mod is None:
+        raise ValueError(
+            f"score_mod_bwd is the derivative of score_mod, which is None, got "
+            f"{_brief(score_mod_bwd)}"
+        )
 
 
 def check_differentiable_by_aux(
@@ -545,7 +557,8 @@ def _check_learnable_sink(sink: torch.Tensor, heads_q: int, device: torch.device
         raise ValueError(f"{name} must be contiguous, got stride {sink.stride(0)}")
 
 
-def _check_mod(name: str, value: object) -> None:
+def check_mod(name: str, value: object) -> None:
+    """Refuse (TypeError) what is neither None nor a callable that a kernel can be made of."""
     if value is None:
         return
     if not callable(value):

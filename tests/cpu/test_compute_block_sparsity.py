@@ -322,7 +322,7 @@ def test_aux_tensors_that_are_refused(aux: Any, error: type[Exception], message:
         ({"B": -2}, ValueError, "batch must not be negative, got -2"),
         ({"BLOCK_SIZE": 0}, ValueError, "BLOCK_SIZE must be positive, got 0"),
         ({"BLOCK_SIZE": (1, 2, 3)}, ValueError, "BLOCK_SIZE must be .queries, keys., got"),
-        ({"mask_mod": 3}, TypeError, "expected a callable, got int"),
+        ({"mask_mod": 3}, TypeError, "mask_mod must be callable or None, got 3"),
     ],
 )
 def test_arguments_that_are_refused(

@@ -235,5 +235,19 @@ def test_a_mod_must_return_one_value() -> None:
     def two(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         return cute.full((2,), True, cutlass.Boolean)
 
+    with pytest.raises(TypeError, match=r"one value, got \[True\]"):
+        eval_mask_mod(lambda b, h, q, k, aux: [True], None, 0, 0, torch.arange(2), torch.arange(2))
     with pytest.raises(TypeError, match="one value, got a vector of shape"):
         eval_mask_mod(two, None, 0, 0, torch.arange(2), torch.arange(2))
+
+
+def test_scalars_may_be_taken_inside_a_branch() -> None:
+    """The compiler would make invalid code of it, a crash, if they were computed there first."""
+
+    @cute.jit
+    def below(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return q[0] > 2 * k[0] if k[0] > 1 else q[0] < 3
+
+    q, k = torch.arange(8, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    expected = torch.where(k > 1, q[:, None] > 2 * k, q[:, None] < 3)
+    assert torch.equal(eval_mask_mod(below, None, 0, 0, q, k), expected)
