@@ -132,7 +132,10 @@ def _flash_attn_fwd(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
     """
-    extras = Extras(learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse)
+    # as Extras(...) makes it, which takes twice as long
+    extras = tuple.__new__(
+        Extras, (learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse)
+    )
     rest = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, num_splits, pack_gqa, return_lse, page_table,

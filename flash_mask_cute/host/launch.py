@@ -6,6 +6,7 @@ tensors of every later call that has the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -90,8 +91,8 @@ class KernelLaunch:
     """Runs a compiled kernel on the current stream."""
 
     __slots__ = (
-        "_function", "_is_out_like_q", "_lse_shape", "_mask_arguments", "_out_shape", "_restrides",
-        "_scale", "_softcap", "_window_left", "_window_right",
+        "_function", "_index", "_is_out_like_q", "_lse_like", "_mask_arguments", "_out_shape",
+        "_restrides", "_scale", "_softcap", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -104,11 +105,14 @@ class KernelLaunch:
         out: Tensor | None,
     ) -> None:
         self._function = function
+        self._index = q.get_device()
         self._out_shape = resolved.out_shape
         self._is_out_like_q = (
             q.is_contiguous() and q.shape == resolved.out_shape and tma_strides(q) is None
         )
-        self._lse_shape = resolved.lse_shape if resolved.problem.needs_lse else None
+        self._lse_like = None
+        if resolved.problem.needs_lse:
+            self._lse_like = _float_on(q.device).expand(resolved.lse_shape)
         self._scale = resolved.softmax_scale
         self._window_left = resolved.window_left
         self._window_right = resolved.window_right
@@ -124,15 +128,15 @@ class KernelLaunch:
     ) -> tuple[Tensor, Tensor | None]:
         sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
         if out is None:
-            # the same, but `empty_like` takes half the time
+            # the same, but `empty_like` takes half the time, as for lse
             out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
-        if lse is None and self._lse_shape is not None:
-            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        if lse is None and self._lse_like is not None:
+            lse = torch.empty_like(self._lse_like)
         result = out, lse
         if self._restrides is not None:
             q, k, v, out = restride((q, k, v, out), self._restrides)
-        index = q.get_device()
-        if index >= 0 and index != torch.cuda.current_device():
+        index = self._index
+        if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(q, k, v, extras._replace(out=result[0], lse=lse), masks)
         lists = aux_tensors = columns = block_size = bits = None
@@ -224,16 +228,28 @@ def tile_counter(q: Tensor, index: int) -> Tensor:
     """Two zeros on q's device, the current one, which the kernel leaves as zeros; launches that may
     overlap get their own."""
     # A captured launch may overlap any other when its graph is replayed.
-    if index < 0 or torch.cuda.is_current_stream_capturing():
+    if index < 0 or torch._C._cuda_isCurrentStreamCapturing():
         return q.new_zeros((2,), dtype=torch.int32)
     key = index, torch._C._cuda_getCurrentRawStream(index)
     counter = _counters.get(key)
     if counter is None:
-        # In a thread of its own: torch.compile runs a graph once before it captures it, takes what
-        # this thread allocates meanwhile for the graph's, and refuses to see any of it kept.
-        with ThreadPoolExecutor(max_workers=1) as other:
-            counter = _counters[key] = other.submit(_new_counter, q.device).result()
+        counter = _counters[key] = _to_keep(_new_counter, q.device)
     return counter
+
+
+def _to_keep(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
+    """A tensor that outlives the call, made in a thread of its own.
+
+    torch.compile runs a graph once before it captures it, takes what the caller's thread allocates
+    meanwhile for the graph's, and refuses to see any of it kept.
+    """
+    with ThreadPoolExecutor(max_workers=1) as other:
+        return other.submit(make, device).result()
+
+
+@functools.cache
+def _float_on(device: torch.device) -> Tensor:
+    return _to_keep(lambda where: torch.empty((), dtype=torch.float32, device=where), device)
 
 
 def _new_counter(device: torch.device) -> Tensor:

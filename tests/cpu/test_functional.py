@@ -289,6 +289,7 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
         dsink.fill_(7.0)
         return tuple(torch.full_like(x, i) for i, x in enumerate(tensors[:3]))
 
+    monkeypatch.setattr(functional, "check_gradient_settings", lambda *told: None)
     monkeypatch.setattr(functional, "_flash_attn_fwd", forward)
     monkeypatch.setattr(functional, "_flash_attn_bwd", backward)
     out = flash_attn_varlen_func(

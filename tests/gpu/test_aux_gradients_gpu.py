@@ -30,7 +30,7 @@ LONG_CASES = (
     (Case("key-bias-long-window", 1, 1500, 1500, 2, 2, window_left=300), "key_bias"),
     (Case("gain-and-bias-long", 1, 700, 900, 4, 4, head_dim=96, causal=True), "gain_and_bias"),
     (Case("gain-and-bias-d256", 1, 500, 500, 2, 1, head_dim=256, causal=True), "gain_and_bias"),
-    (Case("squared-long", 2, 900, 1100, 2, 2, column="stepped2"), "squared"),
+    (Case("squared-long", 2, 900, 1100, 2, 2, causal=True, column="stepped2"), "squared"),
 )
 all_cases = pytest.mark.parametrize(
     ("case", "name"), TRAINED_CASES + LONG_CASES, ids=lambda x: getattr(x, "id", x)

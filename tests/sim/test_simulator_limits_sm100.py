@@ -46,7 +46,7 @@ class ThroughTensorMemory:
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         address = cute.arch.alloc_smem(Int32, 1)
         if warp == 0:
-            umma.allocate(address)
+            umma.Group(1).allocate(address)
             value = cute.make_rmem_tensor(1, Float32)
             value[0] = values[lane]
             umma.store_columns(value, 0, lane)
@@ -64,7 +64,7 @@ class ThroughTensorMemory:
             out[lane] = loaded[0, 0]
         cute.arch.sync_threads()
         if warp == 0:
-            umma.free()
+            umma.Group(1).free()
 
 
 def reported_without(simulator: ModuleType, dropped: str) -> Any:
