@@ -125,7 +125,7 @@ def test_who_takes_part_in_memory() -> None:
     names = [name for name in CASES if name.startswith("memory-")]
     assert [CASES[name].n for name in names] == list(cases.REMEMBERED)
     dense = [peers.PEERS["sdpa_dense"].supports(CASES[name]) for name in names]
-    assert [reason is None for reason in dense] == [True, True, False, False]
+    assert [reason is None for reason in dense] == [True, True, False, False, False]
     assert {len((CASES[name].draw or cases.Draw(())).documents) for name in names} == {15}
 
 
