@@ -214,7 +214,7 @@ def _check_shapes(
 
 def _check_entries(lists: BlockSparseTensorsTorch) -> None:
     num_blocks = lists.mask_block_idx.shape[-1]
-    column = torch.arange(num_blocks)
+    column = torch.arange(num_blocks, device="cpu")
     for name, tensor in _named_tensors(lists):
         if tensor is None or tensor.numel() == 0:
             continue

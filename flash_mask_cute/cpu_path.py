@@ -237,7 +237,7 @@ class SequenceWalk:
 
         A mask is evaluated only for the heads that it cuts the tile for.
         """
-        heads = torch.ones(self.heads_q, dtype=torch.bool)
+        heads = torch.ones(self.heads_q, dtype=torch.bool, device="cpu")
         cuts = [heads for _ in self.masks]
         if self.skip_blocks:
             for i, mask in enumerate(self.masks):
@@ -432,7 +432,7 @@ class _BandMask:
         cut = tile.n_block >= info.get_n_block_min_causal_local_mask(seqlen, tile.m_block, 0)
         if info.window_size_left is not None:
             cut |= tile.n_block < info.get_n_block_min_before_local_mask(seqlen, tile.m_block, 0)
-        return torch.tensor([False]), torch.tensor([cut])
+        return torch.tensor([False], device="cpu"), torch.tensor([cut], device="cpu")
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         k_idx = _int32(tile.keys)
@@ -477,7 +477,7 @@ class _ColumnIntervals:
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         q_idx = _int32(tile.queries)[:, None]
         columns = self.columns[:, None, tile.keys.start : tile.keys.stop].unbind(-1)
-        visible = torch.ones((1, 1, 1), dtype=torch.bool)
+        visible = torch.ones((1, 1, 1), dtype=torch.bool, device="cpu")
         for start, end in self.intervals.hidden_rows(columns, self.seqlen_q):
             visible = visible & ((q_idx < start) | (q_idx >= end))
         return visible
@@ -499,7 +499,7 @@ class _ListsAndMod:
 
     def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
         if self.states is None or self.block_size is None:
-            return torch.tensor([False]), torch.tensor([True])
+            return torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
         block_q, block_k = self.block_size
         states = self.states[
             :,
@@ -511,7 +511,7 @@ class _ListsAndMod:
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         q_idx, k_idx = _int32(tile.queries), _int32(tile.keys)
-        states = torch.full((1, len(q_idx), len(k_idx)), PARTIAL)
+        states = torch.full((1, len(q_idx), len(k_idx)), PARTIAL, device="cpu")
         if self.states is not None and self.block_size is not None:
             q_block, k_block = q_idx // self.block_size[0], k_idx // self.block_size[1]
             states = self.states[:, q_block[:, None], k_block]
@@ -559,7 +559,9 @@ def _of_batch(x: Tensor, batch_idx: int) -> Tensor:
 
 
 def _int32(positions: range) -> Tensor:
-    return torch.arange(positions.start, positions.stop, positions.step, dtype=torch.int32)
+    return torch.arange(
+        positions.start, positions.stop, positions.step, dtype=torch.int32, device="cpu"
+    )
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -22,7 +22,11 @@ from torch.autograd import forward_ad
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.validate import check_differentiable_by_aux, check_gradient_settings
+from flash_mask_cute.host.validate import (
+    check_differentiable_by_aux,
+    check_gradient_settings,
+    refuse_transforms,
+)
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -285,13 +289,12 @@ def _window_sides(window_size: WindowSize) -> WindowSize:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, return_lse: bool
 ) -> Any:
-    check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     wants_aux = _aux_that_require_grad(call)
     if torch.compiler.is_compiling() or _is_intercepted(q):
         out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *_to_operator(call))
         return (out, lse) if return_lse else out
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
+    refuse_transforms()
+    check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     if call.config is not None:
         call = call._replace(config=call.configs)
     if isinstance(call.startend_row_indices, Tensor):

@@ -47,7 +47,12 @@ from flash_mask_cute.host.launch import (
 from flash_mask_cute.host.mask_args import NO_MASKS, Masks, ResolvedMasks
 from flash_mask_cute.host.problem import AttentionProblem, dtype_name, fold_window
 from flash_mask_cute.host.target import HOPPER, Target
-from flash_mask_cute.host.validate import FwdShapes, check_bwd_inputs, check_fwd_inputs
+from flash_mask_cute.host.validate import (
+    FwdShapes,
+    check_bwd_inputs,
+    check_fwd_inputs,
+    refuse_transforms,
+)
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 __all__ = ["BwdConfig", "FwdConfig", "_flash_attn_bwd", "_flash_attn_fwd", "explain"]
@@ -432,6 +437,7 @@ def _resolve_bwd(
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
 ) -> Launch:
+    refuse_transforms()
     resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings)
     if not q.is_cuda:
         return CpuLaunch(resolved, resolved_masks)
@@ -445,6 +451,7 @@ def _prepare(
 def _prepare_bwd(
     operands: BwdOperands, extras: BwdExtras, masks: Masks, settings: BwdSettings
 ) -> BwdLaunch:
+    refuse_transforms()
     resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings)
     if not operands.q.is_cuda:
         return BwdCpuLaunch(resolved, resolved_masks)

@@ -36,7 +36,7 @@ def classify_tiles(visible: Tensor, tile_m: int, tile_n: int) -> Tensor:
     for rows in visible.split(tile_m):
         tiles = rows.split(tile_n, dim=1)
         classes.append([FULL if t.all() else PARTIAL if t.any() else SKIPPED for t in tiles])
-    return torch.tensor(classes, dtype=torch.int64)
+    return torch.tensor(classes, dtype=torch.int64, device="cpu")
 
 
 def plot(
@@ -78,8 +78,8 @@ def plot(
     num_q, num_k = visible.shape
     classes = classify_tiles(visible, tile_m, tile_n)
     by_score = classes.repeat_interleave(tile_m, 0).repeat_interleave(tile_n, 1)[:num_q, :num_k]
-    image = torch.tensor(COLORS)[by_score]
-    image[(by_score == PARTIAL) & ~visible] = torch.tensor(HIDDEN_COLOR)
+    image = torch.tensor(COLORS, device="cpu")[by_score]
+    image[(by_score == PARTIAL) & ~visible] = torch.tensor(HIDDEN_COLOR, device="cpu")
     ax.imshow(image.numpy(), interpolation="nearest", extent=(0, num_k, num_q, 0), aspect="auto")
     edges_q, edges_k = range(0, num_q + 1, tile_m), range(0, num_k + 1, tile_n)
     if max(len(edges_q), len(edges_k)) <= MAX_LINES:

@@ -169,7 +169,7 @@ def _count_tiles(
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
         for m_block in range(m_blocks):
             first, end = block_info.get_n_block_min_max(used, m_block)
-            n_blocks = torch.arange(first, end)
+            n_blocks = torch.arange(first, end, device="cpu")
             is_cut = n_blocks >= block_info.get_n_block_min_causal_local_mask(used, m_block, 0)
             if resolved.window_left is not None:
                 is_cut |= n_blocks < block_info.get_n_block_min_before_local_mask(used, m_block, 0)

@@ -42,7 +42,7 @@ def eval_mask_mod(
             reaches something that `callable_key` does not know.
         NotImplementedError: the callable uses an instruction that only a GPU has.
     """
-    visible = torch.empty((q_idx.shape[0], k_idx.shape[0]), dtype=torch.uint8)
+    visible = torch.empty((q_idx.shape[0], k_idx.shape[0]), dtype=torch.uint8, device="cpu")
     _run("mask_mod", mask_mod, (visible,), aux_tensors, batch_idx, head_idx, q_idx, k_idx)
     return visible.view(torch.bool)
 

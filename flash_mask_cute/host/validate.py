@@ -264,6 +264,13 @@ def check_bwd_inputs(
     return shapes
 
 
+def refuse_transforms() -> None:
+    """Raises NotImplementedError within a transform of torch.func, which would see nothing of what
+    a kernel does."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
+
+
 def check_gradient_settings(
     deterministic: bool, score_mod_bwd: Callable[..., Any] | None, score_mod: object
 ) -> None:

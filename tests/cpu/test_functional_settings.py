@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, functional
+from flash_mask_cute import (
+    builders,
+    create_block_mask,
+    explain,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    functional,
+)
 from flash_mask_cute.interface import BwdConfig, FwdConfig
 
 Found = list[dict[str, Any]]
@@ -33,10 +40,10 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Found:
 
 
 def leaves() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     shape = (1, 40, 2, 16)
     return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").requires_grad_()
         for _ in range(3)
     ]
 
@@ -126,3 +133,41 @@ def test_a_sink_without_gradient_costs_none(
     expected = torch.autograd.grad(attend(*qkv, other).sum(), qkv)
     for x, gradient in zip(qkv, expected, strict=True):
         assert x.grad is not None and torch.equal(x.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"deterministic": 1}, TypeError, "deterministic must be True or False, got 1"),
+        ({"score_mod_bwd": lambda *told: told[0]}, ValueError, "score_mod, which is None"),
+        ({"score_mod_bwd": 3}, TypeError, "score_mod_bwd must be callable or None, got 3"),
+    ],
+)
+@pytest.mark.parametrize("trains", [False, True])
+def test_settings_of_the_backward_are_refused_in_the_forward(
+    settings: dict[str, Any], error: type[Exception], text: str, trains: bool
+) -> None:
+    q, k, v = (x if trains else x.detach() for x in leaves())
+    with pytest.raises(error, match=text):
+        flash_attn_func(q, k, v, **settings)
+
+
+def test_another_default_device() -> None:
+    """What torch makes without a word is then not where the tensors are."""
+
+    def sees(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return k <= q + 3
+
+    def run() -> tuple[Tensor, ...]:
+        q, k, v = leaves()
+        lists = create_block_mask(sees, 1, None, 40, 40, device="cpu", BLOCK_SIZE=8)
+        out = flash_attn_func(q, k, v, mask_mod=sees, block_sparse_tensors=lists)
+        columns = builders.causal_document([10, 30], device="cpu")
+        out = out + flash_attn_func(q, k, v, window_size=(9, 9), startend_row_indices=columns)
+        explain(q.half(), k.half(), v.half(), startend_row_indices=columns, causal=True)
+        return out, *torch.autograd.grad(out.sum(), (q, k, v))
+
+    expected = run()
+    with torch.device("meta"):
+        found = run()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -532,3 +532,10 @@ def test_an_output_in_an_inputs_memory_is_refused(name: str) -> None:
     _flash_attn_fwd(given["q"], given["k"], given["v"], out=torch.empty_like(given["q"]))
     with pytest.raises(ValueError, match=f"out must not share memory with {name}"):
         _flash_attn_fwd(given["q"], given["k"], given["v"], out=given[name])
+
+
+def test_transforms_of_torch_are_refused() -> None:
+    """Their gradients would be zeros without a word."""
+    q, k, v = (torch.randn(1, 8, 1, 16) for _ in range(3))
+    with pytest.raises(NotImplementedError, match="torch.func"):
+        torch.func.grad(lambda q: _flash_attn_fwd(q, k, v)[0].sum())(q)
