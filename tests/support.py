@@ -7,6 +7,7 @@ package cannot agree with itself. Layouts and keywords are those of
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Callable, Iterator
@@ -458,6 +459,30 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
     for side, tensors in (("q", (q,)), ("k", (k, v))):
         for tensor in tensors:
             tensor[~inputs.rows_in_use(side)] = GARBAGE
+    return inputs
+
+
+def make_growing_inputs(
+    head_dim: int,
+    tile_n: int,
+    column: int,
+    causal: bool = False,
+    device: torch.device | str = "cpu",
+) -> Inputs:
+    """Three tiles of keys, visited from the last to the first; each has a key, in `column`, that a
+    third of the rows see far above all before: so far that the maximum in use counts as too old,
+    and then that an exponential by it is infinite."""
+    seqlen = 3 * tile_n
+    case = Case("growing", 1, seqlen, seqlen, 1, 1, head_dim=head_dim, causal=causal)
+    inputs = make_inputs(case, device)
+    q, k = inputs.q, inputs.k
+    q[:, ::3] = q[:, :1]
+    for growth, tile in ((5, 1), (90, 0)):
+        k[0, tile * tile_n + column] = q[0, 0] * growth
+    scores = (q[0, :, 0].double() @ k[0, :, 0].double().T) * head_dim**-0.5
+    largest = scores.unflatten(1, (3, tile_n)).amax(2) / math.log(2)
+    # more than sums of bf16 may reach, and more than a float can hold
+    assert 30 < largest[0, 1] - largest[0, 2] < 100 and largest[0, 0] - largest[0, 1] > 128
     return inputs
 
 

@@ -241,6 +241,7 @@ def check_bwd_inputs(
     device = q.device
     on_cuda = device.type == "cuda"
     check_gradient_settings(deterministic, score_mod_bwd, forward.get("score_mod"))
+    check_mod("score_mod_bwd", score_mod_bwd)
     out_shape = (*q.shape[:-1], shapes.head_dim_v)
     for name, tensor in (("out", out), ("dout", dout)):
         _check_shaped(name, tensor, out_shape, "the shape of q with head_dim_v", q)
@@ -274,15 +275,18 @@ def refuse_transforms() -> None:
 def check_gradient_settings(
     deterministic: bool, score_mod_bwd: Callable[..., Any] | None, score_mod: object
 ) -> None:
-    """Refuse what a backward cannot be told.
+    """Refuse what a backward cannot be told. Cheap, because every call of a public function asks;
+    whether a kernel can be made of score_mod_bwd is for `check_mod`.
 
     Raises:
-        TypeError: deterministic is no bool, or score_mod_bwd no callable for a kernel.
+        TypeError: deterministic is no bool, or score_mod_bwd neither None nor callable.
         ValueError: score_mod_bwd without score_mod.
     """
     _check_bool("deterministic", deterministic)
-    check_mod("score_mod_bwd", score_mod_bwd)
-    if score_mod_bwd is not None and score_mod is None:
+    if score_mod_bwd is None:
+        return
+    _check_callable("score_mod_bwd", score_mod_bwd)
+    if score_mod is None:
         raise ValueError(
             f"score_mod_bwd is the derivative of score_mod, which is None, got "
             f"{_brief(score_mod_bwd)}"
@@ -568,13 +572,17 @@ def check_mod(name: str, value: object) -> None:
     """Refuse (TypeError) what is neither None nor a callable that a kernel can be made of."""
     if value is None:
         return
-    if not callable(value):
-        raise TypeError(f"{name} must be callable or None, got {_brief(value)}")
+    _check_callable(name, value)
     try:
         callable_key(value)
     except TypeError as error:
         raise TypeError(f"{name} cannot be compiled into a kernel: {error}") from error
     _check_arguments_of_mod(name, value)
+
+
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be callable or None, got {_brief(value)}")
 
 
 def _check_arguments_of_mod(name: str, mod: Callable[..., Any]) -> None:
@@ -734,16 +742,21 @@ def _check_dsink(dsink: torch.Tensor, sink: torch.Tensor | None) -> None:
             f"dsink is the gradient of learnable_sink, which is None, got {_brief(dsink)}"
         )
     _check_tensor("dsink", dsink)
-    if dsink.dtype != sink.dtype:
+    _check_like("dsink", dsink, "learnable_sink", sink)
+
+
+def _check_like(name: str, gradient: torch.Tensor, of: str, tensor: torch.Tensor) -> None:
+    """Refuse a gradient that is not as `tensor`, which is called `of`."""
+    if gradient.dtype != tensor.dtype:
         raise TypeError(
-            f"dsink must have the dtype of learnable_sink ({sink.dtype}), got {dsink.dtype}"
+            f"{name} must have the dtype of {of} ({tensor.dtype}), got {gradient.dtype}"
         )
-    if dsink.shape != sink.shape:
+    if gradient.shape != tensor.shape:
         raise ValueError(
-            f"dsink must have the shape of learnable_sink, {tuple(sink.shape)}, got "
-            f"{tuple(dsink.shape)}"
+            f"{name} must have the shape of {of}, {tuple(tensor.shape)}, got "
+            f"{tuple(gradient.shape)}"
         )
-    _check_device("dsink", dsink, sink.device)
+    _check_device(name, gradient, tensor.device)
 
 
 def _check_daux(daux: object, aux_tensors: Sequence[torch.Tensor] | None) -> None:
@@ -762,13 +775,4 @@ def _check_daux(daux: object, aux_tensors: Sequence[torch.Tensor] | None) -> Non
         _check_tensor(name, gradient)
         if not tensor.dtype.is_floating_point:
             raise TypeError(f"{name} must be None: {of} holds {tensor.dtype}, got a tensor")
-        if gradient.dtype != tensor.dtype:
-            raise TypeError(
-                f"{name} must have the dtype of {of} ({tensor.dtype}), got {gradient.dtype}"
-            )
-        if gradient.shape != tensor.shape:
-            raise ValueError(
-                f"{name} must have the shape of {of}, {tuple(tensor.shape)}, got "
-                f"{tuple(gradient.shape)}"
-            )
-        _check_device(name, gradient, tensor.device)
+        _check_like(name, gradient, of, tensor)

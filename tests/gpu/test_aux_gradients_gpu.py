@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_oracle import assert_gradients_close, make_output_gradients
+from gradient_oracle import make_output_gradients
 from support import FP16, Case
-from test_functional_gpu import arguments_of
+from test_functional_gpu import arguments_of, run_and_check_gradients
 from torch import Tensor
 from trained_mods import (
     TRAINED_CASES,
@@ -45,15 +45,9 @@ def check(given: TrainedInputs, call: Callable[..., Any] | None = None) -> None:
         x.clone().requires_grad_() if i in given.wants_aux else x
         for i, x in enumerate(given.aux_tensors)
     ]
-    dout, dlse = make_output_gradients(inputs)
-    out, lse = (call or function)(**keywords)
-    torch.autograd.backward((out, lse), (dout, dlse))
-    sink = keywords["learnable_sink"]
-    gradients = {f"d{name}": keywords[name].grad for name in "qkv"}
-    gradients["dsink"] = None if sink is None else sink.grad
-    assert_gradients_close(gradients, inputs, dout, dlse)
+    run_and_check_gradients(inputs, call or function, keywords)
     trained = [x.grad for x in keywords["aux_tensors"] if x.grad is not None]
-    assert_aux_gradients_close(trained, given, dout, dlse)
+    assert_aux_gradients_close(trained, given, *make_output_gradients(inputs))
 
 
 @pytest.mark.usefixtures("poisoned_allocations")

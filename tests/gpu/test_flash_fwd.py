@@ -14,6 +14,7 @@ from support import (
     GuardedOutputs,
     Inputs,
     assert_close_to_oracle,
+    make_growing_inputs,
     make_inputs,
     random_case,
 )
@@ -113,6 +114,20 @@ def test_more_than_2_to_the_31_elements(varlen: bool) -> None:
         one = slice(entry, entry + 1)
         inputs = Inputs(case, q[one], k[one], v[one], {"causal": True})
         assert_close_to_oracle(out[one], lse[one], inputs)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "head_dim, tile_m, tile_n, column",
+    [(64, 192, 128, 3), (64, 192, 128, 100), (128, 192, 80, 70), (128, 128, 128, 4)],
+)
+def test_maxima_that_outgrow_the_one_in_use(
+    head_dim: int, tile_m: int, tile_n: int, column: int, causal: bool
+) -> None:
+    inputs = make_growing_inputs(head_dim, tile_n, column, causal, "cuda")
+    out, lse = forward(inputs, config={"tile_m": tile_m, "tile_n": tile_n})
+    assert_close_to_oracle(out, lse, inputs)
 
 
 GRAPH_CASES = (

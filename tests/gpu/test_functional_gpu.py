@@ -50,17 +50,24 @@ def arguments_of(inputs: Inputs) -> tuple[Callable[..., Any], dict[str, Any]]:
     return flash_attn_func, {n: x for n, x in keywords.items() if n not in functional._LENGTHS}
 
 
-def check(inputs: Inputs, call: Callable[..., Any] | None = None) -> None:
-    """call: instead of the function, with its keywords."""
-    function, keywords = arguments_of(inputs)
+def run_and_check_gradients(
+    inputs: Inputs, call: Callable[..., Any], keywords: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What call(**keywords) returns; the tensors among the keywords have their gradients then."""
     dout, dlse = make_output_gradients(inputs)
-    out, lse = (call or function)(**keywords)
+    out, lse = call(**keywords)
     torch.autograd.backward((out, lse), (dout, dlse))
     sink = keywords["learnable_sink"]
     gradients = {f"d{name}": keywords[name].grad for name in "qkv"}
     gradients["dsink"] = None if sink is None else sink.grad
-    assert_close_to_oracle(out.detach(), lse.detach(), inputs)
     assert_gradients_close(gradients, inputs, dout, dlse)
+    return out.detach(), lse.detach()
+
+
+def check(inputs: Inputs, call: Callable[..., Any] | None = None) -> None:
+    """call: instead of the function, with its keywords."""
+    function, keywords = arguments_of(inputs)
+    assert_close_to_oracle(*run_and_check_gradients(inputs, call or function, keywords), inputs)
 
 
 @by_id

@@ -7,46 +7,36 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_oracle import assert_gradients_close, make_output_gradients
+from gradient_oracle import make_output_gradients
 from support import Case
-from test_flash_bwd_sim import DELAY_SEEDS, launch_on_simulator
+from test_flash_bwd_sim import DELAY_SEEDS, run_sim
 from trained_mods import TRAINED_CASES, assert_aux_gradients_close, make_trained
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
 
-def run_sim(simulator: ModuleType, case: Case, name: str, seeds: Any, **more: Any) -> None:
+def check(simulator: ModuleType, case: Case, name: str, seeds: Any, **more: Any) -> None:
     """Without a gradient by lse, and with one. more: keywords of the backward."""
     given = make_trained(case, name)
-    inputs = given.inputs
-    dout, dlse = make_output_gradients(inputs)
+    dout, dlse = make_output_gradients(given.inputs)
     for seed in seeds:
-        simulator.OPTIONS.pop("delay", None)
-        if seed is not None:
-            simulator.OPTIONS["delay"] = seed
-        simulator.RESULTS.clear()
         daux = [
             torch.full_like(x, float("nan")) if i in given.wants_aux else None
             for i, x in enumerate(given.aux_tensors)
         ]
-        given_dlse = None if seed is None else dlse
-        gradients = launch_on_simulator(inputs, dout, given_dlse, daux=daux, **more)
-        assert len(simulator.RESULTS) == 3, "three launches"
-        for result in simulator.RESULTS:
-            assert not result["warnings"], f"delay {seed}: {result}"
-        assert_gradients_close(gradients, inputs, dout, given_dlse)
+        run_sim(simulator, given.inputs, (seed,), daux=daux, **more)
         trained = [x for x in daux if x is not None]
-        assert_aux_gradients_close(trained, given, dout, given_dlse)
+        assert_aux_gradients_close(trained, given, dout, None if seed is None else dlse)
 
 
 @pytest.mark.parametrize(("case", "name"), TRAINED_CASES, ids=lambda x: getattr(x, "id", x))
 def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     """Beside dq, dk, dv."""
-    run_sim(simulator, case, name, DELAY_SEEDS)
+    check(simulator, case, name, DELAY_SEEDS)
 
 
 def test_every_block_of_sequences_without_keys(simulator: ModuleType) -> None:
     """Work tiles without scores, of several query blocks that nobody leaves out."""
     case = Case("unused", 3, 130, 150, 1, 1, head_dim=64, seqused_q=(130, 0, 70),
                 seqused_k=(0, 150, 100))  # fmt: skip
-    run_sim(simulator, case, "key_bias", (1,), config={"skip_blocks": False})
+    check(simulator, case, "key_bias", (1,), config={"skip_blocks": False})

@@ -18,6 +18,7 @@ from support import (
     Case,
     Inputs,
     assert_close_to_oracle,
+    make_growing_inputs,
     make_inputs,
 )
 
@@ -144,18 +145,8 @@ def test_four_warpgroups(simulator: ModuleType) -> None:
 def test_maxima_that_outgrow_the_one_in_use(
     simulator: ModuleType, head_dim: int, tile_m: int, tile_n: int, column: int, causal: bool
 ) -> None:
-    """Each key block, from the last to the first, has a key that some rows see far above all
-    before: P is taken anew and O rescaled, in some warps and rows and not in others."""
-    seqlen = 3 * tile_n
-    inputs = make_inputs(Case("growing", 1, seqlen, seqlen, 1, 1, head_dim=head_dim, causal=causal))
-    q, k = inputs.q, inputs.k
-    q[:, ::3] = q[:, :1]
-    growths = (90, 2, 1)
-    for block in (1, 0):
-        k[0, block * tile_n + column] = q[0, 0] * growths[block]
-    scores = (q[0, :, 0].double() @ k[0, :, 0].double().T) * head_dim**-0.5
-    blocks = scores.unflatten(1, (3, tile_n)).amax(2) * 1.4427
-    assert (blocks[0, 1] - blocks[0, 2] > 8) and (blocks[0, 0] - blocks[0, 1] > 128)
+    """P is taken anew and O rescaled, in some warps and rows and not in others."""
+    inputs = make_growing_inputs(head_dim, tile_n, column, causal)
     run_sim(simulator, inputs, config={"tile_m": tile_m, "tile_n": tile_n})
 
 

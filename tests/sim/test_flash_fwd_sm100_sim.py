@@ -18,6 +18,7 @@ from support import (
     MASK_CASES,
     Case,
     assert_close_to_oracle,
+    make_growing_inputs,
     make_inputs,
 )
 
@@ -121,23 +122,14 @@ MASKS = tuple(case for case in MASK_CASES if case.id not in LEFT_OUT)
 @pytest.mark.parametrize("position", range(len(MASKS)), ids=lambda i: MASKS[i].id)
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(MASKS[position].packed_if_supported())
-    run_sim(simulator, inputs, seeds=SEEDS if position % 3 == 0 else (None,))
+    run_sim(simulator, inputs, seeds=SEEDS if position % 3 == 0 else (1,))
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("column", [3, 4, 40, 127])
 def test_maxima_that_outgrow_the_one_in_use(simulator: ModuleType, column: int) -> None:
-    """Each key block, from the last to the first, has a key that some rows see far above all
-    before: P is taken anew and O rescaled, in some warps and rows and not in others."""
-    inputs = make_inputs(Case("growing", 1, 256, 384, 1, 1))
-    q, k = inputs.q, inputs.k
-    q[:, ::3] = q[:, :1]
-    for growth, block in enumerate((1, 0), start=1):
-        k[0, block * 128 + column] = q[0, 0] * growth
-    scores = (q[0, :, 0].double() @ k[0, :, 0].double().T) * 128**-0.5
-    blocks = scores.unflatten(1, (3, 128)).amax(2) * 1.4427
-    assert (blocks[0, 1] - blocks[0, 2] > 8) and (blocks[0, 0] - blocks[0, 1] > 8)
-    run_sim(simulator, inputs, seeds=SEEDS)
+    """P is taken anew and O rescaled, in some warps and rows and not in others."""
+    run_sim(simulator, make_growing_inputs(128, 128, column), seeds=SEEDS)
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
@@ -174,6 +166,6 @@ def test_exponentials_by_polynomial(simulator: ModuleType) -> None:
     compiled(exponents, powers)
     assert powers[:6].tolist() == [0.0, 0.0, 0.0, 1.0, 32.0, 0.125]
     # too large, or no number: more than any sum that counts as small
-    assert (powers[6:9] > 2.0**10).all()
+    assert (powers[6:9] > 2.0**30).all()
     expected = torch.exp2(exponents[9:].double())
     assert ((powers[9:] - expected).abs() / expected).max() < 8.7e-5
