@@ -114,14 +114,20 @@ def count_ptx(text: str) -> dict[str, int]:
     return dict(sorted(Counter(PTX.findall(re.sub(r"//[^\n]*", "", text))).items()))
 
 
-def count_opcodes(cubin: bytes, ptx: str, folder: Path) -> tuple[str, dict[str, int]]:
-    """The instruction set that was counted, and the counts. `folder` is written to."""
+def disassembly(cubin: bytes, folder: Path) -> str:
+    """A cubin's machine code as text, empty where no program can tell. `folder` is written to."""
     (path := folder / "kernel.bin").write_bytes(cubin)
     for command in disassemblers():
         done = subprocess.run([*command, str(path)], capture_output=True, text=True)
-        if done.returncode == 0 and (counts := count_sass(done.stdout)):
-            return "sass", counts
-    return "ptx", count_ptx(ptx)
+        if done.returncode == 0 and SASS.search(done.stdout):
+            return done.stdout
+    return ""
+
+
+def count_opcodes(cubin: bytes, ptx: str, folder: Path) -> tuple[str, dict[str, int]]:
+    """The instruction set that was counted, and the counts. `folder` is written to."""
+    text = disassembly(cubin, folder)
+    return ("sass", count_sass(text)) if text else ("ptx", count_ptx(ptx))
 
 
 def compile_row(name: str) -> Json:

@@ -285,7 +285,7 @@ def check_gradient_settings(
     _check_bool("deterministic", deterministic)
     if score_mod_bwd is None:
         return
-    _check_callable("score_mod_bwd", score_mod_bwd)
+    _as_callable("score_mod_bwd", score_mod_bwd)
     if score_mod is None:
         raise ValueError(
             f"score_mod_bwd is the derivative of score_mod, which is None, got "
@@ -572,17 +572,18 @@ def check_mod(name: str, value: object) -> None:
     """Refuse (TypeError) what is neither None nor a callable that a kernel can be made of."""
     if value is None:
         return
-    _check_callable(name, value)
+    mod = _as_callable(name, value)
     try:
-        callable_key(value)
+        callable_key(mod)
     except TypeError as error:
         raise TypeError(f"{name} cannot be compiled into a kernel: {error}") from error
-    _check_arguments_of_mod(name, value)
+    _check_arguments_of_mod(name, mod)
 
 
-def _check_callable(name: str, value: object) -> None:
+def _as_callable(name: str, value: object) -> Callable[..., Any]:
     if not callable(value):
         raise TypeError(f"{name} must be callable or None, got {_brief(value)}")
+    return value
 
 
 def _check_arguments_of_mod(name: str, mod: Callable[..., Any]) -> None:

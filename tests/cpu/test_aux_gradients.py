@@ -13,7 +13,7 @@ import pytest
 import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from support import BF16, FP32, FP64, Case
-from test_compile import check_code, opcodes
+from test_compile import check_code
 from test_functional import OPERATORS, RTOL, Arguments
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +25,7 @@ from trained_mods import (
     make_trained,
 )
 
+from bench.codegen import count_sass, disassembly
 from flash_mask_cute import flash_attn_func, functional
 from flash_mask_cute.host.cache import compile_lock
 from flash_mask_cute.host.callable_key import callable_key
@@ -420,7 +421,7 @@ def test_compiles_well(name: str, head_dim: int, tmp_path: Path) -> None:
     with compile_lock():
         compiled = build_bwd(problem, choice, Target.default(), Mods(score_mod=mod), options)
     function: Any = compiled.function
-    meta, counts = dict(compiled.meta), opcodes(function.__cubin__, tmp_path)
+    meta, counts = dict(compiled.meta), count_sass(disassembly(function.__cubin__, tmp_path))
     check_code(f"{meta}, {counts}", meta, counts)
     if counts and name == "slopes":
         # for each part of the columns, cut and whole: where a warp agrees, and where it does not

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ import torch
 from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
 
+from bench.codegen import count_sass, disassembly
 from flash_mask_cute.host.cache import CompileCache, compile_count, compile_lock
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import NO_MODS, build_fwd, compile_fwd
@@ -44,6 +44,18 @@ def build(
     override: FwdConfig | None = None,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """(meta, counts of machine instructions, empty where there is no disassembler)."""
+    meta, text = build_text(problem, folder, mods, target, override)
+    return meta, count_sass(text)
+
+
+def build_text(
+    problem: AttentionProblem,
+    folder: Path,
+    mods: Mods = NO_MODS,
+    target: Target = TARGET,
+    override: FwdConfig | None = None,
+) -> tuple[dict[str, Any], str]:
+    """(meta, machine code as text, empty where there is no disassembler)."""
     block_size = (128, 128) if problem.has_lists and not problem.has_bits else None
     choice = select_fwd_config(
         problem,
@@ -56,31 +68,7 @@ def build(
     with compile_lock():
         compiled = build_fwd(problem, choice.tiles, target, mods, options)
     function: Any = compiled.function
-    return dict(compiled.meta), opcodes(function.__cubin__, folder)
-
-
-def disassembler() -> str | None:
-    try:
-        import triton
-    except ImportError:
-        return shutil.which("cuobjdump")
-    return str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-
-
-def opcodes(cubin: bytes, folder: Path) -> dict[str, int]:
-    program = disassembler()
-    if program is None:
-        return {}
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    text = subprocess.run(
-        [program, "-sass", str(path)], capture_output=True, text=True, check=True
-    ).stdout
-    counts: dict[str, int] = {}
-    line = r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_]+)"
-    for match in re.finditer(line, text, re.MULTILINE):
-        counts[match[1]] = counts.get(match[1], 0) + 1
-    return counts
+    return dict(compiled.meta), disassembly(function.__cubin__, folder)
 
 
 PLAIN = AttentionProblem("bfloat16", 128, 128)
@@ -231,6 +219,49 @@ def check_blackwell(
         assert counts["UTCHMMA"] and counts["UTMALDG"] and counts["UTMASTG"], facts
         # the CTAs of a pair wait for each other at both ends
         assert counts.get("UCGABAR_ARV", 0) == 2 * is_pair, facts
+
+
+# A key tile of flash-attn-4 4.0.0b36, full attention, d=128: a softmax thread's instructions in the
+# loop where nothing is rescaled, and the products that are issued for a pair of CTAs.
+FLASH_ATTN_4 = {"MUFU": 105, "fp32": 205, "LDTM": 4, "STTM": 4, "UTCHMMA": 32}
+INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)(\S*)", re.MULTILINE
+)
+
+
+def test_a_key_tile_on_blackwell_costs_no_more_than_a_peers(tmp_path: Path) -> None:
+    _, text = build_text(PLAIN, tmp_path, target=B200)
+    if not text:
+        pytest.skip("no disassembler for sm_100a")
+    code = INSTRUCTION.findall(text)
+    opcodes = [opcode for opcode, _ in code]
+    products = [i for i, opcode in enumerate(opcodes) if opcode == "UTCHMMA"]
+    assert all(code[i][1].startswith(".2CTA") for i in products)
+    # A step, and once more the 16 products of a walk's first S and last P V.
+    assert len(products) == FLASH_ATTN_4["UTCHMMA"] + 16
+    exponentials = [
+        i for i, (opcode, kind) in enumerate(code) if (opcode, kind) == ("MUFU", ".EX2")
+    ]
+    steps = runs(exponentials, 60)
+    assert len(steps) == 2, "cut blocks and whole ones"
+    for first, last in steps:
+        # what comes out of tensor memory stands before the exponentials, what goes there behind
+        before, behind = first - 16, last + 64
+        found = {
+            "MUFU": opcodes[first : last + 1].count("MUFU"),
+            "fp32": sum(map(opcodes[before:behind].count, ("FFMA2", "FADD2", "FFMA", "FADD"))),
+            "LDTM": opcodes[before : last + 1].count("LDTM"),
+            "STTM": opcodes[last:behind].count("STTM"),
+        }
+        assert all(0 < found[name] <= FLASH_ATTN_4[name] for name in found), found
+
+
+def runs(places: list[int], gap: int) -> list[tuple[int, int]]:
+    """First and last of the long runs of places that are at most `gap` apart."""
+    ends = [i for i, (a, b) in enumerate(pairwise(places)) if b - a > gap]
+    starts = [0, *(i + 1 for i in ends)]
+    found = zip(starts, [*ends, len(places) - 1], strict=True)
+    return [(places[a], places[b]) for a, b in found if b - a > 50]
 
 
 def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> None:
