@@ -48,7 +48,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import WALK_STAGES, WARPS_PER_WARPGROUP
+from flash_mask_cute.core.cta import WALK_STAGES
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import ScoreScales
@@ -72,7 +72,6 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     DS_STAGES,
     NUM_MMA_WARPGROUPS,
     QUERY_WORDS,
-    Barrier,
     BwdPlan,
     Channels,
     Tiles,
@@ -81,8 +80,7 @@ from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, Known, Visit, syn
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
-    store_rows,
-    sync_warpgroup,
+    send_rows,
 )
 
 # where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
@@ -95,8 +93,8 @@ NO_BLOCK = (Int32(0), Int32(-1), Int32(0))
 class Operands(NamedTuple):
     """TMA atoms with their coordinate tensors.
 
-    q, do: ((1 head, row), d, ...); k, v, dk, dv: (row, d, head, ...); the last mode is the batch,
-    or, where lengths vary, that of `tma.ragged_rows` (q, do, dk, dv) or none.
+    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...); the last mode is the batch, or,
+    where lengths vary, that of `tma.ragged_rows`.
     """
 
     q_atom: cute.CopyAtom
@@ -107,9 +105,12 @@ class Operands(NamedTuple):
     k: cute.Tensor
     v_atom: cute.CopyAtom
     v: cute.Tensor
-    dk_atom: cute.CopyAtom
+
+
+class KeyGradients(NamedTuple):
+    """Each (row, d, head, batch), or (row, d, head) where sequences are packed."""
+
     dk: cute.Tensor
-    dv_atom: cute.CopyAtom
     dv: cute.Tensor
 
 
@@ -250,7 +251,8 @@ class FlashAttentionBackwardSm90:
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
         varlen_k = const_expr(mCuSeqlensK is not None)
-        operands = self._operands(mQ, mK, mV, mdO, mdK, mdV, varlen_q, varlen_k)
+        operands = self._operands(mQ, mK, mV, mdO, varlen_q, varlen_k)
+        gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
@@ -277,7 +279,7 @@ class FlashAttentionBackwardSm90:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         scratch = Scratch(mStats, mdQaccum, mTurns)
         self.kernel(
-            operands, scratch, lengths, softmax_scale, scales, masks, schedule,
+            operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule,
             heads_q // heads_kv, tile_counter, aux_grads,
         ).launch(
             grid=(grid, 1, 1),
@@ -291,33 +293,27 @@ class FlashAttentionBackwardSm90:
         is_short = self.is_local or varlen_q or any(x is not None for x in shorteners)
         return BLOCKS_APART_SHORT if is_short else BLOCKS_APART
 
-    def _operands(self, mQ, mK, mV, mdO, mdK, mdV, varlen_q: bool, varlen_k: bool) -> Operands:
+    def _operands(self, mQ, mK, mV, mdO, varlen_q: bool, varlen_k: bool) -> Operands:
         plan = self.plan
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load = cpasync.CopyBulkTensorTileG2SOp()
 
-        def atom(op, tensor: cute.Tensor, is_packed: bool, layout, rows: int, d: int) -> tuple:
+        def atom(tensor: cute.Tensor, is_packed: bool, layout, rows: int, d: int) -> tuple:
             view = tma.sequence_rows(tensor, is_packed)
-            return cpasync.make_tiled_tma_atom(op, view, tma.one_stage(layout), ((1, rows), d))
+            return cpasync.make_tiled_tma_atom(load, view, tma.one_stage(layout), ((1, rows), d))
 
-        def by_query(op, tensor: cute.Tensor, layout, d: int) -> tuple:
-            return atom(op, tensor, varlen_q, layout, plan.tile_m, d)
-
-        def by_key(op, tensor: cute.Tensor, layout, d: int) -> tuple:
-            return atom(op, tensor, varlen_k, layout, wgmma.ROWS_PER_WARPGROUP, d)
-
+        rows = wgmma.ROWS_PER_WARPGROUP
         return Operands(
-            *by_query(load, mQ, plan.layout_q(), plan.tile_d),
-            *by_query(load, mdO, plan.layout_do(), plan.tile_dv),
-            *by_key(load, mK, plan.layout_k(), plan.tile_d),
-            *by_key(load, mV, plan.layout_v(), plan.tile_dv),
-            *by_key(store, mdK, plan.layout_k(), plan.tile_d),
-            *by_key(store, mdV, plan.layout_v(), plan.tile_dv),
+            *atom(mQ, varlen_q, plan.layout_q(), plan.tile_m, plan.tile_d),
+            *atom(mdO, varlen_q, plan.layout_do(), plan.tile_m, plan.tile_dv),
+            *atom(mK, varlen_k, plan.layout_k(), rows, plan.tile_d),
+            *atom(mV, varlen_k, plan.layout_v(), rows, plan.tile_dv),
         )
 
     @cute.kernel
     def kernel(
         self,
         operands: Operands,
+        gradients: KeyGradients,
         scratch: Scratch,
         lengths: Lengths,
         softmax_scale: Float32,
@@ -361,7 +357,7 @@ class FlashAttentionBackwardSm90:
         else:
             cute.arch.setmaxregister_increase(plan.mma_registers)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
-            self.mma(operands, tiles, channels, lengths, softmax_scale, score_args)
+            self.mma(gradients, tiles, channels, softmax_scale, score_args)
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
         return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, group, self.deterministic)
@@ -524,10 +520,9 @@ class FlashAttentionBackwardSm90:
     @cute.jit
     def mma(
         self,
-        operands: Operands,
+        gradients: KeyGradients,
         tiles: Tiles,
         channels: Channels,
-        lengths: Lengths,
         softmax_scale: Float32,
         score_args: BwdScoreArgs,
     ):
@@ -603,17 +598,17 @@ class FlashAttentionBackwardSm90:
                         block += 1
                         current = following
 
+            channels.kv.release(tile)
             work = ring.read(tile)
             for acc in acc_dK:
                 self._scale(acc, softmax_scale)
-            if not work.has_scores:
-                # what was loaded is another sequence's, and may not even be finite
-                for acc in (*acc_dK, *acc_dV):
-                    acc.fill(0.0)
-            self._epilogue(operands, tiles, channels, acc_dK, acc_dV, lengths, tile, block, work)
+            self._send(acc_dV, gradients.dv, tiles, block, work)
+            self._send(acc_dK, gradients.dk, tiles, block, work)
+            if const_expr(plan.shares_keys and not chain.is_empty):
+                # in the next block each warpgroup writes dS where the other one may still send from
+                sync_both()
             ring.release(tile)
             tile += 1
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _pass_over(
         self, tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32
@@ -702,66 +697,44 @@ class FlashAttentionBackwardSm90:
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] = acc[i] * factor
 
-    @cute.jit
-    def _epilogue(
-        self,
-        operands: Operands,
-        tiles: Tiles,
-        channels: Channels,
-        acc_dK: list,
-        acc_dV: list,
-        lengths: Lengths,
-        tile: Int32,
-        block: Int32,
-        work: Work,
-    ):
-        """Store dK and dV of a work tile, of which the last query block was `block` - 1."""
-        plan = self.plan
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        is_packed = lengths.cu_seqlens_k is not None
-        # the other warpgroup has read these keys, and this one's dS, as well
-        sync_both()
-        if const_expr(plan.sends_beside_keys):
-            channels.kv.release(tile)
-            channels.dq.acquire(block * len(plan.parts_dq))
-            stage = plan.key_group()
-        else:
-            stage = plan.own_keys(channels.kv, tile)
-        self._store_parts(acc_dV, tiles.dv[None, None, stage])
-        self._store_parts(acc_dK, tiles.dk[None, None, stage])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if const_expr(plan.shares_keys):
-            sync_both()
-            is_sender = warp_idx == Role.MMA
-        else:
-            sync_warpgroup(Barrier.EPILOGUE)
-            is_sender = warp_idx % WARPS_PER_WARPGROUP == 0
-        if is_sender:
-            row = work.block * plan.tile_n + plan.first_key()
-            for atom, target, cols, smem in (
-                (operands.dv_atom, operands.dv, plan.tile_dv, tiles.dv),
-                (operands.dk_atom, operands.dk, plan.tile_d, tiles.dk),
-            ):
-                gmem = tma.of_sequence(target, is_packed, work.batch_idx, work.offset_k, work.slot)
-                dst, src = tma.tile_of(
-                    atom, gmem, (work.head_idx, row), ((1, wgmma.ROWS_PER_WARPGROUP), cols), smem
-                )
-                cute.copy(atom, src[None, stage], dst)
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if const_expr(plan.sends_beside_keys):
-            sync_both()
-        else:
-            channels.kv.release(tile)
+    def _send(
+        self, accs: list, target: cute.Tensor, tiles: Tiles, block: Int32, work: Work
+    ) -> None:
+        """Store this warpgroup's parts of dK or dV of a work tile that ended before query `block`.
 
-    def _store_parts(self, accs: list, smem: cute.Tensor):
-        """Write this warpgroup's parts of dK or dV, rounded, to a (64, columns) tile."""
-        plan, first = self.plan, 0
+        They go by way of where this warpgroup has its part of dS of that block. Nobody has used it
+        since both met in the last block, having summed the dS before, and nobody else will until
+        they meet again: so nobody waits here. Of a block that was passed over, adding its dQ took
+        both warpgroups' sums of the block before.
+        """
+        plan = self.plan
+        rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // plan.column_groups
+        unit = plan.ds_unit(block % DS_STAGES, plan.key_group(), 0)
+        smem = cute.local_tile(tiles.ds[None, None, unit], (rows, cols), (0, plan.column_group()))
+        first_key = work.block * plan.tile_n + plan.first_key()
+        if cute.rank(target) == 4:
+            gmem = target[None, None, work.head_idx, work.batch_idx]
+        else:
+            gmem = cute.domain_offset((work.offset_k, 0), target[None, None, work.head_idx])
+        gmem = cute.domain_offset((first_key, 0), gmem)
+        first = 0
         for acc in accs:
-            width = wgmma.num_cols(acc)
-            part = smem
-            if plan.shares_keys:
-                at = first // width + mma_warpgroup_idx()
-                part = cute.local_tile(smem, (wgmma.ROWS_PER_WARPGROUP, width), (0, at))
-            store_rows(wgmma.rounded(acc, plan.dtype), plan.mma_keys(width), part)
-            first += NUM_MMA_WARPGROUPS * width
+            start, end = 0, wgmma.num_cols(acc)
+            first_col = first + plan.column_group() * end
+            while start < end:
+                width = next(n for n in (64, 32, 16) if n <= min(cols, end - start))
+                values = wgmma.rounded(wgmma.columns(acc, start, start + width), plan.dtype)
+                words = cute.recast_tensor(values, Int32)
+                for i in range(cute.size(words)):
+                    # without scores, what was loaded is another sequence's, perhaps not even finite
+                    words[i] = cutlass.select_(work.has_scores, words[i], Int32(0))
+                send_rows(
+                    values,
+                    plan.mma_keys(width),
+                    cute.local_tile(smem, (rows, width), (0, 0)),
+                    gmem,
+                    work.slot - first_key,
+                    first_col + start,
+                )
+                start += width
+            first += plan.column_groups * end

@@ -50,14 +50,13 @@ DS_STAGES = 2
 
 
 class Barrier(IntEnum):
-    """Named barriers (0 is __syncthreads); one per MMA warpgroup counted from EPILOGUE.
+    """Named barriers (0 is __syncthreads).
 
     PROBS: where the warpgroups share keys, P of a block has been written.
     """
 
     BOTH = 1
-    EPILOGUE = 2
-    PROBS = 4
+    PROBS = 2
 
 
 class Channels(NamedTuple):
@@ -75,9 +74,8 @@ class Channels(NamedTuple):
 class Tiles(NamedTuple):
     """What lies in shared memory: see `BwdPlan` for the layouts.
 
-    p: P of a block, where the warpgroups share keys. dq: fp32 sums of a part. dk, dv: on their way
-    out, in memory of others (`BwdPlan.sends_beside_keys`). stats: LSE and delta, words:
-    `QUERY_WORDS`, of a query block. bits: of a block that is cut.
+    p: P of a block, where the warpgroups share keys. dq: fp32 sums of a part. stats: LSE and delta,
+    words: `QUERY_WORDS`, of a query block. bits: of a block that is cut.
     """
 
     q: cute.Tensor
@@ -87,8 +85,6 @@ class Tiles(NamedTuple):
     ds: cute.Tensor
     p: cute.Tensor | None
     dq: cute.Tensor
-    dk: cute.Tensor
-    dv: cute.Tensor
     stats: cute.Tensor
     words: cute.Tensor
     bits: cute.Tensor
@@ -126,6 +122,11 @@ class BwdPlan:
     def key_groups(self) -> int:
         """Groups of 64 keys in a work tile."""
         return 1 if self.shares_keys else NUM_MMA_WARPGROUPS
+
+    @property
+    def column_groups(self) -> int:
+        """Groups of columns of dK and dV that MMA warpgroups have."""
+        return NUM_MMA_WARPGROUPS // self.key_groups
 
     @property
     def tile_n(self) -> int:
@@ -221,16 +222,6 @@ class BwdPlan:
     def bytes_dq(self) -> int:
         """fp32 sums of a part of dQ on their way out."""
         return math.prod(self.shape_dq(max(self.parts_dq))) * 4
-
-    @property
-    def sends_beside_keys(self) -> bool:
-        """Whether dK and dV leave from where dS and dQ lay, not from where keys and values lay.
-
-        Then the next work tile's keys and values come at the same time.
-        """
-        dk_fits = self.tile_n * self.tile_d * 2 <= DS_STAGES * self.bytes_ds
-        dv_fits = self.tile_n * self.tile_dv * 2 <= self.bytes_dq
-        return not self.shares_keys and dk_fits and dv_fits
 
     @property
     def bytes_stats(self) -> int:
@@ -350,6 +341,10 @@ class BwdPlan:
         """Which keys this MMA warpgroup has."""
         return Int32(0) if self.shares_keys else mma_warpgroup_idx()
 
+    def column_group(self) -> Int32:
+        """Which columns of dK and dV this MMA warpgroup has."""
+        return mma_warpgroup_idx() if self.shares_keys else Int32(0)
+
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
 
@@ -392,22 +387,14 @@ class BwdPlan:
         """The tensors in a CTA's `storage`."""
 
         tensor = partial(swizzled, dtype=self.dtype)
-        k, v = tensor(storage.k, self.layout_k()), tensor(storage.v, self.layout_v())
-        dk, dv = k, v
-        if self.sends_beside_keys:
-            groups = self.key_groups
-            dk = tensor(storage.ds, self._rows(ROWS_PER_WARPGROUP, self.tile_d, groups))
-            dv = tensor(storage.dq, self._rows(ROWS_PER_WARPGROUP, self.tile_dv, groups))
         return Tiles(
             q=tensor(storage.q, self.layout_q()),
             do=tensor(storage.do, self.layout_do()),
-            k=k,
-            v=v,
+            k=tensor(storage.k, self.layout_k()),
+            v=tensor(storage.v, self.layout_v()),
             ds=tensor(storage.ds, self.layout_ds()),
             p=tensor(storage.p, self.layout_p()) if self.shares_keys else None,
             dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
-            dk=dk,
-            dv=dv,
             stats=storage.stats.get_tensor(cute.make_layout((2 * self.tile_m, self.stages_q))),
             words=storage.words.get_tensor(cute.make_layout((QUERY_WORDS, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),

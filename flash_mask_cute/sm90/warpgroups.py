@@ -2,6 +2,7 @@
 
 from enum import IntEnum
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warp
@@ -16,6 +17,11 @@ from flash_mask_cute.sm90 import wgmma
 
 # bytes of shared memory kept for barriers and rings
 SMEM_BOOKKEEPING = 1024
+WARP = 32
+# of a warpgroup's 64
+ROWS_PER_WARP = 16
+# values of 16 bits that a thread moves at once
+VECTOR_16_BITS = 8
 
 
 class Role(IntEnum):
@@ -63,6 +69,45 @@ def store_rows(values: cute.Tensor, tiled_mma: cute.TiledMma, smem: cute.Tensor)
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), values.element_type)
     store = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread_in_warpgroup())
     cute.copy(atom, store.retile(values), store.partition_D(smem))
+
+
+@cute.jit
+def send_rows(
+    values: cute.Tensor,
+    tiled_mma: cute.TiledMma,
+    smem: cute.Tensor,
+    gmem: cute.Tensor,
+    num_rows: Int32,
+    first_col: Int32,
+) -> None:
+    """`store_rows`, and from there to the first `num_rows` of `gmem`, (rows, columns).
+
+    Each warp moves 16 rows, and waits for no other; their place in `smem` is free again afterwards.
+    The tile has 16, 32 or 64 columns, and first_col, where it begins in `gmem`, is a multiple of as
+    many. `gmem` may end inside the tile, at a multiple of 8.
+    """
+    store_rows(values, tiled_mma, smem)
+    cute.arch.sync_warp()
+    width = smem.shape[1]
+    per_row = width // VECTOR_16_BITS
+    warp = thread_in_warpgroup() // WARP
+    lanes = cute.make_layout((WARP // per_row, per_row), stride=(per_row, 1))
+    atom = cute.make_copy_atom(
+        cute.nvgpu.CopyUniversalOp(), values.element_type, num_bits_per_copy=VECTOR_16_BITS * 16
+    )
+    vector = cute.make_layout((1, VECTOR_16_BITS))
+    copy = cute.make_tiled_copy_tv(atom, lanes, vector).get_slice(cute.arch.lane_idx())
+    tile = (ROWS_PER_WARP, width)
+    source = copy.partition_S(cute.local_tile(smem, tile, (warp, 0)))
+    target = copy.partition_D(cute.local_tile(gmem, tile, (warp, first_col // width)))
+    row = warp * ROWS_PER_WARP + cute.arch.lane_idx() // per_row
+    col = first_col + cute.arch.lane_idx() % per_row * VECTOR_16_BITS
+    read = cute.make_rmem_tensor(source.shape, values.element_type)
+    cute.copy(atom, source, read)
+    cute.arch.sync_warp()
+    for i in cutlass.range_constexpr(read.shape[1]):
+        if (row + i * (WARP // per_row) < num_rows) & (col < gmem.shape[1]):
+            cute.copy(atom, read[None, i, None], target[None, i, None])
 
 
 def load_rows(smem: cute.Tensor, tiled_mma: cute.TiledMma, operand: cute.Tensor) -> None:

@@ -33,6 +33,11 @@ def rows_by_cols(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, layout)
 
 
+def columns(acc: cute.Tensor, first: int, end: int) -> cute.Tensor:
+    """The accumulator of some of its columns, which are multiples of 8."""
+    return cute.make_tensor(acc.iterator + first // 2, make_accumulator(end - first).layout)
+
+
 def row_of(thread: Int32, r: int) -> Int32:
     """Row, inside the warpgroup's 64, of accumulator row r of a thread (0..127)."""
     return (thread // 32) * 16 + (thread % 32) // 4 + 8 * r
