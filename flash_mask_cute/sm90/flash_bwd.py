@@ -375,26 +375,40 @@ class FlashAttentionBackwardSm90:
     ):
         """Load warp: keys and values of every work tile, and the query blocks of its walk.
 
-        It also sends off what the others have summed of dQ, after it has asked for the next query.
+        It also sends off what the others have summed of dQ, after it has asked for the next query
+        block, which may be the next work tile's.
         """
-        tile, chunk, number = Int32(0), Int32(0), Int32(0)
+        add_dq = partial(self._add_dq, tiles, channels.dq, scratch)
+        tile, chunk = Int32(0), Int32(0)
+        # the number of the next block, and (head, row block, turn) of the one whose dQ was added
+        # last and of the one whose dQ comes next
+        state = (Int32(0), *NO_BLOCK, *NO_BLOCK)
         while channels.ring.wait(tile):
             work = channels.ring.read(tile)
-            add_dq = partial(self._add_dq, tiles, channels.dq, scratch, work.block + 1)
-            self._load_keys(operands, tiles, channels.kv, lengths, tile, work)
             step = partial(
-                self._load_block, operands, tiles, channels, scratch.stats, lengths, work, add_dq
+                self._load_block,
+                partial(self._load_keys, operands, tiles, channels.kv, lengths, tile, work),
+                partial(add_dq, work.block + 1),
+                operands,
+                tiles,
+                channels,
+                scratch.stats,
+                lengths,
+                work,
+                state[0],
             )
-            # (head, row block, turn) of the block that was added last, and of the one to come
-            state = (number, *NO_BLOCK, *NO_BLOCK)
             chunk, state = channels.walk.visit(chunk, state, step)
-            number = state[0]
-            add_dq(number - 1, *state[1:])
             if const_expr(self.deterministic):
+                # now, for others wait for it
+                number = state[0]
+                add_dq(work.block + 1, number - 1, *state[1:])
                 cute.arch.cp_async_bulk_wait_group(0)
                 self._pass_turn(scratch, work.block + 1, *state[4:])
+                state = (number, *NO_BLOCK, *NO_BLOCK)
             channels.ring.release(tile)
             tile += 1
+        if const_expr(not self.deterministic):
+            add_dq(Int32(0), state[0] - 1, *state[1:])
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -474,11 +488,13 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def _load_block(
-        self, operands, tiles, channels, mStats, lengths, work: Work, add_dq, state, block: Block
-    ):
+        self, load_keys, add_dq, operands, tiles, channels, mStats, lengths, work: Work, first,
+        state, block: Block,
+    ):  # fmt: skip
         """Fetch a query block: Q with its statistics, and dO.
 
-        state: its number, and head, row block and turn of the last two blocks.
+        first: the number of the work tile's first one, with which its keys are fetched. state: this
+        one's number, and head, row block and turn of the last two blocks.
         """
         plan = self.plan
         number = state[0]
@@ -512,7 +528,16 @@ class FlashAttentionBackwardSm90:
             dst[None, channels.do.index(number)],
             tma_bar_ptr=channels.do.barrier(number),
         )
+        # Keys have to wait until the work tile before has been computed, of which parts of dQ may
+        # wait for those before them to leave.
+        is_dq_whole = len(plan.parts_dq) == 1
+        if const_expr(is_dq_whole):  # noqa: SIM102 (decided while tracing)
+            if number == first:
+                load_keys()
         add_dq(number - 1, *state[1:])
+        if const_expr(not is_dq_whole):  # noqa: SIM102 (decided while tracing)
+            if number == first:
+                load_keys()
         return (number + 1, *state[4:], block.head_idx, row_block, block.turn)
 
     # -- mma ------------------------------------------------------------------------------------
