@@ -72,7 +72,7 @@ class Channel:
         return self.empty + self.index(number)
 
     @cute.jit
-    def expect(self, number: Int32, num_bytes: cutlass.Constexpr) -> None:
+    def expect(self, number: Int32, num_bytes: int | Int32) -> None:
         """Arrive for fill `number`, which is full when so many bytes have come as well."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(number), num_bytes, self.home)
@@ -105,6 +105,10 @@ class Channel:
         """This warp, all lanes of it, has read fill `number` for the last time."""
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.vacancy(number), self.home)
+
+    def wait_until_released(self, number: Int32) -> None:
+        """Wait until fill `number`, the last one, is released; -1 if there was none."""
+        self.acquire(number + self.stages)
 
     def drain(self, number: Int32) -> None:
         """Wait until all fills before `number` are released."""

@@ -16,9 +16,9 @@ Channels (full/empty mbarrier pairs):
 
     plan ---------ring--> all          coordinates and lengths of the next work tile
     plan ---------walk--> load, paint  the query blocks it visits, up to 32 an entry
-    load ---------kv----> mma          keys and values of a work tile
-    load ---------q-----> mma          a query block, its LSE and delta, and words that say which
-    load ---------do----> mma          dO of a query block
+    load ---------q-----> mma          a query block, its LSE and delta, and words that say which,
+                                       and with a work tile's first block its keys
+    load ---------do----> mma          dO of a query block, and with the first one the values
     mma ----------dq----> load         a part of a block's dQ, to be added to the others'
     paint --------bits--> mma          the bits of a query block that is cut
 
@@ -387,7 +387,7 @@ class FlashAttentionBackwardSm90:
             work = channels.ring.read(tile)
             step = partial(
                 self._load_block,
-                partial(self._load_keys, operands, tiles, channels.kv, lengths, tile, work),
+                partial(self._load_keys, operands, tiles, channels, lengths, work, tile, state[0]),
                 partial(add_dq, work.block + 1),
                 operands,
                 tiles,
@@ -459,13 +459,22 @@ class FlashAttentionBackwardSm90:
         if (row_block >= 0) & (turn != NO_TURN):
             pass_turn(self._turn_of(scratch, head_idx, row_block), own_turn)
 
-    def _load_keys(self, operands, tiles, channel: Channel, lengths, number, work: Work):
+    def _load_keys(
+        self, operands, tiles, channels: Channels, lengths, work: Work, tile: Int32, first: Int32
+    ):
+        """Fetch the keys and values of a work tile, which complete query block `first` and its dO.
+
+        Where they have one stage, the block before has to read those of the work tile before until
+        its dQ is complete; then it releases dO, or Q if dQ has several parts. Where they have two,
+        whoever read the stage released a Q that `first` has taken the place of.
+        """
         plan = self.plan
-        channel.acquire(number)
-        channel.expect(number, plan.bytes_kv)
-        for atom, source, smem, d in (
-            (operands.k_atom, operands.k, tiles.k, plan.tile_d),
-            (operands.v_atom, operands.v, tiles.v, plan.tile_dv),
+        if plan.stages_kv == 1:
+            last_read = channels.do if len(plan.parts_dq) == 1 else channels.q
+            last_read.wait_until_released(first - 1)
+        for atom, source, smem, d, barrier in (
+            (operands.k_atom, operands.k, tiles.k, plan.tile_d, channels.q.barrier(first)),
+            (operands.v_atom, operands.v, tiles.v, plan.tile_dv, channels.do.barrier(first)),
         ):
             for group in range(plan.key_groups):
                 row = work.block * plan.tile_n + group * wgmma.ROWS_PER_WARPGROUP
@@ -475,10 +484,10 @@ class FlashAttentionBackwardSm90:
                     gmem, row = tma.readable_rows(
                         source, work.offset_k, work.seqlen_k, lengths.seqlen_k, row
                     )
-                tile = ((1, wgmma.ROWS_PER_WARPGROUP), d)
-                src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), tile, smem)
-                stage = channel.index(number) * plan.key_groups + group
-                cute.copy(atom, src, dst[None, stage], tma_bar_ptr=channel.barrier(number))
+                box = ((1, wgmma.ROWS_PER_WARPGROUP), d)
+                src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem)
+                unit = plan.keys_unit(tile, group)
+                cute.copy(atom, src, dst[None, unit], tma_bar_ptr=barrier)
 
     def _query_rows(self, tensor, lengths: Lengths, work: Work, row: Int32) -> tuple:
         """The ((head, row), d) tensor of a sequence of Q or dO, and the row to read from."""
@@ -493,8 +502,8 @@ class FlashAttentionBackwardSm90:
     ):  # fmt: skip
         """Fetch a query block: Q with its statistics, and dO.
 
-        first: the number of the work tile's first one, with which its keys are fetched. state: this
-        one's number, and head, row block and turn of the last two blocks.
+        first: the number of the work tile's first one, which its keys and values come with. state:
+        this one's number, and head, row block and turn of the last two blocks.
         """
         plan = self.plan
         number = state[0]
@@ -511,7 +520,11 @@ class FlashAttentionBackwardSm90:
         if cute.arch.lane_idx() == 0:
             for i in cutlass.range_constexpr(QUERY_WORDS):
                 tiles.words[i, stage] = Int32(words[i])
-        channels.q.expect(number, plan.bytes_q + plan.bytes_stats)
+        bytes_k, bytes_v = (
+            cutlass.select_(number == first, Int32(size), Int32(0))
+            for size in (plan.bytes_k, plan.bytes_v)
+        )
+        channels.q.expect(number, bytes_k + plan.bytes_q + plan.bytes_stats)
         barrier = channels.q.barrier(number)
         cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
         stats = mStats[block.head_idx, row_block, None, None].iterator
@@ -521,7 +534,7 @@ class FlashAttentionBackwardSm90:
         gmem, row = self._query_rows(operands.do, lengths, work, block.index * plan.tile_m)
         src, dst = tma.tile_of(operands.do_atom, gmem, (block.head_idx, row), tile, tiles.do)
         channels.do.acquire(number)
-        channels.do.expect(number, plan.bytes_do)
+        channels.do.expect(number, bytes_v + plan.bytes_do)
         cute.copy(
             operands.do_atom,
             src,
@@ -570,7 +583,6 @@ class FlashAttentionBackwardSm90:
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
-            channels.kv.wait(tile)
             channels.q.wait(block)
             accumulate = Boolean(False)
             known = Known.nothing()
@@ -597,7 +609,7 @@ class FlashAttentionBackwardSm90:
                         sync_both()
                         scores.complete(block)
                         ds_stage = block % DS_STAGES
-                        issue_dQ = partial(self._issue_dq, at, ds_stage, channels.kv.index(tile))
+                        issue_dQ = partial(self._issue_dq, at, ds_stage, tile)
                         stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
                         acc_dQ = issue_dQ(0)
                         self._issue_sums(acc_dK, scores.grads, at.dk_q, stage, accumulate)
@@ -623,7 +635,6 @@ class FlashAttentionBackwardSm90:
                         block += 1
                         current = following
 
-            channels.kv.release(tile)
             work = ring.read(tile)
             for acc in acc_dK:
                 self._scale(acc, softmax_scale)
@@ -679,7 +690,7 @@ class FlashAttentionBackwardSm90:
             tile = operand_b[None, None, None, stage]
             wgmma.issue(mma, acc, operand_a, tile, accumulate)
 
-    def _issue_dq(self, at: Fragments, ds_stage: Int32, kv_stage: Int32, part: int) -> cute.Tensor:
+    def _issue_dq(self, at: Fragments, ds_stage: Int32, tile: Int32, part: int) -> cute.Tensor:
         """Start this warpgroup's part of dQ = dS K, over all keys; returns the accumulator."""
         plan = self.plan
         width = plan.parts_dq[part]
@@ -688,7 +699,7 @@ class FlashAttentionBackwardSm90:
         pairs = []
         for group in range(plan.key_groups):
             ds_tile = at.dq_ds[None, None, None, plan.ds_unit(ds_stage, Int32(group), row_group)]
-            k_tile = at.dq_k[part][None, None, None, kv_stage * plan.key_groups + group]
+            k_tile = at.dq_k[part][None, None, None, plan.keys_unit(tile, group)]
             pairs.append((ds_tile, k_tile))
         wgmma.issue_sum(plan.mma_dq(width), acc_dQ, pairs, False)
         return acc_dQ

@@ -27,6 +27,7 @@ from flash_mask_cute.core.cta import (
     registers_left,
     swizzled,
 )
+from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import column_parts
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
@@ -64,7 +65,6 @@ class Channels(NamedTuple):
 
     q: Channel
     do: Channel
-    kv: Channel
     dq: Channel
     bits: Channel
     ring: WorkRing
@@ -206,8 +206,12 @@ class BwdPlan:
         return self.tile_m * self.tile_dv * 2
 
     @property
-    def bytes_kv(self) -> int:
-        return self.tile_n * (self.tile_d + self.tile_dv) * 2
+    def bytes_k(self) -> int:
+        return self.tile_n * self.tile_d * 2
+
+    @property
+    def bytes_v(self) -> int:
+        return self.tile_n * self.tile_dv * 2
 
     @property
     def bytes_ds(self) -> int:
@@ -239,7 +243,7 @@ class BwdPlan:
             + self.stages_do * self.bytes_do
             + DS_STAGES * self.bytes_ds
             + self.bytes_p
-            + self.stages_kv * self.bytes_kv
+            + self.stages_kv * (self.bytes_k + self.bytes_v)
             + self.bytes_dq
             + self.bytes_bits
             + SMEM_BOOKKEEPING
@@ -329,9 +333,13 @@ class BwdPlan:
         """(4, lane, column group, warp): parts of dQ of a width as their threads hold them."""
         return 4, 32, width // 8, self.num_mma_warps
 
-    def own_keys(self, channel: Channel, tile: Int32) -> Int32:
-        """Stage of this MMA warpgroup's keys of a work tile."""
-        return channel.index(tile) * self.key_groups + self.key_group()
+    def keys_unit(self, tile: Int32, key_group: Int32 | int) -> Int32:
+        """Last coordinate in `layout_k` and `layout_v`, of keys of a work tile."""
+        return Cursor(tile, self.stages_kv).index * self.key_groups + key_group
+
+    def own_keys(self, tile: Int32) -> Int32:
+        """`keys_unit` of this MMA warpgroup's keys."""
+        return self.keys_unit(tile, self.key_group())
 
     def first_key(self) -> Int32:
         """The first key of this MMA warpgroup, in the work tile."""
@@ -376,7 +384,6 @@ class BwdPlan:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
             dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
-            kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_kv]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
@@ -418,7 +425,6 @@ class BwdPlan:
         return Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
-            kv=channel(storage.kv_barriers, self.stages_kv, loads, mma_warps),
             dq=channel(storage.dq_barriers, 1, mma_warps, loads),
             bits=channel(storage.bits_barriers, 1, self.num_painters, bit_readers),
             ring=ring,

@@ -270,12 +270,12 @@ class BlockScores:
     # -- steps ----------------------------------------------------------------------------------
 
     def _issue_scores(self, acc_S: cute.Tensor, at: Visit, part: int = 0) -> None:
-        k_tile = self.factors.k[None, None, None, self.plan.own_keys(self.channels.kv, at.tile)]
+        k_tile = self.factors.k[None, None, None, self.plan.own_keys(at.tile)]
         q_tile = self.factors.q[part][None, None, None, self.channels.q.index(at.block)]
         wgmma.issue(self.plan.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
 
     def _issue_dp(self, acc_dP: cute.Tensor, at: Visit, part: int = 0) -> None:
-        v_tile = self.factors.v[None, None, None, self.plan.own_keys(self.channels.kv, at.tile)]
+        v_tile = self.factors.v[None, None, None, self.plan.own_keys(at.tile)]
         do_tile = self.factors.do[part][None, None, None, self.channels.do.index(at.block)]
         wgmma.issue(self.plan.mma_scores(self.num_parts), acc_dP, v_tile, do_tile, False)
 
