@@ -590,8 +590,9 @@ class FlashAttentionBackwardSm90:
             if const_expr(scores.needs_scores):
                 # here and not in the loops below, where a branch would serialise all products
                 while (current != Kind.END) & (not ring.read(tile).has_scores):
-                    self._pass_over(tiles, channels, scores, block, cut)
+                    channels.q.wait(block)
                     current = tiles.words[0, channels.q.index(block)] & KIND_MASK
+                    self._pass_over(tiles, channels, scores, block, cut)
                     block += 1
                     cut += 1
             # The same loop for blocks that are cut and for others: one that asked every block would
