@@ -468,10 +468,7 @@ class FlashAttentionBackwardSm90:
         its dQ is complete; then it releases dO, or Q if dQ has several parts. Where they have two,
         whoever read the stage released a Q that `first` has taken the place of.
         """
-        plan = self.plan
-        if plan.stages_kv == 1:
-            last_read = channels.do if len(plan.parts_dq) == 1 else channels.q
-            last_read.wait_until_released(first - 1)
+        plan, copies = self.plan, []
         for atom, source, smem, d, barrier in (
             (operands.k_atom, operands.k, tiles.k, plan.tile_d, channels.q.barrier(first)),
             (operands.v_atom, operands.v, tiles.v, plan.tile_dv, channels.do.barrier(first)),
@@ -486,8 +483,16 @@ class FlashAttentionBackwardSm90:
                     )
                 box = ((1, wgmma.ROWS_PER_WARPGROUP), d)
                 src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem)
-                unit = plan.keys_unit(tile, group)
-                cute.copy(atom, src, dst[None, unit], tma_bar_ptr=barrier)
+                copies.append((atom, src, dst[None, plan.keys_unit(tile, group)], barrier))
+        if plan.stages_kv == 1:
+            with cute.arch.elect_one():
+                for atom, src, _, _ in copies:
+                    # brought into L2 meanwhile
+                    cute.prefetch(atom, src)
+            last_read = channels.do if len(plan.parts_dq) == 1 else channels.q
+            last_read.wait_until_released(first - 1)
+        for atom, src, dst, barrier in copies:
+            cute.copy(atom, src, dst, tma_bar_ptr=barrier)
 
     def _query_rows(self, tensor, lengths: Lengths, work: Work, row: Int32) -> tuple:
         """The ((head, row), d) tensor of a sequence of Q or dO, and the row to read from."""
