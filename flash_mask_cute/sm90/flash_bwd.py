@@ -656,13 +656,15 @@ class FlashAttentionBackwardSm90:
         self, tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32
     ):
         """Take a query block, which is cut, in a work tile without scores: it adds 0 to dQ."""
+        # dO is released first, as after a block's products: the load warp may wait for that before
+        # it takes a part of dQ
         channels.do.wait(block)
+        channels.do.release(block)
         scores.discard_bits(cut)
         for i, width in enumerate(self.plan.parts_dq):
             nothing = wgmma.make_accumulator(width)
             nothing.fill(0.0)
             self._stage_dq(tiles, channels.dq, block, i, nothing)
-        channels.do.release(block)
         channels.q.release(block)
 
     def _fragments(self, tiles: Tiles) -> Fragments:
