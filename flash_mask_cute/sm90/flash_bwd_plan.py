@@ -261,6 +261,9 @@ class BwdPlan:
         for name in ("stages_q", "stages_do", "stages_kv"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
+        if len(self.parts_dq) > 1 and self.stages_q == 1:
+            # the load warp would wait for a Q that is released after parts of dQ that wait for it
+            return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
         if self.fragment_registers + SCALAR_REGISTERS > MAX_REGISTERS:

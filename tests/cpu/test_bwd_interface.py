@@ -717,7 +717,7 @@ def test_an_override_is_kept_and_the_rest_made_to_fit(dim: int, given: dict[str,
     try:
         choice = select_bwd_config(dim, dim, "other", BwdConfig(**given))
     except ValueError as error:
-        assert not feasible and str(given["tile_m"]) in str(error)
+        assert not feasible and str(given) in str(error)
         return
     assert choice.tiles in feasible
     assert f"config= sets {next(iter(given))}=" in choice.reason
@@ -729,6 +729,8 @@ def test_an_override_that_cannot_run() -> None:
     for dim in (64, 256):
         with pytest.raises(ValueError, match=r"stages_q must be 1 or 2, got 3"):
             select_bwd_config(dim, dim, "other", BwdConfig(stages_q=3))
+    with pytest.raises(ValueError, match=r"stages_q must be 2 where head_dim is above 128"):
+        select_bwd_config(136, 64, "other", BwdConfig(stages_q=1))
 
 
 TARGET = Target.default()

@@ -247,11 +247,11 @@ def test_what_other_sequences_hold_does_not_matter(simulator: ModuleType, poison
 
 @pytest.mark.parametrize(
     "config",
-    [{"stages_q": 1, "stages_kv": 2}, {"stages_do": 1, "tile_m": 64}],
+    [{"stages_q": 1, "stages_kv": 2}, {"stages_do": 1, "tile_m": 64}, {"stages_kv": 2}],
     ids=str,
 )
 def test_configurations_that_no_row_has(simulator: ModuleType, config: dict[str, Any]) -> None:
-    case = Case("config", 1, 200, 300, 2, 1, head_dim=64, causal=True, column="stepped1")
+    case = Case("config", 1, 200, 600, 2, 1, head_dim=64, causal=True, column="stepped1")
     run_sim(simulator, make_inputs(case), seeds=(1,), config=config)
 
 
