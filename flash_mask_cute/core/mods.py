@@ -10,7 +10,7 @@ Hopper, which has no packed fp32 or integer arithmetic.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import cutlass
 import cutlass.cute as cute
@@ -42,34 +42,65 @@ def call_score_mod(
     return Float32(_scalar(result))
 
 
+class RowPlace(NamedTuple):
+    """Where a row of scores lies: batch entry, query head, position in the sequence."""
+
+    batch_idx: Int32
+    head_idx: Int32
+    q_idx: Int32
+
+    @staticmethod
+    def of(work: Work, row: Int32, packed_heads: int) -> "RowPlace":
+        """row: of the sequence, or of its packed rows; past the end it is as the last position,
+        since a callable may index tensors with it."""
+        head_idx = work.head_idx
+        if packed_heads > 1:
+            head_idx = work.head_idx * packed_heads + row % packed_heads
+        q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
+        return RowPlace(work.batch_idx, head_idx, q_idx)
+
+
+def inside(k_idx: Int32, work: Work) -> Int32:
+    """A key, or the last one instead of those past the end, which are hidden by others."""
+    return cutlass.min(k_idx, work.seqlen_k - 1)
+
+
+def at_plain_distances(
+    q_idx: Int32, k_idx: Int32, opaque_zero: Int32
+) -> tuple[Callable[[int], Int32], Callable[[int], Int32]]:
+    """The query `rows` after q_idx and the key `cols` after k_idx, as functions of these numbers.
+
+    What callables make of a score often depends on q_idx - kv_idx only, and a thread's columns and
+    its rows, 8 apart both, have few different ones: 34 of 64 where there are 32 columns. The
+    compiler computes and loads for each once, if the differences are plain to it, as in
+    (k + (d + 8)) - (k + 16). For that it must know neither k nor d, the distance of the first ones:
+    it would write k | 8 for a multiple of 16, and q + 8 for k + (d + 8).
+
+    opaque_zero: 0, which the compiler does not know.
+    """
+    first = k_idx ^ opaque_zero
+    distance = (q_idx - k_idx) ^ opaque_zero
+    return lambda rows: first + (distance + rows), lambda cols: first + cols
+
+
 def modify_row(
     score_mod: Callable[..., Any],
     scores: cute.Tensor,
     r: int,
     scale: Float32,
-    row: Int32,
+    place: RowPlace,
     k_idx_of: Callable[[int], Int32],
-    work: Work,
-    packed_heads: int,
-    is_cut: bool,
     aux_tensors: Any,
 ) -> None:
     """Let a score_mod have row r of scores (rows, cols), which `scale` makes of what is there.
 
-    row: of the sequence, or of its packed rows. k_idx_of: the key of a column. is_cut: keys may lie
-    past the end; such positions are hidden, but the callable may index tensors with them.
+    k_idx_of: the key of a column, in the sequence.
     """
-    q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
-    head_idx = work.head_idx
-    if packed_heads > 1:
-        head_idx = work.head_idx * packed_heads + row % packed_heads
     for c in range(cute.size(scores, mode=[1])):
-        k_idx = k_idx_of(c)
-        if is_cut:
-            k_idx = cutlass.min(k_idx, work.seqlen_k - 1)
         scores[r, c] = call_score_mod(
-            score_mod, scores[r, c] * scale, work.batch_idx, head_idx, q_idx, k_idx, aux_tensors
-        )
+            score_mod, scores[r, c] * scale, place.batch_idx, place.head_idx, place.q_idx,
+            k_idx_of(c), aux_tensors,
+        )  # fmt: skip
 
 
 def call_mask_mod(

@@ -57,7 +57,7 @@ from flash_mask_cute.core.cta import (
     thread_in_warpgroup,
 )
 from flash_mask_cute.core.lengths import Lengths, store_lse
-from flash_mask_cute.core.mods import modify_row
+from flash_mask_cute.core.mods import RowPlace, at_plain_distances, inside, modify_row
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
@@ -336,7 +336,7 @@ class FlashAttentionForwardSm90:
                     self.is_causal or self.is_local,
                     lengths.cu_seqlens_q is not None,
                 )
-                rules = QueryWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths)
+                rules = self._rules(masks, lengths)
                 plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
             elif const_expr(not plan.painter_warpgroup):
                 self.paint(painter, tiles, channels, lengths, masks)
@@ -352,8 +352,13 @@ class FlashAttentionForwardSm90:
     ):
         """Painting warp: bits of a share of every tile's rows."""
         share = Share.create(painter, self.plan.num_painters, self.plan.tile_m, wgmma.COLUMNS)
-        rules = QueryWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths)
+        rules = self._rules(masks, lengths)
         paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+
+    def _rules(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
+        # of whole blocks, a score_mod is told rows without asking whether there are so many
+        cuts_overhang = self.score_mod is not None
+        return QueryWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, cuts_overhang)
 
     @cute.jit
     def mma(
@@ -384,11 +389,11 @@ class FlashAttentionForwardSm90:
         first_scores = partial(self._first_scores, channels, issue_scores, first_S)
         first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
         bits_of = partial(take_bits, tiles.bits, channels.bits, first_row)
-        modify = partial(self._modify, score_args.scales, masks.aux_tensors, ring)
         modifies = self.score_mod is not None or score_args.scales.cap is not None
         policy = plan.policy(modifies)
         # 1, since grids are one-dimensional, but the compiler does not know that
         opaque_one = Int32(cute.arch.grid_dim()[2])
+        modify = partial(self._modify, score_args.scales, masks.aux_tensors, ring, opaque_one - 1)
         replay = partial(self._replay, tiles, channels, opaque_one)
         # the work tile, the key/value block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
@@ -514,7 +519,8 @@ class FlashAttentionForwardSm90:
 
     def _kinds(self, masks: MaskArgs) -> tuple[Kind, ...]:
         """What blocks after a walk's first may be."""
-        can_cut = (self.is_causal, self.is_local, self.mask_mod, masks.columns, masks.bits)
+        callables = (self.score_mod, self.mask_mod)
+        can_cut = (self.is_causal, self.is_local, *callables, masks.columns, masks.bits)
         has_cut = any(x is not None and x is not False for x in can_cut)
         return (Kind.CUT, Kind.WHOLE) if has_cut or not self.skip_blocks else (Kind.WHOLE,)
 
@@ -600,6 +606,7 @@ class FlashAttentionForwardSm90:
         scales: ScoreScales,
         aux_tensors,
         ring: WorkRing,
+        opaque_zero: Int32,
         tile,
         word,
         scores,
@@ -610,26 +617,29 @@ class FlashAttentionForwardSm90:
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
-            n_block = word >> N_BLOCK_SHIFT
-            self._modify_each(
-                scales.scale_mod, aux_tensors, ring.read(tile), n_block, scores, is_cut
-            )
+            work, n_block = ring.read(tile), word >> N_BLOCK_SHIFT
+            places, k_idx_of = self._places(work, n_block, is_cut, opaque_zero)
+            for r, place in enumerate(places):
+                modify_row(
+                    self.score_mod, scores, r, scales.scale_mod, place, k_idx_of, aux_tensors
+                )
 
-    def _modify_each(self, scale, aux_tensors, work: Work, n_block: Int32, scores, is_cut: bool):
+    def _places(self, work: Work, n_block: Int32, is_cut: bool, opaque_zero: Int32) -> tuple:
+        """Where the rows of a thread's scores lie, and the key of a column as a function.
+
+        Rows and keys past the end are in cut blocks only.
+        """
+        rows, heads = self._tile_rows(work, thread_in_warpgroup()), self.plan.packed_heads
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
-        for r, row in enumerate(self._tile_rows(work, thread_in_warpgroup())):
-            modify_row(
-                self.score_mod,
-                scores,
-                r,
-                scale,
-                row,
-                lambda c: first_k_idx + wgmma.col_offset(c),
-                work,
-                self.plan.packed_heads,
-                is_cut,
-                aux_tensors,
-            )
+        places = [RowPlace.of(work, row, heads) for row in rows]
+        if is_cut:
+            return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)
+        q_after, k_after = at_plain_distances(rows[0] // heads, first_k_idx, opaque_zero)
+        places = [
+            place._replace(q_idx=q_after(wgmma.row_offset(r) // heads))
+            for r, place in enumerate(places)
+        ]
+        return places, lambda c: k_after(wgmma.col_offset(c))
 
     def _tile_rows(self, work: Work, thread: Int32):
         """Rows of the sequence (of its packed rows) that a thread's accumulator holds."""

@@ -152,6 +152,16 @@ def test_masks_compile_well(name: str, tmp_path: Path) -> None:
     check_code(f"{name}: {meta}, {counts}", meta, counts)
 
 
+def test_scores_that_are_equally_far_apart_share_their_bias(tmp_path: Path) -> None:
+    """A thread's 64 scores of a whole block have 34 distances, and as many are converted."""
+    fields, mods = mods_of("score")
+    _, counts = build(replace(PLAIN, **fields), tmp_path, mods)
+    if not counts:
+        pytest.skip("nothing here can read machine code")
+    first_block = cut_block = 64
+    assert counts["I2FP"] < first_block + cut_block + 40, counts
+
+
 BLACKWELL = {
     **{
         f"d{row.max_dim}-dv{row.max_dim_v}-{'causal' if causal else 'full'}": AttentionProblem(

@@ -6,9 +6,11 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import mask_cases
 import pytest
 import simulated_forward
 import torch
+from mask_cases import ScoreRecipe
 from simulated_forward import DELAY_SEEDS
 from support import (
     BF16,
@@ -222,3 +224,29 @@ def test_lists_end_where_the_queries_do(simulator: ModuleType) -> None:
     expected = torch.softmax(scores, -1) @ v[:128, 0].double()
     assert (out[:100, 0].double() - expected).abs().max() < 0.02
     assert not out[100:].any()
+
+
+def _place_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, aux: Any) -> Any:
+    return score + aux[-1][h[0], q_idx[0], kv_idx[0]]
+
+
+PLACE_BIAS = ScoreRecipe(
+    _place_bias,
+    lambda score, b, h, q, k, aux: score + aux[-1][h, q, k].to(score.dtype),
+    lambda extents, generator: 3 * torch.randn(
+        (extents.heads_q, extents.seqlen_q, extents.seqlen_k), generator=generator
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("heads", [1, 2, 8, 16])
+def test_score_mod_is_told_every_position(
+    simulator: ModuleType, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tiles that end inside the queries and of one that reaches past them; the simulator reports
+    a read outside of the table."""
+    monkeypatch.setitem(mask_cases.SCORE_MODS, "place", PLACE_BIAS)
+    queries = 320 // heads if heads < 16 else 21
+    case = Case("places", 1, queries, 300, heads, 1, score_mod="place", pack_gqa=True)
+    run_sim(simulator, make_inputs(case), seeds=(None, 1))
