@@ -15,8 +15,17 @@ from typing import Any, NamedTuple, NoReturn
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import scf
 
 from flash_mask_cute.core.work_ring import Work
+
+# Operations that the pipe of the exponentials computes, by `_function_name`.
+_FUNCTIONS = {
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "divf"),
+    *("erf", "erfc", "ex2", "exp", "exp2", "expm1", "lg2", "log", "log10", "log1p", "log2", "powf"),
+    *("rcp", "rsqrt", "sin", "sincos", "sinh", "sqrt", "tan", "tanh"),
+}
 
 
 def _vector(value: Any, dtype: type[cutlass.Numeric]) -> cute.TensorSSA:
@@ -116,6 +125,47 @@ def call_mask_mod(
     with _no_truth_values():
         result = mask_mod(*indices, aux_tensors)
     return Boolean(_scalar(result))
+
+
+def computes_functions(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:
+    """Whether a score_mod applies tanh, exp2 or the like, which share a pipe, to a score.
+
+    Called while a kernel is traced: traces the callable once more, and takes that out again.
+    """
+    probe = scf.IfOp(Boolean(False).ir_value())
+    with ir.InsertionPoint(probe.then_block):
+        score = cute.full((1,), Float32(0.0), Float32)[0]
+        call_score_mod(score_mod, score, *(Int32(0) for _ in range(4)), aux_tensors)
+        found = _reaches_function(score.ir_value())
+        scf.YieldOp([])
+    probe.operation.erase()
+    return found
+
+
+def _reaches_function(origin: ir.Value) -> bool:
+    """Whether an operation of _FUNCTIONS is made of a value, by way of any others."""
+    seen: set[int] = set()
+    pending = [origin]
+    while pending:
+        for use in pending.pop().uses:
+            user = use.owner.operation
+            if _function_name(user) in _FUNCTIONS:
+                return True
+            results = user.results if user.name != "scf.yield" else user.parent.operation.results
+            # `==` of the DSL's values would trace a comparison
+            fresh = [x for x in results if ir.Value.__hash__(x) not in seen]
+            seen.update(ir.Value.__hash__(x) for x in fresh)
+            pending.extend(fresh)
+    return False
+
+
+def _function_name(operation: ir.Operation) -> str:
+    """The `cute.math` function that an operation is, as far as one can tell."""
+    text = operation.name
+    for attribute in ("intrin", "asm_string"):
+        if attribute in operation.attributes:
+            text = ir.StringAttr(operation.attributes[attribute]).value.removeprefix("llvm.nvvm.")
+    return text.removeprefix("math.").split(".")[0]
 
 
 def _scalar(result: Any) -> Any:

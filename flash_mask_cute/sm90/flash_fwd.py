@@ -57,10 +57,16 @@ from flash_mask_cute.core.cta import (
     thread_in_warpgroup,
 )
 from flash_mask_cute.core.lengths import Lengths, store_lse
-from flash_mask_cute.core.mods import RowPlace, at_plain_distances, inside, modify_row
+from flash_mask_cute.core.mods import (
+    RowPlace,
+    at_plain_distances,
+    computes_functions,
+    inside,
+    modify_row,
+)
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
-from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
+from flash_mask_cute.core.softmax import OnlineSoftmax, QuadRows, ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
@@ -381,8 +387,14 @@ class FlashAttentionForwardSm90:
         acc_O = wgmma.make_accumulator(plan.tile_dv)
         probs = cute.make_rmem_tensor(cute.size(first_S) // 2, Int32)
         tOrP = wgmma.as_operand_a(cute.recast_tensor(probs, plan.dtype))
+        uses_functions = score_args.scales.cap is not None
+        if const_expr(self.score_mod is not None):
+            uses_functions = uses_functions or computes_functions(self.score_mod, masks.aux_tensors)
         softmax = OnlineSoftmax.create(
-            score_args.scales.scale_log2, wgmma.ROWS_PER_THREAD, plan.dtype
+            score_args.scales.scale_log2,
+            wgmma.ROWS_PER_THREAD,
+            plan.dtype,
+            QuadRows(uses_polynomial=uses_functions),
         )
 
         issue_scores = partial(self._issue_scores, channels, mma_qk, tSrQ, tSrK)

@@ -288,6 +288,44 @@ def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> Non
     assert exponentials[1] - exponentials[0] == 2 * 24
 
 
+def bounded(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score * 0.1, fastmath=True) * 10.0
+
+
+def powered(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    near = cute.where(q - k < 4, score, cute.math.exp2(score, fastmath=True))
+    return near + aux[0][h[0]]
+
+
+@pytest.mark.parametrize(
+    "fields, mod, share",
+    [
+        ({}, None, 0),
+        ({"has_softcap": True}, None, 16),
+        ({"is_causal": True}, bounded, 16),
+        ({"aux": (("float32", 1),)}, powered, 16),
+        # its exponential is of the head, not of the score
+        ({}, SCORE_MODS["alibi"].cute, 0),
+    ],
+    ids=["plain", "softcap", "tanh", "exp2-and-aux", "alibi"],
+)
+def test_exponentials_by_polynomial_beside_functions_of_scores(
+    fields: dict[str, Any], mod: Any, share: int, tmp_path: Path
+) -> None:
+    """A quarter of a thread's 64 on Hopper."""
+    key = callable_key(mod) if mod is not None else None
+    problem = replace(PLAIN, score_mod=key, **fields)
+    tiles = select_fwd_config(problem, shapes_of(problem), override=FwdConfig(128, 128)).tiles
+    with compile_lock():
+        options = f"--keep-ptx --dump-dir={tmp_path}"
+        compiled = build_fwd(problem, tiles, TARGET, Mods(score_mod=mod), options)
+    rounded_down = cast(Any, compiled.function).__ptx__.count("add.rm.f32")
+    # the text has a block's exponentials up to five times: for a tile's first block, and for each
+    # kind of others, where they may be taken again
+    assert rounded_down in ((3 * share, 5 * share) if share else (0,))
+    assert compiled.meta["spill_bytes"] == 0 and not compiled.meta["warnings"]
+
+
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_what_the_blackwell_plan_says_about_memory(row: FwdRow) -> None:
     plan = BlackwellPlan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -150,6 +151,16 @@ def test_maxima_that_outgrow_the_one_in_use(
     """P is taken anew and O rescaled, in some warps and rows and not in others."""
     inputs = make_growing_inputs(head_dim, tile_n, column, causal)
     run_sim(simulator, inputs, config={"tile_m": tile_m, "tile_n": tile_n})
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("column", [4, 17], ids=["by-instruction", "by-polynomial"])
+def test_maxima_that_outgrow_the_one_in_use_below_a_cap(simulator: ModuleType, column: int) -> None:
+    """The exponential that says so is one of those for which the pipe of tanh is spared, or not."""
+    plain = make_growing_inputs(128, 128, column)
+    case = replace(plain.case, softcap=200.0)
+    inputs = Inputs(case, plain.q, plain.k, plain.v, plain.keywords | {"softcap": 200.0})
+    run_sim(simulator, inputs, config={"tile_m": 128, "tile_n": 128})
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
