@@ -251,13 +251,15 @@ PLACE_BIAS = ScoreRecipe(
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("heads", [1, 2, 8, 16])
+@pytest.mark.parametrize("heads, head_dim", [(1, 128), (2, 64), (8, 128), (16, 64)])
 def test_score_mod_is_told_every_position(
-    simulator: ModuleType, heads: int, monkeypatch: pytest.MonkeyPatch
+    simulator: ModuleType, heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of tiles that end inside the queries and of one that reaches past them; the simulator reports
     a read outside of the table."""
     monkeypatch.setitem(mask_cases.SCORE_MODS, "place", PLACE_BIAS)
     queries = 320 // heads if heads < 16 else 21
-    case = Case("places", 1, queries, 300, heads, 1, score_mod="place", pack_gqa=True)
+    case = Case(
+        "places", 1, queries, 300, heads, 1, head_dim=head_dim, score_mod="place", pack_gqa=True
+    )
     run_sim(simulator, make_inputs(case), seeds=(None, 1))
