@@ -405,7 +405,8 @@ class FlashAttentionForwardSm90:
         policy = plan.policy(modifies)
         # 1, since grids are one-dimensional, but the compiler does not know that
         opaque_one = Int32(cute.arch.grid_dim()[2])
-        modify = partial(self._modify, score_args.scales, masks.aux_tensors, ring, opaque_one - 1)
+        places_of = partial(self._places, ring, opaque_one - 1)
+        modify = partial(self._modify, score_args.scales, masks.aux_tensors)
         replay = partial(self._replay, tiles, channels, opaque_one)
         # the work tile, the key/value block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
@@ -416,10 +417,10 @@ class FlashAttentionForwardSm90:
             word = tiles.words[channels.k.index(block)]
             scores = wgmma.rows_by_cols(first_S)
             if const_expr(self.score_mod is None):
-                modify(tile, word, scores, True)
+                modify(None, scores)
             elif ring.read(tile).has_scores:
                 # a sequence without queries or keys has no position to ask about
-                modify(tile, word, scores, True)
+                modify(places_of(tile, word, True), scores)
             if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
                 bit_tile.hide_unset(scores, bits_of(cut, Boolean(False)))
                 cut += 1
@@ -454,6 +455,8 @@ class FlashAttentionForwardSm90:
                         acc_S = wgmma.make_accumulator(plan.tile_n)
                         fresh_probs = cute.make_rmem_tensor(probs.layout, Int32)
                         issue_scores(acc_S, tile, block + 1)
+                        # before a wait, so that what a score_mod makes of them can be, too
+                        places = places_of(tile, word, kind == Kind.CUT)
                         channels.v.wait_unless(is_v_full, block)
                         v_tile = tOrV[None, None, None, channels.v.index(block)]
                         wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
@@ -462,7 +465,7 @@ class FlashAttentionForwardSm90:
                         if const_expr(policy != MaxPolicy.REPLAY):
                             channels.k.release(block + 1)
                         scores = wgmma.rows_by_cols(acc_S)
-                        modify(tile, word, scores, kind == Kind.CUT)
+                        modify(places, scores)
                         if const_expr(kind == Kind.CUT):
                             bit_tile.hide_unset(scores, bits)
                         factors = self._exponentials(
@@ -617,30 +620,26 @@ class FlashAttentionForwardSm90:
         self,
         scales: ScoreScales,
         aux_tensors,
-        ring: WorkRing,
-        opaque_zero: Int32,
-        tile,
-        word,
-        scores,
-        is_cut: cutlass.Constexpr,
+        places: tuple | None,
+        scores: cute.Tensor,
     ):
-        """Soft-cap the scores of a key block, and let score_mod have them."""
+        """Soft-cap the scores of a key block, and let score_mod have them, with their `places`."""
         if const_expr(scales.cap is not None):
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
-            work, n_block = ring.read(tile), word >> N_BLOCK_SHIFT
-            places, k_idx_of = self._places(work, n_block, is_cut, opaque_zero)
-            for r, place in enumerate(places):
-                modify_row(
-                    self.score_mod, scores, r, scales.scale_mod, place, k_idx_of, aux_tensors
-                )
+            rows, k_idx_of = places
+            for r, row in enumerate(rows):
+                modify_row(self.score_mod, scores, r, scales.scale_mod, row, k_idx_of, aux_tensors)
 
-    def _places(self, work: Work, n_block: Int32, is_cut: bool, opaque_zero: Int32) -> tuple:
+    def _places(self, ring: WorkRing, opaque_zero: Int32, tile, word, is_cut: bool) -> tuple | None:
         """Where the rows of a thread's scores lie, and the key of a column as a function.
 
-        Rows and keys past the end are in cut blocks only.
+        None where nobody asks. Rows and keys past the end are in cut blocks only.
         """
+        if self.score_mod is None:
+            return None
+        work, n_block = ring.read(tile), word >> N_BLOCK_SHIFT
         rows, heads = self._tile_rows(work, thread_in_warpgroup()), self.plan.packed_heads
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
         places = [RowPlace.of(work, row, heads) for row in rows]
