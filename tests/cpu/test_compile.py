@@ -297,6 +297,28 @@ def powered(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return near + aux[0][h[0]]
 
 
+def squashed(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score, fastmath=True) * 10.0
+
+
+def grown(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score * 2.0**70, fastmath=True) * 10.0
+
+
+def test_a_number_that_multiplies_the_score_joins_its_scale(tmp_path: Path) -> None:
+    """And costs nothing, unless it is so large that the scale might not hold it."""
+    products = {}
+    for mod in (bounded, squashed, grown):
+        problem = replace(PLAIN, score_mod=callable_key(mod))
+        _, counts = build(problem, tmp_path, Mods(score_mod=mod))
+        if not counts:
+            pytest.skip("nothing here can read machine code")
+        products[mod] = counts["FMUL"]
+    assert abs(products[bounded] - products[squashed]) < 4
+    # of each of a thread's 64 scores in a first block, a cut and a whole one
+    assert products[grown] > products[squashed] + 3 * 64 - 4
+
+
 @pytest.mark.parametrize(
     "fields, mod, share",
     [
