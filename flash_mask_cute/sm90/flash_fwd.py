@@ -59,8 +59,8 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.lengths import Lengths, store_lse
 from flash_mask_cute.core.mods import (
     RowPlace,
+    ScoreModTraits,
     at_plain_distances,
-    computes_functions,
     inside,
     modify_row,
 )
@@ -387,14 +387,15 @@ class FlashAttentionForwardSm90:
         acc_O = wgmma.make_accumulator(plan.tile_dv)
         probs = cute.make_rmem_tensor(cute.size(first_S) // 2, Int32)
         tOrP = wgmma.as_operand_a(cute.recast_tensor(probs, plan.dtype))
-        uses_functions = score_args.scales.cap is not None
+        traits = ScoreModTraits(computes_functions=False, factor=1.0)
         if const_expr(self.score_mod is not None):
-            uses_functions = uses_functions or computes_functions(self.score_mod, masks.aux_tensors)
+            traits = ScoreModTraits.of(self.score_mod, masks.aux_tensors)
+        has_cap = score_args.scales.cap is not None
         softmax = OnlineSoftmax.create(
-            score_args.scales.scale_log2,
+            score_args.scales.scale_log2 * traits.factor,
             wgmma.ROWS_PER_THREAD,
             plan.dtype,
-            QuadRows(uses_polynomial=uses_functions),
+            QuadRows(uses_polynomial=has_cap or traits.computes_functions),
         )
 
         issue_scores = partial(self._issue_scores, channels, mma_qk, tSrQ, tSrK)
@@ -406,7 +407,7 @@ class FlashAttentionForwardSm90:
         # 1, since grids are one-dimensional, but the compiler does not know that
         opaque_one = Int32(cute.arch.grid_dim()[2])
         places_of = partial(self._places, ring, opaque_one - 1)
-        modify = partial(self._modify, score_args.scales, masks.aux_tensors)
+        modify = partial(self._modify, score_args.scales, masks.aux_tensors, traits.factor)
         replay = partial(self._replay, tiles, channels, opaque_one)
         # the work tile, the key/value block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
@@ -620,6 +621,7 @@ class FlashAttentionForwardSm90:
         self,
         scales: ScoreScales,
         aux_tensors,
+        factor: cutlass.Constexpr[float],
         places: tuple | None,
         scores: cute.Tensor,
     ):
@@ -630,7 +632,9 @@ class FlashAttentionForwardSm90:
         if const_expr(self.score_mod is not None):
             rows, k_idx_of = places
             for r, row in enumerate(rows):
-                modify_row(self.score_mod, scores, r, scales.scale_mod, row, k_idx_of, aux_tensors)
+                modify_row(
+                    self.score_mod, scores, r, scales.scale_mod, row, k_idx_of, aux_tensors, factor
+                )
 
     def _places(self, ring: WorkRing, opaque_zero: Int32, tile, word, is_cut: bool) -> tuple | None:
         """Where the rows of a thread's scores lie, and the key of a column as a function.

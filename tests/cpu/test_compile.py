@@ -292,6 +292,10 @@ def bounded(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return cute.math.tanh(score * 0.1, fastmath=True) * 10.0
 
 
+def slowly_bounded(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score)
+
+
 def powered(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     near = cute.where(q - k < 4, score, cute.math.exp2(score, fastmath=True))
     return near + aux[0][h[0]]
@@ -301,20 +305,26 @@ def squashed(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return cute.math.tanh(score, fastmath=True) * 10.0
 
 
+def unscaled(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score, fastmath=True)
+
+
 def grown(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return cute.math.tanh(score * 2.0**70, fastmath=True) * 10.0
 
 
 def test_a_number_that_multiplies_the_score_joins_its_scale(tmp_path: Path) -> None:
-    """And costs nothing, unless it is so large that the scale might not hold it."""
+    """And costs nothing, unless it is so large that the scale might not hold it; and one that
+    multiplies the result joins what the softmax multiplies by."""
     products = {}
-    for mod in (bounded, squashed, grown):
+    for mod in (bounded, squashed, unscaled, grown):
         problem = replace(PLAIN, score_mod=callable_key(mod))
         _, counts = build(problem, tmp_path, Mods(score_mod=mod))
         if not counts:
             pytest.skip("nothing here can read machine code")
         products[mod] = counts["FMUL"]
     assert abs(products[bounded] - products[squashed]) < 4
+    assert abs(products[unscaled] - products[squashed]) < 4
     # of each of a thread's 64 scores in a first block, a cut and a whole one
     assert products[grown] > products[squashed] + 3 * 64 - 4
 
@@ -326,10 +336,11 @@ def test_a_number_that_multiplies_the_score_joins_its_scale(tmp_path: Path) -> N
         ({"has_softcap": True}, None, 16),
         ({"is_causal": True}, bounded, 16),
         ({"aux": (("float32", 1),)}, powered, 16),
+        ({}, slowly_bounded, 0),
         # its exponential is of the head, not of the score
         ({}, SCORE_MODS["alibi"].cute, 0),
     ],
-    ids=["plain", "softcap", "tanh", "exp2-and-aux", "alibi"],
+    ids=["plain", "softcap", "tanh", "exp2-and-aux", "slow-tanh", "alibi"],
 )
 def test_exponentials_by_polynomial_beside_functions_of_scores(
     fields: dict[str, Any], mod: Any, share: int, tmp_path: Path
