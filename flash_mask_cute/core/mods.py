@@ -10,20 +10,25 @@ Hopper, which has no packed fp32 or integer arithmetic.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import scf, vector
 
 from flash_mask_cute.core.work_ring import Work
 
+# What the pipe of the exponentials computes in an instruction, by `_fast_function`.
+_FUNCTIONS = {"cos", "ex2", "exp", "exp2", "lg2", "log", "log2", "rcp", "rsqrt", "sin", "tanh"}
+
 
 def _vector(value: Any, dtype: type[cutlass.Numeric]) -> cute.TensorSSA:
-    vector = cute.full((1,), dtype(value), dtype)
+    ssa = cute.full((1,), dtype(value), dtype)
     # A vector keeps what its first `[0]` computed, which must not lie inside a branch of the mod.
-    _ = vector[0]
-    return vector
+    _ = ssa[0]
+    return ssa
 
 
 def call_score_mod(
@@ -42,34 +47,69 @@ def call_score_mod(
     return Float32(_scalar(result))
 
 
+class RowPlace(NamedTuple):
+    """Where a row of scores lies: batch entry, query head, position in the sequence."""
+
+    batch_idx: Int32
+    head_idx: Int32
+    q_idx: Int32
+
+    @staticmethod
+    def of(work: Work, row: Int32, packed_heads: int) -> "RowPlace":
+        """row: of the sequence, or of its packed rows; past the end it is as the last position,
+        since a callable may index tensors with it."""
+        head_idx = work.head_idx
+        if packed_heads > 1:
+            head_idx = work.head_idx * packed_heads + row % packed_heads
+        q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
+        return RowPlace(work.batch_idx, head_idx, q_idx)
+
+
+def inside(k_idx: Int32, work: Work) -> Int32:
+    """A key, or the last one instead of those past the end, which are hidden by others."""
+    return cutlass.min(k_idx, work.seqlen_k - 1)
+
+
+def at_plain_distances(
+    q_idx: Int32, k_idx: Int32, opaque_zero: Int32
+) -> tuple[Callable[[int], Int32], Callable[[int], Int32]]:
+    """The query `rows` after q_idx and the key `cols` after k_idx, as functions of these numbers.
+
+    What callables make of a score often depends on q_idx - kv_idx only, and a thread's columns and
+    its rows, 8 apart both, have few different ones: 34 of 64 where there are 32 columns. The
+    compiler computes and loads for each once, if the differences are plain to it, as in
+    (k + (d + 8)) - (k + 16). For that it must know neither k nor d, the distance of the first ones:
+    it would write k | 8 for a multiple of 16, and q + 8 for k + (d + 8).
+
+    opaque_zero: 0, which the compiler does not know.
+    """
+    first = k_idx ^ opaque_zero
+    distance = (q_idx - k_idx) ^ opaque_zero
+    return lambda rows: first + (distance + rows), lambda cols: first + cols
+
+
 def modify_row(
     score_mod: Callable[..., Any],
     scores: cute.Tensor,
     r: int,
     scale: Float32,
-    row: Int32,
+    place: RowPlace,
     k_idx_of: Callable[[int], Int32],
-    work: Work,
-    packed_heads: int,
-    is_cut: bool,
     aux_tensors: Any,
+    factor: float = 1.0,
 ) -> None:
     """Let a score_mod have row r of scores (rows, cols), which `scale` makes of what is there.
 
-    row: of the sequence, or of its packed rows. k_idx_of: the key of a column. is_cut: keys may lie
-    past the end; such positions are hidden, but the callable may index tensors with them.
+    k_idx_of: the key of a column, in the sequence. factor: what the caller multiplies by later
+    (`ScoreModTraits`).
     """
-    q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
-    head_idx = work.head_idx
-    if packed_heads > 1:
-        head_idx = work.head_idx * packed_heads + row % packed_heads
     for c in range(cute.size(scores, mode=[1])):
-        k_idx = k_idx_of(c)
-        if is_cut:
-            k_idx = cutlass.min(k_idx, work.seqlen_k - 1)
-        scores[r, c] = call_score_mod(
-            score_mod, scores[r, c] * scale, work.batch_idx, head_idx, q_idx, k_idx, aux_tensors
+        score = scores[r, c] * scale
+        modified = call_score_mod(
+            score_mod, score, place.batch_idx, place.head_idx, place.q_idx, k_idx_of(c), aux_tensors
         )
+        scores[r, c] = modified if factor == 1.0 else _divided(modified, factor)
+        _join_factors(score, scale)
 
 
 def call_mask_mod(
@@ -122,3 +162,131 @@ def _refuse_truth_value(vector: cute.TensorSSA) -> NoReturn:
         "a mod asks for the truth value of a vector: write & for and, | for or, two comparisons "
         "for a < b < c, and cute.where for a conditional expression"
     )
+
+
+# -- the text that a score_mod leaves ------------------------------------------------------------
+
+
+class ScoreModTraits(NamedTuple):
+    """What a kernel wants to know of a score_mod beforehand.
+
+    computes_functions: it applies fast tanh, exp2 or the like to a score. factor: the number by
+    which it multiplies last, which the softmax may do as well; 1 if there is none.
+    """
+
+    computes_functions: bool
+    factor: float
+
+    @staticmethod
+    def of(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
+        """Called while a kernel is traced: traces the callable once more, and takes that out."""
+        probe = scf.IfOp(Boolean(False).ir_value())
+        with ir.InsertionPoint(probe.then_block):
+            score = cute.full((1,), Float32(0.0), Float32)[0]
+            places = (Int32(0) for _ in range(4))
+            modified = call_score_mod(score_mod, score, *places, aux_tensors)
+            factor, _ = _last_factor(modified)
+            traits = ScoreModTraits(_reaches_function(score.ir_value()), factor)
+            scf.YieldOp([])
+        probe.operation.erase()
+        return traits
+
+
+def _reaches_function(origin: ir.Value) -> bool:
+    """Whether one of _FUNCTIONS is computed of a value, by way of any others."""
+    seen: set[int] = set()
+    pending = [origin]
+    while pending:
+        for use in pending.pop().uses:
+            user = use.owner.operation
+            if _fast_function(user) in _FUNCTIONS:
+                return True
+            results = user.results if user.name != "scf.yield" else user.parent.operation.results
+            # `==` of the DSL's values would trace a comparison
+            fresh = [x for x in results if ir.Value.__hash__(x) not in seen]
+            seen.update(ir.Value.__hash__(x) for x in fresh)
+            pending.extend(fresh)
+    return False
+
+
+def _fast_function(operation: ir.Operation) -> str:
+    """The function that an operation computes by a fast instruction, as far as one can tell.
+
+    By a slow one, it is so much arithmetic besides that the pipe of the exponentials has time.
+    """
+    attributes = operation.attributes
+    for name in ("intrin", "asm_string"):
+        if name in attributes:
+            return ir.StringAttr(attributes[name]).value.removeprefix("llvm.nvvm.").split(".")[0]
+    dialect, name = operation.name.split(".")[:2]
+    is_fast = "fastmath" in attributes and "<fast>" in str(attributes["fastmath"])
+    return name if is_fast or dialect != "math" else ""
+
+
+def _join_factors(score: Float32, scale: Float32) -> None:
+    """Where a mod has multiplied the score by a number, and done nothing else with it, let the
+    number join `scale`, of which the score is a multiple: one product instead of two.
+
+    That rounds once instead of twice. Numbers with which the factor might leave fp32 stay.
+    """
+    product = score.ir_value().owner.operation
+    vectors = [use.owner.operation for use in product.results[0].uses]
+    users = [use.owner.operation for vector in vectors for use in vector.results[0].uses]
+    users = [user for user in users if user.name != "vector.extract" or _is_used(user)]
+    if len(users) != 1 or users[0].name != "arith.mulf":
+        return
+    numbers = [x for x in map(_number, users[0].operands) if x is not None]
+    if len(numbers) == 1 and _is_moderate(abs(numbers[0])):
+        with ir.InsertionPoint(product):
+            product.operands[1] = (scale * numbers[0]).ir_value()
+        users[0].results[0].replace_all_uses_with(vectors[0].results[0])
+
+
+def _is_moderate(factor: float) -> bool:
+    return 2.0**-60 < factor < 2.0**60
+
+
+def _last_factor(value: Float32) -> tuple[float, ir.Value]:
+    """The positive number by which a mod has multiplied last, and what it has multiplied; 1 and the
+    value itself if there is none."""
+    result = value.ir_value()
+    product = _maker(result)
+    if product is not None and product.name == "vector.extract":
+        product = _maker(product.operands[0])
+    if product is not None and product.name == "arith.mulf":
+        for number, other in zip(product.operands, list(product.operands)[::-1], strict=True):
+            factor = _number(number)
+            if factor is not None and _is_moderate(factor):
+                return factor, other
+    return 1.0, result
+
+
+def _divided(value: Float32, factor: float) -> Float32:
+    """value / factor, which is there already if the last product is by this factor."""
+    found, other = _last_factor(value)
+    if found != factor:
+        return value * (1.0 / factor)
+    if isinstance(other.type, ir.VectorType):
+        other = vector.extract(other, [], [0] * other.type.rank)
+    return Float32(other)
+
+
+def _is_used(operation: ir.Operation) -> bool:
+    return any(True for _ in operation.results[0].uses)
+
+
+def _number(value: ir.Value) -> float | None:
+    """The number that a value is, or that a vector repeats, if it is one at compile time."""
+    operation = _maker(value)
+    if operation is None or operation.name not in ("vector.broadcast", "arith.constant"):
+        return None
+    if operation.name == "vector.broadcast":
+        return _number(operation.operands[0])
+    number = operation.attributes["value"]
+    return number.value if isinstance(number, ir.FloatAttr) else None
+
+
+def _maker(value: ir.Value) -> ir.Operation | None:
+    """The operation that a value is a result of; None of an argument."""
+    owner = value.owner
+    return owner.operation if isinstance(owner, ir.OpView | ir.Operation) else None

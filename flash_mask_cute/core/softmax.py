@@ -23,6 +23,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from flash_mask_cute.core.exp2 import DEGREE_5, SINGLE, exp2_polynomial
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 RESCALE_THRESHOLD = 8.0
@@ -32,6 +34,9 @@ RESCALE_THRESHOLD = 8.0
 SUM_LIMITS = {cutlass.BFloat16: 2.0**30, cutlass.Float16: 2.0**15}
 # makes the exponential of any visible score infinite
 OVERFLOWING_BIAS = 2.0**100
+# of this many neighbouring columns of a row, these go by a polynomial where exponentials are scarce
+PERIOD = 16
+BY_POLYNOMIAL = (1, 5, 9, 13)
 # independent chains per row for max and sum, so that their latency overlaps
 CHAINS = 4
 
@@ -123,7 +128,14 @@ class RowArithmetic(Protocol):
 
 
 class QuadRows:
-    """`RowArithmetic` of WGMMA's accumulators, a row of which is spread over four lanes."""
+    """`RowArithmetic` of WGMMA's accumulators, a row of which is spread over four lanes.
+
+    uses_polynomial: whether a share of the exponentials is computed by `exp2_polynomial`. That pays
+    where the pipe that computes them has as much to do for the scores themselves.
+    """
+
+    def __init__(self, uses_polynomial: bool = False):
+        self.uses_polynomial = uses_polynomial
 
     def across(self, value: Float32, op: BinaryOp) -> Float32:
         return quad_reduce(value, op)
@@ -131,7 +143,14 @@ class QuadRows:
     def exponentials(
         self, scores: Sequence[Float32], scale_log2: Float32, bias: Float32
     ) -> list[Float32]:
-        return [cute.math.exp2(cute.math.fma(x, scale_log2, bias), fastmath=True) for x in scores]
+        results = []
+        for c, score in enumerate(scores):
+            exponent = cute.math.fma(score, scale_log2, bias)
+            if self.uses_polynomial and c % PERIOD in BY_POLYNOMIAL:
+                results += exp2_polynomial((exponent,), DEGREE_5, SINGLE)
+            else:
+                results.append(cute.math.exp2(exponent, fastmath=True))
+        return results
 
     def total(self, values: Sequence[Float32]) -> Float32:
         return _chained_reduce(values, _add)

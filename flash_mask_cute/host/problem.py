@@ -85,10 +85,13 @@ class AttentionProblem:
 
     @property
     def mask_kind(self) -> str:
-        """What masks: "full" or "causal" and nothing else, "mods" (user callables), or "other"."""
+        """What masks or modifies: "full" or "causal" and nothing else, "mask_mod", "score_mod"
+        (without a mask_mod), or "other"."""
         varying = (self.varlen_q, self.varlen_k, self.has_seqused_q, self.has_seqused_k)
-        if self.score_mod is not None or self.mask_mod is not None:
-            return "mods"
+        if self.mask_mod is not None:
+            return "mask_mod"
+        if self.score_mod is not None:
+            return "score_mod"
         if self.is_local or self.has_lists or any(varying) or self.intervals is not None:
             return "other"
         return "causal" if self.is_causal else "full"

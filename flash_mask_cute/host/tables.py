@@ -59,13 +59,18 @@ SM90_FWD = (
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
-        "two warpgroups leave user callables the registers that three would take",
-        masks=("mods",),
+        "two warpgroups leave room for a warpgroup that asks mask_mod",
+        masks=("mask_mod",),
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
         "a narrow window wastes less of a small tile, and short walks want keys early",
         max_window=1024,
+    ),
+    FwdRow(
+        *(64, 64, 192, 96, 4, 2, False),
+        "three warpgroups, with registers for scores and probabilities at once",
+        masks=("score_mod",),
     ),
     FwdRow(
         *(64, 64, 192, 128, 3, 2, False),
@@ -120,7 +125,11 @@ SM100_FWD = (
 )
 
 SM90_BWD = (
-    BwdRow(*(64, 64, 64, 2, 2, 1), "user callables take the registers of 64 queries", ("mods",)),
+    BwdRow(
+        *(64, 64, 64, 2, 2, 1),
+        "user callables take the registers of 64 queries",
+        ("score_mod", "mask_mod"),
+    ),
     BwdRow(*(64, 64, 128, 2, 2, 1), "registers for 128 queries beside the sums of dK and dV"),
     BwdRow(*(128, 128, 64, 2, 2, 1), "registers for 64 queries beside the sums of dK and dV"),
     BwdRow(*(192, 192, 64, 2, 2, 1), "half of the sums' columns in each warpgroup"),

@@ -27,7 +27,12 @@ class ListPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryWalks(MaskRules):
-    """`MaskRules` for work tiles of tile_m query rows that visit blocks of keys."""
+    """`MaskRules` for work tiles of tile_m query rows that visit blocks of keys.
+
+    cuts_overhang: all blocks of a tile count as cut if it reaches past the last query.
+    """
+
+    cuts_overhang: cutlass.Constexpr[bool] = False
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence, rows that are not in use included."""
@@ -77,8 +82,12 @@ class QueryWalks(MaskRules):
             listed, full, position = self._take_listed(work, base, position)
             visible_word = visible_word & listed
             asks_word = asks_word & (full ^ ALL)
+        is_band = verdict.is_band
+        if const_expr(self.cuts_overhang):
+            rows = work.seqlen_q * self.block_info.qhead_per_kvhead_packgqa
+            is_band = is_band | ((work.block + 1) * self.block_info.tile_m > rows)
         chunk = Chunk.of_votes(
-            base, work.head_idx, visible_word, verdict.is_band, verdict.is_columns, asks_word
+            base, work.head_idx, visible_word, is_band, verdict.is_columns, asks_word
         )
         if const_expr(not self.skip):
             exists = n_block < cute.ceil_div(work.seqlen_k, self.block_info.tile_n)

@@ -53,7 +53,7 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, store_lse
-from flash_mask_cute.core.mods import modify_row
+from flash_mask_cute.core.mods import RowPlace, inside, modify_row
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
@@ -546,16 +546,14 @@ class FlashAttentionForwardSm100:
         if self.score_mod is not None:
             work = ring.read(tile)
             first_k_idx = block.index * self.plan.tile_n + chunk * umma.CHUNK
+            row = work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup()
             modify_row(
                 self.score_mod,
                 scores,
                 0,
                 scales.scale_mod,
-                work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup(),
-                lambda c: first_k_idx + c,
-                work,
-                self.plan.packed_heads,
-                is_cut,
+                RowPlace.of(work, row, self.plan.packed_heads),
+                lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
             )
 

@@ -57,10 +57,16 @@ from flash_mask_cute.core.cta import (
     thread_in_warpgroup,
 )
 from flash_mask_cute.core.lengths import Lengths, store_lse
-from flash_mask_cute.core.mods import modify_row
+from flash_mask_cute.core.mods import (
+    RowPlace,
+    ScoreModTraits,
+    at_plain_distances,
+    inside,
+    modify_row,
+)
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
-from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
+from flash_mask_cute.core.softmax import OnlineSoftmax, QuadRows, ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
@@ -336,7 +342,7 @@ class FlashAttentionForwardSm90:
                     self.is_causal or self.is_local,
                     lengths.cu_seqlens_q is not None,
                 )
-                rules = QueryWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths)
+                rules = self._rules(masks, lengths)
                 plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
             elif const_expr(not plan.painter_warpgroup):
                 self.paint(painter, tiles, channels, lengths, masks)
@@ -352,8 +358,13 @@ class FlashAttentionForwardSm90:
     ):
         """Painting warp: bits of a share of every tile's rows."""
         share = Share.create(painter, self.plan.num_painters, self.plan.tile_m, wgmma.COLUMNS)
-        rules = QueryWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths)
+        rules = self._rules(masks, lengths)
         paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+
+    def _rules(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
+        # of whole blocks, a score_mod is told rows without asking whether there are so many
+        cuts_overhang = self.score_mod is not None
+        return QueryWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, cuts_overhang)
 
     @cute.jit
     def mma(
@@ -376,19 +387,27 @@ class FlashAttentionForwardSm90:
         acc_O = wgmma.make_accumulator(plan.tile_dv)
         probs = cute.make_rmem_tensor(cute.size(first_S) // 2, Int32)
         tOrP = wgmma.as_operand_a(cute.recast_tensor(probs, plan.dtype))
+        traits = ScoreModTraits(computes_functions=False, factor=1.0)
+        if const_expr(self.score_mod is not None):
+            traits = ScoreModTraits.of(self.score_mod, masks.aux_tensors)
+        has_cap = score_args.scales.cap is not None
         softmax = OnlineSoftmax.create(
-            score_args.scales.scale_log2, wgmma.ROWS_PER_THREAD, plan.dtype
+            score_args.scales.scale_log2 * traits.factor,
+            wgmma.ROWS_PER_THREAD,
+            plan.dtype,
+            QuadRows(uses_polynomial=has_cap or traits.computes_functions),
         )
 
         issue_scores = partial(self._issue_scores, channels, mma_qk, tSrQ, tSrK)
         first_scores = partial(self._first_scores, channels, issue_scores, first_S)
         first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
         bits_of = partial(take_bits, tiles.bits, channels.bits, first_row)
-        modify = partial(self._modify, score_args.scales, masks.aux_tensors, ring)
         modifies = self.score_mod is not None or score_args.scales.cap is not None
         policy = plan.policy(modifies)
         # 1, since grids are one-dimensional, but the compiler does not know that
         opaque_one = Int32(cute.arch.grid_dim()[2])
+        places_of = partial(self._places, ring, opaque_one - 1)
+        modify = partial(self._modify, score_args.scales, masks.aux_tensors, traits.factor)
         replay = partial(self._replay, tiles, channels, opaque_one)
         # the work tile, the key/value block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
@@ -399,10 +418,10 @@ class FlashAttentionForwardSm90:
             word = tiles.words[channels.k.index(block)]
             scores = wgmma.rows_by_cols(first_S)
             if const_expr(self.score_mod is None):
-                modify(tile, word, scores, True)
+                modify(None, scores)
             elif ring.read(tile).has_scores:
                 # a sequence without queries or keys has no position to ask about
-                modify(tile, word, scores, True)
+                modify(places_of(tile, word, True), scores)
             if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
                 bit_tile.hide_unset(scores, bits_of(cut, Boolean(False)))
                 cut += 1
@@ -437,6 +456,8 @@ class FlashAttentionForwardSm90:
                         acc_S = wgmma.make_accumulator(plan.tile_n)
                         fresh_probs = cute.make_rmem_tensor(probs.layout, Int32)
                         issue_scores(acc_S, tile, block + 1)
+                        # before a wait, so that what a score_mod makes of them can be, too
+                        places = places_of(tile, word, kind == Kind.CUT)
                         channels.v.wait_unless(is_v_full, block)
                         v_tile = tOrV[None, None, None, channels.v.index(block)]
                         wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
@@ -445,7 +466,7 @@ class FlashAttentionForwardSm90:
                         if const_expr(policy != MaxPolicy.REPLAY):
                             channels.k.release(block + 1)
                         scores = wgmma.rows_by_cols(acc_S)
-                        modify(tile, word, scores, kind == Kind.CUT)
+                        modify(places, scores)
                         if const_expr(kind == Kind.CUT):
                             bit_tile.hide_unset(scores, bits)
                         factors = self._exponentials(
@@ -514,7 +535,8 @@ class FlashAttentionForwardSm90:
 
     def _kinds(self, masks: MaskArgs) -> tuple[Kind, ...]:
         """What blocks after a walk's first may be."""
-        can_cut = (self.is_causal, self.is_local, self.mask_mod, masks.columns, masks.bits)
+        callables = (self.score_mod, self.mask_mod)
+        can_cut = (self.is_causal, self.is_local, *callables, masks.columns, masks.bits)
         has_cut = any(x is not None and x is not False for x in can_cut)
         return (Kind.CUT, Kind.WHOLE) if has_cut or not self.skip_blocks else (Kind.WHOLE,)
 
@@ -599,37 +621,40 @@ class FlashAttentionForwardSm90:
         self,
         scales: ScoreScales,
         aux_tensors,
-        ring: WorkRing,
-        tile,
-        word,
-        scores,
-        is_cut: cutlass.Constexpr,
+        factor: cutlass.Constexpr[float],
+        places: tuple | None,
+        scores: cute.Tensor,
     ):
-        """Soft-cap the scores of a key block, and let score_mod have them."""
+        """Soft-cap the scores of a key block, and let score_mod have them, with their `places`."""
         if const_expr(scales.cap is not None):
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
-            n_block = word >> N_BLOCK_SHIFT
-            self._modify_each(
-                scales.scale_mod, aux_tensors, ring.read(tile), n_block, scores, is_cut
-            )
+            rows, k_idx_of = places
+            for r, row in enumerate(rows):
+                modify_row(
+                    self.score_mod, scores, r, scales.scale_mod, row, k_idx_of, aux_tensors, factor
+                )
 
-    def _modify_each(self, scale, aux_tensors, work: Work, n_block: Int32, scores, is_cut: bool):
+    def _places(self, ring: WorkRing, opaque_zero: Int32, tile, word, is_cut: bool) -> tuple | None:
+        """Where the rows of a thread's scores lie, and the key of a column as a function.
+
+        None where nobody asks. Rows and keys past the end are in cut blocks only.
+        """
+        if self.score_mod is None:
+            return None
+        work, n_block = ring.read(tile), word >> N_BLOCK_SHIFT
+        rows, heads = self._tile_rows(work, thread_in_warpgroup()), self.plan.packed_heads
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
-        for r, row in enumerate(self._tile_rows(work, thread_in_warpgroup())):
-            modify_row(
-                self.score_mod,
-                scores,
-                r,
-                scale,
-                row,
-                lambda c: first_k_idx + wgmma.col_offset(c),
-                work,
-                self.plan.packed_heads,
-                is_cut,
-                aux_tensors,
-            )
+        places = [RowPlace.of(work, row, heads) for row in rows]
+        if is_cut:
+            return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)
+        q_after, k_after = at_plain_distances(rows[0] // heads, first_k_idx, opaque_zero)
+        places = [
+            place._replace(q_idx=q_after(wgmma.row_offset(r) // heads))
+            for r, place in enumerate(places)
+        ]
+        return places, lambda c: k_after(wgmma.col_offset(c))
 
     def _tile_rows(self, work: Work, thread: Int32):
         """Rows of the sequence (of its packed rows) that a thread's accumulator holds."""

@@ -40,7 +40,12 @@ def columns(acc: cute.Tensor, first: int, end: int) -> cute.Tensor:
 
 def row_of(thread: Int32, r: int) -> Int32:
     """Row, inside the warpgroup's 64, of accumulator row r of a thread (0..127)."""
-    return (thread // 32) * 16 + (thread % 32) // 4 + 8 * r
+    return (thread // 32) * 16 + (thread % 32) // 4 + row_offset(r)
+
+
+def row_offset(r: int) -> int:
+    """Distance of a thread's row r from its first, of which the fourth bit is 0."""
+    return 8 * r
 
 
 def first_col_of(thread: Int32) -> Int32:

@@ -152,6 +152,16 @@ def test_masks_compile_well(name: str, tmp_path: Path) -> None:
     check_code(f"{name}: {meta}, {counts}", meta, counts)
 
 
+def test_scores_that_are_equally_far_apart_share_their_bias(tmp_path: Path) -> None:
+    """A thread's 64 scores of a whole block have 34 distances, and as many are converted."""
+    fields, mods = mods_of("score")
+    _, counts = build(replace(PLAIN, **fields), tmp_path, mods)
+    if not counts:
+        pytest.skip("nothing here can read machine code")
+    first_block = cut_block = 64
+    assert counts["I2FP"] < first_block + cut_block + 40, counts
+
+
 BLACKWELL = {
     **{
         f"d{row.max_dim}-dv{row.max_dim_v}-{'causal' if causal else 'full'}": AttentionProblem(
@@ -276,6 +286,77 @@ def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> Non
         exponentials.append(cast(Any, compiled.function).__ptx__.count("ex2.approx"))
     # the text has a key tile's 128 exponentials twice, and a fifth of them goes by the polynomial
     assert exponentials[1] - exponentials[0] == 2 * 24
+
+
+def bounded(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score * 0.1, fastmath=True) * 10.0
+
+
+def slowly_bounded(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score)
+
+
+def powered(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    near = cute.where(q - k < 4, score, cute.math.exp2(score, fastmath=True))
+    return near + aux[0][h[0]]
+
+
+def squashed(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score, fastmath=True) * 10.0
+
+
+def unscaled(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score, fastmath=True)
+
+
+def grown(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score * 2.0**70, fastmath=True) * 10.0
+
+
+def test_a_number_that_multiplies_the_score_joins_its_scale(tmp_path: Path) -> None:
+    """And costs nothing, unless it is so large that the scale might not hold it; and one that
+    multiplies the result joins what the softmax multiplies by."""
+    products = {}
+    for mod in (bounded, squashed, unscaled, grown):
+        problem = replace(PLAIN, score_mod=callable_key(mod))
+        _, counts = build(problem, tmp_path, Mods(score_mod=mod))
+        if not counts:
+            pytest.skip("nothing here can read machine code")
+        products[mod] = counts["FMUL"]
+    assert abs(products[bounded] - products[squashed]) < 4
+    assert abs(products[unscaled] - products[squashed]) < 4
+    # of each of a thread's 64 scores in a first block, a cut and a whole one
+    assert products[grown] > products[squashed] + 3 * 64 - 4
+
+
+@pytest.mark.parametrize(
+    "fields, mod, share",
+    [
+        ({}, None, 0),
+        ({"has_softcap": True}, None, 16),
+        ({"is_causal": True}, bounded, 16),
+        ({"aux": (("float32", 1),)}, powered, 16),
+        ({}, slowly_bounded, 0),
+        # its exponential is of the head, not of the score
+        ({}, SCORE_MODS["alibi"].cute, 0),
+    ],
+    ids=["plain", "softcap", "tanh", "exp2-and-aux", "slow-tanh", "alibi"],
+)
+def test_exponentials_by_polynomial_beside_functions_of_scores(
+    fields: dict[str, Any], mod: Any, share: int, tmp_path: Path
+) -> None:
+    """A quarter of a thread's 64 on Hopper."""
+    key = callable_key(mod) if mod is not None else None
+    problem = replace(PLAIN, score_mod=key, **fields)
+    tiles = select_fwd_config(problem, shapes_of(problem), override=FwdConfig(128, 128)).tiles
+    with compile_lock():
+        options = f"--keep-ptx --dump-dir={tmp_path}"
+        compiled = build_fwd(problem, tiles, TARGET, Mods(score_mod=mod), options)
+    rounded_down = cast(Any, compiled.function).__ptx__.count("add.rm.f32")
+    # the text has a block's exponentials up to five times: for a tile's first block, and for each
+    # kind of others, where they may be taken again
+    assert rounded_down in ((3 * share, 5 * share) if share else (0,))
+    assert compiled.meta["spill_bytes"] == 0 and not compiled.meta["warnings"]
 
 
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")

@@ -29,6 +29,7 @@ def choose(
     block_size: tuple[int, int] | None = None,
     unpackable: str | None = None,
     mask_mod: str | None = None,
+    score_mod: str | None = None,
 ) -> FwdChoice:
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     problem = AttentionProblem(
@@ -40,6 +41,7 @@ def choose(
         has_window_right=window is not None and not is_causal,
         has_lists=block_size is not None,
         mask_mod=mask_mod,
+        score_mod=score_mod,
     )
     shapes = FwdShapes(
         1, seqlen_q, seqlen_k, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
@@ -149,7 +151,7 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         is_causal="full" not in row.masks,
         window=row.max_window,
         block_size=(row.tile_m, row.tile_n) if row.for_lists else None,
-        mask_mod="key" if "mods" in row.masks else None,
+        **{kind: "key" for kind in ("mask_mod", "score_mod") if kind in row.masks},
     )
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo", "cta_pair"):
         assert getattr(choice.tiles, field) == getattr(row, field)

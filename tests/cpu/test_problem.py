@@ -65,8 +65,8 @@ def test_each_feature_changes_its_field_only(
 
 MASK_FIELDS: dict[str, tuple[Any, str]] = {
     "intervals": ((2, True), "other"),
-    "score_mod": ("py3.11:abc", "mods"),
-    "mask_mod": ("py3.11:abc", "mods"),
+    "score_mod": ("py3.11:abc", "score_mod"),
+    "mask_mod": ("py3.11:abc", "mask_mod"),
     "has_lists": (True, "other"),
 }
 

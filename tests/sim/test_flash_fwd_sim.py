@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+import cutlass.cute as cute
+import mask_cases
 import pytest
 import simulated_forward
 import torch
+from mask_cases import ScoreRecipe
 from simulated_forward import DELAY_SEEDS
 from support import (
     BF16,
@@ -151,6 +155,16 @@ def test_maxima_that_outgrow_the_one_in_use(
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("column", [4, 17], ids=["by-instruction", "by-polynomial"])
+def test_maxima_that_outgrow_the_one_in_use_below_a_cap(simulator: ModuleType, column: int) -> None:
+    """The exponential that says so is one of those for which the pipe of tanh is spared, or not."""
+    plain = make_growing_inputs(128, 128, column)
+    case = replace(plain.case, softcap=200.0)
+    inputs = Inputs(case, plain.q, plain.k, plain.v, plain.keywords | {"softcap": 200.0})
+    run_sim(simulator, inputs, config={"tile_m": 128, "tile_n": 128})
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
 def test_a_sink_of_minus_infinity_is_no_sink(simulator: ModuleType) -> None:
     inputs = make_inputs(Case("sink-none", 1, 200, 65, causal=True, sink=FP32))
     inputs.keywords["learnable_sink"].fill_(float("-inf"))
@@ -222,3 +236,51 @@ def test_lists_end_where_the_queries_do(simulator: ModuleType) -> None:
     expected = torch.softmax(scores, -1) @ v[:128, 0].double()
     assert (out[:100, 0].double() - expected).abs().max() < 0.02
     assert not out[100:].any()
+
+
+def _cap(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return 15.0 * cute.math.tanh(score * (1.0 / 15.0), fastmath=True)
+
+
+CAP = ScoreRecipe(_cap, lambda score, b, h, q, k, aux: 15.0 * (score / 15.0).tanh())
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_factors_of_a_score_mod_join_those_of_the_softmax(
+    simulator: ModuleType, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and the last: O, LSE and the sink's share must be as if they had not."""
+    monkeypatch.setitem(mask_cases.SCORE_MODS, "cap", CAP)
+    case = Case(
+        "cap", 1, 255, 300, 1, 1, head_dim=head_dim, causal=True, sink=FP32, score_mod="cap"
+    )
+    run_sim(simulator, make_inputs(case))
+
+
+def _place_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, aux: Any) -> Any:
+    return score + aux[-1][h[0], q_idx[0], kv_idx[0]]
+
+
+PLACE_BIAS = ScoreRecipe(
+    _place_bias,
+    lambda score, b, h, q, k, aux: score + aux[-1][h, q, k].to(score.dtype),
+    lambda extents, generator: 3 * torch.randn(
+        (extents.heads_q, extents.seqlen_q, extents.seqlen_k), generator=generator
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("heads, head_dim", [(1, 128), (2, 64), (8, 128), (16, 64)])
+def test_score_mod_is_told_every_position(
+    simulator: ModuleType, heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tiles that end inside the queries and of one that reaches past them; the simulator reports
+    a read outside of the table."""
+    monkeypatch.setitem(mask_cases.SCORE_MODS, "place", PLACE_BIAS)
+    queries = 320 // heads if heads < 16 else 21
+    case = Case(
+        "places", 1, queries, 300, heads, 1, head_dim=head_dim, score_mod="place", pack_gqa=True
+    )
+    run_sim(simulator, make_inputs(case), seeds=(None, 1))

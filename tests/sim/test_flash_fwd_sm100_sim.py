@@ -5,12 +5,9 @@ from __future__ import annotations
 from functools import partial
 from types import ModuleType
 
-import cutlass
-import cutlass.cute as cute
 import pytest
 import simulated_forward
 import torch
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from support import (
     BF16,
     FP16,
@@ -21,8 +18,6 @@ from support import (
     make_growing_inputs,
     make_inputs,
 )
-
-from flash_mask_cute.sm100.exponentials import exp2_polynomial
 
 ARCH = "sm_100a"
 
@@ -141,31 +136,3 @@ def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     assert torch.equal(skipping[0].view(torch.int16), visiting[0].view(torch.int16))
     assert torch.equal(skipping[1].view(torch.int32), visiting[1].view(torch.int32))
     assert_close_to_oracle(*visiting, inputs)
-
-
-def test_exponentials_by_polynomial(simulator: ModuleType) -> None:
-    @cute.kernel
-    def kernel(exponents: cute.Tensor, powers: cute.Tensor):  # type: ignore[no-untyped-def]
-        thread = cute.arch.thread_idx()[0]
-        x, y = exp2_polynomial((exponents[2 * thread], exponents[2 * thread + 1]))
-        powers[2 * thread], powers[2 * thread + 1] = x, y
-
-    @cute.jit
-    def launch(exponents: cute.Tensor, powers: cute.Tensor, stream):  # type: ignore[no-untyped-def]
-        kernel(exponents, powers).launch(grid=(1, 1, 1), block=(512, 1, 1), stream=stream)
-
-    vector = partial(make_fake_compact_tensor, cutlass.Float32, (1024,))
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    compiled = cute.compile(launch, vector(), vector(), stream, options="--enable-tvm-ffi")
-    simulator.OPTIONS.pop("delay", None)
-    exponents = torch.linspace(-40, 12, 1024)
-    special = torch.tensor([-float("inf"), -1e30, -200.0, 0.0, 5.0, -3.0, 2.0**100, 200.0])
-    exponents[:8] = special
-    exponents[8] = float("nan")
-    powers = torch.empty(1024)
-    compiled(exponents, powers)
-    assert powers[:6].tolist() == [0.0, 0.0, 0.0, 1.0, 32.0, 0.125]
-    # too large, or no number: more than any sum that counts as small
-    assert (powers[6:9] > 2.0**30).all()
-    expected = torch.exp2(exponents[9:].double())
-    assert ((powers[9:] - expected).abs() / expected).max() < 8.7e-5
