@@ -16,6 +16,8 @@ from cutlass import Boolean, Float32, Int32, Uint32
 WORD = 32
 # bits that are tested together: tests of a 16-bit word compile to register-to-predicate moves
 HALF_WORD = 16
+# answers that become bits together, at places known to the compiler
+BYTE = 8
 ALL = -1
 
 
@@ -64,6 +66,24 @@ def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
         turned = [(x << turn) | (x >> (Uint32(WORD) - turn)) for x in others]
         squares = [(x & keep) | (y & take) for x, y in zip(squares, turned, strict=True)]
     return [Int32(x) for x in squares]
+
+
+def set_if(condition: Boolean, word: Int32, bit: int) -> Int32:
+    """The word with one bit more if the condition holds.
+
+    As PTX, to make it one predicated instruction: of a select the compiler makes one for each term
+    of the condition, and an addition (docs/measured_facts.md).
+    """
+    return cute.arch.inline_ptx(
+        f"mov.b32 {{$w0}}, {{$r0}};\n@{{$r1}} or.b32 {{$w0}}, {{$w0}}, {1 << bit};",
+        write_only_types=[Int32],
+        read_only_args=[word, condition],
+    )
+
+
+def push_byte(word: Int32, byte: Int32, num_bits: int = WORD) -> Int32:
+    """A word of so many bits moved down by 8, with `byte` as its highest ones."""
+    return Int32((Uint32(word) >> Uint32(BYTE)) | (Uint32(byte) << Uint32(num_bits - BYTE)))
 
 
 def is_set(word: Int32, bit: int) -> Boolean:

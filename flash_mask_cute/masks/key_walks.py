@@ -14,7 +14,8 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.masks.bit_tile import ALL, bit_range
+from flash_mask_cute.masks import bit_tile
+from flash_mask_cute.masks.bit_tile import ALL, BYTE, bit_range
 from flash_mask_cute.masks.rules import MaskRules, Share, both
 
 # of a block that no key sees, for which there is nothing to add
@@ -200,23 +201,28 @@ class KeyWalks(MaskRules):
         # query after query, the same for all lanes: what the callable loads for a key, the compiler
         # loads once
         words = share.fill(0)
-        bits_per_word = self.block_info.tile_m // self.columns.num_words
-        for bit in cutlass.range(bits_per_word, unroll=2):
-            words = self._ask(work, block, share, bit, words)
+        for byte in cutlass.range(self._bits_per_word // BYTE, unroll=1):
+            words = self._ask(work, block, share, byte * BYTE, words)
         return words
 
-    def _ask(self, work: Work, block: Block, share: Share, bit: Int32, words: tuple) -> tuple:
-        """Ask mask_mod about the column of one bit of each word."""
+    def _ask(self, work: Work, block: Block, share: Share, first: Int32, words: tuple) -> tuple:
+        """Ask mask_mod about the columns of `BYTE` bits of each word."""
         asked: list[Any] = []
         first_q_idx = block.index * self.block_info.tile_m
         for group in range(share.num_groups):
             k_idx = share.line(work, group)
             for w in range(self.columns.num_words):
-                q_idx = first_q_idx + self.columns.col_of(w, bit)
-                visible = self._ask_mod(work, block.head_idx, q_idx, k_idx)
-                word = words[len(asked)]
-                asked.append(word + cutlass.select_(visible, Int32(1) << bit, Int32(0)))
+                byte = Int32(0)
+                for i in range(BYTE):
+                    q_idx = first_q_idx + self.columns.col_of(w, first + i)
+                    visible = self._ask_mod(work, block.head_idx, q_idx, k_idx)
+                    byte = bit_tile.set_if(visible, byte, i)
+                asked.append(bit_tile.push_byte(words[len(asked)], byte, self._bits_per_word))
         return tuple(asked)
+
+    @property
+    def _bits_per_word(self) -> int:
+        return self.block_info.tile_m // self.columns.num_words
 
     @cute.jit
     def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:

@@ -4,7 +4,7 @@ A line of a bit tile is a query row (of the packed rows, where heads share a til
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,7 +14,7 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
-from flash_mask_cute.masks.bit_tile import ALL, WORD, bit_range
+from flash_mask_cute.masks.bit_tile import ALL, BYTE, WORD, bit_range
 from flash_mask_cute.masks.rules import MaskRules, Share, both, broadcast_place
 
 
@@ -188,27 +188,30 @@ class QueryWalks(MaskRules):
             # A lane asks about one column at a time, row after row: what the callable loads for a
             # key is the same for all rows, so the compiler loads it once.
             words = share.fill(0)
-            for bit in cutlass.range(WORD, unroll=4):
-                words = self._ask(work, n_block, share, bit, words)
+            for byte in cutlass.range(WORD // BYTE, unroll=1):
+                words = self._ask(work, n_block, share, byte * BYTE, words)
             words = tuple(bit_tile.transpose(words, cute.arch.lane_idx()))
         if const_expr(self.args.bits is not None):
             words = self._within_logical_blocks(work, n_block, share, words)
         return words
 
-    def _ask(self, work: Work, n_block: Int32, share: Share, bit: Int32, words: tuple) -> tuple:
-        """Ask mask_mod about row `bit` of each group, and this lane's column of each word."""
-        asked = []
+    def _ask(self, work: Work, n_block: Int32, share: Share, first: Int32, words: tuple) -> tuple:
+        """Ask mask_mod about `BYTE` rows of each group from `first` on, and this lane's columns."""
+        asked: list[Any] = []
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
         first_k_idx = n_block * self.block_info.tile_n
         for group in range(share.num_groups):
-            row = share.line(work, group) - lane + bit
-            head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
+            first_row = share.line(work, group) - lane + first
             for w in range(self.columns.num_words):
                 k_idx = first_k_idx + self.columns.col_of(w, lane)
-                visible = self._ask_mod(work, head_idx, self._query(row), k_idx)
-                word = words[len(asked)]
-                asked.append(word + cutlass.select_(visible, Int32(1) << bit, Int32(0)))
+                byte = Int32(0)
+                for i in range(BYTE):
+                    row = first_row + i
+                    head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
+                    visible = self._ask_mod(work, head_idx, self._query(row), k_idx)
+                    byte = bit_tile.set_if(visible, byte, i)
+                asked.append(bit_tile.push_byte(words[len(asked)], byte))
         return tuple(asked)
 
     @cute.jit
