@@ -10,7 +10,7 @@ Hopper, which has no packed fp32 or integer arithmetic.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import cutlass
 import cutlass.cute as cute
@@ -85,6 +85,42 @@ def call_mask_mod(
     with _no_truth_values():
         result = mask_mod(*indices, aux_tensors)
     return Boolean(_scalar(result))
+
+
+class Reliance(NamedTuple):
+    """Whether the answer of a mask_mod may depend on the batch entry, and on the head."""
+
+    batch: bool
+    head: bool
+
+
+def find_reliance(
+    mask_mod: Callable[..., Any],
+    batch_idx: Int32,
+    head_idx: Int32,
+    q_idx: Int32,
+    kv_idx: Int32,
+    aux_tensors: Any,
+) -> Reliance:
+    """What a callable uses of its arguments, seen in the operations that a call of it leaves.
+
+    Called while a kernel is traced, with numbers that are not constants. An argument counts as used
+    if any operation of the callable takes it, whether the answer depends on that or not; what is
+    called independent is so. The operations are traced for nothing and left to the compiler.
+    """
+    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    watched = [vector.ir_value() for vector in indices[:2]]
+    before = [_count_uses(value) for value in watched]
+    with _no_truth_values():
+        mask_mod(*indices, aux_tensors)
+    after = (_count_uses(value) for value in watched)
+    return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
+
+
+def _count_uses(value: Any) -> int:
+    """Uses of a value and of all that is made of it, in the text so far."""
+    users = [use.owner.operation for use in value.uses]
+    return len(users) + sum(_count_uses(result) for user in users for result in user.results)
 
 
 def _scalar(result: Any) -> Any:

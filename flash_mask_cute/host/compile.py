@@ -41,7 +41,7 @@ def compile_fwd(
     seqused_q, seqused_k, None, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k); None for
-    what the problem does not have.
+    what the problem does not have. One more, stored bits, if the problem reads them.
     """
     name = KERNEL_NAMES[target.family]
     return cached_attention(
@@ -92,10 +92,14 @@ def build_fwd(
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         **asdict(tiles),
+        **({"reads_bits": True} if problem.reads_bits else {}),
     )
     options = f"{options_of(target)} {more_options}".strip()
     smem_bytes = kernel.plan.smem_bytes
-    return compile_object(kernel, _fake_arguments(problem), options, smem_bytes=smem_bytes)
+    arguments = _fake_arguments(problem)
+    if problem.reads_bits:
+        arguments.append(stand_ins.stored_bits(tiles.tile_m))
+    return compile_object(kernel, arguments, options, smem_bytes=smem_bytes)
 
 
 def _kernel_class(target: Target) -> Any:

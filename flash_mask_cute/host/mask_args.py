@@ -179,7 +179,7 @@ class MaskArguments:
     Nothing is computed for a `ColumnMask` or for lists that were seen before.
     """
 
-    __slots__ = ("_block_size", "_causal_form", "_extents", "_has_aux")
+    __slots__ = ("_block_size", "_causal_form", "_extents")
 
     def __init__(
         self,
@@ -191,7 +191,6 @@ class MaskArguments:
         self._causal_form = problem.intervals is not None and problem.intervals[1]
         self._extents = tiles.walk_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
         self._block_size = block_size
-        self._has_aux = bool(problem.aux)
 
     def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> tuple[Any, ...]:
         """(lists, aux_tensors, column_tensors, block_size, block_bits), each may be None."""
@@ -206,9 +205,7 @@ class MaskArguments:
             retiled = retile_lists(sized, *self._extents)
             *of_tiles, block_size = retiled.lists
             lists, bits = tuple(of_tiles), None if retiled.bits is None else tuple(retiled.bits)
-        aux = None
-        if self._has_aux and aux_tensors is not None:
-            aux = tuple(aux_tensors)
+        aux = tuple(aux_tensors) if aux_tensors else None
         return lists, aux, columns, block_size, bits
 
 

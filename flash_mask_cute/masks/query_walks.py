@@ -15,7 +15,13 @@ from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.bit_tile import ALL, BYTE, WORD, bit_range
-from flash_mask_cute.masks.rules import MaskRules, Share, both, broadcast_place
+from flash_mask_cute.masks.rules import (
+    MaskRules,
+    Share,
+    both,
+    broadcast_place,
+    tile_of_bits,
+)
 
 
 class ListPosition(NamedTuple):
@@ -115,6 +121,20 @@ class QueryWalks(MaskRules):
             full, full_left = _take_from_row(row, position.full_left, base, ratio)
         return listed | full, full, ListPosition(mask_left, full_left)
 
+    @cute.jit
+    def nth_asked(self, work: Work, n: Int32) -> Int32:
+        """The n-th key block that lists call partial, -1 if there are not so many; without lists
+        all are. May lie past the end of the keys."""
+        n_block = n
+        if const_expr(self.args.lists is not None):
+            args = self.args.lists
+            place = self._list_place(args.mask_cnt, work)
+            ratio = args.block_k // self.block_info.tile_n
+            n_block = Int32(-1)
+            if n // ratio < args.mask_cnt[place]:
+                n_block = args.mask_idx[(*place, n // ratio)] * ratio + n % ratio
+        return n_block
+
     # -- scores ---------------------------------------------------------------------------------
 
     @cute.jit
@@ -135,7 +155,7 @@ class QueryWalks(MaskRules):
                 words = self._band_words(work, block.index, share)
             if const_expr(self._can_ask):  # noqa: SIM102 (decided while tracing)
                 if block.asks:
-                    words = both(words, self._asked_words(work, block.index, share))
+                    words = both(words, self.asked_words(work, block.index, share))
         return words
 
     def _band_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
@@ -181,9 +201,11 @@ class QueryWalks(MaskRules):
         return tuple(bit_tile.transpose(words, lane))
 
     @cute.jit
-    def _asked_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
+    def asked_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
         """Bits that mask_mod, and logical blocks smaller than a tile, leave to each row."""
         words = share.fill(ALL)
+        if const_expr(self.args.stored is not None):
+            words = share.load(tile_of_bits(self.args.stored, work, n_block))
         if const_expr(self.mask_mod is not None):
             # A lane asks about one column at a time, row after row: what the callable loads for a
             # key is the same for all rows, so the compiler loads it once.

@@ -81,7 +81,11 @@ def check_given(name: str, given: Any, is_wanted: bool) -> None:
 
 
 class MaskArgs(NamedTuple):
-    """What the masks of a launch are made of; anything may be absent."""
+    """What the masks of a launch are made of; anything may be absent.
+
+    stored: int32 (batch | 1, m_blocks, n_blocks, tile_m, words), bit tiles with what a mask_mod and
+    `bits` have answered (`stored_bits.py`), in place of both.
+    """
 
     window_left: Int32 | None
     window_right: Int32 | None
@@ -89,6 +93,7 @@ class MaskArgs(NamedTuple):
     lists: ListArgs | None
     bits: BitArgs | None
     aux_tensors: Any
+    stored: cute.Tensor | None = None
 
     @staticmethod
     def create(
@@ -100,6 +105,7 @@ class MaskArgs(NamedTuple):
         block_size: tuple,
         block_bits: tuple | None,
         aux_tensors: Any,
+        stored: cute.Tensor | None = None,
     ) -> "MaskArgs":
         """From the arguments of a launch; num_heads: of its walks, block_size: of the lists.
 
@@ -115,7 +121,7 @@ class MaskArgs(NamedTuple):
             lists = ListArgs(*block_lists, *(Int32(size) for size in block_size))
         if block_bits is not None:
             bits = BitArgs(*block_bits)
-        return MaskArgs(*window, columns, lists, bits, aux_tensors)
+        return MaskArgs(*window, columns, lists, bits, aux_tensors, stored)
 
 
 class TileVerdict(NamedTuple):
@@ -183,7 +189,8 @@ class MaskRules:
 
     @property
     def _can_ask(self) -> bool:
-        return self.mask_mod is not None or self.args.bits is not None
+        args = self.args
+        return self.mask_mod is not None or args.bits is not None or args.stored is not None
 
     @cute.jit
     def _judge(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> TileVerdict:
@@ -288,9 +295,24 @@ class Share:
             for w in range(self.num_words):
                 tile[w, self.tile_line(group)] = words[group * self.num_words + w]
 
+    def load(self, tile: cute.Tensor) -> tuple:
+        """The words that `store` wrote."""
+        return tuple(
+            tile[w, self.tile_line(group)]
+            for group in range(self.num_groups)
+            for w in range(self.num_words)
+        )
+
 
 def both(words: tuple, others: tuple) -> tuple:
     return tuple(a & b for a, b in zip(words, others, strict=True))
+
+
+def tile_of_bits(stored: cute.Tensor, work: Work, n_block: Int32) -> cute.Tensor:
+    """A bit tile (words, tile_m) of `MaskArgs.stored`."""
+    batch_idx = cutlass.min(work.batch_idx, cute.size(stored, mode=[0]) - 1)
+    rows = stored[batch_idx, work.block, n_block, None, None]
+    return cute.make_tensor(rows.iterator, cute.select(rows.layout, [1, 0]))
 
 
 def broadcast_place(tensor: cute.Tensor, work: Work, head_idx: Int32) -> tuple[Int32, Int32]:

@@ -72,6 +72,36 @@ def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, inputs, seeds=DELAY_SEEDS if position % 3 == 0 else (None,))
 
 
+STORED_CASES = (
+    Case("alone", 1, 200, 300, 4, 2, mask_mod="checks"),
+    Case("causal-lists", 2, 300, 400, 4, 4, causal=True, mask_mod="documents", blocks=(128, 128)),
+    Case("lists-of-256", 1, 300, 600, 4, 4, mask_mod="causal_offset", blocks=(256, 256)),
+    Case("odd-lists", 2, 129, 200, 4, 4, head_dim=64, mask_mod="documents", blocks=(64, 48)),
+    Case(
+        "with-columns-and-bias",
+        1, 255, 300, 4, 4, causal=True, column="stepped2", mask_mod="documents",
+        score_mod="head_bias", blocks=(128, 128),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
+def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
+    inputs = make_inputs(case)
+    run_sim(simulator, inputs)
+    assert len(simulator.RESULTS) == 2, "one kernel stores, one reads"
+    if case.blocks is not None:
+        run_sim(simulator, inputs, seeds=(None,), config={"tile_m": 192, "tile_n": 80})
+        run_sim(simulator, inputs, seeds=(None,), config={"skip_blocks": False})
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_answers_by_head_are_not_stored(simulator: ModuleType) -> None:
+    run_sim(simulator, make_inputs(Case("by-head", 1, 129, 200, 4, 4, mask_mod="eviction")))
+    assert len(simulator.RESULTS) == 1
+
+
 VISIT_CASES = (
     Case("columns", 1, 200, 300, 1, 1, column="stepped2"),
     Case("lists-mask", 1, 200, 300, 1, 1, causal=True, mask_mod="documents", blocks=(64, 64)),

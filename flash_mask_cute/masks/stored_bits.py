@@ -1,0 +1,117 @@
+"""Answers of a `mask_mod` that does not look at its head, asked once for all heads.
+
+Asking is what such a mask costs (docs/forward_sm90.md). The bit tiles of all blocks that have to be
+asked about are painted into global memory before attention runs, and its painters read them instead
+of asking. A kernel that reads them knows nothing of the callable, so one serves all of them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.mods import Reliance, find_reliance
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.masks.bit_tile import WORD, Columns
+from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.masks.query_walks import QueryWalks
+from flash_mask_cute.masks.rules import MaskArgs, Share, tile_of_bits
+
+
+class Tiling(NamedTuple):
+    """What `MaskRules` reads of a plan."""
+
+    tile_m: int
+    tile_n: int
+    packed_heads: int = 1
+
+
+class BitStore:
+    """Fills bit tiles; to be passed to `cute.compile`.
+
+    `reliance`, known after it was compiled: what the callable uses. The bits are of use only where
+    that is not the head; where it is not the batch entry either, those of one entry serve all.
+
+    :param mask_mod: the user's callable (`core/mods.py`)
+    :param tile_m, tile_n: query rows and keys of a tile of the attention kernel
+    :param columns: where its bit tiles have which column
+    :param has_aux_tensors: the call passes aux_tensors to the callable
+    """
+
+    # the other masks are no part of the bits
+    is_causal = False
+    is_local = False
+    intervals: Intervals | None = None
+    skip_blocks = True
+
+    def __init__(
+        self,
+        mask_mod: Callable[..., Any],
+        tile_m: int,
+        tile_n: int,
+        columns: Columns,
+        has_aux_tensors: bool,
+    ):
+        self.mask_mod = mask_mod
+        self.plan = Tiling(tile_m, tile_n)
+        self.columns = columns
+        self.has_aux_tensors = has_aux_tensors
+        self.reliance: Reliance | None = None
+
+    @cute.jit
+    def __call__(
+        self,
+        mBits: cute.Tensor,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        block_lists,
+        block_size,
+        block_bits,
+        aux_tensors,
+        stream,
+    ):
+        """Launch on `stream`.
+
+        :param mBits: int32 (batch | 1, m_blocks, n_blocks, tile_m, words), contiguous; of blocks
+            that are not asked about nothing is written
+        :param block_lists: counts and indices of partial blocks, int32 (batch | 1, 1, ...), or None
+            to ask about all
+        :param block_size, block_bits: as for the attention kernel
+        """
+        masks = MaskArgs.create(
+            self,
+            (None, None),
+            None,
+            Int32(1),
+            None if const_expr(block_lists is None) else (*block_lists, None, None),
+            block_size,
+            block_bits,
+            aux_tensors,
+        )
+        lengths = Lengths(None, None, None, None, seqlen_q, seqlen_k)
+        batch, m_blocks, n_blocks, *_ = mBits.shape
+        self.kernel(mBits, masks, lengths, Int32(0)).launch(
+            grid=(batch * m_blocks * n_blocks, 1, 1), block=(self.plan.tile_m, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mBits: cute.Tensor, masks: MaskArgs, lengths: Lengths, any_head: Int32):
+        """A warp paints 32 rows of a tile. any_head: 0, but a number that could be any."""
+        cta, _, _ = cute.arch.block_idx()
+        _, m_blocks, n_blocks, *_ = mBits.shape
+        row = cta // n_blocks
+        batch_idx, m_block, nth_asked = row // m_blocks, row % m_blocks, cta % n_blocks
+        seqlen_q, seqlen_k = lengths.seqlen_q, lengths.seqlen_k
+        self.reliance = find_reliance(
+            self.mask_mod, batch_idx, any_head, m_block, nth_asked, masks.aux_tensors
+        )
+        work = Work(m_block, any_head, batch_idx, Int32(0), seqlen_q, seqlen_q, Int32(0), seqlen_k)
+        rules = QueryWalks.of_kernel(self, self.columns, masks, lengths)
+        n_block = rules.nth_asked(work, nth_asked)
+        if (n_block >= 0) & (n_block < n_blocks):
+            num_warps = self.plan.tile_m // WORD
+            warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            share = Share.create(warp_idx, num_warps, self.plan.tile_m, self.columns)
+            share.store(tile_of_bits(mBits, work, n_block), rules.asked_words(work, n_block, share))
