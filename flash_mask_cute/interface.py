@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_mask_cute.host.bit_store import compile_call
+from flash_mask_cute.host.bit_store import compile_bwd_call, compile_call
 from flash_mask_cute.host.bwd_launch import (
     BwdCpuLaunch,
     BwdEmptyLaunch,
@@ -27,7 +27,6 @@ from flash_mask_cute.host.bwd_launch import (
 )
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import preload
-from flash_mask_cute.host.compile_bwd import compile_bwd
 from flash_mask_cute.host.config import (
     BwdConfig,
     FwdConfig,
@@ -477,11 +476,19 @@ def _prepare_bwd(
         )
     if resolved.shapes.is_empty:
         return BwdEmptyLaunch(resolved)
-    mods = masks.mods._replace(score_mod_bwd=settings.score_mod_bwd)
-    kernels = compile_bwd(
-        resolved.problem, resolved.choice, target, mods, resolved.has_dlse, resolved.sink_dtype
-    )
-    return BwdKernelLaunch(resolved, kernels, operands, extras)
+    return _bwd_kernel_launch(resolved, resolved_masks, target, operands, extras)
+
+
+def _bwd_kernel_launch(
+    resolved: ResolvedBwd,
+    resolved_masks: ResolvedMasks,
+    target: Target,
+    operands: BwdOperands,
+    extras: BwdExtras,
+) -> BwdKernelLaunch:
+    """As `_kernel_launch`."""
+    resolved, kernels, storing = compile_bwd_call(resolved, resolved_masks, target)
+    return BwdKernelLaunch(resolved, kernels, operands, extras, storing)
 
 
 _AnyLaunch = TypeVar("_AnyLaunch", Launch, BwdLaunch)

@@ -14,30 +14,23 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.host import stand_ins
+from flash_mask_cute.host.bwd_launch import ResolvedBwd
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import CACHE, compile_fwd, compile_object, options_of
+from flash_mask_cute.host.compile_bwd import BwdKernels, compile_bwd
 from flash_mask_cute.host.launch import ResolvedFwd
 from flash_mask_cute.host.mask_args import ResolvedMasks
+from flash_mask_cute.host.problem import AttentionProblem, BitTiles
 from flash_mask_cute.host.target import HOPPER, Target
+from flash_mask_cute.host.validate import FwdShapes
 
 KERNEL_NAME = "bit_store"
 # heads that share the answers: with fewer, a second kernel is not worth its launch
 MIN_HEADS = 4
 # of the bits of a call: one entry of 32K tokens, 16 of 8K
 MAX_BYTES = 128 << 20
-WORD_BITS = 32
-
-
-@dataclass(frozen=True)
-class StoreProblem:
-    """What the code depends on beside the callable; see `AttentionProblem` and `FwdTiles`."""
-
-    tile_m: int
-    tile_n: int
-    aux: tuple[tuple[str, int], ...]
-    has_lists: bool
-    has_bits: bool
+WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -72,6 +65,20 @@ def compile_call(
     return resolved, compile_fwd(resolved.problem, resolved.choice.tiles, target, mods), storing
 
 
+def compile_bwd_call(
+    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target
+) -> tuple[ResolvedBwd, BwdKernels, BitStoring | None]:
+    """As `compile_call`, for a backward."""
+    resolved, storing = choose_bwd_storing(resolved, masks, target)
+    mods = masks.mods._replace(score_mod_bwd=resolved.score_mod_bwd)
+    if storing is not None:
+        mods = mods._replace(mask_mod=None)
+    kernels = compile_bwd(
+        resolved.problem, resolved.choice, target, mods, resolved.has_dlse, resolved.sink_dtype
+    )
+    return resolved, kernels, storing
+
+
 def choose_storing(
     resolved: ResolvedFwd, masks: ResolvedMasks, target: Target
 ) -> tuple[ResolvedFwd, BitStoring | None]:
@@ -79,7 +86,39 @@ def choose_storing(
 
     Compiles the callable where that is needed to know.
     """
-    problem, tiles, shapes = resolved.problem, resolved.choice.tiles, resolved.shapes
+    problem, tiles = resolved.problem, resolved.choice.tiles
+    bit_tiles = BitTiles.of_queries(tiles.tile_m, tiles.tile_n)
+    storing = _choose(problem, resolved.shapes, bit_tiles, masks, target)
+    if storing is None:
+        return resolved, None
+    of_attention = replace(_without_callable(problem), has_bits=False)
+    return replace(resolved, problem=of_attention), storing
+
+
+def choose_bwd_storing(
+    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target
+) -> tuple[ResolvedBwd, BitStoring | None]:
+    """As `choose_storing`, for a backward; its plans need the bits of logical blocks, too."""
+    problem, choice = resolved.problem, resolved.choice
+    bit_tiles = BitTiles.of_keys(choice.tiles.tile_m, choice.tile_n)
+    storing = _choose(problem, resolved.shapes, bit_tiles, masks, target)
+    if storing is None:
+        return resolved, None
+    return replace(resolved, problem=_without_callable(problem)), storing
+
+
+def _without_callable(problem: AttentionProblem) -> AttentionProblem:
+    aux = () if problem.score_mod is None else problem.aux
+    return replace(problem, mask_mod=None, aux=aux, reads_bits=True)
+
+
+def _choose(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    tiles: BitTiles,
+    masks: ResolvedMasks,
+    target: Target,
+) -> BitStoring | None:
     lists = masks.block_lists
     lengths = (problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k)
     if (
@@ -90,33 +129,36 @@ def choose_storing(
         or any(lengths)
         or (lists is not None and lists.mask_block_cnt.shape[1] > 1)
     ):
-        return resolved, None
+        return None
     blocks = -(-shapes.seqlen_q // tiles.tile_m), -(-shapes.seqlen_k // tiles.tile_n)
-    shape = (1, *blocks, tiles.tile_m, stand_ins.BIT_WORDS)
+    shape = (1, *blocks, tiles.lines, tiles.words)
     if _bytes(shape) > MAX_BYTES:
-        return resolved, None
-    store = StoreProblem(
-        tiles.tile_m, tiles.tile_n, problem.aux, problem.has_lists, problem.has_bits
-    )
+        return None
+    store = StoreProblem(tiles, problem.aux, problem.has_lists, problem.has_bits)
     compiled = compile_store(masks.mask_mod, store, target)
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     if compiled.meta["relies_on_batch"] or lists_differ:
         shape = (shapes.batch, *shape[1:])
     if compiled.meta["relies_on_head"] or _bytes(shape) > MAX_BYTES:
-        return resolved, None
-    of_attention = replace(
-        problem,
-        mask_mod=None,
-        aux=() if problem.score_mod is None else problem.aux,
-        has_bits=False,
-        reads_bits=True,
-    )
-    storing = BitStoring(shape, (shapes.seqlen_q, shapes.seqlen_k), compiled.function)
-    return replace(resolved, problem=of_attention), storing
+        return None
+    return BitStoring(shape, (shapes.seqlen_q, shapes.seqlen_k), compiled.function)
 
 
 def _bytes(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel() * WORD_BITS // 8
+    return torch.Size(shape).numel() * WORD_BYTES
+
+
+# -- compilation --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoreProblem:
+    """What the code depends on beside the callable; the fields of `AttentionProblem`."""
+
+    tiles: BitTiles
+    aux: tuple[tuple[str, int], ...]
+    has_lists: bool
+    has_bits: bool
 
 
 def compile_store(
@@ -143,12 +185,14 @@ def compile_store(
 def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) -> Compiled:
     import cutlass
 
-    from flash_mask_cute.masks.stored_bits import BitStore
+    from flash_mask_cute.masks.stored_bits import KeyBitStore, QueryBitStore
     from flash_mask_cute.sm90.wgmma import COLUMNS
 
-    store = BitStore(mask_mod, problem.tile_m, problem.tile_n, COLUMNS, bool(problem.aux))
+    tiles = problem.tiles
+    kind = KeyBitStore if tiles.by_key else QueryBitStore
+    store = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux))
     arguments = [
-        stand_ins.stored_bits(problem.tile_m),
+        stand_ins.stored_bits(tiles),
         cutlass.Int32(0),
         cutlass.Int32(0),
         (stand_ins.strided(3), stand_ins.strided(4)) if problem.has_lists else None,

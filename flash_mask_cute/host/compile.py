@@ -13,7 +13,7 @@ from typing import Any
 from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.config import BwdTiles, FwdTiles
-from flash_mask_cute.host.problem import AttentionProblem, Mods
+from flash_mask_cute.host.problem import AttentionProblem, BitTiles, Mods
 from flash_mask_cute.host.stand_ins import int32_pair, operand, strided
 from flash_mask_cute.host.target import BLACKWELL, HOPPER, Target
 
@@ -98,7 +98,7 @@ def build_fwd(
     smem_bytes = kernel.plan.smem_bytes
     arguments = _fake_arguments(problem)
     if problem.reads_bits:
-        arguments.append(stand_ins.stored_bits(tiles.tile_m))
+        arguments.append(stand_ins.stored_bits(BitTiles.of_queries(tiles.tile_m, tiles.tile_n)))
     return compile_object(kernel, arguments, options, smem_bytes=smem_bytes)
 
 

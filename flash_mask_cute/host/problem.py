@@ -27,6 +27,9 @@ STRIDE_STEP = 8
 # in 32 bits.
 OPEN_WINDOW = 1 << 30
 
+# of a bit tile, whatever the tile has
+MAX_COLUMNS = 128
+
 
 class Mods(NamedTuple):
     """The user's callables, which a kernel is compiled with. A problem holds their keys."""
@@ -34,6 +37,27 @@ class Mods(NamedTuple):
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     score_mod_bwd: Callable[..., Any] | None = None
+
+
+class BitTiles(NamedTuple):
+    """Bit tiles that are stored for a kernel with these tiles: `lines` of `words` of 32 bits.
+
+    by_key: a line is a key, as the backward has it, else a query row.
+    """
+
+    tile_m: int
+    tile_n: int
+    by_key: bool
+    lines: int
+    words: int
+
+    @staticmethod
+    def of_queries(tile_m: int, tile_n: int) -> BitTiles:
+        return BitTiles(tile_m, tile_n, False, tile_m, MAX_COLUMNS // 32)
+
+    @staticmethod
+    def of_keys(tile_m: int, tile_n: int) -> BitTiles:
+        return BitTiles(tile_m, tile_n, True, tile_n, tile_m // 32)
 
 
 @dataclass(frozen=True)
@@ -91,7 +115,8 @@ class AttentionProblem:
         varying = (self.varlen_q, self.varlen_k, self.has_seqused_q, self.has_seqused_k)
         if self.score_mod is not None or self.mask_mod is not None:
             return "mods"
-        if self.is_local or self.has_lists or any(varying) or self.intervals is not None:
+        masks = self.is_local or self.has_lists or self.reads_bits or self.intervals is not None
+        if masks or any(varying):
             return "other"
         return "causal" if self.is_causal else "full"
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from flash_mask_cute.host.problem import CUTLASS_NAMES, STRIDE_STEP, AttentionProblem
+from flash_mask_cute.host.problem import CUTLASS_NAMES, STRIDE_STEP, AttentionProblem, BitTiles
 
 _BASE_ALIGNMENT = 16  # bytes
-# words of 32 bits for each row of a bit tile
-BIT_WORDS = 4
 
 
 class HasAux(Protocol):
@@ -119,18 +117,18 @@ def window(problem: AttentionProblem) -> tuple[Any, Any]:
     return cutlass.Int32(0) if left else None, cutlass.Int32(0) if right else None
 
 
-def stored_bits(tile_m: int) -> Any:
-    """Bit tiles (batch | 1, m_blocks, n_blocks, tile_m, words), contiguous."""
+def stored_bits(tiles: BitTiles) -> Any:
+    """Bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    size = tile_m * BIT_WORDS
+    size = tiles.lines * tiles.words
     outer = tuple(cute.sym_int64(divisibility=size) for _ in range(2))
     return make_fake_tensor(
         cutlass.Int32,
-        (*extents(3), tile_m, BIT_WORDS),
-        (*outer, size, BIT_WORDS, 1),
+        (*extents(3), tiles.lines, tiles.words),
+        (*outer, size, tiles.words, 1),
         assumed_align=_BASE_ALIGNMENT,
     )
 

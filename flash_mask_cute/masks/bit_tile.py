@@ -16,8 +16,7 @@ from cutlass import Boolean, Float32, Int32, Uint32
 WORD = 32
 # bits that are tested together: tests of a 16-bit word compile to register-to-predicate moves
 HALF_WORD = 16
-# answers that become bits together, at places known to the compiler
-BYTE = 8
+LOW_HALF = 0xFFFF
 ALL = -1
 
 
@@ -81,9 +80,22 @@ def set_if(condition: Boolean, word: Int32, bit: int) -> Int32:
     )
 
 
-def push_byte(word: Int32, byte: Int32, num_bits: int = WORD) -> Int32:
-    """A word of so many bits moved down by 8, with `byte` as its highest ones."""
-    return Int32((Uint32(word) >> Uint32(BYTE)) | (Uint32(byte) << Uint32(num_bits - BYTE)))
+def push(word: Int32, bits: Int32, count: int, num_bits: int = WORD) -> Int32:
+    """A word of num_bits moved down by `count`, with `bits` as its highest ones."""
+    return Int32((Uint32(word) >> Uint32(count)) | (Uint32(bits) << Uint32(num_bits - count)))
+
+
+def join_halves(words: Sequence[Int32]) -> tuple[Int32, ...]:
+    """Words of 16 bits, two to a word."""
+    return tuple(
+        (low & LOW_HALF) | (high << HALF_WORD)
+        for low, high in zip(words[::2], words[1::2], strict=True)
+    )
+
+
+def split_halves(words: Sequence[Int32]) -> tuple[Int32, ...]:
+    """The words that `join_halves` joined; bits above the 16 may be anything."""
+    return tuple(half for word in words for half in (word, word >> HALF_WORD))
 
 
 def is_set(word: Int32, bit: int) -> Boolean:

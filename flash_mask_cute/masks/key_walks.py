@@ -15,11 +15,13 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
-from flash_mask_cute.masks.bit_tile import ALL, BYTE, bit_range
-from flash_mask_cute.masks.rules import MaskRules, Share, both
+from flash_mask_cute.masks.bit_tile import ALL, HALF_WORD, bit_range
+from flash_mask_cute.masks.rules import MaskRules, Share, both, stored_tile
 
 # of a block that no key sees, for which there is nothing to add
 NO_TURN = -1
+# as in `query_walks`; what a callable loads for more queries spills in the painters
+ASKED_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class KeyWalks(MaskRules):
         m_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, head_idx, m_block, work.block)
         is_visible = verdict.is_visible
-        asks = Boolean(const_expr(self.mask_mod is not None))
+        asks = Boolean(const_expr(self._can_ask))
         if const_expr(self.args.bits is not None):
             listed, asks = self._judge_listed(work, head_idx, m_block, work.block)
             is_visible = is_visible & listed
@@ -143,6 +145,15 @@ class KeyWalks(MaskRules):
             qb += 1
         return any_listed != 0, all_full == 0
 
+    @cute.jit
+    def is_asked(self, work: Work, head_idx: Int32, m_block: Int32) -> Boolean:
+        """Whether lists let a tile be asked about."""
+        answer = Boolean(True)
+        if const_expr(self.args.bits is not None):
+            listed, asks = self._judge_listed(work, head_idx, m_block, work.block)
+            answer = listed & asks
+        return answer
+
     # -- scores ---------------------------------------------------------------------------------
 
     @cute.jit
@@ -159,7 +170,7 @@ class KeyWalks(MaskRules):
                 words = self._seen_words(work, block, share)
             if const_expr(self._can_ask):  # noqa: SIM102 (decided while tracing)
                 if block.asks:
-                    words = both(words, self._asked_words(work, block, share))
+                    words = both(words, self.asked_words(work, block, share))
         return words
 
     def _seen_words(self, work: Work, block: Block, share: Share) -> tuple:
@@ -187,8 +198,10 @@ class KeyWalks(MaskRules):
         """Bits of word w for the queries first <= q < end, counted in the tile."""
         return bit_range(self.columns.count_below(w, first), self.columns.count_below(w, end))
 
-    def _asked_words(self, work: Work, block: Block, share: Share) -> tuple:
+    def asked_words(self, work: Work, block: Block, share: Share) -> tuple:
         """Bits that mask_mod and logical blocks leave to each key."""
+        if self.args.stored is not None:
+            return self._stored_words(work, block, share)
         words = share.fill(ALL)
         if self.mask_mod is not None:
             words = self._ask_all(work, block, share)
@@ -196,28 +209,39 @@ class KeyWalks(MaskRules):
             words = self._within_logical_blocks(work, block, share, words)
         return words
 
+    def _stored_words(self, work: Work, block: Block, share: Share) -> tuple:
+        tile = stored_tile(self.args.stored, work.batch_idx, block.index, work.block)
+        words = share.load(tile)
+        return bit_tile.split_halves(words) if self.has_halves else words
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether words have 16 bits, which are stored two to a word."""
+        return self._bits_per_word == HALF_WORD
+
     @cute.jit
     def _ask_all(self, work: Work, block: Block, share: Share) -> tuple:
         # query after query, the same for all lanes: what the callable loads for a key, the compiler
         # loads once
         words = share.fill(0)
-        for byte in cutlass.range(self._bits_per_word // BYTE, unroll=1):
-            words = self._ask(work, block, share, byte * BYTE, words)
+        for step in cutlass.range(self._bits_per_word // ASKED_AT_ONCE, unroll=1):
+            words = self._ask(work, block, share, step * ASKED_AT_ONCE, words)
         return words
 
     def _ask(self, work: Work, block: Block, share: Share, first: Int32, words: tuple) -> tuple:
-        """Ask mask_mod about the columns of `BYTE` bits of each word."""
+        """Ask mask_mod about the columns of some bits of each word, from `first` on."""
         asked: list[Any] = []
         first_q_idx = block.index * self.block_info.tile_m
         for group in range(share.num_groups):
             k_idx = share.line(work, group)
             for w in range(self.columns.num_words):
-                byte = Int32(0)
-                for i in range(BYTE):
+                bits = Int32(0)
+                for i in range(ASKED_AT_ONCE):
                     q_idx = first_q_idx + self.columns.col_of(w, first + i)
                     visible = self._ask_mod(work, block.head_idx, q_idx, k_idx)
-                    byte = bit_tile.set_if(visible, byte, i)
-                asked.append(bit_tile.push_byte(words[len(asked)], byte, self._bits_per_word))
+                    bits = bit_tile.set_if(visible, bits, i)
+                word = words[len(asked)]
+                asked.append(bit_tile.push(word, bits, ASKED_AT_ONCE, self._bits_per_word))
         return tuple(asked)
 
     @property

@@ -14,14 +14,17 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
-from flash_mask_cute.masks.bit_tile import ALL, BYTE, WORD, bit_range
+from flash_mask_cute.masks.bit_tile import ALL, WORD, bit_range
 from flash_mask_cute.masks.rules import (
     MaskRules,
     Share,
     both,
     broadcast_place,
-    tile_of_bits,
+    stored_tile,
 )
+
+# rows that a mask_mod is asked about together: the places of their bits are constants
+ASKED_AT_ONCE = 8
 
 
 class ListPosition(NamedTuple):
@@ -205,20 +208,20 @@ class QueryWalks(MaskRules):
         """Bits that mask_mod, and logical blocks smaller than a tile, leave to each row."""
         words = share.fill(ALL)
         if const_expr(self.args.stored is not None):
-            words = share.load(tile_of_bits(self.args.stored, work, n_block))
+            words = share.load(stored_tile(self.args.stored, work.batch_idx, work.block, n_block))
         if const_expr(self.mask_mod is not None):
             # A lane asks about one column at a time, row after row: what the callable loads for a
             # key is the same for all rows, so the compiler loads it once.
             words = share.fill(0)
-            for byte in cutlass.range(WORD // BYTE, unroll=1):
-                words = self._ask(work, n_block, share, byte * BYTE, words)
+            for step in cutlass.range(WORD // ASKED_AT_ONCE, unroll=1):
+                words = self._ask(work, n_block, share, step * ASKED_AT_ONCE, words)
             words = tuple(bit_tile.transpose(words, cute.arch.lane_idx()))
         if const_expr(self.args.bits is not None):
             words = self._within_logical_blocks(work, n_block, share, words)
         return words
 
     def _ask(self, work: Work, n_block: Int32, share: Share, first: Int32, words: tuple) -> tuple:
-        """Ask mask_mod about `BYTE` rows of each group from `first` on, and this lane's columns."""
+        """Ask mask_mod about some rows of each group from `first` on, and this lane's columns."""
         asked: list[Any] = []
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
@@ -227,13 +230,13 @@ class QueryWalks(MaskRules):
             first_row = share.line(work, group) - lane + first
             for w in range(self.columns.num_words):
                 k_idx = first_k_idx + self.columns.col_of(w, lane)
-                byte = Int32(0)
-                for i in range(BYTE):
+                bits = Int32(0)
+                for i in range(ASKED_AT_ONCE):
                     row = first_row + i
                     head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
                     visible = self._ask_mod(work, head_idx, self._query(row), k_idx)
-                    byte = bit_tile.set_if(visible, byte, i)
-                asked.append(bit_tile.push_byte(words[len(asked)], byte))
+                    bits = bit_tile.set_if(visible, bits, i)
+                asked.append(bit_tile.push(words[len(asked)], bits, ASKED_AT_ONCE))
         return tuple(asked)
 
     @cute.jit

@@ -83,8 +83,8 @@ def check_given(name: str, given: Any, is_wanted: bool) -> None:
 class MaskArgs(NamedTuple):
     """What the masks of a launch are made of; anything may be absent.
 
-    stored: int32 (batch | 1, m_blocks, n_blocks, tile_m, words), bit tiles with what a mask_mod and
-    `bits` have answered (`stored_bits.py`), in place of both.
+    stored: int32 (batch | 1, m_blocks, n_blocks, lines, words), bit tiles with what a mask_mod and
+    `bits` have answered (`stored_bits.py`).
     """
 
     window_left: Int32 | None
@@ -290,17 +290,18 @@ class Share:
         return work.block * self.tile_lines + self.tile_line(group)
 
     def store(self, tile: cute.Tensor, words: tuple) -> None:
-        """Write the words into tile (num_words, tile_lines) int32."""
+        """Write the words, num_words or fewer of each line, into tile (words, tile_lines) int32."""
+        num_words = cute.size(tile, mode=[0])
         for group in range(self.num_groups):
-            for w in range(self.num_words):
-                tile[w, self.tile_line(group)] = words[group * self.num_words + w]
+            for w in range(num_words):
+                tile[w, self.tile_line(group)] = words[group * num_words + w]
 
     def load(self, tile: cute.Tensor) -> tuple:
         """The words that `store` wrote."""
         return tuple(
             tile[w, self.tile_line(group)]
             for group in range(self.num_groups)
-            for w in range(self.num_words)
+            for w in range(cute.size(tile, mode=[0]))
         )
 
 
@@ -308,11 +309,13 @@ def both(words: tuple, others: tuple) -> tuple:
     return tuple(a & b for a, b in zip(words, others, strict=True))
 
 
-def tile_of_bits(stored: cute.Tensor, work: Work, n_block: Int32) -> cute.Tensor:
-    """A bit tile (words, tile_m) of `MaskArgs.stored`."""
-    batch_idx = cutlass.min(work.batch_idx, cute.size(stored, mode=[0]) - 1)
-    rows = stored[batch_idx, work.block, n_block, None, None]
-    return cute.make_tensor(rows.iterator, cute.select(rows.layout, [1, 0]))
+def stored_tile(
+    stored: cute.Tensor, batch_idx: Int32, m_block: Int32, n_block: Int32
+) -> cute.Tensor:
+    """A bit tile (words, lines) of `MaskArgs.stored`."""
+    batch_idx = cutlass.min(batch_idx, cute.size(stored, mode=[0]) - 1)
+    lines = stored[batch_idx, m_block, n_block, None, None]
+    return cute.make_tensor(lines.iterator, cute.select(lines.layout, [1, 0]))
 
 
 def broadcast_place(tensor: cute.Tensor, work: Work, head_idx: Int32) -> tuple[Int32, Int32]:

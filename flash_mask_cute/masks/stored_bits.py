@@ -1,23 +1,26 @@
 """Answers of a `mask_mod` that does not look at its head, asked once for all heads.
 
-Asking is what such a mask costs (docs/forward_sm90.md). The bit tiles of all blocks that have to be
-asked about are painted into global memory before attention runs, and its painters read them instead
-of asking. A kernel that reads them knows nothing of the callable, so one serves all of them.
+Asking is what such a mask costs (docs/masks.md). The bit tiles of all blocks that have to be asked
+about are painted into global memory before attention runs, and its painters read them instead of
+asking. A kernel that reads them knows nothing of the callable, so one serves all of them.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.mods import Reliance, find_reliance
+from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.bit_tile import WORD, Columns
 from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.masks.key_walks import KeyWalks
 from flash_mask_cute.masks.query_walks import QueryWalks
-from flash_mask_cute.masks.rules import MaskArgs, Share, tile_of_bits
+from flash_mask_cute.masks.rules import MaskArgs, Share, stored_tile
 
 
 class Tiling(NamedTuple):
@@ -28,8 +31,18 @@ class Tiling(NamedTuple):
     packed_heads: int = 1
 
 
+class Place(NamedTuple):
+    """A CTA's part of the bits. nth: of the blocks in a row of them; any_head: 0, but a number that
+    the compiler does not know."""
+
+    batch_idx: Int32
+    m_block: Int32
+    nth: Int32
+    any_head: Int32
+
+
 class BitStore:
-    """Fills bit tiles; to be passed to `cute.compile`.
+    """Fills bit tiles; its subclasses are to be passed to `cute.compile`.
 
     `reliance`, known after it was compiled: what the callable uses. The bits are of use only where
     that is not the head; where it is not the batch entry either, those of one entry serve all.
@@ -74,10 +87,9 @@ class BitStore:
     ):
         """Launch on `stream`.
 
-        :param mBits: int32 (batch | 1, m_blocks, n_blocks, tile_m, words), contiguous; of blocks
+        :param mBits: int32 (batch | 1, m_blocks, n_blocks, lines, words), contiguous; of blocks
             that are not asked about nothing is written
         :param block_lists: counts and indices of partial blocks, int32 (batch | 1, 1, ...), or None
-            to ask about all
         :param block_size, block_bits: as for the attention kernel
         """
         masks = MaskArgs.create(
@@ -86,32 +98,88 @@ class BitStore:
             None,
             Int32(1),
             None if const_expr(block_lists is None) else (*block_lists, None, None),
-            block_size,
+            () if const_expr(block_size is None) else block_size,
             block_bits,
             aux_tensors,
         )
         lengths = Lengths(None, None, None, None, seqlen_q, seqlen_k)
-        batch, m_blocks, n_blocks, *_ = mBits.shape
-        self.kernel(mBits, masks, lengths, Int32(0)).launch(
-            grid=(batch * m_blocks * n_blocks, 1, 1), block=(self.plan.tile_m, 1, 1), stream=stream
+        batch, m_blocks, n_blocks, lines, _ = mBits.shape
+        self.kernel(mBits, m_blocks, n_blocks, masks, lengths, Int32(0)).launch(
+            grid=(batch * m_blocks * n_blocks, 1, 1), block=(lines, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mBits: cute.Tensor, masks: MaskArgs, lengths: Lengths, any_head: Int32):
-        """A warp paints 32 rows of a tile. any_head: 0, but a number that could be any."""
+    def kernel(
+        self,
+        mBits: cute.Tensor,
+        m_blocks: Int32,
+        n_blocks: Int32,
+        masks: MaskArgs,
+        lengths: Lengths,
+        any_head: Int32,
+    ):
+        """A warp paints 32 lines of a tile.
+
+        The extents are arguments, because divisions of what a kernel takes from a shape, and of all
+        that is computed from it, round towards zero.
+        """
         cta, _, _ = cute.arch.block_idx()
-        _, m_blocks, n_blocks, *_ = mBits.shape
         row = cta // n_blocks
-        batch_idx, m_block, nth_asked = row // m_blocks, row % m_blocks, cta % n_blocks
-        seqlen_q, seqlen_k = lengths.seqlen_q, lengths.seqlen_k
+        place = Place(row // m_blocks, row % m_blocks, cta % n_blocks, any_head)
         self.reliance = find_reliance(
-            self.mask_mod, batch_idx, any_head, m_block, nth_asked, masks.aux_tensors
+            self.mask_mod,
+            place.batch_idx,
+            place.any_head,
+            place.m_block,
+            place.nth,
+            masks.aux_tensors,
         )
+        lines = mBits.shape[3]
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        share = Share.create(warp_idx, lines // WORD, lines, self.columns)
+        self.paint(mBits, masks, lengths, place, share)
+
+
+class QueryBitStore(BitStore):
+    """The bits that a block of queries reads: lines are queries.
+
+    Of partial blocks of the lists, which may be made of several tiles; without lists of all.
+    """
+
+    @cute.jit
+    def paint(
+        self, mBits: cute.Tensor, masks: MaskArgs, lengths: Lengths, place: Place, share: Share
+    ) -> None:
+        seqlen_q, seqlen_k = lengths.seqlen_q, lengths.seqlen_k
+        batch_idx, m_block, nth, any_head = place
         work = Work(m_block, any_head, batch_idx, Int32(0), seqlen_q, seqlen_q, Int32(0), seqlen_k)
         rules = QueryWalks.of_kernel(self, self.columns, masks, lengths)
-        n_block = rules.nth_asked(work, nth_asked)
-        if (n_block >= 0) & (n_block < n_blocks):
-            num_warps = self.plan.tile_m // WORD
-            warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-            share = Share.create(warp_idx, num_warps, self.plan.tile_m, self.columns)
-            share.store(tile_of_bits(mBits, work, n_block), rules.asked_words(work, n_block, share))
+        n_block = rules.nth_asked(work, nth)
+        if (n_block >= 0) & (n_block < cute.size(mBits, mode=[2])):
+            words = rules.asked_words(work, n_block, share)
+            share.store(stored_tile(mBits, batch_idx, m_block, n_block), words)
+
+
+class KeyBitStore(BitStore):
+    """The bits that a block of keys reads: lines are keys.
+
+    Of blocks that hold something partial, by block_bits; without these of all.
+    """
+
+    @cute.jit
+    def paint(
+        self, mBits: cute.Tensor, masks: MaskArgs, lengths: Lengths, place: Place, share: Share
+    ) -> None:
+        seqlen_q, seqlen_k = lengths.seqlen_q, lengths.seqlen_k
+        batch_idx, m_block, n_block, any_head = place
+        work = Work(n_block, any_head, batch_idx, Int32(0), seqlen_k, seqlen_q, Int32(0), seqlen_k)
+        rules = KeyWalks.of_kernel(self, self.columns, masks, lengths, Int32(1), False)
+        if rules.is_asked(work, any_head, m_block):
+            no, asks = Boolean(False), Boolean(True)
+            block = Block(
+                m_block, any_head, no, no, no, asks, Int32(Kind.CUT), Int32(Kind.END), Int32(0)
+            )
+            words = rules.asked_words(work, block, share)
+            if const_expr(rules.has_halves):
+                words = bit_tile.join_halves(words)
+            share.store(stored_tile(mBits, batch_idx, m_block, n_block), words)

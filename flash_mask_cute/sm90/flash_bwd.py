@@ -161,6 +161,7 @@ class FlashAttentionBackwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param deterministic: dQ is summed in an order that does not depend on the run
     :param num_sms: CTAs to launch at most
+    :param reads_bits: the call passes stored_bits, in place of a mask_mod
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -184,6 +185,7 @@ class FlashAttentionBackwardSm90:
         skip_blocks: bool = True,
         deterministic: bool = False,
         num_sms: int = 132,
+        reads_bits: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -207,6 +209,7 @@ class FlashAttentionBackwardSm90:
         self.skip_blocks = skip_blocks
         self.deterministic = deterministic
         self.num_sms = num_sms
+        self.reads_bits = reads_bits
 
     @cute.jit
     def __call__(
@@ -234,6 +237,7 @@ class FlashAttentionBackwardSm90:
         block_bits=None,
         mTurns: cute.Tensor | None = None,
         aux_grads=None,
+        stored_bits: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -244,9 +248,11 @@ class FlashAttentionBackwardSm90:
         `FlashAttentionForwardSm90`; block lists are always given as bits. mTurns (heads_q,
         row_blocks) int32, 0 before the launch: for a deterministic kernel. aux_grads: fp32 tensors
         of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
+        stored_bits: of blocks that hold something partial (`masks/rules.py`).
         """
         check_given("mTurns", mTurns, self.deterministic)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
+        check_given("stored_bits", stored_bits, self.reads_bits)
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
         varlen_k = const_expr(mCuSeqlensK is not None)
@@ -261,7 +267,7 @@ class FlashAttentionBackwardSm90:
         num_blocks = cute.ceil_div(lengths.seqlen_k, plan.tile_n)
         window = (window_size_left, window_size_right)
         masks = MaskArgs.create(
-            self, window, column_tensors, heads_q, None, (), block_bits, aux_tensors
+            self, window, column_tensors, heads_q, None, (), block_bits, aux_tensors, stored_bits
         )
         heads_per_group = Int32(1)
         if const_expr(self.deterministic):
@@ -287,7 +293,7 @@ class FlashAttentionBackwardSm90:
         )  # fmt: skip
 
     def _blocks_apart(self, masks: MaskArgs, varlen_q: bool) -> int:
-        shorteners = (masks.columns, masks.bits, self.mask_mod)
+        shorteners = (masks.columns, masks.bits, masks.stored, self.mask_mod)
         is_short = self.is_local or varlen_q or any(x is not None for x in shorteners)
         return BLOCKS_APART_SHORT if is_short else BLOCKS_APART
 

@@ -14,13 +14,23 @@ from torch import Tensor
 from flash_mask_cute import explain
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.host import bit_store
-from flash_mask_cute.host.bit_store import BitStoring, StoreProblem, choose_storing, compile_store
+from flash_mask_cute.host.bit_store import (
+    BitStoring,
+    StoreProblem,
+    choose_bwd_storing,
+    choose_storing,
+    compile_store,
+)
+from flash_mask_cute.host.bwd_launch import BwdKernelLaunch, BwdOperands
+from flash_mask_cute.host.compile_bwd import BwdKernels
 from flash_mask_cute.host.launch import KernelLaunch
+from flash_mask_cute.host.problem import BitTiles
 from flash_mask_cute.host.target import Target
-from flash_mask_cute.interface import _resolve, bundle
+from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
 
 TARGET = Target.default()
 INT32 = "int32"
+TILES = BitTiles.of_queries(128, 128)
 
 
 def causal(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -91,7 +101,7 @@ def by_head_in_a_loop(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 def test_what_a_callable_relies_on(mask_mod: Any, rank: int, batch: bool, head: bool) -> None:
     """Seen in its operations; what is used for nothing counts as used."""
     aux = ((INT32, rank),) if rank else ()
-    meta = compile_store(mask_mod, StoreProblem(128, 128, aux, False, False), TARGET).meta
+    meta = compile_store(mask_mod, StoreProblem(TILES, aux, False, False), TARGET).meta
     assert (meta["relies_on_batch"], meta["relies_on_head"]) == (batch, head)
 
 
@@ -119,6 +129,44 @@ def test_bits_of_one_entry_or_of_all() -> None:
         Case("lists", 3, 300, 200, 4, 4, mask_mod="checks"), block_sparse_tensors_torch=lists
     )
     assert storing is not None and storing.shape == (3, 3, 2, 128, 4)
+
+
+def choose_bwd(case: Case) -> tuple[Any, BitStoring | None, BwdOperands, Any]:
+    """What `choose_bwd_storing` makes of the backward of a call, and the call."""
+    inputs = make_inputs(case)
+    out = torch.zeros_like(inputs.q[..., : case.head_dim_v])
+    lse = torch.zeros(case.batch, case.heads_q, case.seqlen_q)
+    operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out.clone(), lse)
+    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    extras, masks, settings = bundle_bwd(keywords)
+    resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings)
+    return *choose_bwd_storing(resolved, resolved_masks, TARGET), operands, (extras, masks)
+
+
+def test_bits_of_a_backward_are_by_key() -> None:
+    """As many as of a forward: words that have 16 of them are stored two to a word."""
+    call, storing, *_ = choose_bwd(Case("d128", 3, 300, 200, 4, 4, mask_mod="documents"))
+    assert (call.choice.tiles.tile_m, call.choice.tile_n) == (64, 128)
+    assert storing is not None and storing.shape == (3, 5, 2, 128, 2)
+    call, storing, *_ = choose_bwd(Case("head", 3, 300, 200, 4, 4, mask_mod="eviction"))
+    assert storing is None and call.problem.mask_mod is not None
+
+
+def test_what_the_backward_passes_on() -> None:
+    """Its plans need the bits of logical blocks, its painters the stored ones."""
+    case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
+    call, storing, operands, others = choose_bwd(case)
+    assert storing is not None and call.problem.has_bits and call.problem.mask_mod is None
+    stored: list[tuple[Any, ...]] = []
+    main: list[tuple[Any, ...]] = []
+    told = BitStoring(storing.shape, storing.seqlens, lambda *args: stored.append(args))
+    kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
+    BwdKernelLaunch(call, kernels, operands, others[0], told)(operands, *others)
+    ((bits, *_, partial, block_size, logical, aux),) = stored
+    assert (partial, block_size, logical[2:], len(aux)) == (None, None, (48, 80), 1)
+    ((*_, aux_tensors, _, _, _, logical_of_main, _, _, stored_of_main),) = main
+    assert stored_of_main is bits and aux_tensors is None
+    assert all(x is y for x, y in zip(logical[:2], logical_of_main[:2], strict=True))
 
 
 @pytest.mark.parametrize(
