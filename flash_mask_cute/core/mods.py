@@ -109,18 +109,23 @@ def find_reliance(
     called independent is so. The operations are traced for nothing and left to the compiler.
     """
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
-    watched = [vector.ir_value() for vector in indices[:2]]
-    before = [_count_uses(value) for value in watched]
+    # what there is of an argument before the call is all that the callable can get hold of
+    watched = [_made_of(vector.ir_value()) for vector in indices[:2]]
+    before = [_count_uses(values) for values in watched]
     with _no_truth_values():
         mask_mod(*indices, aux_tensors)
-    after = (_count_uses(value) for value in watched)
+    after = (_count_uses(values) for values in watched)
     return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
 
 
-def _count_uses(value: Any) -> int:
-    """Uses of a value and of all that is made of it, in the text so far."""
-    users = [use.owner.operation for use in value.uses]
-    return len(users) + sum(_count_uses(result) for user in users for result in user.results)
+def _made_of(value: Any) -> list[Any]:
+    """A value and all that is made of it, in the text so far."""
+    results = [result for use in value.uses for result in use.owner.operation.results]
+    return [value, *(found for result in results for found in _made_of(result))]
+
+
+def _count_uses(values: list[Any]) -> int:
+    return sum(1 for value in values for _ in value.uses)
 
 
 def _scalar(result: Any) -> Any:

@@ -49,6 +49,12 @@ def by_parity_of_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return ((q + h) % 2 == 0) & (b >= 0)
 
 
+def by_many_powers_of_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    for _ in range(60):
+        h = h * h
+    return q + h > k
+
+
 def idly_by_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     _ = h + 1
     return k <= q
@@ -95,6 +101,7 @@ def by_head_in_a_loop(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         (passes_all_on, 0, True, True),
         (by_head_in_a_branch, 0, False, True),
         (by_head_in_a_loop, 0, False, True),
+        (by_many_powers_of_head, 0, False, True),
         (idly_by_head, 0, False, True),
     ],
 )
