@@ -24,7 +24,7 @@ from flash_mask_cute.masks.rules import (
 )
 
 # rows that a mask_mod is asked about together: the places of their bits are constants
-ASKED_AT_ONCE = 8
+ASKED_AT_ONCE = 4
 
 
 class ListPosition(NamedTuple):
