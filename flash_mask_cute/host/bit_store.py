@@ -192,7 +192,7 @@ def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) 
     kind = KeyBitStore if tiles.by_key else QueryBitStore
     store = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux))
     arguments = [
-        stand_ins.stored_bits(tiles),
+        stand_ins.bit_tensor(tiles),
         cutlass.Int32(0),
         cutlass.Int32(0),
         (stand_ins.strided(3), stand_ins.strided(4)) if problem.has_lists else None,

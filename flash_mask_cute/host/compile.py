@@ -40,8 +40,8 @@ def compile_fwd(
     `function` takes, by position: q, k, v, out, lse, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, None, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
-    (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k); None for
-    what the problem does not have. One more, stored bits, if the problem reads them.
+    (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k), stored
+    bits; None for what the problem does not have.
     """
     name = KERNEL_NAMES[target.family]
     return cached_attention(
@@ -92,13 +92,10 @@ def build_fwd(
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         **asdict(tiles),
-        **({"reads_bits": True} if problem.reads_bits else {}),
     )
     options = f"{options_of(target)} {more_options}".strip()
     smem_bytes = kernel.plan.smem_bytes
-    arguments = _fake_arguments(problem)
-    if problem.reads_bits:
-        arguments.append(stand_ins.stored_bits(BitTiles.of_queries(tiles.tile_m, tiles.tile_n)))
+    arguments = _fake_arguments(problem, tiles)
     return compile_object(kernel, arguments, options, smem_bytes=smem_bytes)
 
 
@@ -118,7 +115,7 @@ def options_of(target: Target) -> str:
     return f"--enable-tvm-ffi --gpu-arch {target.arch} remarks{{ptx}}"
 
 
-def _fake_arguments(problem: AttentionProblem) -> list[Any]:
+def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
     """Stand-ins for the arguments of the kernel object's `__call__`, the stream included."""
     import cutlass
     import cutlass.cute as cute
@@ -155,6 +152,7 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
         stand_ins.columns(problem),
         int32_pair() if problem.has_lists else None,
         stand_ins.block_bits(problem),
+        stand_ins.stored_bits(problem, BitTiles.of_queries(tiles.tile_m, tiles.tile_n)),
     ]
 
 

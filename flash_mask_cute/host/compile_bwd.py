@@ -130,7 +130,6 @@ def build_bwd(
         deterministic=problem.deterministic,
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
-        reads_bits=problem.reads_bits,
         **asdict(choice.tiles),
     )
     options = f"{options_of(target)} {more_options}".strip()
@@ -164,9 +163,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         stand_ins.block_bits(problem),
         strided(2) if problem.deterministic else None,
         stand_ins.aux_grads(problem),
-        stand_ins.stored_bits(BitTiles.of_keys(tile_m, choice.tile_n))
-        if problem.reads_bits
-        else None,
+        stand_ins.stored_bits(problem, BitTiles.of_keys(tile_m, choice.tile_n)),
     ]
 
 

@@ -155,14 +155,14 @@ class KernelLaunch:
             lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
                 masks, cu_seqlens_k
             )
-        stored: tuple[Tensor, ...] = ()
+        stored = None
         if self._store_bits is not None:
-            stored = (self._store_bits(q, lists, aux_tensors, block_size, bits),)
+            stored = self._store_bits(q, lists, aux_tensors, block_size, bits)
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         self._function(
             q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None,
             self._window_left, self._window_right, sink, lists, aux_tensors, self._softcap,
-            tile_counter(q, index), columns, block_size, bits, *stored,
+            tile_counter(q, index), columns, block_size, bits, stored,
         )  # fmt: skip
         return result
 

@@ -117,7 +117,12 @@ def window(problem: AttentionProblem) -> tuple[Any, Any]:
     return cutlass.Int32(0) if left else None, cutlass.Int32(0) if right else None
 
 
-def stored_bits(tiles: BitTiles) -> Any:
+def stored_bits(problem: AttentionProblem, tiles: BitTiles) -> Any:
+    """Bit tiles that a kernel reads."""
+    return bit_tensor(tiles) if problem.reads_bits else None
+
+
+def bit_tensor(tiles: BitTiles) -> Any:
     """Bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous."""
     import cutlass
     import cutlass.cute as cute

@@ -109,10 +109,13 @@ class MaskArgs(NamedTuple):
     ) -> "MaskArgs":
         """From the arguments of a launch; num_heads: of its walks, block_size: of the lists.
 
-        :raises ValueError: a tensor is given to a kernel made without it, or the other way round
+        :raises ValueError: a tensor is given to a kernel made without it, or the other way round;
+            or answers of a mask_mod to a kernel with one
         """
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
+        if kernel.mask_mod is not None:
+            check_given("stored_bits", stored, False)
         columns, lists, bits = None, None, None
         if column_tensors is not None:
             indices, bounds = column_tensors

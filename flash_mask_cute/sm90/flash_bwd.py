@@ -161,7 +161,6 @@ class FlashAttentionBackwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param deterministic: dQ is summed in an order that does not depend on the run
     :param num_sms: CTAs to launch at most
-    :param reads_bits: the call passes stored_bits, in place of a mask_mod
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -185,7 +184,6 @@ class FlashAttentionBackwardSm90:
         skip_blocks: bool = True,
         deterministic: bool = False,
         num_sms: int = 132,
-        reads_bits: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -209,7 +207,6 @@ class FlashAttentionBackwardSm90:
         self.skip_blocks = skip_blocks
         self.deterministic = deterministic
         self.num_sms = num_sms
-        self.reads_bits = reads_bits
 
     @cute.jit
     def __call__(
@@ -248,11 +245,11 @@ class FlashAttentionBackwardSm90:
         `FlashAttentionForwardSm90`; block lists are always given as bits. mTurns (heads_q,
         row_blocks) int32, 0 before the launch: for a deterministic kernel. aux_grads: fp32 tensors
         of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
-        stored_bits: of blocks that hold something partial (`masks/rules.py`).
+        stored_bits: of blocks that hold something partial, in place of a mask_mod
+        (`masks/rules.py`).
         """
         check_given("mTurns", mTurns, self.deterministic)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
-        check_given("stored_bits", stored_bits, self.reads_bits)
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
         varlen_k = const_expr(mCuSeqlensK is not None)

@@ -68,7 +68,7 @@ from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.query_walks import QueryWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import MaskArgs, Share, check_given
+from flash_mask_cute.masks.rules import MaskArgs, Share
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan, MaxPolicy
 from flash_mask_cute.sm90.score_replay import ScoreReplay
@@ -122,7 +122,6 @@ class FlashAttentionForwardSm90:
         warpgroup of painters asks for none
     :param mask_mod, score_mod: user callables (`core/mods.py`)
     :param has_aux_tensors: the call passes aux_tensors to them
-    :param reads_bits: the call passes stored_bits, in place of a mask_mod
     :param stages_q: query tiles in flight, 1 or 2
     :param share_qo: the output is staged in its query's shared memory
     :param intervals: the form of the column intervals that the call passes, or None
@@ -158,7 +157,6 @@ class FlashAttentionForwardSm90:
         skip_blocks: bool = True,
         num_sms: int = 132,
         cta_pair: bool = False,
-        reads_bits: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         plan = FwdPlan(
@@ -203,7 +201,6 @@ class FlashAttentionForwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
-        self.reads_bits = reads_bits
 
     @cute.jit
     def __call__(
@@ -243,7 +240,7 @@ class FlashAttentionForwardSm90:
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
         sizes, of logical blocks in which tiles do not nest. stored_bits: bits of partial blocks, of
-        all without lists (`masks/rules.py` describes all four).
+        all without lists, in place of a mask_mod (`masks/rules.py` describes all four).
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
@@ -272,7 +269,6 @@ class FlashAttentionForwardSm90:
             aux_tensors,
             stored_bits,
         )
-        check_given("stored_bits", stored_bits, self.reads_bits)
         self.kernel(operands, mLSE, lengths, score_args, masks, schedule, tile_counter).launch(
             grid=(schedule.grid, 1, 1),
             block=(plan.num_threads, 1, 1),

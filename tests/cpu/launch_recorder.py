@@ -32,4 +32,4 @@ class Recorder:
         """The mask arguments of a kernel call by name."""
         args = self.calls[call]
         names = ("columns", "block_size", "bits", "stored")
-        return {"lists": args[14], "aux": args[15], **dict(zip(names, args[18:], strict=False))}
+        return {"lists": args[14], "aux": args[15], **dict(zip(names, args[18:], strict=True))}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
-from support import BF16, FP16, FP32, MASK_CASES, Case, Inputs, make_inputs
+from support import BF16, FP16, FP32, MASK_CASES, STORED_CASES, Case, Inputs, make_inputs
 from torch import Tensor
 
 from flash_mask_cute.host.bwd_launch import BwdOperands
@@ -123,16 +123,6 @@ SIM_MASK_CASES = tuple(case for case in MASK_CASES if case.id not in LEFT_OUT)
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(replace(SIM_MASK_CASES[position], pack_gqa=None))
     run_sim(simulator, inputs, seeds=((1,), (None,))[position % 2])
-
-
-STORED_CASES = (
-    Case("alone", 1, 200, 200, 4, 2, mask_mod="checks"),
-    Case("lists", 2, 200, 300, 4, 4, causal=True, mask_mod="documents", blocks=(128, 128)),
-    Case("odd-lists-128-rows", 1, 255, 200, 4, 4, head_dim=64, mask_mod="causal_offset",
-         blocks=(64, 48)),
-    Case("with-columns-and-bias", 1, 129, 200, 4, 4, causal=True, column="stepped2",
-         mask_mod="documents", score_mod="head_bias", blocks=(128, 128)),
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)

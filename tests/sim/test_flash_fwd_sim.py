@@ -15,6 +15,7 @@ from support import (
     FP16,
     FP32,
     MASK_CASES,
+    STORED_CASES,
     Case,
     Inputs,
     assert_close_to_oracle,
@@ -70,19 +71,6 @@ def test_against_oracle(simulator: ModuleType, case: Case) -> None:
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(MASK_CASES[position].packed_if_supported())
     run_sim(simulator, inputs, seeds=DELAY_SEEDS if position % 3 == 0 else (None,))
-
-
-STORED_CASES = (
-    Case("alone", 1, 200, 300, 4, 2, mask_mod="checks"),
-    Case("causal-lists", 2, 300, 400, 4, 4, causal=True, mask_mod="documents", blocks=(128, 128)),
-    Case("lists-of-256", 1, 300, 600, 4, 4, mask_mod="causal_offset", blocks=(256, 256)),
-    Case("odd-lists", 2, 129, 200, 4, 4, head_dim=64, mask_mod="documents", blocks=(64, 48)),
-    Case(
-        "with-columns-and-bias",
-        1, 255, 300, 4, 4, causal=True, column="stepped2", mask_mod="documents",
-        score_mod="head_bias", blocks=(128, 128),
-    ),
-)  # fmt: skip
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
