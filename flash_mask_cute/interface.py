@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flash_mask_cute.host.bit_store import compile_bwd_call, compile_call
 from flash_mask_cute.host.bwd_launch import (
     BwdCpuLaunch,
     BwdEmptyLaunch,
@@ -25,8 +26,7 @@ from flash_mask_cute.host.bwd_launch import (
     find_bwd_launch,
 )
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile import compile_fwd, preload
-from flash_mask_cute.host.compile_bwd import compile_bwd
+from flash_mask_cute.host.compile import preload
 from flash_mask_cute.host.config import (
     BwdConfig,
     FwdConfig,
@@ -444,8 +444,21 @@ def _prepare(
     target = Target.of(q.device)
     if resolved.shapes.is_empty:
         return EmptyLaunch(resolved)
-    compiled = compile_fwd(resolved.problem, resolved.choice.tiles, target, masks.mods)
-    return KernelLaunch(resolved, compiled.function, q, k, v, extras.out)
+    return _kernel_launch(resolved, resolved_masks, target, q, k, v, extras.out)
+
+
+def _kernel_launch(
+    resolved: ResolvedFwd,
+    resolved_masks: ResolvedMasks,
+    target: Target,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+) -> KernelLaunch:
+    """The launch of a call that has queries and keys, its kernels compiled or from the cache."""
+    resolved, compiled, storing = compile_call(resolved, resolved_masks, target)
+    return KernelLaunch(resolved, compiled.function, q, k, v, out, storing)
 
 
 def _prepare_bwd(
@@ -463,11 +476,19 @@ def _prepare_bwd(
         )
     if resolved.shapes.is_empty:
         return BwdEmptyLaunch(resolved)
-    mods = masks.mods._replace(score_mod_bwd=settings.score_mod_bwd)
-    kernels = compile_bwd(
-        resolved.problem, resolved.choice, target, mods, resolved.has_dlse, resolved.sink_dtype
-    )
-    return BwdKernelLaunch(resolved, kernels, operands, extras)
+    return _bwd_kernel_launch(resolved, resolved_masks, target, operands, extras)
+
+
+def _bwd_kernel_launch(
+    resolved: ResolvedBwd,
+    resolved_masks: ResolvedMasks,
+    target: Target,
+    operands: BwdOperands,
+    extras: BwdExtras,
+) -> BwdKernelLaunch:
+    """As `_kernel_launch`."""
+    resolved, kernels, storing = compile_bwd_call(resolved, resolved_masks, target)
+    return BwdKernelLaunch(resolved, kernels, operands, extras, storing)
 
 
 _AnyLaunch = TypeVar("_AnyLaunch", Launch, BwdLaunch)

@@ -291,6 +291,26 @@ MASK_CASES = (
 )  # fmt: skip
 
 
+# Four heads that share what a mask_mod answers.
+STORED_CASES = (
+    Case("stored-alone", 1, 200, 300, 4, 2, mask_mod="checks"),
+    Case(
+        "stored-lists-causal",
+        2, 300, 400, 4, 4, causal=True, mask_mod="documents", blocks=(128, 128),
+    ),
+    Case("stored-lists-of-256", 1, 300, 600, 4, 4, mask_mod="causal_offset", blocks=(256, 256)),
+    Case(
+        "stored-odd-lists-d64",
+        2, 129, 200, 4, 4, head_dim=64, mask_mod="documents", blocks=(64, 48),
+    ),
+    Case(
+        "stored-columns-bias",
+        1, 255, 300, 4, 4, causal=True, column="stepped2", mask_mod="documents",
+        score_mod="head_bias", blocks=(128, 128),
+    ),
+)  # fmt: skip
+
+
 FUZZ_BATCH = 3
 FUZZ_LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 255, 257, 383, 500, 641)
 

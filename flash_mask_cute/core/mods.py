@@ -127,6 +127,47 @@ def call_mask_mod(
     return Boolean(_scalar(result))
 
 
+class Reliance(NamedTuple):
+    """Whether the answer of a mask_mod may depend on the batch entry, and on the head."""
+
+    batch: bool
+    head: bool
+
+
+def find_reliance(
+    mask_mod: Callable[..., Any],
+    batch_idx: Int32,
+    head_idx: Int32,
+    q_idx: Int32,
+    kv_idx: Int32,
+    aux_tensors: Any,
+) -> Reliance:
+    """What a callable uses of its arguments, seen in the operations that a call of it leaves.
+
+    Called while a kernel is traced, with numbers that are not constants. An argument counts as used
+    if any operation of the callable takes it, whether the answer depends on that or not; what is
+    called independent is so. The operations are traced for nothing and left to the compiler.
+    """
+    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    # what there is of an argument before the call is all that the callable can get hold of
+    watched = [_made_of(vector.ir_value()) for vector in indices[:2]]
+    before = [_count_uses(values) for values in watched]
+    with _no_truth_values():
+        mask_mod(*indices, aux_tensors)
+    after = (_count_uses(values) for values in watched)
+    return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
+
+
+def _made_of(value: Any) -> list[Any]:
+    """A value and all that is made of it, in the text so far."""
+    results = [result for use in value.uses for result in use.owner.operation.results]
+    return [value, *(found for result in results for found in _made_of(result))]
+
+
+def _count_uses(values: list[Any]) -> int:
+    return sum(1 for value in values for _ in value.uses)
+
+
 def _scalar(result: Any) -> Any:
     if result is None:
         raise TypeError("a mod returned None: it must return a score, or whether the score counts")

@@ -19,6 +19,7 @@ from flash_mask_cute.host.compile_bwd import BwdKernels, num_row_blocks
 from flash_mask_cute.host.config import BwdChoice, BwdConfig
 from flash_mask_cute.host.launch import (
     ADDRESS_MASK,
+    StoreBits,
     metadata,
     restride,
     tile_counter,
@@ -98,16 +99,26 @@ BwdLaunch: TypeAlias = Callable[[BwdOperands, BwdExtras, Masks | None], Gradient
 
 
 class BwdKernelLaunch:
-    """Runs the compiled kernels on the current stream."""
+    """Runs the compiled kernels on the current stream, after what stores bits for them if anything
+    does.
+
+    resolved: the call as the main kernel sees it.
+    """
 
     __slots__ = (
-        "_accum_shape", "_copies_dout", "_is_deterministic", "_is_packed_k", "_is_packed_q",
-        "_is_plain", "_kernels", "_mask_arguments", "_parts_shape", "_restrides", "_scale",
-        "_softcap", "_stats_shape", "_wants_aux", "_window_left", "_window_right",
+        "_accum_shape", "_copies_dout", "_has_aux", "_is_deterministic", "_is_packed_k",
+        "_is_packed_q", "_is_plain", "_kernels", "_mask_arguments", "_parts_shape", "_restrides",
+        "_scale", "_softcap", "_stats_shape", "_store_bits", "_wants_aux", "_window_left",
+        "_window_right",
     )  # fmt: skip
 
     def __init__(
-        self, resolved: ResolvedBwd, kernels: BwdKernels, operands: BwdOperands, extras: BwdExtras
+        self,
+        resolved: ResolvedBwd,
+        kernels: BwdKernels,
+        operands: BwdOperands,
+        extras: BwdExtras,
+        store_bits: StoreBits | None = None,
     ) -> None:
         choice, problem, shapes = resolved.choice, resolved.problem, resolved.shapes
         tile_m = choice.tiles.tile_m
@@ -118,6 +129,8 @@ class BwdKernelLaunch:
             tile_m,
         )
         self._kernels = kernels
+        self._store_bits = store_bits
+        self._has_aux = bool(problem.aux)
         self._stats_shape = shapes.heads_q, row_blocks, 2, tile_m
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
@@ -164,6 +177,10 @@ class BwdKernelLaunch:
         aux_tensors = columns = bits = parts = None
         if masks is not None:
             aux_tensors, columns, bits = self._mask_arguments(masks, cu_seqlens_k)
+        stored = None
+        if self._store_bits is not None:
+            stored = self._store_bits(q, None, aux_tensors, None, bits)
+            aux_tensors = aux_tensors if self._has_aux else None
         stats = q.new_empty(self._stats_shape, dtype=torch.float32)
         dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
         if self._parts_shape is None:
@@ -184,7 +201,7 @@ class BwdKernelLaunch:
         main(
             q, k, v, dout, stats, dq_accum, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
             seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
-            self._softcap, tile_counter(q, index), columns, bits, turns, aux_grads,
+            self._softcap, tile_counter(q, index), columns, bits, turns, aux_grads, stored,
         )  # fmt: skip
         postprocess(dq_accum, dq, self._scale, cu_seqlens_q, seqused_q)
         if dsink is not None and parts is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.config import BwdTiles, FwdTiles
-from flash_mask_cute.host.problem import AttentionProblem, Mods
+from flash_mask_cute.host.problem import AttentionProblem, BitTiles, Mods
 from flash_mask_cute.host.stand_ins import int32_pair, operand, strided
 from flash_mask_cute.host.target import BLACKWELL, HOPPER, Target
 
@@ -40,8 +40,8 @@ def compile_fwd(
     `function` takes, by position: q, k, v, out, lse, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, None, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
-    (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k); None for
-    what the problem does not have.
+    (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k), stored
+    bits; None for what the problem does not have.
     """
     name = KERNEL_NAMES[target.family]
     return cached_attention(
@@ -95,7 +95,8 @@ def build_fwd(
     )
     options = f"{options_of(target)} {more_options}".strip()
     smem_bytes = kernel.plan.smem_bytes
-    return compile_object(kernel, _fake_arguments(problem), options, smem_bytes=smem_bytes)
+    arguments = _fake_arguments(problem, tiles)
+    return compile_object(kernel, arguments, options, smem_bytes=smem_bytes)
 
 
 def _kernel_class(target: Target) -> Any:
@@ -114,7 +115,7 @@ def options_of(target: Target) -> str:
     return f"--enable-tvm-ffi --gpu-arch {target.arch} remarks{{ptx}}"
 
 
-def _fake_arguments(problem: AttentionProblem) -> list[Any]:
+def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
     """Stand-ins for the arguments of the kernel object's `__call__`, the stream included."""
     import cutlass
     import cutlass.cute as cute
@@ -151,6 +152,7 @@ def _fake_arguments(problem: AttentionProblem) -> list[Any]:
         stand_ins.columns(problem),
         int32_pair() if problem.has_lists else None,
         stand_ins.block_bits(problem),
+        stand_ins.stored_bits(problem, BitTiles.of_queries(tiles.tile_m, tiles.tile_n)),
     ]
 
 

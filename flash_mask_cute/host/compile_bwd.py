@@ -16,7 +16,7 @@ from flash_mask_cute.host.compile import (
     options_of,
 )
 from flash_mask_cute.host.config import BwdChoice
-from flash_mask_cute.host.problem import AttentionProblem, Mods
+from flash_mask_cute.host.problem import AttentionProblem, BitTiles, Mods
 from flash_mask_cute.host.stand_ins import int32_vector, operand, scratch, strided
 from flash_mask_cute.host.target import Target
 
@@ -33,7 +33,7 @@ class BwdKernels(NamedTuple):
     main: q, k, v, dout, stats, dq_accum, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
     column tensors (indices, bounds), block bits (visible, full, block_q, block_k), turns, sums of
-    the gradients of aux tensors (a tuple).
+    the gradients of aux tensors (a tuple), stored bits.
     postprocess: dq_accum, dq, softmax_scale, cu_seqlens_q, seqused_q.
     """
 
@@ -163,6 +163,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         stand_ins.block_bits(problem),
         strided(2) if problem.deterministic else None,
         stand_ins.aux_grads(problem),
+        stand_ins.stored_bits(problem, BitTiles.of_keys(tile_m, choice.tile_n)),
     ]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.block_sparsity import ABSENT, FULL, dense_states, retile_lists
-from flash_mask_cute.host.compile import compile_fwd
+from flash_mask_cute.host.bit_store import compile_call
 from flash_mask_cute.host.config import FwdTiles
 from flash_mask_cute.host.launch import Extras, ResolvedFwd
 from flash_mask_cute.host.mask_args import ResolvedMasks
@@ -98,8 +98,12 @@ def explain_fwd(
     else:
         work_tiles, full, cut, skipped = _count_tiles(resolved, extras, masks)
     meta: dict[str, Any] = {}
+    told = masks.describe(resolved.choice.tiles)
     if resolved.problem.dtype in _COMPILED_DTYPES:
-        meta = dict(compile_fwd(resolved.problem, resolved.choice.tiles, target, masks.mods).meta)
+        _, compiled, storing = compile_call(resolved, masks, target)
+        meta = dict(compiled.meta)
+        if storing is not None:
+            told += f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes"
     else:
         notes.append(f"no kernel takes {resolved.problem.dtype}: such tensors run on the CPU only")
     if resolved.shapes.is_empty:
@@ -111,7 +115,7 @@ def explain_fwd(
         tiles=resolved.choice.tiles,
         reason=resolved.choice.reason,
         packed_heads=resolved.choice.packed_heads,
-        masks=masks.describe(resolved.choice.tiles),
+        masks=told,
         grid=_grid(resolved, work_tiles, target),
         work_tiles=work_tiles,
         full_key_tiles=full,

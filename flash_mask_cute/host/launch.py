@@ -87,12 +87,20 @@ Launch: TypeAlias = Callable[
 ]
 
 
+# (q, lists, aux_tensors, block_size, block_bits) -> the bits of a `bit_store.BitStoring`
+StoreBits: TypeAlias = Callable[..., Tensor]
+
+
 class KernelLaunch:
-    """Runs a compiled kernel on the current stream."""
+    """Runs a compiled kernel on the current stream, after what stores bits for it if anything does.
+
+    resolved: the call as the kernel sees it.
+    """
 
     __slots__ = (
-        "_function", "_index", "_is_out_like_q", "_lse_like", "_mask_arguments", "_out_shape",
-        "_restrides", "_scale", "_softcap", "_window_left", "_window_right",
+        "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like", "_mask_arguments",
+        "_out_shape", "_restrides", "_scale", "_softcap", "_store_bits", "_window_left",
+        "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -103,8 +111,11 @@ class KernelLaunch:
         k: Tensor,
         v: Tensor,
         out: Tensor | None,
+        store_bits: StoreBits | None = None,
     ) -> None:
         self._function = function
+        self._store_bits = store_bits
+        self._has_aux = bool(resolved.problem.aux)
         self._index = q.get_device()
         self._out_shape = resolved.out_shape
         self._is_out_like_q = (
@@ -144,10 +155,14 @@ class KernelLaunch:
             lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
                 masks, cu_seqlens_k
             )
+        stored = None
+        if self._store_bits is not None:
+            stored = self._store_bits(q, lists, aux_tensors, block_size, bits)
+            bits, aux_tensors = None, aux_tensors if self._has_aux else None
         self._function(
             q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None,
             self._window_left, self._window_right, sink, lists, aux_tensors, self._softcap,
-            tile_counter(q, index), columns, block_size, bits,
+            tile_counter(q, index), columns, block_size, bits, stored,
         )  # fmt: skip
         return result
 

@@ -179,7 +179,7 @@ class MaskArguments:
     Nothing is computed for a `ColumnMask` or for lists that were seen before.
     """
 
-    __slots__ = ("_block_size", "_causal_form", "_extents", "_has_aux")
+    __slots__ = ("_block_size", "_causal_form", "_extents")
 
     def __init__(
         self,
@@ -191,7 +191,6 @@ class MaskArguments:
         self._causal_form = problem.intervals is not None and problem.intervals[1]
         self._extents = tiles.walk_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
         self._block_size = block_size
-        self._has_aux = bool(problem.aux)
 
     def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> tuple[Any, ...]:
         """(lists, aux_tensors, column_tensors, block_size, block_bits), each may be None."""
@@ -206,16 +205,14 @@ class MaskArguments:
             retiled = retile_lists(sized, *self._extents)
             *of_tiles, block_size = retiled.lists
             lists, bits = tuple(of_tiles), None if retiled.bits is None else tuple(retiled.bits)
-        aux = None
-        if self._has_aux and aux_tensors is not None:
-            aux = tuple(aux_tensors)
+        aux = tuple(aux_tensors) if aux_tensors else None
         return lists, aux, columns, block_size, bits
 
 
 class BwdMaskArguments:
     """`MaskArguments` for the backward, which reads block lists as bits only."""
 
-    __slots__ = ("_block_size", "_causal_form", "_has_aux", "_tile_n")
+    __slots__ = ("_block_size", "_causal_form", "_tile_n")
 
     def __init__(
         self, problem: AttentionProblem, tile_n: int, block_size: tuple[int, int] | None
@@ -223,20 +220,17 @@ class BwdMaskArguments:
         self._causal_form = problem.intervals is not None and problem.intervals[1]
         self._tile_n = tile_n
         self._block_size = block_size
-        self._has_aux = bool(problem.aux)
 
     def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> tuple[Any, ...]:
         """(aux_tensors, column_tensors, block_bits), each may be None."""
         _, _, aux_tensors, given_lists, given_columns = masks
-        aux = columns = bits = None
-        if self._has_aux and aux_tensors is not None:
-            aux = tuple(aux_tensors)
+        columns = bits = None
         if given_columns is not None:
             columns = _column_tensors(given_columns, self._causal_form, self._tile_n, cu_seqlens_k)
         if given_lists is not None:
             sized = from_block_mask(given_lists)._replace(block_size=self._block_size)
             bits = tuple(block_bits(sized))
-        return aux, columns, bits
+        return tuple(aux_tensors) if aux_tensors else None, columns, bits
 
 
 def _column_tensors(

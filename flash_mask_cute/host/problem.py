@@ -27,6 +27,9 @@ STRIDE_STEP = 8
 # in 32 bits.
 OPEN_WINDOW = 1 << 30
 
+# of a bit tile, whatever the tile has
+MAX_COLUMNS = 128
+
 
 class Mods(NamedTuple):
     """The user's callables, which a kernel is compiled with. A problem holds their keys."""
@@ -34,6 +37,27 @@ class Mods(NamedTuple):
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     score_mod_bwd: Callable[..., Any] | None = None
+
+
+class BitTiles(NamedTuple):
+    """Bit tiles that are stored for a kernel with these tiles: `lines` of `words` of 32 bits.
+
+    by_key: a line is a key, as the backward has it, else a query row.
+    """
+
+    tile_m: int
+    tile_n: int
+    by_key: bool
+    lines: int
+    words: int
+
+    @staticmethod
+    def of_queries(tile_m: int, tile_n: int) -> BitTiles:
+        return BitTiles(tile_m, tile_n, False, tile_m, MAX_COLUMNS // 32)
+
+    @staticmethod
+    def of_keys(tile_m: int, tile_n: int) -> BitTiles:
+        return BitTiles(tile_m, tile_n, True, tile_n, tile_m // 32)
 
 
 @dataclass(frozen=True)
@@ -48,7 +72,8 @@ class AttentionProblem:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
     tensor. wants_aux: numbers of those whose gradients a backward sums. has_lists: block lists are
     given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
-    whose states are given as bits. deterministic: only backwards differ by it.
+    whose states are given as bits. reads_bits: what a mask_mod and such bits say was stored
+    (`bit_store.py`), and neither is here. deterministic: only backwards differ by it.
 
     The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
     as bits only.
@@ -77,6 +102,7 @@ class AttentionProblem:
     has_lists: bool = False
     has_full_lists: bool = False
     has_bits: bool = False
+    reads_bits: bool = False
     deterministic: bool = False
 
     @property
@@ -92,7 +118,8 @@ class AttentionProblem:
             return "mask_mod"
         if self.score_mod is not None:
             return "score_mod"
-        if self.is_local or self.has_lists or any(varying) or self.intervals is not None:
+        masks = self.is_local or self.has_lists or self.reads_bits or self.intervals is not None
+        if masks or any(varying):
             return "other"
         return "causal" if self.is_causal else "full"
 

@@ -5,11 +5,25 @@ Extents and strides are symbols, so nothing about a particular call can leak int
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from flash_mask_cute.host.problem import CUTLASS_NAMES, STRIDE_STEP, AttentionProblem
+from flash_mask_cute.host.problem import CUTLASS_NAMES, STRIDE_STEP, AttentionProblem, BitTiles
 
 _BASE_ALIGNMENT = 16  # bytes
+
+
+class HasAux(Protocol):
+    """A problem with `aux`, as in `AttentionProblem`."""
+
+    @property
+    def aux(self) -> tuple[tuple[str, int], ...]: ...
+
+
+class HasBits(Protocol):
+    """A problem with `has_bits`, as in `AttentionProblem`."""
+
+    @property
+    def has_bits(self) -> bool: ...
 
 
 def cutlass_dtype(name: str) -> Any:
@@ -103,7 +117,28 @@ def window(problem: AttentionProblem) -> tuple[Any, Any]:
     return cutlass.Int32(0) if left else None, cutlass.Int32(0) if right else None
 
 
-def aux_tensors(problem: AttentionProblem) -> tuple[Any, ...] | None:
+def stored_bits(problem: AttentionProblem, tiles: BitTiles) -> Any:
+    """Bit tiles that a kernel reads."""
+    return bit_tensor(tiles) if problem.reads_bits else None
+
+
+def bit_tensor(tiles: BitTiles) -> Any:
+    """Bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    size = tiles.lines * tiles.words
+    outer = tuple(cute.sym_int64(divisibility=size) for _ in range(2))
+    return make_fake_tensor(
+        cutlass.Int32,
+        (*extents(3), tiles.lines, tiles.words),
+        (*outer, size, tiles.words, 1),
+        assumed_align=_BASE_ALIGNMENT,
+    )
+
+
+def aux_tensors(problem: HasAux) -> tuple[Any, ...] | None:
     return tuple(strided(rank, name) for name, rank in problem.aux) or None
 
 
@@ -117,7 +152,7 @@ def columns(problem: AttentionProblem) -> tuple[Any, Any] | None:
     return None if problem.intervals is None else (strided(4), strided(4))
 
 
-def block_bits(problem: AttentionProblem) -> tuple[Any, ...] | None:
+def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
     """Bits of visible and of full blocks, and the blocks' size."""
     return (strided(4), strided(4), *int32_pair()) if problem.has_bits else None
 

@@ -16,6 +16,7 @@ from cutlass import Boolean, Float32, Int32, Uint32
 WORD = 32
 # bits that are tested together: tests of a 16-bit word compile to register-to-predicate moves
 HALF_WORD = 16
+LOW_HALF = 0xFFFF
 ALL = -1
 
 
@@ -64,6 +65,37 @@ def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
         turned = [(x << turn) | (x >> (Uint32(WORD) - turn)) for x in others]
         squares = [(x & keep) | (y & take) for x, y in zip(squares, turned, strict=True)]
     return [Int32(x) for x in squares]
+
+
+def set_if(condition: Boolean, word: Int32, bit: int) -> Int32:
+    """The word with one bit more if the condition holds.
+
+    As PTX, to make it one predicated instruction: of a select the compiler makes one for each term
+    of the condition, and an addition (docs/measured_facts.md).
+    """
+    return cute.arch.inline_ptx(
+        f"mov.b32 {{$w0}}, {{$r0}};\n@{{$r1}} or.b32 {{$w0}}, {{$w0}}, {1 << bit};",
+        write_only_types=[Int32],
+        read_only_args=[word, condition],
+    )
+
+
+def push(word: Int32, bits: Int32, count: int, num_bits: int = WORD) -> Int32:
+    """A word of num_bits moved down by `count`, with `bits` as its highest ones."""
+    return Int32((Uint32(word) >> Uint32(count)) | (Uint32(bits) << Uint32(num_bits - count)))
+
+
+def join_halves(words: Sequence[Int32]) -> tuple[Int32, ...]:
+    """Words of 16 bits, two to a word."""
+    return tuple(
+        (low & LOW_HALF) | (high << HALF_WORD)
+        for low, high in zip(words[::2], words[1::2], strict=True)
+    )
+
+
+def split_halves(words: Sequence[Int32]) -> tuple[Int32, ...]:
+    """The words that `join_halves` joined; bits above the 16 may be anything."""
+    return tuple(half for word in words for half in (word, word >> HALF_WORD))
 
 
 def is_set(word: Int32, bit: int) -> Boolean:

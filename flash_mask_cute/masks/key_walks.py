@@ -14,11 +14,14 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.masks.bit_tile import ALL, bit_range
-from flash_mask_cute.masks.rules import MaskRules, Share, both
+from flash_mask_cute.masks import bit_tile
+from flash_mask_cute.masks.bit_tile import ALL, HALF_WORD, bit_range
+from flash_mask_cute.masks.rules import MaskRules, Share, both, stored_tile
 
 # of a block that no key sees, for which there is nothing to add
 NO_TURN = -1
+# as in `query_walks`; what a callable loads for more queries spills in the painters
+ASKED_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class KeyWalks(MaskRules):
         m_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, head_idx, m_block, work.block)
         is_visible = verdict.is_visible
-        asks = Boolean(const_expr(self.mask_mod is not None))
+        asks = Boolean(const_expr(self._can_ask))
         if const_expr(self.args.bits is not None):
             listed, asks = self._judge_listed(work, head_idx, m_block, work.block)
             is_visible = is_visible & listed
@@ -142,6 +145,15 @@ class KeyWalks(MaskRules):
             qb += 1
         return any_listed != 0, all_full == 0
 
+    @cute.jit
+    def is_asked(self, work: Work, head_idx: Int32, m_block: Int32) -> Boolean:
+        """Whether lists let a tile be asked about."""
+        answer = Boolean(True)
+        if const_expr(self.args.bits is not None):
+            listed, asks = self._judge_listed(work, head_idx, m_block, work.block)
+            answer = listed & asks
+        return answer
+
     # -- scores ---------------------------------------------------------------------------------
 
     @cute.jit
@@ -158,7 +170,7 @@ class KeyWalks(MaskRules):
                 words = self._seen_words(work, block, share)
             if const_expr(self._can_ask):  # noqa: SIM102 (decided while tracing)
                 if block.asks:
-                    words = both(words, self._asked_words(work, block, share))
+                    words = both(words, self.asked_words(work, block, share))
         return words
 
     def _seen_words(self, work: Work, block: Block, share: Share) -> tuple:
@@ -186,8 +198,10 @@ class KeyWalks(MaskRules):
         """Bits of word w for the queries first <= q < end, counted in the tile."""
         return bit_range(self.columns.count_below(w, first), self.columns.count_below(w, end))
 
-    def _asked_words(self, work: Work, block: Block, share: Share) -> tuple:
+    def asked_words(self, work: Work, block: Block, share: Share) -> tuple:
         """Bits that mask_mod and logical blocks leave to each key."""
+        if self.args.stored is not None:
+            return self._stored_words(work, block, share)
         words = share.fill(ALL)
         if self.mask_mod is not None:
             words = self._ask_all(work, block, share)
@@ -195,28 +209,44 @@ class KeyWalks(MaskRules):
             words = self._within_logical_blocks(work, block, share, words)
         return words
 
+    def _stored_words(self, work: Work, block: Block, share: Share) -> tuple:
+        tile = stored_tile(self.args.stored, work.batch_idx, block.index, work.block)
+        words = share.load(tile)
+        return bit_tile.split_halves(words) if self.has_halves else words
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether words have 16 bits, which are stored two to a word."""
+        return self._bits_per_word == HALF_WORD
+
     @cute.jit
     def _ask_all(self, work: Work, block: Block, share: Share) -> tuple:
         # query after query, the same for all lanes: what the callable loads for a key, the compiler
         # loads once
         words = share.fill(0)
-        bits_per_word = self.block_info.tile_m // self.columns.num_words
-        for bit in cutlass.range(bits_per_word, unroll=2):
-            words = self._ask(work, block, share, bit, words)
+        for step in cutlass.range(self._bits_per_word // ASKED_AT_ONCE, unroll=1):
+            words = self._ask(work, block, share, step * ASKED_AT_ONCE, words)
         return words
 
-    def _ask(self, work: Work, block: Block, share: Share, bit: Int32, words: tuple) -> tuple:
-        """Ask mask_mod about the column of one bit of each word."""
+    def _ask(self, work: Work, block: Block, share: Share, first: Int32, words: tuple) -> tuple:
+        """Ask mask_mod about the columns of some bits of each word, from `first` on."""
         asked: list[Any] = []
         first_q_idx = block.index * self.block_info.tile_m
         for group in range(share.num_groups):
             k_idx = share.line(work, group)
             for w in range(self.columns.num_words):
-                q_idx = first_q_idx + self.columns.col_of(w, bit)
-                visible = self._ask_mod(work, block.head_idx, q_idx, k_idx)
+                bits = Int32(0)
+                for i in range(ASKED_AT_ONCE):
+                    q_idx = first_q_idx + self.columns.col_of(w, first + i)
+                    visible = self._ask_mod(work, block.head_idx, q_idx, k_idx)
+                    bits = bit_tile.set_if(visible, bits, i)
                 word = words[len(asked)]
-                asked.append(word + cutlass.select_(visible, Int32(1) << bit, Int32(0)))
+                asked.append(bit_tile.push(word, bits, ASKED_AT_ONCE, self._bits_per_word))
         return tuple(asked)
+
+    @property
+    def _bits_per_word(self) -> int:
+        return self.block_info.tile_m // self.columns.num_words
 
     @cute.jit
     def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:

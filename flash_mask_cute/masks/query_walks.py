@@ -4,7 +4,7 @@ A line of a bit tile is a query row (of the packed rows, where heads share a til
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +15,16 @@ from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.bit_tile import ALL, WORD, bit_range
-from flash_mask_cute.masks.rules import MaskRules, Share, both, broadcast_place
+from flash_mask_cute.masks.rules import (
+    MaskRules,
+    Share,
+    both,
+    broadcast_place,
+    stored_tile,
+)
+
+# rows that a mask_mod is asked about together: the places of their bits are constants
+ASKED_AT_ONCE = 4
 
 
 class ListPosition(NamedTuple):
@@ -124,6 +133,20 @@ class QueryWalks(MaskRules):
             full, full_left = _take_from_row(row, position.full_left, base, ratio)
         return listed | full, full, ListPosition(mask_left, full_left)
 
+    @cute.jit
+    def nth_asked(self, work: Work, n: Int32) -> Int32:
+        """The n-th key block that lists call partial, -1 if there are not so many; without lists
+        all are. May lie past the end of the keys."""
+        n_block = n
+        if const_expr(self.args.lists is not None):
+            args = self.args.lists
+            place = self._list_place(args.mask_cnt, work)
+            ratio = args.block_k // self.block_info.tile_n
+            n_block = Int32(-1)
+            if n // ratio < args.mask_cnt[place]:
+                n_block = args.mask_idx[(*place, n // ratio)] * ratio + n % ratio
+        return n_block
+
     # -- scores ---------------------------------------------------------------------------------
 
     @cute.jit
@@ -144,7 +167,7 @@ class QueryWalks(MaskRules):
                 words = self._band_words(work, block.index, share)
             if const_expr(self._can_ask):  # noqa: SIM102 (decided while tracing)
                 if block.asks:
-                    words = both(words, self._asked_words(work, block.index, share))
+                    words = both(words, self.asked_words(work, block.index, share))
         return words
 
     def _band_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
@@ -190,34 +213,39 @@ class QueryWalks(MaskRules):
         return tuple(bit_tile.transpose(words, lane))
 
     @cute.jit
-    def _asked_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
+    def asked_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
         """Bits that mask_mod, and logical blocks smaller than a tile, leave to each row."""
         words = share.fill(ALL)
+        if const_expr(self.args.stored is not None):
+            words = share.load(stored_tile(self.args.stored, work.batch_idx, work.block, n_block))
         if const_expr(self.mask_mod is not None):
             # A lane asks about one column at a time, row after row: what the callable loads for a
             # key is the same for all rows, so the compiler loads it once.
             words = share.fill(0)
-            for bit in cutlass.range(WORD, unroll=4):
-                words = self._ask(work, n_block, share, bit, words)
+            for step in cutlass.range(WORD // ASKED_AT_ONCE, unroll=1):
+                words = self._ask(work, n_block, share, step * ASKED_AT_ONCE, words)
             words = tuple(bit_tile.transpose(words, cute.arch.lane_idx()))
         if const_expr(self.args.bits is not None):
             words = self._within_logical_blocks(work, n_block, share, words)
         return words
 
-    def _ask(self, work: Work, n_block: Int32, share: Share, bit: Int32, words: tuple) -> tuple:
-        """Ask mask_mod about row `bit` of each group, and this lane's column of each word."""
-        asked = []
+    def _ask(self, work: Work, n_block: Int32, share: Share, first: Int32, words: tuple) -> tuple:
+        """Ask mask_mod about some rows of each group from `first` on, and this lane's columns."""
+        asked: list[Any] = []
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
         first_k_idx = n_block * self.block_info.tile_n
         for group in range(share.num_groups):
-            row = share.line(work, group) - lane + bit
-            head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
+            first_row = share.line(work, group) - lane + first
             for w in range(self.columns.num_words):
                 k_idx = first_k_idx + self.columns.col_of(w, lane)
-                visible = self._ask_mod(work, head_idx, self._query(row), k_idx)
-                word = words[len(asked)]
-                asked.append(word + cutlass.select_(visible, Int32(1) << bit, Int32(0)))
+                bits = Int32(0)
+                for i in range(ASKED_AT_ONCE):
+                    row = first_row + i
+                    head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
+                    visible = self._ask_mod(work, head_idx, self._query(row), k_idx)
+                    bits = bit_tile.set_if(visible, bits, i)
+                asked.append(bit_tile.push(words[len(asked)], bits, ASKED_AT_ONCE))
         return tuple(asked)
 
     @cute.jit

@@ -81,7 +81,11 @@ def check_given(name: str, given: Any, is_wanted: bool) -> None:
 
 
 class MaskArgs(NamedTuple):
-    """What the masks of a launch are made of; anything may be absent."""
+    """What the masks of a launch are made of; anything may be absent.
+
+    stored: int32 (batch | 1, m_blocks, n_blocks, lines, words), bit tiles with what a mask_mod and
+    `bits` have answered (`stored_bits.py`).
+    """
 
     window_left: Int32 | None
     window_right: Int32 | None
@@ -89,6 +93,7 @@ class MaskArgs(NamedTuple):
     lists: ListArgs | None
     bits: BitArgs | None
     aux_tensors: Any
+    stored: cute.Tensor | None = None
 
     @staticmethod
     def create(
@@ -100,13 +105,17 @@ class MaskArgs(NamedTuple):
         block_size: tuple,
         block_bits: tuple | None,
         aux_tensors: Any,
+        stored: cute.Tensor | None = None,
     ) -> "MaskArgs":
         """From the arguments of a launch; num_heads: of its walks, block_size: of the lists.
 
-        :raises ValueError: a tensor is given to a kernel made without it, or the other way round
+        :raises ValueError: a tensor is given to a kernel made without it, or the other way round;
+            or answers of a mask_mod to a kernel with one
         """
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
+        if kernel.mask_mod is not None:
+            check_given("stored_bits", stored, False)
         columns, lists, bits = None, None, None
         if column_tensors is not None:
             indices, bounds = column_tensors
@@ -115,7 +124,7 @@ class MaskArgs(NamedTuple):
             lists = ListArgs(*block_lists, *(Int32(size) for size in block_size))
         if block_bits is not None:
             bits = BitArgs(*block_bits)
-        return MaskArgs(*window, columns, lists, bits, aux_tensors)
+        return MaskArgs(*window, columns, lists, bits, aux_tensors, stored)
 
 
 class TileVerdict(NamedTuple):
@@ -183,7 +192,8 @@ class MaskRules:
 
     @property
     def _can_ask(self) -> bool:
-        return self.mask_mod is not None or self.args.bits is not None
+        args = self.args
+        return self.mask_mod is not None or args.bits is not None or args.stored is not None
 
     @cute.jit
     def _judge(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> TileVerdict:
@@ -283,14 +293,32 @@ class Share:
         return work.block * self.tile_lines + self.tile_line(group)
 
     def store(self, tile: cute.Tensor, words: tuple) -> None:
-        """Write the words into tile (num_words, tile_lines) int32."""
+        """Write the words, num_words or fewer of each line, into tile (words, tile_lines) int32."""
+        num_words = cute.size(tile, mode=[0])
         for group in range(self.num_groups):
-            for w in range(self.num_words):
-                tile[w, self.tile_line(group)] = words[group * self.num_words + w]
+            for w in range(num_words):
+                tile[w, self.tile_line(group)] = words[group * num_words + w]
+
+    def load(self, tile: cute.Tensor) -> tuple:
+        """The words that `store` wrote."""
+        return tuple(
+            tile[w, self.tile_line(group)]
+            for group in range(self.num_groups)
+            for w in range(cute.size(tile, mode=[0]))
+        )
 
 
 def both(words: tuple, others: tuple) -> tuple:
     return tuple(a & b for a, b in zip(words, others, strict=True))
+
+
+def stored_tile(
+    stored: cute.Tensor, batch_idx: Int32, m_block: Int32, n_block: Int32
+) -> cute.Tensor:
+    """A bit tile (words, lines) of `MaskArgs.stored`."""
+    batch_idx = cutlass.min(batch_idx, cute.size(stored, mode=[0]) - 1)
+    lines = stored[batch_idx, m_block, n_block, None, None]
+    return cute.make_tensor(lines.iterator, cute.select(lines.layout, [1, 0]))
 
 
 def broadcast_place(tensor: cute.Tensor, work: Work, head_idx: Int32) -> tuple[Int32, Int32]:

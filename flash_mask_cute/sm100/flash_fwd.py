@@ -209,10 +209,12 @@ class FlashAttentionForwardSm100:
         column_tensors=None,
         block_size=None,
         block_bits=None,
+        stored_bits=None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
-        if const_expr(mPageTable is not None):
-            raise NotImplementedError("FlashAttentionForwardSm100 does not support mPageTable")
+        for name, given in (("mPageTable", mPageTable), ("stored_bits", stored_bits)):
+            if const_expr(given is not None):
+                raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         plan, group = self.plan, self.plan.group
         is_packed = (mCuSeqlensQ is not None, mCuSeqlensK is not None)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, *is_packed, group.load_op())

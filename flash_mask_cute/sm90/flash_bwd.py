@@ -235,6 +235,7 @@ class FlashAttentionBackwardSm90:
         block_bits=None,
         mTurns: cute.Tensor | None = None,
         aux_grads=None,
+        stored_bits: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -245,6 +246,8 @@ class FlashAttentionBackwardSm90:
         `FlashAttentionForwardSm90`; block lists are always given as bits. mTurns (heads_q,
         row_blocks) int32, 0 before the launch: for a deterministic kernel. aux_grads: fp32 tensors
         of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
+        stored_bits: of blocks that hold something partial, in place of a mask_mod
+        (`masks/rules.py`).
         """
         check_given("mTurns", mTurns, self.deterministic)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
@@ -263,7 +266,7 @@ class FlashAttentionBackwardSm90:
         num_blocks = cute.ceil_div(lengths.seqlen_k, plan.tile_n)
         window = (window_size_left, window_size_right)
         masks = MaskArgs.create(
-            self, window, column_tensors, heads_q, None, (), block_bits, aux_tensors
+            self, window, column_tensors, heads_q, None, (), block_bits, aux_tensors, stored_bits
         )
         heads_per_group = Int32(1)
         if const_expr(self.deterministic):
@@ -289,7 +292,7 @@ class FlashAttentionBackwardSm90:
         )  # fmt: skip
 
     def _blocks_apart(self, masks: MaskArgs, varlen_q: bool) -> int:
-        shorteners = (masks.columns, masks.bits, self.mask_mod)
+        shorteners = (masks.columns, masks.bits, masks.stored, self.mask_mod)
         is_short = self.is_local or varlen_q or any(x is not None for x in shorteners)
         return BLOCKS_APART_SHORT if is_short else BLOCKS_APART
 

@@ -233,6 +233,7 @@ class FlashAttentionForwardSm90:
         column_tensors=None,
         block_size=None,
         block_bits=None,
+        stored_bits: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -244,7 +245,8 @@ class FlashAttentionForwardSm90:
         blocksparse_tensors: a `BlockSparseTensors` of blocks of block_size, a pair of multiples of
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
-        sizes, of logical blocks in which tiles do not nest (`masks/rules.py` describes all three).
+        sizes, of logical blocks in which tiles do not nest. stored_bits: bits of partial blocks, of
+        all without lists, in place of a mask_mod (`masks/rules.py` describes all four).
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
@@ -271,6 +273,7 @@ class FlashAttentionForwardSm90:
             (plan.tile_m, plan.tile_n) if const_expr(block_size is None) else block_size,
             block_bits,
             aux_tensors,
+            stored_bits,
         )
         self.kernel(operands, mLSE, lengths, score_args, masks, schedule, tile_counter).launch(
             grid=(schedule.grid, 1, 1),
@@ -536,7 +539,8 @@ class FlashAttentionForwardSm90:
     def _kinds(self, masks: MaskArgs) -> tuple[Kind, ...]:
         """What blocks after a walk's first may be."""
         callables = (self.score_mod, self.mask_mod)
-        can_cut = (self.is_causal, self.is_local, *callables, masks.columns, masks.bits)
+        lists = (masks.columns, masks.bits, masks.stored)
+        can_cut = (self.is_causal, self.is_local, *callables, *lists)
         has_cut = any(x is not None and x is not False for x in can_cut)
         return (Kind.CUT, Kind.WHOLE) if has_cut or not self.skip_blocks else (Kind.WHOLE,)
 

@@ -32,6 +32,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "masks.roles": ("masks", "core", *INDEX_RULES),
     "masks.query_walks": ("masks", "core", "block_info"),
     "masks.key_walks": ("masks", "core"),
+    "masks.stored_bits": ("masks", "core"),
     "masks.column_mask": ("masks", "host.compile_bounds"),
     "core": ("core", "seqlen_info", BAND),
     "sm90": ("sm90", "core", "masks", *INDEX_RULES),
@@ -54,6 +55,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "host.compile": ("host", "sm90", "sm100", "masks.intervals"),
     "host.compile_bwd": ("host", "sm90", "kernels", "core.row_blocks", "masks.intervals"),
+    "host.bit_store": ("host", "sm90", "masks.stored_bits"),
     "host.launch": ("host", "cpu_path"),
     "host.bwd_launch": ("host", "cpu_backward"),
     "host.mask_args": ("host", "block_sparsity", "masks.column_mask"),
@@ -106,6 +108,7 @@ DEVICE = (
     "masks.query_walks",
     "masks.roles",
     "masks.rules",
+    "masks.stored_bits",
     "flash_bwd",
     "flash_fwd",
     "utils",
@@ -113,6 +116,7 @@ DEVICE = (
 # Modules that may import cutlass, or device code, inside a function.
 LAZY = (
     "block_sparsity",
+    "host.bit_store",
     "host.compile_scan",
     "host.compile_bounds",
     "host.compile",

@@ -239,10 +239,10 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     expected = (
         q, k, v, out, lse, 0.5, None, None, used_q, used_k, None, 7, 3, sink, None, None, 20.0,
     )  # fmt: skip
-    assert len(args) == len(expected) + 4
+    assert len(args) == len(expected) + 5
     assert all(got is wanted or got == wanted for got, wanted in zip(args, expected, strict=False))
-    counter = args[-4]
-    assert args[-3:] == (None, None, None)
+    counter = args[-5]
+    assert args[-4:] == (None, None, None, None)
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
 
 

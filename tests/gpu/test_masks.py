@@ -15,6 +15,7 @@ from public_call import check, check_replay, forward
 from support import (
     BF16,
     MASK_CASES,
+    STORED_CASES,
     Case,
     Inputs,
     assert_close_to_oracle,
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MASK_CASES + STORED_CASES, ids=lambda case: case.id)
 def test_against_oracle(case: Case) -> None:
     check(make_inputs(case.packed_if_supported(), "cuda"))
 
@@ -44,7 +45,7 @@ def test_fuzzed_masks(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MASK_CASES + STORED_CASES, ids=lambda case: case.id)
 def test_skipping_changes_no_bit(case: Case) -> None:
     inputs = make_inputs(case.packed_if_supported(), "cuda")
     skipping = forward(inputs)
@@ -82,7 +83,7 @@ def test_contents_and_sizes_do_not_recompile(case: Case) -> None:
             case,
             replace(case, id="batch", batch=3),
             replace(case, id="lengths", seqlen_q=400, seqlen_k=129),
-            replace(case, id="heads", heads_q=4, heads_kv=4, column_heads="q"),
+            replace(case, id="heads", heads_q=3, heads_kv=3, column_heads="q"),
         ):
             inputs = make_inputs(other, "cuda", seed=1)
             assert_close_to_oracle(*forward(inputs), inputs)

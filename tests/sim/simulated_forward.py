@@ -8,11 +8,9 @@ from typing import Any
 from support import Inputs, assert_close_to_oracle
 from torch import Tensor
 
-from flash_mask_cute.host.compile import compile_fwd
-from flash_mask_cute.host.launch import KernelLaunch
 from flash_mask_cute.host.mask_args import NO_MASKS
 from flash_mask_cute.host.target import Target
-from flash_mask_cute.interface import _resolve, bundle
+from flash_mask_cute.interface import _kernel_launch, _resolve, bundle
 
 # few, so that small problems give every persistent CTA several work tiles
 SMS = 2
@@ -25,9 +23,8 @@ def launch_on_simulator(inputs: Inputs, arch: str, **more: Any) -> tuple[Tensor,
     extras, masks, settings = bundle(inputs.keywords | more)
     q, k, v = inputs.q, inputs.k, inputs.v
     target = Target(arch, num_sms=SMS)
-    call, _ = _resolve(q, k, v, extras, masks, settings, target)
-    compiled = compile_fwd(call.problem, call.choice.tiles, target, masks.mods)
-    launch = KernelLaunch(call, compiled.function, q, k, v, out=None)
+    call, call_masks = _resolve(q, k, v, extras, masks, settings, target)
+    launch = _kernel_launch(call, call_masks, target, q, k, v, out=None)
     out, lse = launch(q, k, v, extras, None if masks == NO_MASKS else masks)
     assert lse is not None
     return out, lse

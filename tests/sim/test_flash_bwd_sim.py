@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
-from support import BF16, FP16, FP32, MASK_CASES, Case, Inputs, make_inputs
+from support import BF16, FP16, FP32, MASK_CASES, STORED_CASES, Case, Inputs, make_inputs
 from torch import Tensor
 
-from flash_mask_cute.host.bwd_launch import BwdKernelLaunch, BwdOperands
-from flash_mask_cute.host.compile_bwd import compile_bwd
+from flash_mask_cute.host.bwd_launch import BwdOperands
 from flash_mask_cute.host.mask_args import NO_MASKS
 from flash_mask_cute.host.target import Target
-from flash_mask_cute.interface import _resolve_bwd, bundle_bwd
+from flash_mask_cute.interface import _bwd_kernel_launch, _resolve_bwd, bundle_bwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
@@ -73,11 +72,9 @@ def launch_on_simulator(
 
 def launch(operands: BwdOperands, keywords: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     extras, masks, settings = bundle_bwd(keywords)
-    call, _ = _resolve_bwd(operands, extras, masks, settings)
-    mods = masks.mods._replace(score_mod_bwd=settings.score_mod_bwd)
+    call, call_masks = _resolve_bwd(operands, extras, masks, settings)
     target = Target("sm_90a", num_sms=2)
-    kernels = compile_bwd(call.problem, call.choice, target, mods, call.has_dlse, call.sink_dtype)
-    prepared = BwdKernelLaunch(call, kernels, operands, extras)
+    prepared = _bwd_kernel_launch(call, call_masks, target, operands, extras)
     return prepared(operands, extras, None if masks == NO_MASKS else masks)
 
 
@@ -85,6 +82,7 @@ def run_sim(
     simulator: ModuleType,
     inputs: Inputs,
     seeds: tuple[int | None, ...] = DELAY_SEEDS,
+    launches: int = 3,
     **more: Any,
 ) -> None:
     dout, dlse = make_output_gradients(inputs)
@@ -95,7 +93,7 @@ def run_sim(
         simulator.RESULTS.clear()
         given_dlse = None if seed is None else dlse
         gradients = launch_on_simulator(inputs, dout, given_dlse, **more)
-        assert len(simulator.RESULTS) == 3, "three launches"
+        assert len(simulator.RESULTS) == launches
         for result in simulator.RESULTS:
             assert not result["warnings"], f"delay {seed}: {result}"
         assert_gradients_close(gradients, inputs, dout, given_dlse)
@@ -125,6 +123,12 @@ SIM_MASK_CASES = tuple(case for case in MASK_CASES if case.id not in LEFT_OUT)
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(replace(SIM_MASK_CASES[position], pack_gqa=None))
     run_sim(simulator, inputs, seeds=((1,), (None,))[position % 2])
+
+
+@pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
+def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
+    config = {"tile_m": 128} if case.head_dim == 64 else None
+    run_sim(simulator, make_inputs(case), launches=4, config=config)
 
 
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:

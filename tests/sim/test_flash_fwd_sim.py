@@ -19,6 +19,7 @@ from support import (
     FP16,
     FP32,
     MASK_CASES,
+    STORED_CASES,
     Case,
     Inputs,
     assert_close_to_oracle,
@@ -74,6 +75,23 @@ def test_against_oracle(simulator: ModuleType, case: Case) -> None:
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(MASK_CASES[position].packed_if_supported())
     run_sim(simulator, inputs, seeds=DELAY_SEEDS if position % 3 == 0 else (None,))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
+def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
+    inputs = make_inputs(case)
+    run_sim(simulator, inputs)
+    assert len(simulator.RESULTS) == 2, "one kernel stores, one reads"
+    if case.blocks is not None:
+        run_sim(simulator, inputs, seeds=(None,), config={"tile_m": 192, "tile_n": 80})
+        run_sim(simulator, inputs, seeds=(None,), config={"skip_blocks": False})
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_answers_by_head_are_not_stored(simulator: ModuleType) -> None:
+    run_sim(simulator, make_inputs(Case("by-head", 1, 129, 200, 4, 4, mask_mod="eviction")))
+    assert len(simulator.RESULTS) == 1
 
 
 VISIT_CASES = (

@@ -1,0 +1,207 @@
+"""Whether a call's `mask_mod` is asked once for all heads, and how.
+
+It is where its answers do not depend on the head and there is room for the bits: a bit for each
+pair of a query and a key, of one batch entry where the callable and the lists are the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.host import stand_ins
+from flash_mask_cute.host.bwd_launch import ResolvedBwd
+from flash_mask_cute.host.cache import CompileCache, Compiled
+from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.compile import CACHE, compile_fwd, compile_object, options_of
+from flash_mask_cute.host.compile_bwd import BwdKernels, compile_bwd
+from flash_mask_cute.host.launch import ResolvedFwd
+from flash_mask_cute.host.mask_args import ResolvedMasks
+from flash_mask_cute.host.problem import AttentionProblem, BitTiles
+from flash_mask_cute.host.target import HOPPER, Target
+from flash_mask_cute.host.validate import FwdShapes
+
+KERNEL_NAME = "bit_store"
+# heads that share the answers: with fewer, a second kernel is not worth its launch
+MIN_HEADS = 4
+# of the bits of a call: one entry of 32K tokens, 16 of 8K
+MAX_BYTES = 128 << 20
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BitStoring:
+    """How the bits of a call are made. shape: of the bits, int32; function: see `compile_store`."""
+
+    shape: tuple[int, int, int, int, int]
+    seqlens: tuple[int, int]
+    function: Callable[..., None]
+
+    @property
+    def num_bytes(self) -> int:
+        return _bytes(self.shape)
+
+    def __call__(
+        self, q: Tensor, lists: Any, aux_tensors: Any, block_size: Any, bits: Any
+    ) -> Tensor:
+        """The bits, on q's device, which is the current one; the rest as the kernel takes it."""
+        stored = q.new_empty(self.shape, dtype=torch.int32)
+        partial = None if lists is None else lists[:2]
+        self.function(stored, *self.seqlens, partial, block_size, bits, aux_tensors)
+        return stored
+
+
+def compile_call(
+    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target
+) -> tuple[ResolvedFwd, Compiled, BitStoring | None]:
+    """The call as its attention kernel sees it, that kernel, and what stores bits for it, if
+    anything does; all compiled or from the cache."""
+    resolved, storing = choose_storing(resolved, masks, target)
+    mods = masks.mods if storing is None else masks.mods._replace(mask_mod=None)
+    return resolved, compile_fwd(resolved.problem, resolved.choice.tiles, target, mods), storing
+
+
+def compile_bwd_call(
+    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target
+) -> tuple[ResolvedBwd, BwdKernels, BitStoring | None]:
+    """As `compile_call`, for a backward."""
+    resolved, storing = choose_bwd_storing(resolved, masks, target)
+    mods = masks.mods._replace(score_mod_bwd=resolved.score_mod_bwd)
+    if storing is not None:
+        mods = mods._replace(mask_mod=None)
+    kernels = compile_bwd(
+        resolved.problem, resolved.choice, target, mods, resolved.has_dlse, resolved.sink_dtype
+    )
+    return resolved, kernels, storing
+
+
+def choose_storing(
+    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target
+) -> tuple[ResolvedFwd, BitStoring | None]:
+    """The call as its attention kernel has to see it, and how bits are stored for it, or None.
+
+    Compiles the callable where that is needed to know.
+    """
+    problem, tiles = resolved.problem, resolved.choice.tiles
+    bit_tiles = BitTiles.of_queries(tiles.tile_m, tiles.tile_n)
+    storing = _choose(problem, resolved.shapes, bit_tiles, masks, target)
+    if storing is None:
+        return resolved, None
+    of_attention = replace(_without_callable(problem), has_bits=False)
+    return replace(resolved, problem=of_attention), storing
+
+
+def choose_bwd_storing(
+    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target
+) -> tuple[ResolvedBwd, BitStoring | None]:
+    """As `choose_storing`, for a backward; its plans need the bits of logical blocks, too."""
+    problem, choice = resolved.problem, resolved.choice
+    bit_tiles = BitTiles.of_keys(choice.tiles.tile_m, choice.tile_n)
+    storing = _choose(problem, resolved.shapes, bit_tiles, masks, target)
+    if storing is None:
+        return resolved, None
+    return replace(resolved, problem=_without_callable(problem)), storing
+
+
+def _without_callable(problem: AttentionProblem) -> AttentionProblem:
+    aux = () if problem.score_mod is None else problem.aux
+    return replace(problem, mask_mod=None, aux=aux, reads_bits=True)
+
+
+def _choose(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    tiles: BitTiles,
+    masks: ResolvedMasks,
+    target: Target,
+) -> BitStoring | None:
+    lists = masks.block_lists
+    lengths = (problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k)
+    if (
+        masks.mask_mod is None
+        or target.family != HOPPER
+        or shapes.heads_q < MIN_HEADS
+        or problem.packed_heads > 1
+        or any(lengths)
+        or (lists is not None and lists.mask_block_cnt.shape[1] > 1)
+    ):
+        return None
+    blocks = -(-shapes.seqlen_q // tiles.tile_m), -(-shapes.seqlen_k // tiles.tile_n)
+    shape = (1, *blocks, tiles.lines, tiles.words)
+    if _bytes(shape) > MAX_BYTES:
+        return None
+    store = StoreProblem(tiles, problem.aux, problem.has_lists, problem.has_bits)
+    compiled = compile_store(masks.mask_mod, store, target)
+    lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
+    if compiled.meta["relies_on_batch"] or lists_differ:
+        shape = (shapes.batch, *shape[1:])
+    if compiled.meta["relies_on_head"] or _bytes(shape) > MAX_BYTES:
+        return None
+    return BitStoring(shape, (shapes.seqlen_q, shapes.seqlen_k), compiled.function)
+
+
+def _bytes(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel() * WORD_BYTES
+
+
+# -- compilation --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoreProblem:
+    """What the code depends on beside the callable; the fields of `AttentionProblem`."""
+
+    tiles: BitTiles
+    aux: tuple[tuple[str, int], ...]
+    has_lists: bool
+    has_bits: bool
+
+
+def compile_store(
+    mask_mod: Callable[..., Any], problem: StoreProblem, target: Target, cache: CompileCache = CACHE
+) -> Compiled:
+    """The compiled kernel, from the cache or built now.
+
+    `function` takes, by position: bits, seqlen_q, seqlen_k, counts and indices of partial blocks,
+    block size (a pair), block bits (visible, full, block_q, block_k), aux_tensors (a tuple); None
+    for what the problem does not have. `meta`: relies_on_batch, relies_on_head, and what
+    `compile_object` tells.
+    """
+    identity = callable_key(mask_mod)
+    return cache.get(
+        KERNEL_NAME,
+        lambda: {"problem": asdict(problem), "mask_mod": identity},
+        lambda: _build(mask_mod, problem, target),
+        arch=target.arch,
+        options=options_of(target),
+        token=(problem, identity),
+    )
+
+
+def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) -> Compiled:
+    import cutlass
+
+    from flash_mask_cute.masks.stored_bits import KeyBitStore, QueryBitStore
+    from flash_mask_cute.sm90.wgmma import COLUMNS
+
+    tiles = problem.tiles
+    kind = KeyBitStore if tiles.by_key else QueryBitStore
+    store = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux))
+    arguments = [
+        stand_ins.bit_tensor(tiles),
+        cutlass.Int32(0),
+        cutlass.Int32(0),
+        (stand_ins.strided(3), stand_ins.strided(4)) if problem.has_lists else None,
+        stand_ins.int32_pair() if problem.has_lists else None,
+        stand_ins.block_bits(problem),
+        stand_ins.aux_tensors(problem),
+        stand_ins.stream(),
+    ]
+    function, meta = compile_object(store, arguments, options_of(target))
+    assert store.reliance is not None
+    relies_on = {f"relies_on_{name}": uses for name, uses in store.reliance._asdict().items()}
+    return Compiled(function, {**meta, **relies_on})

@@ -1,0 +1,251 @@
+"""When the answers of a mask_mod are stored for all heads, and what the launch passes on then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+import pytest
+import torch
+from launch_recorder import Recorder
+from support import Case, make_inputs
+from torch import Tensor
+
+from flash_mask_cute import explain
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.host import bit_store
+from flash_mask_cute.host.bit_store import (
+    BitStoring,
+    StoreProblem,
+    choose_bwd_storing,
+    choose_storing,
+    compile_store,
+)
+from flash_mask_cute.host.bwd_launch import BwdKernelLaunch, BwdOperands
+from flash_mask_cute.host.compile_bwd import BwdKernels
+from flash_mask_cute.host.launch import KernelLaunch
+from flash_mask_cute.host.problem import BitTiles
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
+
+TARGET = Target.default()
+INT32 = "int32"
+TILES = BitTiles.of_queries(128, 128)
+
+
+def causal(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return k <= q
+
+
+def by_batch(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return aux[0][b[0], q[0]] == aux[0][b[0], k[0]]
+
+
+def by_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return q < aux[0][h[0], k[0]]
+
+
+def by_parity_of_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return ((q + h) % 2 == 0) & (b >= 0)
+
+
+def by_many_powers_of_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    for _ in range(60):
+        h = h * h
+    return q + h > k
+
+
+def idly_by_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    _ = h + 1
+    return k <= q
+
+
+def unaware(*arguments: Any) -> Any:
+    return arguments[3] <= arguments[2]
+
+
+def passes_all_on(*arguments: Any) -> Any:
+    return by_parity_of_head(*arguments)
+
+
+@cute.jit
+def branches(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return k[0] <= q[0] if q[0] > 3 else k[0] > q[0]
+
+
+@cute.jit
+def by_head_in_a_branch(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    answer = k[0] <= q[0]
+    if q[0] > 3:
+        answer = k[0] <= h[0]
+    return answer
+
+
+@cute.jit
+def by_head_in_a_loop(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    reach = q[0]
+    for _ in range(h[0]):
+        reach += 1
+    return k[0] <= reach
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "rank", "batch", "head"),
+    [
+        (causal, 0, False, False),
+        (unaware, 0, False, False),
+        (branches, 0, False, False),
+        (by_batch, 2, True, False),
+        (by_head, 2, False, True),
+        (by_parity_of_head, 0, True, True),
+        (passes_all_on, 0, True, True),
+        (by_head_in_a_branch, 0, False, True),
+        (by_head_in_a_loop, 0, False, True),
+        (by_many_powers_of_head, 0, False, True),
+        (idly_by_head, 0, False, True),
+    ],
+)
+def test_what_a_callable_relies_on(mask_mod: Any, rank: int, batch: bool, head: bool) -> None:
+    """Seen in its operations; what is used for nothing counts as used."""
+    aux = ((INT32, rank),) if rank else ()
+    meta = compile_store(mask_mod, StoreProblem(TILES, aux, False, False), TARGET).meta
+    assert (meta["relies_on_batch"], meta["relies_on_head"]) == (batch, head)
+
+
+def choose(case: Case, **more: Any) -> tuple[Any, BitStoring | None]:
+    """What `choose_storing` makes of a call."""
+    inputs = make_inputs(case)
+    extras, masks, settings = bundle(inputs.keywords | more)
+    resolved, resolved_masks = _resolve(inputs.q, inputs.k, inputs.v, extras, masks, settings)
+    call, storing = choose_storing(resolved, resolved_masks, TARGET)
+    assert (storing is None) == (call is resolved)
+    return call, storing
+
+
+def test_bits_of_one_entry_or_of_all() -> None:
+    """One entry serves all unless the callable, or a list, tells them apart."""
+    _, storing = choose(Case("same", 3, 300, 200, 4, 4, mask_mod="checks"))
+    assert storing is not None and storing.shape == (1, 3, 2, 128, 4)
+    assert storing.num_bytes == 3 * 2 * 2048
+    _, storing = choose(Case("told", 3, 300, 200, 4, 4, mask_mod="documents"))
+    assert storing is not None and storing.shape == (3, 3, 2, 128, 4)
+    lists = BlockSparseTensorsTorch(
+        torch.zeros(3, 1, 3, dtype=torch.int32), torch.zeros(3, 1, 3, 2, dtype=torch.int32)
+    )
+    _, storing = choose(
+        Case("lists", 3, 300, 200, 4, 4, mask_mod="checks"), block_sparse_tensors_torch=lists
+    )
+    assert storing is not None and storing.shape == (3, 3, 2, 128, 4)
+
+
+def choose_bwd(case: Case) -> tuple[Any, BitStoring | None, BwdOperands, Any]:
+    """What `choose_bwd_storing` makes of the backward of a call, and the call."""
+    inputs = make_inputs(case)
+    out = torch.zeros_like(inputs.q[..., : case.head_dim_v])
+    lse = torch.zeros(case.batch, case.heads_q, case.seqlen_q)
+    operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out.clone(), lse)
+    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    extras, masks, settings = bundle_bwd(keywords)
+    resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings)
+    return *choose_bwd_storing(resolved, resolved_masks, TARGET), operands, (extras, masks)
+
+
+def test_bits_of_a_backward_are_by_key() -> None:
+    """As many as of a forward: words that have 16 of them are stored two to a word."""
+    call, storing, *_ = choose_bwd(Case("d128", 3, 300, 200, 4, 4, mask_mod="documents"))
+    assert (call.choice.tiles.tile_m, call.choice.tile_n) == (64, 128)
+    assert storing is not None and storing.shape == (3, 5, 2, 128, 2)
+    call, storing, *_ = choose_bwd(Case("head", 3, 300, 200, 4, 4, mask_mod="eviction"))
+    assert storing is None and call.problem.mask_mod is not None
+
+
+def test_what_the_backward_passes_on() -> None:
+    """Its plans need the bits of logical blocks, its painters the stored ones."""
+    case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
+    call, storing, operands, others = choose_bwd(case)
+    assert storing is not None and call.problem.has_bits and call.problem.mask_mod is None
+    stored: list[tuple[Any, ...]] = []
+    main: list[tuple[Any, ...]] = []
+    told = BitStoring(storing.shape, storing.seqlens, lambda *args: stored.append(args))
+    kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
+    BwdKernelLaunch(call, kernels, operands, others[0], told)(operands, *others)
+    ((bits, *_, partial, block_size, logical, aux),) = stored
+    assert (partial, block_size, logical[2:], len(aux)) == (None, None, (48, 80), 1)
+    ((*_, aux_tensors, _, _, _, logical_of_main, _, _, stored_of_main),) = main
+    assert stored_of_main is bits and aux_tensors is None
+    assert all(x is y for x, y in zip(logical[:2], logical_of_main[:2], strict=True))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("few-heads", 1, 200, 200, 3, 3, mask_mod="checks"),
+        Case("packed", 1, 100, 200, 8, 2, mask_mod="checks", pack_gqa=True),
+        Case("varlen", lengths_q=(200,), lengths_k=(200,), heads_q=4, mask_mod="checks"),
+        Case("used", 1, 200, 200, 4, 4, seqused_k=(100,), mask_mod="checks"),
+        Case("by-head", 1, 200, 200, 4, 4, mask_mod="eviction"),
+        Case("no-mask", 1, 200, 200, 4, 4, causal=True),
+    ],
+    ids=lambda case: case.id,
+)
+def test_where_nothing_is_stored(case: Case) -> None:
+    assert choose(case)[1] is None
+
+
+def test_lists_by_head_are_asked_in_the_kernel() -> None:
+    counts = torch.zeros(1, 4, 2, dtype=torch.int32)
+    lists = BlockSparseTensorsTorch(counts, counts[..., None].repeat(1, 1, 1, 2))
+    case = Case("lists", 1, 200, 200, 4, 4, mask_mod="checks")
+    assert choose(case, block_sparse_tensors_torch=lists)[1] is None
+
+
+def test_there_must_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all entries, where they differ."""
+    same = Case("same", 3, 300, 200, 4, 4, mask_mod="checks")
+    told = Case("told", 3, 300, 200, 4, 4, mask_mod="documents")
+    for most, fits in ((3 * 12288, (True, True)), (12288, (True, False)), (12287, (False, False))):
+        monkeypatch.setattr(bit_store, "MAX_BYTES", most)
+        assert tuple(choose(case)[1] is not None for case in (same, told)) == fits
+
+
+def test_the_attention_kernel_knows_no_callable() -> None:
+    case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
+    call, _ = choose(case)
+    assert call.problem.reads_bits and call.problem.has_lists
+    assert (call.problem.mask_mod, call.problem.aux, call.problem.has_bits) == (None, (), False)
+    biased = Case("biased", 1, 200, 200, 4, 4, mask_mod="documents", score_mod="head_bias")
+    call, _ = choose(biased)
+    assert call.problem.aux, "the score_mod may read them"
+
+
+def test_what_the_launch_passes_on() -> None:
+    """The storing kernel gets what the callable reads, the other one the bits instead."""
+    case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
+    inputs = make_inputs(case)
+    call, storing = choose(case)
+    assert storing is not None
+    stored: list[tuple[Any, ...]] = []
+    attention = Recorder()
+    told = BitStoring(storing.shape, storing.seqlens, lambda *args: stored.append(args))
+    extras, masks, _ = bundle(inputs.keywords)
+    KernelLaunch(call, attention, inputs.q, inputs.k, inputs.v, None, told)(
+        inputs.q, inputs.k, inputs.v, extras, masks
+    )
+    (bits, seqlen_q, seqlen_k, partial, block_size, logical, aux), *others = stored
+    assert not others
+    assert bits.dtype == torch.int32 and bits.shape == (1, 2, 2, 128, 4) and bits.is_contiguous()
+    assert (seqlen_q, seqlen_k, block_size) == (200, 200, (128, 128))
+    assert len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
+    assert logical[2:] == (48, 80)
+    assert len(aux) == len(inputs.keywords["aux_tensors"])
+    given = attention.given()
+    assert given["stored"] is bits
+    assert given["aux"] is None and given["bits"] is None and len(given["lists"]) == 4
+
+
+def test_explain_tells_of_it() -> None:
+    q, k, v = (torch.randn(1, 300, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    found = explain(q, k, v, mask_mod=causal)
+    assert "mask_mod is asked once for all heads, into 18432 bytes" in str(found)
+    found = explain(q, k, v, mask_mod=by_parity_of_head)
+    assert "asked once" not in str(found)
