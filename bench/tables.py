@@ -1,8 +1,8 @@
 """The rows of the paper's cases as tables: the layout of its Tables 4 to 9, and the README's.
 
-A figure of ours comes from the latest run that has it, one of a peer from that same run where the
-run has it, else from the latest that does; each line names its runs, by a letter. Only figures of
-one run may be compared.
+A figure of ours comes from the latest run that has it, or from one of the same commit that has the
+other direction as well; one of a peer from that same run where the run has it, else from the latest
+that does. Each line names its runs, by a letter. Only figures of one run may be compared.
 """
 
 from __future__ import annotations
@@ -45,11 +45,31 @@ class Figures:
     def of(self, name: str) -> dict[str, Json]:
         """The row of each peer, in the order of PEER_LABELS; none without a figure of ours."""
         runs = self.by_run.get(name, {})
-        ours = next((found for found in reversed(runs.values()) if "ours" in found), {})
-        found = dict(ours)
-        for other in reversed(runs.values()) if ours else ():
+        run = self._run_of_ours(name)
+        if run is None:
+            return {}
+        found = dict(runs[run])
+        for other in reversed(runs.values()):
             found = other | found
         return {peer: found[peer] for peer in PEER_LABELS if peer in found}
+
+    def _run_of_ours(self, name: str) -> str | None:
+        runs = {
+            run: found["ours"]
+            for run, found in self.by_run.get(name, {}).items()
+            if "ours" in found
+        }
+        if not runs:
+            return None
+        latest = list(runs)[-1]
+        other_way = name.removeprefix("bwd-") if name.startswith("bwd-") else f"bwd-{name}"
+        others = self.by_run.get(other_way, {})
+        both = [
+            run
+            for run, row in runs.items()
+            if row["commit"] == runs[latest]["commit"] and "ours" in others.get(run, {})
+        ]
+        return both[-1] if both else latest
 
     def together(self, name: str) -> dict[str, Json]:
         """As `of`, of the run of ours alone: what may stand in one picture."""

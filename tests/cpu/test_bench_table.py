@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import bench
-from bench import ahead, cases, masks, measure, pace, paper, peers, run, timing
+from bench import ahead, cases, masks, measure, pace, paper, peers, run, tables, timing
 from bench.cases import CASES, BenchCase, make_tensors
 
 NOWHERE = measure.Options(
@@ -85,6 +85,23 @@ def test_a_second_run_measures_what_is_left_and_its_references(all_installed: No
     assert run.unmeasured(group, rows, options) == (group[0], *left)
     finished = run.resume(replace(options, names=tuple(done[1:])), rows)
     assert finished.names == ()
+
+
+def test_a_line_is_of_a_run_with_both_directions_if_the_commit_has_one() -> None:
+    name, way_back = "mask-d64-8k-full", "bwd-mask-d64-8k-full"
+
+    def of_run(run: str, commit: str, *names: str) -> list[bench.Json]:
+        return [row(n, "ours", commit) | {"run": run} for n in names]
+
+    def runs(*rows: bench.Json) -> list[str]:
+        figures = tables.Figures(rows)
+        return [figures.of(n)["ours"]["run"] for n in (name, way_back)]
+
+    old, both = of_run("old", "abb", name, way_back), of_run("both", "abc", name, way_back)
+    assert runs(*old, *both, *of_run("late", "abc", name)) == ["both", "both"]
+    # a later commit is worth more than a total
+    assert runs(*old, *both, *of_run("new", "abd", name)) == ["new", "both"]
+    assert tables.Figures(of_run("new", "abd", name)).of(way_back) == {}
 
 
 def test_the_command_of_the_table() -> None:
