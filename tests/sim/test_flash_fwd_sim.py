@@ -173,9 +173,15 @@ def test_maxima_that_outgrow_the_one_in_use(
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("column", [4, 17], ids=["by-instruction", "by-polynomial"])
-def test_maxima_that_outgrow_the_one_in_use_below_a_cap(simulator: ModuleType, column: int) -> None:
+@pytest.mark.parametrize("column, by_polynomial", [(4, True), (17, False)])
+def test_maxima_that_outgrow_the_one_in_use_below_a_cap(
+    simulator: ModuleType, column: int, by_polynomial: bool
+) -> None:
     """The exponential that says so is one of those for which the pipe of tanh is spared, or not."""
+    from flash_mask_cute.core.softmax import BY_POLYNOMIAL, PERIOD
+
+    # a thread has two of every eight columns
+    assert ((column // 8 * 2 + column % 2) % PERIOD in BY_POLYNOMIAL) == by_polynomial
     plain = make_growing_inputs(128, 128, column)
     case = replace(plain.case, softcap=200.0)
     inputs = Inputs(case, plain.q, plain.k, plain.v, plain.keywords | {"softcap": 200.0})
