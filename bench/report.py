@@ -67,6 +67,7 @@ BACKWARD_CALLABLES = {"bwd-mod-d128-8k-document": 1.25, "bwd-mod-d128-8k-random_
 DETERMINISTIC_SHARE = {f"bwd-det-d128-8k-{mask}": 1.20 for mask in ("causal", "document")}
 PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
 R_SQUARED, INTERCEPT = 0.99, 0.05
+COLD_LIMITS = {"import": 3.0, "first_call": 4.0, "first_call_cached": 1.0}
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,16 @@ def forward_bars(figures: Figures) -> Iterator[Bar]:
     for name, bar in FORWARD.items():
         yield _ratio(figures, name, "fa4", bar)
     yield _ratio(figures, "host-128", "fa4", HOST_SHARE, "us", most=True)
+
+
+def cold_bars(rows: Sequence[Json]) -> Iterator[Bar]:
+    """Seconds in fresh processes, and beside them how long torch took to import: hosts differ."""
+    ours = [row for row in rows if row["kind"] == "cold" and peer_of(row) == "ours"]
+    latest = {row["variant"]: row for row in ours if row["run"] == ours[-1]["run"]}
+    for variant, limit in COLD_LIMITS.items():
+        row = latest.get(variant)
+        remark = f"torch {latest['torch']['us'] / 1e6:.1f} s, {_run([row])}" if row else ""
+        yield Bar(f"cold-128 {variant}", row["us"] / 1e6 if row else None, limit, True, remark)
 
 
 def backward_bars(figures: Figures) -> Iterator[Bar]:
@@ -233,6 +244,7 @@ def bars(rows: Sequence[Json], targets: Sequence[Json]) -> dict[str, list[Bar]]:
     figures = Figures(rows)
     return {
         "forward: ours / flash-attn-4": list(forward_bars(figures)),
+        "cold start, seconds": list(cold_bars(rows)),
         "masks: ours / flash-attn-4 native causal": list(mask_bars(figures, targets)),
         "callables: ours / flash-attn-4": list(callable_bars(figures)),
         "metadata at 131072 tokens": list(prep_bars(figures)),

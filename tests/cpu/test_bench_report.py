@@ -98,3 +98,21 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("| full ") >= 6
     with pytest.raises(SystemExit):
         report.main(["--table", "paper", "--bars"])
+
+
+def test_bars_of_a_cold_start_are_of_the_latest_run() -> None:
+    seconds = {"torch": 2.0, "import": 2.9, "first_call": 4.1, "first_call_cached": 0.5}
+
+    def of_run(run: str, peer: str, factor: float) -> list[bench.Json]:
+        return [
+            {"run": run, "kind": "cold", "peer": peer, "deterministic": False, "variant": variant}
+            | {"us": 1e6 * value * factor}
+            for variant, value in seconds.items()
+        ]
+
+    rows = [*of_run("a", "ours", 0.1), *of_run("b", "ours", 1.0), *of_run("b", "fa4", 9.0)]
+    found = list(report.cold_bars(rows))
+    assert [bar.figure for bar in found] == pytest.approx([2.9, 4.1, 0.5])
+    assert [bar.verdict() for bar in found] == ["met", "short", "met"]
+    assert all("run b" in bar.remark for bar in found)
+    assert {bar.verdict() for bar in report.cold_bars([])} == {"not measured"}
