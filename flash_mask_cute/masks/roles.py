@@ -35,8 +35,9 @@ def plan_walks(
         tiles += 1
         # a tile is claimed as late as can be: another CTA may be free for it sooner
         ring.acquire(tiles)
-        if const_expr(is_by_keys and rules.takes_turns):
-            # not before it can be begun soon, since others will wait for what it adds
+        if const_expr(is_by_keys):
+            # The more heads are worked on at a time, the less of their dQ stays in L2 while it is
+            # summed; and of sums that have an order, others wait for this one.
             walk.wait_until_read(chunks)
         tile, search = scheduler.locate(scheduler.advance(search), num_blocks_of)
     scheduler.finish()

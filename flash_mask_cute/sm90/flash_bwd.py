@@ -381,7 +381,7 @@ class FlashAttentionBackwardSm90:
         It also sends off what the others have summed of dQ, after it has asked for the next query
         block, which may be the next work tile's.
         """
-        add_dq = partial(self._add_dq, tiles, channels.dq, scratch)
+        send_dq = partial(self._send_dq, tiles, channels.dq, scratch)
         tile, chunk = Int32(0), Int32(0)
         # the number of the next block, and (head, row block, turn) of the one whose dQ was added
         # last and of the one whose dQ comes next
@@ -391,7 +391,7 @@ class FlashAttentionBackwardSm90:
             step = partial(
                 self._load_block,
                 partial(self._load_keys, operands, tiles, channels, lengths, work, tile, state[0]),
-                partial(add_dq, work.block + 1),
+                partial(send_dq, work.block + 1),
                 operands,
                 tiles,
                 channels,
@@ -401,21 +401,25 @@ class FlashAttentionBackwardSm90:
                 state[0],
             )
             chunk, state = channels.walk.visit(chunk, state, step)
+            # at once, since the MMA warpgroups need it before the next work tile is known
+            self._free_staging(channels.dq, state[0] - 2, state[2])
             if const_expr(self.deterministic):
                 # now, for others wait for it
-                number = state[0]
-                add_dq(work.block + 1, number - 1, *state[1:])
+                send_dq(work.block + 1, state[0] - 1, *state[1:])
                 cute.arch.cp_async_bulk_wait_group(0)
                 self._pass_turn(scratch, work.block + 1, *state[4:])
-                state = (number, *NO_BLOCK, *NO_BLOCK)
+                self._free_staging(channels.dq, state[0] - 1, state[5])
+                state = (state[0], *NO_BLOCK, *NO_BLOCK)
+            else:
+                state = (state[0], *NO_BLOCK, *state[4:])
             channels.ring.release(tile)
             tile += 1
         if const_expr(not self.deterministic):
-            add_dq(Int32(0), state[0] - 1, *state[1:])
+            send_dq(Int32(0), state[0] - 1, *state[1:])
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def _add_dq(
+    def _send_dq(
         self,
         tiles: Tiles,
         channel: Channel,
@@ -429,8 +433,9 @@ class FlashAttentionBackwardSm90:
         row_block: Int32,
         turn: Int32,
     ):
-        """Add the dQ of query block `number`, if it is one, to the scratch memory.
+        """Start adding the dQ of query block `number`, if it is one, to the scratch memory.
 
+        Its last part is on its way then, and still in the staging memory (`_free_staging`).
         Where dQ is summed in a fixed order, after the key block that `turn` names; whoever comes
         after this one is told when the next block has been added, by when this addition is
         complete and nobody has to wait for that.
@@ -443,15 +448,23 @@ class FlashAttentionBackwardSm90:
                     wait_for_turn(self._turn_of(scratch, head_idx, row_block), turn)
             target = scratch.dq[head_idx, row_block, None].iterator
             for i in cutlass.range_constexpr(len(parts)):
+                if const_expr(i > 0):
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    channel.release(number * len(parts) + i - 1)
                 channel.wait(number * len(parts) + i)
                 size = math.prod(self.plan.shape_dq(parts[i]))
                 tma.add_bulk(tiles.dq.iterator, target, size)
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                channel.release(number * len(parts) + i)
                 target += size
             if const_expr(self.deterministic):
                 cute.arch.cp_async_bulk_wait_group(len(parts))
                 self._pass_turn(scratch, own_turn, added_head, added_row_block, added_turn)
+
+    @cute.jit
+    def _free_staging(self, channel: Channel, number: Int32, row_block: Int32):
+        """Wait until the last part of the dQ of a block, if it is one, has left."""
+        if row_block >= 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            channel.release((number + 1) * len(self.plan.parts_dq) - 1)
 
     def _turn_of(self, scratch: Scratch, head_idx: Int32, row_block: Int32) -> cute.Pointer:
         return cute.domain_offset((head_idx, row_block), scratch.turns).iterator
@@ -505,19 +518,51 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def _load_block(
-        self, load_keys, add_dq, operands, tiles, channels, mStats, lengths, work: Work, first,
+        self, load_keys, send_dq, operands, tiles, channels, mStats, lengths, work: Work, first,
         state, block: Block,
     ):  # fmt: skip
-        """Fetch a query block: Q with its statistics, and dO.
+        """Fetch a query block, and send the dQ of the one before.
 
         first: the number of the work tile's first one, which its keys and values come with. state:
-        this one's number, and head, row block and turn of the last two blocks.
+        this one's number, and head, row block and turn of the last two blocks; of the earlier one
+        dQ has been sent.
         """
         plan = self.plan
         number = state[0]
         row_block = block.index + RowBlocks(lengths, plan.tile_m).first_of(
             work.batch_idx, work.offset_q
         )
+        at = (operands, tiles, channels, lengths, work, block, number, number == first)
+        steps = [
+            partial(self._load_query, *at, row_block, mStats),
+            partial(self._load_do, *at),
+        ]
+        # What has one stage is released by a block whose dQ waits for the staging memory. The
+        # others are asked for first: what comes late delays the products.
+        stages = (plan.stages_q, plan.stages_do)
+        free_staging = partial(self._free_staging, channels.dq, number - 2, state[2])
+        steps.insert(stages.index(1) if 1 in stages else len(stages), free_staging)
+        for step in steps:
+            step()
+        # Keys have to wait until the work tile before has been computed, of which parts of dQ may
+        # wait for those before them to leave.
+        is_dq_whole = len(plan.parts_dq) == 1
+        if const_expr(is_dq_whole):  # noqa: SIM102 (decided while tracing)
+            if number == first:
+                load_keys()
+        send_dq(number - 1, *state[1:])
+        if const_expr(not is_dq_whole):  # noqa: SIM102 (decided while tracing)
+            if number == first:
+                load_keys()
+        return (number + 1, *state[4:], block.head_idx, row_block, block.turn)
+
+    @cute.jit
+    def _load_query(
+        self, operands, tiles, channels, lengths, work: Work, block: Block, number: Int32,
+        is_first: Boolean, row_block: Int32, mStats: cute.Tensor,
+    ):  # fmt: skip
+        """Fetch Q of a block with its statistics, and say which block it is."""
+        plan = self.plan
         flags = block.follower | (block.kind << OWN_KIND_SHIFT)
         words = (flags, block.index, block.head_idx, row_block)
         tile = ((1, plan.tile_m), plan.tile_d)
@@ -528,38 +573,29 @@ class FlashAttentionBackwardSm90:
         if cute.arch.lane_idx() == 0:
             for i in cutlass.range_constexpr(QUERY_WORDS):
                 tiles.words[i, stage] = Int32(words[i])
-        bytes_k, bytes_v = (
-            cutlass.select_(number == first, Int32(size), Int32(0))
-            for size in (plan.bytes_k, plan.bytes_v)
-        )
+        bytes_k = cutlass.select_(is_first, Int32(plan.bytes_k), Int32(0))
         channels.q.expect(number, bytes_k + plan.bytes_q + plan.bytes_stats)
         barrier = channels.q.barrier(number)
         cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
         stats = mStats[block.head_idx, row_block, None, None].iterator
         stats = cute.make_tensor(stats, cute.make_layout(2 * plan.tile_m))
         tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
+
+    @cute.jit
+    def _load_do(
+        self, operands, tiles, channels, lengths, work: Work, block: Block, number: Int32,
+        is_first: Boolean,
+    ):  # fmt: skip
+        """Fetch dO of a block."""
+        plan = self.plan
         tile = ((1, plan.tile_m), plan.tile_dv)
         gmem, row = self._query_rows(operands.do, lengths, work, block.index * plan.tile_m)
         src, dst = tma.tile_of(operands.do_atom, gmem, (block.head_idx, row), tile, tiles.do)
         channels.do.acquire(number)
+        bytes_v = cutlass.select_(is_first, Int32(plan.bytes_v), Int32(0))
         channels.do.expect(number, bytes_v + plan.bytes_do)
-        cute.copy(
-            operands.do_atom,
-            src,
-            dst[None, channels.do.index(number)],
-            tma_bar_ptr=channels.do.barrier(number),
-        )
-        # Keys have to wait until the work tile before has been computed, of which parts of dQ may
-        # wait for those before them to leave.
-        is_dq_whole = len(plan.parts_dq) == 1
-        if const_expr(is_dq_whole):  # noqa: SIM102 (decided while tracing)
-            if number == first:
-                load_keys()
-        add_dq(number - 1, *state[1:])
-        if const_expr(not is_dq_whole):  # noqa: SIM102 (decided while tracing)
-            if number == first:
-                load_keys()
-        return (number + 1, *state[4:], block.head_idx, row_block, block.turn)
+        stage, barrier = channels.do.index(number), channels.do.barrier(number)
+        cute.copy(operands.do_atom, src, dst[None, stage], tma_bar_ptr=barrier)
 
     # -- mma ------------------------------------------------------------------------------------
 
@@ -588,6 +624,8 @@ class FlashAttentionBackwardSm90:
             plan.first_key(),
         )
         scores = BlockScores.create(plan, tiles, channels, chain)
+        # the parts of a dQ leave one after the other, and the last one waits longest
+        is_dq_first = len(plan.parts_dq) > 1
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
@@ -613,14 +651,20 @@ class FlashAttentionBackwardSm90:
                         following = tiles.words[0, stage] & KIND_MASK
                         scores.compute(kind, Visit(tile, block, cut, known))
                         cut += int(kind == Kind.CUT)
-                        self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
-                        # dQ reads the dS of both
-                        sync_both()
-                        scores.complete(block)
+                        issue_dV = partial(
+                            self._issue_sums, acc_dV, scores.probs, at.dv_do, do_stage, accumulate
+                        )
                         ds_stage = block % DS_STAGES
                         issue_dQ = partial(self._issue_dq, at, ds_stage, tile)
                         stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
+                        if const_expr(not is_dq_first):
+                            issue_dV()
+                        # dQ reads the dS of both
+                        sync_both()
+                        scores.complete(block)
                         acc_dQ = issue_dQ(0)
+                        if const_expr(is_dq_first):
+                            issue_dV()
                         self._issue_sums(acc_dK, scores.grads, at.dk_q, stage, accumulate)
                         # asked under the products, which hide how long the answer takes
                         known = Known(
@@ -628,9 +672,13 @@ class FlashAttentionBackwardSm90:
                             channels.do.is_full(block + 1),
                             channels.bits.is_full(cut) if kind == Kind.CUT else known.bits,
                         )
+                        if const_expr(is_dq_first):
+                            warpgroup.wait_group(len(acc_dV) + len(acc_dK))
+                            stage_dQ(0, acc_dQ)
                         warpgroup.wait_group(len(acc_dK))
                         channels.do.release(block)
-                        stage_dQ(0, acc_dQ)
+                        if const_expr(not is_dq_first):
+                            stage_dQ(0, acc_dQ)
                         for i in cutlass.range_constexpr(1, len(plan.parts_dq)):
                             if const_expr(not chain.is_empty):
                                 # too few registers to have it beside dK

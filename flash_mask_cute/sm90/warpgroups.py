@@ -97,17 +97,30 @@ def send_rows(
     )
     vector = cute.make_layout((1, VECTOR_16_BITS))
     copy = cute.make_tiled_copy_tv(atom, lanes, vector).get_slice(cute.arch.lane_idx())
-    tile = (ROWS_PER_WARP, width)
-    source = copy.partition_S(cute.local_tile(smem, tile, (warp, 0)))
-    target = copy.partition_D(cute.local_tile(gmem, tile, (warp, first_col // width)))
-    row = warp * ROWS_PER_WARP + cute.arch.lane_idx() // per_row
-    col = first_col + cute.arch.lane_idx() % per_row * VECTOR_16_BITS
+    source = copy.partition_S(cute.local_tile(smem, (ROWS_PER_WARP, width), (warp, 0)))
     read = cute.make_rmem_tensor(source.shape, values.element_type)
     cute.copy(atom, source, read)
     cute.arch.sync_warp()
+    row = warp * ROWS_PER_WARP + cute.arch.lane_idx() // per_row
+    col = first_col + cute.arch.lane_idx() % per_row * VECTOR_16_BITS
+    target = cute.domain_offset((row, col), gmem).iterator
     for i in cutlass.range_constexpr(read.shape[1]):
-        if (row + i * (WARP // per_row) < num_rows) & (col < gmem.shape[1]):
-            cute.copy(atom, read[None, i, None], target[None, i, None])
+        _store_if((row < num_rows) & (col < gmem.shape[1]), target, read[None, i, None])
+        row += WARP // per_row
+        target += WARP // per_row * gmem.stride[0]
+
+
+def _store_if(condition: Boolean, target: cute.Pointer, values: cute.Tensor) -> None:
+    """Write 16 bytes to global memory if the condition holds.
+
+    As PTX: around a branch the compiler would compute the address of each store anew, which took
+    more instructions than all else that a work tile ends with.
+    """
+    words = cute.recast_tensor(values, Int32)
+    cute.arch.inline_ptx(
+        "@{$r5} st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[target, *(words[i] for i in range(4)), condition],
+    )
 
 
 def load_rows(smem: cute.Tensor, tiled_mma: cute.TiledMma, operand: cute.Tensor) -> None:
