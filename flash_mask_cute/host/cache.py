@@ -44,6 +44,7 @@ _LAYOUT = "v1"
 _POLL_S = 0.02
 _STALE_TEMPORARY_S = 3600.0
 _TEMPORARY_PREFIX = ".tmp-"
+_UNSTORED_SYMBOL = "flash_mask_cute_unstored"
 # Settings of the DSL that choose what is printed, logged, dumped or cached, never the code.
 _NEUTRAL_DSL_VARIABLES = re.compile(
     r"CUTE_DSL_(CACHE_DIR|DISABLE_FILE_CACHING|DUMP_DIR|ENABLE_OPTIMIZATION_WARNINGS"
@@ -56,8 +57,8 @@ class Compiled(NamedTuple):
     """A compiled kernel.
 
     function takes positional arguments only. A builder gives the object that `cute.compile`
-    returned with the option --enable-tvm-ffi; the cache gives the function reloaded from the
-    exported object file (half the call overhead), or the builder's own where nothing was stored.
+    returned with the option --enable-tvm-ffi, which need not have an engine to run in; the cache
+    gives the function loaded from the exported object file, which has half the call overhead.
     meta holds JSON values about the generated code, such as registers, smem bytes and spills.
     """
 
@@ -159,7 +160,7 @@ class CompileCache:
     ) -> Compiled | None:
         """Load or build; None when another process is compiling this entry."""
         if entry is None:
-            return _count(build())
+            return _load_unstored(_count(build()))
         found = entry.load()
         if found is not None:
             return found
@@ -167,12 +168,12 @@ class CompileCache:
             lock = entry.try_lock()
         except OSError as error:
             self._warn(f"cannot lock {entry.lock_path}: {error}")
-            return _count(build())
+            return _load_unstored(_count(build()))
         if lock is None:
             if not out_of_time:
                 return None
             self._warn(f"{entry.lock_path} has been held for more than {self._lock_timeout_s:g} s")
-            return _count(build())
+            return _load_unstored(_count(build()))
         with _released(entry.lock_path, lock):
             found = entry.load()  # written between the first look and the lock
             if found is not None:
@@ -184,10 +185,9 @@ class CompileCache:
         try:
             entry.store(compiled)
             _evict(entry.folder, self._max_bytes, keep=entry.stem)
-        except Exception as error:  # a full disk, or an object that cannot be exported
+        except Exception as error:  # mostly a full disk
             self._warn(f"cannot store {entry.object_path}: {error}")
-            return compiled
-        return entry.load() or compiled
+        return entry.load() or _load_unstored(compiled)
 
     def _folder(self) -> Path | None:
         """Return the folder of the entries, made if need be; None when the disk is not used."""
@@ -245,10 +245,7 @@ class _Entry:
             checksum = hashlib.sha256(_read_own(self.object_path)).hexdigest()
             if sidecar["identity"] != self._identity or sidecar["object_sha256"] != checksum:
                 return None
-            from cutlass.cute.runtime import load_module
-
-            module = load_module(str(self.object_path), enable_tvm_ffi=True)
-            found = Compiled(getattr(module, self._symbol), dict(sidecar["meta"]))
+            found = Compiled(_load(str(self.object_path), self._symbol), dict(sidecar["meta"]))
         except Exception:  # absent, unreadable, corrupt, or refused by the loader: all mean rebuild
             return None
         with contextlib.suppress(OSError):
@@ -300,6 +297,22 @@ class _Entry:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
+
+
+def _load(path: str, symbol: str) -> Callable[..., Any]:
+    from cutlass.cute.runtime import load_module
+
+    function: Callable[..., Any] = getattr(load_module(path, enable_tvm_ffi=True), symbol)
+    return function
+
+
+def _load_unstored(compiled: Compiled) -> Compiled:
+    """What a builder made, loaded from an object file that is in memory only."""
+    exported: Any = compiled.function
+    with os.fdopen(os.memfd_create(_UNSTORED_SYMBOL), "rb") as file:
+        path = f"/proc/self/fd/{file.fileno()}"
+        exported.export_to_c(path, function_name=_UNSTORED_SYMBOL)
+        return Compiled(_load(path, _UNSTORED_SYMBOL), compiled.meta)
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

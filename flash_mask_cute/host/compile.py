@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -112,7 +113,7 @@ def _kernel_class(target: Target) -> Any:
 
 def options_of(target: Target) -> str:
     """What the compiler is told for kernels of this target."""
-    return f"--enable-tvm-ffi --gpu-arch {target.arch} remarks{{ptx}}"
+    return f"--enable-tvm-ffi --gpu-arch {target.arch}"
 
 
 def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
@@ -159,15 +160,42 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
 def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any) -> Compiled:
     """Compile a kernel object now, for stand-ins of its arguments.
 
+    The function is there to be exported: it can be called when a `CompileCache` has loaded it.
     `meta`, beside what is given: registers, spill_bytes (stores and loads; either is None when
     ptxas told nothing), and warnings, what ptxas said about lost performance.
     """
     import cutlass.cute as cute
 
     said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        function = cute.compile(kernel, *arguments, options=options)
+    with contextlib.redirect_stderr(said), _collector_paused():
+        function = cute.compile(
+            kernel,
+            *arguments,
+            options=options,
+            trace_finalize_hooks=_let_ptxas_report,
+            no_jit_engine=True,
+        )
     return Compiled(function, {**meta, **_read(said.getvalue())})
+
+
+def _let_ptxas_report(dsl: Any, _module: Any, _name: str) -> None:
+    """Ask for ptxas' remarks once the kernel is traced. An option that asks for them from the start
+    makes tracing look up the source line of each operation, which takes as long as tracing."""
+    dsl.compile_options._apply_opt_string("remarks{ptx}")
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection meanwhile: what tracing allocates makes it scan all that the process
+    holds, and most of that is torch."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _read(remarks: str) -> dict[str, Any]:

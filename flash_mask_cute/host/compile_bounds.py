@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.compile import CACHE
+from flash_mask_cute.host.compile import CACHE, compile_object
 from flash_mask_cute.host.target import Target
 
 KERNEL_NAME = "key_block_bounds"
@@ -72,13 +72,11 @@ def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
         return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
 
     batch, heads = cute.sym_int(), cute.sym_int()
-    function = cute.compile(
-        KeyBlockBounds(num_vectors),
+    arguments = [
         int32_tensor(batch, heads, cute.sym_int(), num_vectors),
         int32_tensor(batch, heads, 2 * num_vectors, cute.sym_int()),
         cutlass.Int32(0),
         int32_tensor(cute.sym_int()) if is_packed else None,
         make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=_options(arch),
-    )
-    return Compiled(function, {})
+    ]
+    return compile_object(KeyBlockBounds(num_vectors), arguments, _options(arch))

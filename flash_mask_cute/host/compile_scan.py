@@ -10,7 +10,7 @@ import torch
 
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile import CACHE
+from flash_mask_cute.host.compile import CACHE, compile_object
 from flash_mask_cute.host.host_mods import HOST_OPTIONS, compile_for_host
 from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
 
@@ -98,8 +98,6 @@ def _build(mask_mod: Callable[..., Any], problem: ScanProblem) -> Compiled:
     aux = tuple(tensor(name, rank) for name, rank in problem.aux) or None
     scan = BlockScan(mask_mod, problem.has_full, problem.samples)
     if problem.arch == HOST:
-        function = compile_for_host("mask_mod", scan.on_host, lists, grid, aux)
-    else:
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        function = cute.compile(scan, lists, grid, aux, stream, options=_options(problem))
-    return Compiled(function, {})
+        return Compiled(compile_for_host("mask_mod", scan.on_host, lists, grid, aux), {})
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_object(scan, [lists, grid, aux, stream], _options(problem))

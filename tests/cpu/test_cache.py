@@ -44,7 +44,7 @@ def compile_adder(addend):
     x = cute.runtime.make_fake_compact_tensor(
         cutlass.Int32, (cute.sym_int(),), memspace=cutlass.AddressSpace.generic
     )
-    return cute.compile(add, x, cutlass.Int32(0), options=OPTIONS)
+    return cute.compile(add, x, cutlass.Int32(0), options=OPTIONS, no_jit_engine=True)
 
 @cute.kernel
 def fill(x: cute.Tensor, value: cutlass.Int32):
@@ -74,7 +74,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def adders(kernels: Any) -> Callable[[int], Any]:
-    """`adders(addend)` compiles a host function, once per addend."""
+    """`adders(addend)` compiles a host function, once per addend, which only the cache can load."""
     return functools.cache(kernels.compile_adder)
 
 
@@ -451,12 +451,24 @@ def test_directory_without_write_permission(tmp_path: Path, builder: Builder) ->
         assert _apply(_get(CompileCache(tmp_path), builder())) == 1
 
 
-def test_object_that_cannot_be_exported(tmp_path: Path) -> None:
+def test_full_disk(tmp_path: Path, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    cache = CompileCache(tmp_path)
+    monkeypatch.setattr(os, "replace", no_space)
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        kernels = [_get(cache, builder(n), key={"addend": n}) for n in (1, 2)]
+    assert [_apply(kernel) for kernel in kernels] == [1, 2]
+    assert _files(tmp_path) == []
+
+
+def test_errors_of_the_export_reach_the_caller(tmp_path: Path) -> None:
     def build() -> Compiled:
         return Compiled(lambda x, n: x.fill(7), {})
 
-    with pytest.warns(RuntimeWarning, match="export_to_c"):
-        assert _apply(_get(CompileCache(tmp_path), build)) == 7
+    with pytest.warns(RuntimeWarning), pytest.raises(AttributeError, match="export_to_c"):
+        _get(CompileCache(tmp_path), build)
     assert _files(tmp_path) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -12,13 +13,15 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
+from cutlass._mlir_helpers import op
 from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
 
 from bench.codegen import count_sass, disassembly
 from flash_mask_cute.host.cache import CompileCache, compile_count, compile_lock
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile import NO_MODS, build_fwd, compile_fwd
+from flash_mask_cute.host.compile import NO_MODS, build_fwd, compile_fwd, compile_object
+from flash_mask_cute.host.compile_bounds import compile_bounds
 from flash_mask_cute.host.config import FwdConfig, FwdTiles, select_fwd_config
 from flash_mask_cute.host.problem import AttentionProblem, Mods
 from flash_mask_cute.host.tables import SM90_FWD, SM100_FWD, FwdRow
@@ -431,3 +434,30 @@ def test_public_paths() -> None:
 
     assert flash_fwd.FlashAttentionForwardSm90 is FlashAttentionForwardSm90
     assert flash_fwd.FlashAttentionForwardSm100 is FlashAttentionForwardSm100
+
+
+def test_remarks_do_not_need_source_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking a line up for each operation takes as long as tracing it."""
+    asked: list[None] = []
+    monkeypatch.setattr(op, "_get_caller_frame_info", lambda: asked.append(None))
+    meta = compile_bounds(1, False, TARGET.arch, CompileCache(tmp_path)).meta
+    assert meta["registers"] and meta["spill_bytes"] == 0 and not asked
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_collector_is_as_it_was(is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    meanwhile: list[bool] = []
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        meanwhile.append(gc.isenabled())
+        raise ValueError("no kernel")
+
+    monkeypatch.setattr(cute, "compile", fail)
+    try:
+        if not is_enabled:
+            gc.disable()
+        with pytest.raises(ValueError, match="no kernel"):
+            compile_object(None, [], "")
+        assert gc.isenabled() is is_enabled and meanwhile == [False]
+    finally:
+        gc.enable()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -46,6 +48,31 @@ def pytest_configure(config: pytest.Config) -> None:
     import sim
 
     sim.activate(ACTIVE_ARCH, sms=SMS)
+    _run_what_caches_load(sim)
+
+
+class _Loaded:
+    """A function from an object file, and the PTX of its kernels."""
+
+    def __init__(self, function: Callable[..., Any], ptx: str | None) -> None:
+        self._function, self.__ptx__ = function, ptx
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+
+def _run_what_caches_load(sim: ModuleType) -> None:
+    """The software GPU knows what `cute.compile` returns; a cache exports that and loads it."""
+    from flash_mask_cute.host import cache
+
+    load = cache._load_unstored
+
+    def load_unstored(built: cache.Compiled) -> cache.Compiled:
+        compiled: Any = built.function
+        loaded = _Loaded(load(built).function, compiled.__ptx__)
+        return built._replace(function=sim.Compiled(loaded))
+
+    cache._load_unstored = load_unstored
 
 
 @pytest.fixture(scope="module")
