@@ -154,6 +154,14 @@ def copy_bulk(gmem: cute.Tensor, smem: cute.Tensor, barrier: cute.Pointer):
 
 
 @cute.jit
+def store_bulk(smem: cute.Pointer, gmem: cute.Pointer, count: cutlass.Constexpr):
+    """Copy `count` contiguous fp32 values from shared to global memory, as one bulk group."""
+    with cute.arch.elect_one():
+        primitives.cp_async_bulk_global_shared_cta(gmem, smem, count * 4)
+    cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
 def add_bulk(smem: cute.Pointer, gmem: cute.Pointer, count: cutlass.Constexpr):
     """Add `count` contiguous fp32 values in shared to those in global memory, as one bulk group."""
     with cute.arch.elect_one():

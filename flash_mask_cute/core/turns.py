@@ -1,10 +1,33 @@
-"""Turns: CTAs that add to one place in global memory do so in a fixed order.
+"""CTAs that add to one place in global memory agree on who comes first, or on the whole order.
 
-A place has a word that names whoever added last. Both functions are run by a whole warp.
+A place has a word, 0 before anybody came. In turns, it names whoever added last. Otherwise it says
+whether the first one, who need not read what was there, has written. All functions are run by a
+whole warp, and are for bulk copies.
 """
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
+
+# what the word says where there are no turns
+BEGUN, THERE = 1, 2
+
+
+@cute.jit
+def is_first(place: cute.Pointer) -> Boolean:
+    """Whether this warp is the first to come, and is to write; it says so when it has, by
+    `pass_turn`, and waits for nobody else meanwhile. The others may add when this returns."""
+    before = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        before = cute.arch.atomic_cas(
+            place, cmp=Int32(0), val=Int32(BEGUN), sem="acquire", scope="gpu"
+        )
+    before = cute.arch.shuffle_sync(before, 0)
+    if before == BEGUN:
+        wait_for_turn(place, Int32(THERE))
+    else:
+        cute.arch.sync_warp()
+        cute.arch.fence_proxy("async.global")
+    return before == 0
 
 
 @cute.jit

@@ -106,7 +106,7 @@ class BwdKernelLaunch:
     """
 
     __slots__ = (
-        "_accum_shape", "_copies_dout", "_has_aux", "_is_deterministic", "_is_packed_k",
+        "_accum_shape", "_copies_dout", "_has_aux", "_is_packed_k",
         "_is_packed_q", "_is_plain", "_kernels", "_mask_arguments", "_parts_shape", "_restrides",
         "_scale", "_softcap", "_stats_shape", "_store_bits", "_wants_aux", "_window_left",
         "_window_right",
@@ -135,7 +135,6 @@ class BwdKernelLaunch:
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
         self._is_packed_q, self._is_packed_k = problem.varlen_q, problem.varlen_k
-        self._is_deterministic = problem.deterministic
         self._wants_aux = problem.wants_aux
         self._scale = resolved.softmax_scale
         self._window_left = resolved.window_left
@@ -187,23 +186,21 @@ class BwdKernelLaunch:
             sink = None
         else:
             parts = q.new_empty(self._parts_shape, dtype=torch.float32)
-        turns = None
-        if self._is_deterministic:
-            turns = q.new_zeros(self._stats_shape[:2], dtype=torch.int32)
+        turns = q.new_empty(self._stats_shape[:2], dtype=torch.int32)
         aux_sums = aux_grads = None
         if daux is not None:
             aux_sums = _aux_sums(daux, self._wants_aux, torch.float32)
             aux_grads = tuple(aux_sums.values()) or None
         preprocess, main, postprocess = self._kernels
         preprocess(
-            out, dout, lse, dlse, stats, dq_accum, sink, parts, cu_seqlens_q, seqused_q,
+            out, dout, lse, dlse, stats, turns, sink, parts, cu_seqlens_q, seqused_q,
         )  # fmt: skip
         main(
-            q, k, v, dout, stats, dq_accum, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
+            q, k, v, dout, stats, dq_accum, turns, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
             seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
-            self._softcap, tile_counter(q, index), columns, bits, turns, aux_grads, stored,
+            self._softcap, tile_counter(q, index), columns, bits, aux_grads, stored,
         )  # fmt: skip
-        postprocess(dq_accum, dq, self._scale, cu_seqlens_q, seqused_q)
+        postprocess(dq_accum, turns, dq, self._scale, cu_seqlens_q, seqused_q)
         if dsink is not None and parts is not None:
             dsink.copy_(parts.sum(dim=1))
         if daux is not None and aux_sums is not None:

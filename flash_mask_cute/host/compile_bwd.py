@@ -29,12 +29,12 @@ class BwdKernels(NamedTuple):
     """The compiled functions, in the order of their launches. They take, by position and None for
     what the problem does not have:
 
-    preprocess: out, dout, lse, dlse, stats, dq_accum, sink, sink_parts, cu_seqlens_q, seqused_q.
-    main: q, k, v, dout, stats, dq_accum, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
+    preprocess: out, dout, lse, dlse, stats, turns, sink, sink_parts, cu_seqlens_q, seqused_q.
+    main: q, k, v, dout, stats, dq_accum, turns, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
-    column tensors (indices, bounds), block bits (visible, full, block_q, block_k), turns, sums of
-    the gradients of aux tensors (a tuple), stored bits.
-    postprocess: dq_accum, dq, softmax_scale, cu_seqlens_q, seqused_q.
+    column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
+    gradients of aux tensors (a tuple), stored bits.
+    postprocess: dq_accum, turns, dq, softmax_scale, cu_seqlens_q, seqused_q.
     """
 
     preprocess: Callable[..., Any]
@@ -150,6 +150,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         operand(dtype, rank_q, problem.head_dim_v),
         scratch(2, tile_m),
         scratch(tile_m * choice.tile_d),
+        strided(2),
         operand(dtype, rank_k, problem.head_dim),
         operand(dtype, rank_k, problem.head_dim_v),
         cutlass.Float32(1.0),
@@ -161,7 +162,6 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         stand_ins.counter(),
         stand_ins.columns(problem),
         stand_ins.block_bits(problem),
-        strided(2) if problem.deterministic else None,
         stand_ins.aux_grads(problem),
         stand_ins.stored_bits(problem, BitTiles.of_keys(tile_m, choice.tile_n)),
     ]
@@ -172,16 +172,14 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
     from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess
 
     rank = 3 if facts.varlen_q else 4
-    kernel = BwdPreprocess(
-        stand_ins.cutlass_dtype(facts.dtype), facts.dim, facts.tile_m, facts.tile_d
-    )
+    kernel = BwdPreprocess(stand_ins.cutlass_dtype(facts.dtype), facts.dim, facts.tile_m)
     arguments = [
         operand(facts.dtype, rank, facts.dim),
         operand(facts.dtype, rank, facts.dim),
         strided(rank - 1, "float32"),
         strided(rank - 1, "float32") if facts.has_dlse else None,
         scratch(2, facts.tile_m),
-        scratch(facts.tile_m * facts.tile_d),
+        strided(2),
         stand_ins.vector(facts.sink_dtype),
         scratch() if facts.sink_dtype else None,
         stand_ins.stream(),
@@ -206,6 +204,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),
+        strided(2),
         operand(facts.dtype, rank, facts.dim),
         cutlass.Float32(1.0),
         stand_ins.stream(),

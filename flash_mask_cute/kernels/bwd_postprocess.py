@@ -13,7 +13,6 @@ from flash_mask_cute.core.row_blocks import column_parts
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
     VECTOR_16_BITS,
-    VECTOR_32_BITS,
     WARP,
     rows_of,
     rows_of_head,
@@ -22,6 +21,7 @@ from flash_mask_cute.kernels.bwd_preprocess import (
 
 THREADS_PER_WARPGROUP = 128
 NUM_WARPGROUPS = 2
+VECTOR_32_BITS = 4
 ROWS_PER_WARPGROUP = 64
 COLS_PER_GROUP = 8
 # column groups that a thread loads before it waits for one
@@ -70,6 +70,7 @@ class BwdPostprocess:
     def __call__(
         self,
         mdQaccum: cute.Tensor,
+        mTurns: cute.Tensor,
         mdQ: cute.Tensor,
         scale: Float32,
         stream,
@@ -80,6 +81,8 @@ class BwdPostprocess:
 
         :param mdQaccum: fp32 (heads_q, num_row_blocks, tile_m * accum_cols), contiguous and aligned
             to 16 bytes
+        :param mTurns: int32 (heads_q, num_row_blocks); 0: nobody has written sums of a row block,
+            which are zeros
         :param mdQ: (batch, seqlen_q, heads_q, head_dim) or packed (total_q, heads_q, head_dim),
             rows contiguous and aligned to 16 bytes, other strides free. Gets scale times the sums;
             0 in rows of a sequence that are not in use; rows of no sequence stay as they are.
@@ -90,12 +93,19 @@ class BwdPostprocess:
         seqlen_q = Int32(mdQ.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks, _ = mdQaccum.shape
-        self.kernel(mdQaccum, mdQ, scale, lengths).launch(
+        self.kernel(mdQaccum, mTurns, mdQ, scale, lengths).launch(
             grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mdQaccum: cute.Tensor, mdQ: cute.Tensor, scale: Float32, lengths: Lengths):
+    def kernel(
+        self,
+        mdQaccum: cute.Tensor,
+        mTurns: cute.Tensor,
+        mdQ: cute.Tensor,
+        scale: Float32,
+        lengths: Lengths,
+    ):
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         # heads change fastest, as they do in memory
@@ -108,6 +118,7 @@ class BwdPostprocess:
         sdQ = cutlass.memory.SmemAllocator().allocate_tensor(Int32, layout, 16)
         rows = rows_of(block, lengths, self.tile_m)
         if rows.in_slot > 0:
+            has_sums = mTurns[head_idx, block] != 0
             self._sums_to_rows(mdQaccum[head_idx, block, None], sdQ, scale, thread)
             cute.arch.sync_threads()
             sRows = cute.recast_tensor(sdQ, self.dtype)
@@ -120,8 +131,9 @@ class BwdPostprocess:
                     values = cute.make_rmem_tensor((VECTOR_16_BITS,), self.dtype)
                     cute.autovec_copy(vector_of(sRows[row, None], vector, VECTOR_16_BITS), values)
                     pairs = cute.recast_tensor(values, Int32)
+                    is_sum = has_sums & (row < rows.in_use)
                     for i in range_constexpr(cute.size(pairs)):
-                        pairs[i] = cutlass.select_(row < rows.in_use, pairs[i], Int32(0))
+                        pairs[i] = cutlass.select_(is_sum, pairs[i], Int32(0))
                     cute.autovec_copy(values, vector_of(gdQ[row, None], vector, VECTOR_16_BITS))
 
     @cute.jit

@@ -21,7 +21,6 @@ WARP = 32
 LOG2_E = math.log2(math.e)
 # elements of one access of 16 bytes
 VECTOR_16_BITS = 8
-VECTOR_32_BITS = 4
 # threads that share a row: they read a line of 128 bytes together
 LANES_PER_ROW = 8
 ROWS_PER_ROUND = NUM_THREADS // LANES_PER_ROW
@@ -99,27 +98,24 @@ def vector_of(tensor: cute.Tensor, index: Int32, size: int) -> cute.Tensor:
 
 
 class BwdPreprocess:
-    """Fills the row statistics and clears the accumulator of dQ; to be passed to `cute.compile`.
+    """Fills the row statistics, and says that there are no sums of dQ yet; to be passed to
+    `cute.compile`.
 
     :param dtype: of O and dO, 16 bits
     :param head_dim_v: a multiple of 8, at most 256
     :param tile_m: query rows of a row block, a multiple of 16 up to 256
-    :param accum_cols: columns of a row block's dQ accumulator, a multiple of 16
     :raises ValueError: a size is none of these
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim_v: int, tile_m: int, accum_cols: int):
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim_v: int, tile_m: int):
         if tile_m % 16 or not 0 < tile_m <= NUM_THREADS:
             raise ValueError(f"tile_m must be a multiple of 16 up to {NUM_THREADS}, got {tile_m}")
         if head_dim_v % VECTOR_16_BITS or not 0 < head_dim_v <= 256:
             raise ValueError(f"head_dim_v must be a multiple of 8 up to 256, got {head_dim_v}")
-        if accum_cols % 16:
-            raise ValueError(f"accum_cols must be a multiple of 16, got {accum_cols}")
         self.dtype = dtype
         self.tile_m = tile_m
         # rows that whole warps and whole rounds see to, the last of them for nothing
         self.padded_rows = -(-tile_m // WARP) * WARP
-        self.accum_cols = accum_cols
         self.vectors_per_row = head_dim_v // VECTOR_16_BITS
         self.vectors_per_lane = -(-self.vectors_per_row // LANES_PER_ROW)
 
@@ -131,7 +127,7 @@ class BwdPreprocess:
         mLSE: cute.Tensor,
         mdLSE: cute.Tensor | None,
         mStats: cute.Tensor,
-        mdQaccum: cute.Tensor,
+        mTurns: cute.Tensor,
         mSink: cute.Tensor | None,
         mSinkParts: cute.Tensor | None,
         stream,
@@ -149,8 +145,7 @@ class BwdPreprocess:
         :param mStats: fp32 (heads_q, num_row_blocks, 2, tile_m). [0]: LSE by base 2, inf for rows
             that see nothing and rows that no sequence uses; [1]: delta, the sum of O * dO less
             dLSE, 0 for those rows
-        :param mdQaccum: fp32 (heads_q, num_row_blocks, tile_m * accum_cols), contiguous and aligned
-            to 16 bytes; zeroed
+        :param mTurns: int32 (heads_q, num_row_blocks), zeroed
         :param mSink: (heads_q,), the learnable sinks; with mSinkParts or not at all
         :param mSinkParts: fp32 (heads_q, num_row_blocks): what each row block adds to the gradient
             of its head's sink; 0 where it belongs to no sequence
@@ -161,7 +156,7 @@ class BwdPreprocess:
         seqlen_q = Int32(mO.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks = mStats.shape[0], mStats.shape[1]
-        self.kernel(mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mSink, mSinkParts, lengths).launch(
+        self.kernel(mO, mdO, mLSE, mdLSE, mStats, mTurns, mSink, mSinkParts, lengths).launch(
             grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
         )
 
@@ -173,7 +168,7 @@ class BwdPreprocess:
         mLSE: cute.Tensor,
         mdLSE: cute.Tensor | None,
         mStats: cute.Tensor,
-        mdQaccum: cute.Tensor,
+        mTurns: cute.Tensor,
         mSink: cute.Tensor | None,
         mSinkParts: cute.Tensor | None,
         lengths: Lengths,
@@ -186,7 +181,8 @@ class BwdPreprocess:
         smem = cutlass.memory.SmemAllocator()
         sDelta = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows))
         sParts = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows // WARP))
-        self._clear(mdQaccum[head_idx, block, None], thread)
+        if thread == 0:
+            mTurns[head_idx, block] = Int32(0)
         if const_expr(mSink is not None):
             sink = mSink[head_idx].to(Float32)
         rows = rows_of(block, lengths, self.tile_m)
@@ -284,9 +280,3 @@ class BwdPreprocess:
             is_mine = self._vector_idx(thread, i) < self.vectors_per_row
             total += cutlass.select_(is_mine, share, Float32(0.0))
         return total
-
-    def _clear(self, gX: cute.Tensor, thread: Int32) -> None:
-        zeros = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-        zeros.fill(0.0)
-        for i in range(self.tile_m * self.accum_cols // (VECTOR_32_BITS * NUM_THREADS)):
-            cute.autovec_copy(zeros, vector_of(gX, i * NUM_THREADS + thread, VECTOR_32_BITS))

@@ -53,7 +53,7 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
-from flash_mask_cute.core.turns import pass_turn, wait_for_turn
+from flash_mask_cute.core.turns import THERE, is_first, pass_turn, wait_for_turn
 from flash_mask_cute.core.walk_ring import (
     CHUNK,
     KIND_MASK,
@@ -116,12 +116,13 @@ class KeyGradients(NamedTuple):
 
 class Scratch(NamedTuple):
     """By row block: stats (heads_q, row_blocks, 2, tile_m) and dq (heads_q, row_blocks, -1), fp32;
-    turns (heads_q, row_blocks), 1 + the key block that added to a row block's dQ last, or 0.
+    turns (heads_q, row_blocks), who has added to a row block's dQ (`core/turns.py`): in a fixed
+    order, 1 + the key block that added last.
     """
 
     stats: cute.Tensor
     dq: cute.Tensor
-    turns: cute.Tensor | None
+    turns: cute.Tensor
 
 
 class BwdScoreArgs(NamedTuple):
@@ -218,6 +219,7 @@ class FlashAttentionBackwardSm90:
         mdO: cute.Tensor,
         mStats: cute.Tensor,
         mdQaccum: cute.Tensor,
+        mTurns: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         softmax_scale: Float32,
@@ -233,7 +235,6 @@ class FlashAttentionBackwardSm90:
         tile_counter: cute.Tensor | None = None,
         column_tensors=None,
         block_bits=None,
-        mTurns: cute.Tensor | None = None,
         aux_grads=None,
         stored_bits: cute.Tensor | None = None,
     ):
@@ -241,15 +242,14 @@ class FlashAttentionBackwardSm90:
 
         Shapes: mQ, mdO (batch, seqlen_q, heads_q, d), or (total_q, heads_q, d) with mCuSeqlensQ;
         mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, 2, tile_m) from
-        `BwdPreprocess`, mdQaccum (heads_q, row_blocks, tile_m * tile_d) zeroed by it; row blocks
-        are those of `RowBlocks`. tile_counter, column_tensors and block_bits are those of
-        `FlashAttentionForwardSm90`; block lists are always given as bits. mTurns (heads_q,
-        row_blocks) int32, 0 before the launch: for a deterministic kernel. aux_grads: fp32 tensors
-        of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
-        stored_bits: of blocks that hold something partial, in place of a mask_mod
+        `BwdPreprocess`, which zeroes mTurns (heads_q, row_blocks) int32; mdQaccum (heads_q,
+        row_blocks, tile_m * tile_d) gets sums where mTurns is not 0 afterwards; row blocks are
+        those of `RowBlocks`. tile_counter, column_tensors and block_bits are those of
+        `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32
+        tensors of the shapes of the aux tensors that wants_aux numbers, to which their gradients
+        are added. stored_bits: of blocks that hold something partial, in place of a mask_mod
         (`masks/rules.py`).
         """
-        check_given("mTurns", mTurns, self.deterministic)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
@@ -395,28 +395,39 @@ class FlashAttentionBackwardSm90:
                 operands,
                 tiles,
                 channels,
-                scratch.stats,
+                scratch,
                 lengths,
                 work,
                 state[0],
             )
             chunk, state = channels.walk.visit(chunk, state, step)
             # at once, since the MMA warpgroups need it before the next work tile is known
-            self._free_staging(channels.dq, state[0] - 2, state[2])
+            self._free_staging(channels.dq, scratch, state[0] - 2, *state[1:4])
             if const_expr(self.deterministic):
                 # now, for others wait for it
                 send_dq(work.block + 1, state[0] - 1, *state[1:])
                 cute.arch.cp_async_bulk_wait_group(0)
                 self._pass_turn(scratch, work.block + 1, *state[4:])
-                self._free_staging(channels.dq, state[0] - 1, state[5])
+                self._free_staging(channels.dq, scratch, state[0] - 1, *state[4:])
                 state = (state[0], *NO_BLOCK, *NO_BLOCK)
             else:
                 state = (state[0], *NO_BLOCK, *state[4:])
             channels.ring.release(tile)
             tile += 1
         if const_expr(not self.deterministic):
-            send_dq(Int32(0), state[0] - 1, *state[1:])
+            last = (*state[4:6], self._ask_turn(scratch, *state[4:]))
+            send_dq(Int32(0), state[0] - 1, *NO_BLOCK, *last)
+            self._free_staging(channels.dq, scratch, state[0] - 1, *last)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _ask_turn(self, scratch: Scratch, head_idx: Int32, row_block: Int32, turn: Int32) -> Int32:
+        """The turn of a block's dQ, if it is one: without an order, 0 if nobody came before."""
+        if const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
+            if row_block >= 0:
+                first = is_first(self._turn_of(scratch, head_idx, row_block))
+                turn = cutlass.select_(first, Int32(0), Int32(1))
+        return turn
 
     @cute.jit
     def _send_dq(
@@ -436,6 +447,7 @@ class FlashAttentionBackwardSm90:
         """Start adding the dQ of query block `number`, if it is one, to the scratch memory.
 
         Its last part is on its way then, and still in the staging memory (`_free_staging`).
+        turn: 0 if nobody came before, so that it need not be added.
         Where dQ is summed in a fixed order, after the key block that `turn` names; whoever comes
         after this one is told when the next block has been added, by when this addition is
         complete and nobody has to wait for that.
@@ -443,7 +455,7 @@ class FlashAttentionBackwardSm90:
         parts = self.plan.parts_dq
         if row_block >= 0:
             if const_expr(self.deterministic):  # noqa: SIM102 (decided while tracing)
-                # what has no turn is zeros, which change no sum whenever they come
+                # what has no turn is zeros, and not sent
                 if turn != NO_TURN:
                     wait_for_turn(self._turn_of(scratch, head_idx, row_block), turn)
             target = scratch.dq[head_idx, row_block, None].iterator
@@ -453,18 +465,34 @@ class FlashAttentionBackwardSm90:
                     channel.release(number * len(parts) + i - 1)
                 channel.wait(number * len(parts) + i)
                 size = math.prod(self.plan.shape_dq(parts[i]))
-                tma.add_bulk(tiles.dq.iterator, target, size)
+                if turn == 0:
+                    tma.store_bulk(tiles.dq.iterator, target, size)
+                elif turn != NO_TURN:
+                    tma.add_bulk(tiles.dq.iterator, target, size)
                 target += size
             if const_expr(self.deterministic):
                 cute.arch.cp_async_bulk_wait_group(len(parts))
                 self._pass_turn(scratch, own_turn, added_head, added_row_block, added_turn)
 
     @cute.jit
-    def _free_staging(self, channel: Channel, number: Int32, row_block: Int32):
-        """Wait until the last part of the dQ of a block, if it is one, has left."""
+    def _free_staging(
+        self,
+        channel: Channel,
+        scratch: Scratch,
+        number: Int32,
+        head_idx: Int32,
+        row_block: Int32,
+        turn: Int32,
+    ):
+        """Wait until the last part of the dQ of a block, if it is one, has left; without an order,
+        let others add if it was the first."""
         if row_block >= 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             channel.release((number + 1) * len(self.plan.parts_dq) - 1)
+            if const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
+                if turn == 0:
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    pass_turn(self._turn_of(scratch, head_idx, row_block), Int32(THERE))
 
     def _turn_of(self, scratch: Scratch, head_idx: Int32, row_block: Int32) -> cute.Pointer:
         return cute.domain_offset((head_idx, row_block), scratch.turns).iterator
@@ -518,8 +546,8 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def _load_block(
-        self, load_keys, send_dq, operands, tiles, channels, mStats, lengths, work: Work, first,
-        state, block: Block,
+        self, load_keys, send_dq, operands, tiles, channels, scratch: Scratch, lengths, work: Work,
+        first, state, block: Block,
     ):  # fmt: skip
         """Fetch a query block, and send the dQ of the one before.
 
@@ -533,28 +561,32 @@ class FlashAttentionBackwardSm90:
             work.batch_idx, work.offset_q
         )
         at = (operands, tiles, channels, lengths, work, block, number, number == first)
-        steps = [
-            partial(self._load_query, *at, row_block, mStats),
+        loads = (
+            partial(self._load_query, *at, row_block, scratch.stats),
             partial(self._load_do, *at),
-        ]
+        )
         # What has one stage is released by a block whose dQ waits for the staging memory. The
         # others are asked for first: what comes late delays the products.
         stages = (plan.stages_q, plan.stages_do)
-        free_staging = partial(self._free_staging, channels.dq, number - 2, state[2])
-        steps.insert(stages.index(1) if 1 in stages else len(stages), free_staging)
-        for step in steps:
-            step()
+        num_ahead = stages.index(1) if 1 in stages else len(stages)
+        for load in loads[:num_ahead]:
+            load()
+        self._free_staging(channels.dq, scratch, number - 2, *state[1:4])
+        # known by the time the sums are there
+        before = (*state[4:6], self._ask_turn(scratch, *state[4:]))
+        for load in loads[num_ahead:]:
+            load()
         # Keys have to wait until the work tile before has been computed, of which parts of dQ may
         # wait for those before them to leave.
         is_dq_whole = len(plan.parts_dq) == 1
         if const_expr(is_dq_whole):  # noqa: SIM102 (decided while tracing)
             if number == first:
                 load_keys()
-        send_dq(number - 1, *state[1:])
+        send_dq(number - 1, *state[1:4], *before)
         if const_expr(not is_dq_whole):  # noqa: SIM102 (decided while tracing)
             if number == first:
                 load_keys()
-        return (number + 1, *state[4:], block.head_idx, row_block, block.turn)
+        return (number + 1, *before, block.head_idx, row_block, block.turn)
 
     @cute.jit
     def _load_query(
@@ -624,8 +656,6 @@ class FlashAttentionBackwardSm90:
             plan.first_key(),
         )
         scores = BlockScores.create(plan, tiles, channels, chain)
-        # the parts of a dQ leave one after the other, and the last one waits longest
-        is_dq_first = len(plan.parts_dq) > 1
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
@@ -651,20 +681,14 @@ class FlashAttentionBackwardSm90:
                         following = tiles.words[0, stage] & KIND_MASK
                         scores.compute(kind, Visit(tile, block, cut, known))
                         cut += int(kind == Kind.CUT)
-                        issue_dV = partial(
-                            self._issue_sums, acc_dV, scores.probs, at.dv_do, do_stage, accumulate
-                        )
-                        ds_stage = block % DS_STAGES
-                        issue_dQ = partial(self._issue_dq, at, ds_stage, tile)
-                        stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
-                        if const_expr(not is_dq_first):
-                            issue_dV()
+                        self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
                         # dQ reads the dS of both
                         sync_both()
                         scores.complete(block)
+                        ds_stage = block % DS_STAGES
+                        issue_dQ = partial(self._issue_dq, at, ds_stage, tile)
+                        stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
                         acc_dQ = issue_dQ(0)
-                        if const_expr(is_dq_first):
-                            issue_dV()
                         self._issue_sums(acc_dK, scores.grads, at.dk_q, stage, accumulate)
                         # asked under the products, which hide how long the answer takes
                         known = Known(
@@ -672,13 +696,9 @@ class FlashAttentionBackwardSm90:
                             channels.do.is_full(block + 1),
                             channels.bits.is_full(cut) if kind == Kind.CUT else known.bits,
                         )
-                        if const_expr(is_dq_first):
-                            warpgroup.wait_group(len(acc_dV) + len(acc_dK))
-                            stage_dQ(0, acc_dQ)
                         warpgroup.wait_group(len(acc_dK))
                         channels.do.release(block)
-                        if const_expr(not is_dq_first):
-                            stage_dQ(0, acc_dQ)
+                        stage_dQ(0, acc_dQ)
                         for i in cutlass.range_constexpr(1, len(plan.parts_dq)):
                             if const_expr(not chain.is_empty):
                                 # too few registers to have it beside dK

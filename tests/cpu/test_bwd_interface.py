@@ -433,26 +433,26 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     before, main, after = recorder.last()
     q, k, v, out, dout, lse = given.values()
     tile_m = recorder.prepared[0].choice.tiles.tile_m
-    stats, dq_accum, parts = main[4], main[5], before[7]
+    stats, dq_accum, turns, parts = *main[4:7], before[7]
     assert stats.shape == (6, 2, 2, tile_m) and dq_accum.shape == (6, 2, tile_m * 64)
-    assert parts.shape == (6, 2)
-    assert {x.dtype for x in (stats, dq_accum, parts)} == {FP32}
+    assert parts.shape == turns.shape == (6, 2)
+    assert {x.dtype for x in (stats, dq_accum, parts)} == {FP32} and turns.dtype == torch.int32
 
     def same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
         pairs = zip(found, expected, strict=True)
         return all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in pairs)
 
-    assert same(before, (out, dout, lse, dlse, stats, dq_accum, SINK, parts, None, used_q))
-    counter = main[17]
+    assert same(before, (out, dout, lse, dlse, stats, turns, SINK, parts, None, used_q))
+    counter = main[18]
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
     assert same(
         main,
         (
-            q, k, v, dout, stats, dq_accum, dk, dv, 0.5, None, None, used_q, used_k, 7, 3, None,
-            20.0, counter, None, None, None, None, None,
+            q, k, v, dout, stats, dq_accum, turns, dk, dv, 0.5, None, None, used_q, used_k, 7, 3,
+            None, 20.0, counter, None, None, None, None,
         ),
     )  # fmt: skip
-    assert same(after, (dq_accum, dq, 0.5, None, used_q))
+    assert same(after, (dq_accum, turns, dq, 0.5, None, used_q))
 
 
 def test_what_is_packed_is_zeroed(recorder: Recorder) -> None:
@@ -466,7 +466,7 @@ def test_what_is_packed_is_zeroed(recorder: Recorder) -> None:
     before, main, after = recorder.last()
     tile_m = recorder.prepared[0].choice.tiles.tile_m
     assert main[4].shape == (6, 48 // tile_m + 2, 2, tile_m)
-    assert before[8] is main[9] is after[3] is edges_q and main[10] is edges_k
+    assert before[8] is main[10] is after[4] is edges_q and main[11] is edges_k
     assert before[6:8] == (None, None)
 
 
@@ -546,7 +546,7 @@ def test_a_warm_call_is_one_look_up(recorder: Recorder, monkeypatch: pytest.Monk
     assert launches.look_ups == 2 and len(launches) == 1
     before, main, after = recorder.last()
     expected = (*(fresh[name] for name in ("q", "k", "v", "dout")), dk, dv, dq)
-    found = (*main[:4], *main[6:8], after[1])
+    found = (*main[:4], *main[7:9], after[2])
     assert all(x is y for x, y in zip(found, expected, strict=True))
     assert before[0] is fresh["out"]
     assert [x.shape for x in (dq, dk, dv)] == [fresh[name].shape for name in "qkv"]
@@ -607,8 +607,8 @@ def test_masks_arrive_in_the_kernels_form(recorder: Recorder) -> None:
     kept = []
     for _ in range(2):
         call(**more)
-        aux_tensors, _, _, (indices, bounds), bits, *rest = recorder.last()[1][15:]
-        assert rest == [None, None, None]
+        aux_tensors, _, _, (indices, bounds), bits, *rest = recorder.last()[1][16:]
+        assert rest == [None, None]
         assert aux_tensors[0] is aux[0] and indices is columns.startend_row_indices
         assert bounds.shape == (1, 1, 2, 1)
         kept.append((bounds, *bits))
@@ -654,7 +654,7 @@ def test_extents_of_one_get_strides_that_tma_takes(recorder: Recorder) -> None:
     }
     _flash_attn_bwd(**given, lse=torch.zeros(1, 6, 24))
     before, main, after = recorder.last()
-    for x in (*before[:2], *main[:4], *main[6:8], after[1]):
+    for x in (*before[:2], *main[:4], *main[7:9], after[2]):
         assert x.shape[0] == 1 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1])
 
 

@@ -107,7 +107,7 @@ def run(simulator: ModuleType, function: Any, outputs: list[Tensor], *args: Any)
             simulator.OPTIONS["delay"] = seed
         simulator.RESULTS.clear()
         for output in outputs:
-            output.fill_(NAN)
+            output.fill_(NAN if output.is_floating_point() else -1)
         function(*args)
         assert len(simulator.RESULTS) == 1, "one launch"
         assert not simulator.RESULTS[0]["warnings"]
@@ -183,18 +183,17 @@ def preprocess_of(dtype: torch.dtype, head_dim_v: int, tile_m: int, extras: Extr
 
     name = CUTLASS_NAMES[dtype]
     rank = 3 if extras.is_packed else 4
-    accum_cols = tile_cols(head_dim_v, tile_m)
     sink = None
     if extras.sink_dtype is not None:
         sink = Fakes.strided(CUTLASS_NAMES.get(extras.sink_dtype, "Float32"), 1)
     return compile_for_sim(
-        BwdPreprocess(getattr(cutlass, name), head_dim_v, tile_m, accum_cols),
+        BwdPreprocess(getattr(cutlass, name), head_dim_v, tile_m),
         Fakes.rows(name, rank, head_dim_v),
         Fakes.rows(name, rank, head_dim_v),
         Fakes.strided("Float32", rank - 1),
         Fakes.strided("Float32", rank - 1) if extras.has_dlse else None,
         Fakes.scratch(2, tile_m),
-        Fakes.scratch(tile_m * accum_cols),
+        Fakes.strided("Int32", 2),
         sink,
         None if sink is None else Fakes.scratch(),
         fake_stream(),
@@ -232,7 +231,7 @@ def check_preprocess(
             seqs.of(x, b)[seqs.used_of(b) :] = NAN
     blocks = seqs.num_blocks(tile_m)
     stats = torch.empty(HEADS, blocks, 2, tile_m)
-    accum = torch.empty(HEADS, blocks, tile_m * tile_cols(head_dim_v, tile_m))
+    turns = torch.empty(HEADS, blocks, dtype=torch.int32)
     parts = torch.empty(HEADS, blocks)
 
     expected = torch.zeros(HEADS, blocks, 2, tile_m, dtype=torch.float64)
@@ -254,7 +253,7 @@ def check_preprocess(
     for _ in run(
         simulator,
         preprocess_of(dtype, head_dim_v, tile_m, extras),
-        [stats, accum, parts],
+        [stats, turns, parts],
         arrange(o),
         arrange(do),
         # (..., heads, rows)
@@ -262,7 +261,7 @@ def check_preprocess(
         # any strides: here heads are next to each other
         dlse.transpose(-1, -2) if has_dlse else None,
         stats,
-        accum,
+        turns,
         None if sink_dtype is None else sink,
         None if sink_dtype is None else parts,
         seqs.cu_seqlens(),
@@ -270,7 +269,7 @@ def check_preprocess(
     ):
         close: dict[str, Any] = {"check_dtype": False, "rtol": 1e-5, "atol": 1e-4}
         torch.testing.assert_close(stats[:, of_sequences], expected[:, of_sequences], **close)
-        assert (accum == 0).all()
+        assert (turns == 0).all()
         if sink_dtype is not None:
             torch.testing.assert_close(
                 parts, expected_parts, check_dtype=False, rtol=1e-5, atol=1e-3
@@ -314,6 +313,7 @@ def postprocess_of(
     return compile_for_sim(
         BwdPostprocess(getattr(cutlass, name), head_dim, tile_m, accum_cols),
         Fakes.scratch(tile_m * accum_cols),
+        Fakes.strided("Int32", 2),
         Fakes.rows(name, 3 if is_packed else 4, head_dim),
         cutlass.Float32(1.0),
         fake_stream(),
@@ -357,20 +357,24 @@ def check_postprocess(
     cols = tile_cols(head_dim, tile_m)
     # NaN wherever nothing may be taken from
     sums = torch.full((HEADS, blocks, tile_m, cols), NAN)
+    # whoever came last; row blocks that nobody has written sums of are 0
+    turns = torch.arange(HEADS * blocks, dtype=torch.int32).view(HEADS, blocks) % 3
     scale = 0.3
     dq = arrange(torch.empty(*seqs.extents(), HEADS, head_dim, dtype=dtype))
     expected = torch.full(dq.shape, NAN, dtype=torch.float64)
     for block, b, rows in seqs.blocks(tile_m):
         used = max(0, min(rows.stop, seqs.used_of(b)) - rows.start)
         drawn = torch.randn(HEADS, used, head_dim, generator=generator)
-        sums[:, block, :used, :head_dim] = drawn
+        drawn[turns[:, block] == 0] = 0.0
+        sums[turns[:, block] > 0, block, :used, :head_dim] = drawn[turns[:, block] > 0]
         slot = seqs.of(expected, b)[rows]
         slot[:] = 0.0
         slot[:used] = drawn.double().transpose(0, 1) * scale
     accum = in_accumulator_order(sums)
 
     function = postprocess_of(dtype, head_dim, tile_m, seqs.is_packed, seqs.used is not None)
-    for _ in run(simulator, function, [dq], accum, dq, scale, seqs.cu_seqlens(), seqs.seqused()):
+    lengths = (seqs.cu_seqlens(), seqs.seqused())
+    for _ in run(simulator, function, [dq], accum, turns, dq, scale, *lengths):
         torch.testing.assert_close(
             dq,
             expected,
