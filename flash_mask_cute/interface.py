@@ -421,7 +421,11 @@ def _resolve_bwd(
     resolved = ResolvedBwd(
         shapes,
         problem,
-        select_bwd_config(shapes.head_dim, shapes.head_dim_v, problem.mask_kind, config),
+        select_bwd_config(
+            *(shapes.head_dim, shapes.head_dim_v, problem.mask_kind, config),
+            seqlen_k=shapes.seqlen_k,
+            deterministic=settings.deterministic,
+        ),
         _scale(settings, shapes),
         window_left,
         window_right,

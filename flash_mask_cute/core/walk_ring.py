@@ -155,10 +155,7 @@ class WalkRing:
         while not is_last:
             self.ring.channel.wait(number)
             chunk = Chunk(*self.ring.read(number, len(Chunk._fields)))
-            is_last = chunk.follower == Kind.END
             remaining = chunk.visible & (chunk.cut if const_expr(only_cut) else Int32(-1))
-            if remaining == 0:
-                self.ring.release(number)
             while remaining != 0:
                 bit = self.next_bit(remaining)
                 remaining = remaining ^ (Int32(1) << bit)
@@ -168,10 +165,17 @@ class WalkRing:
                 turn = Int32(0)
                 if const_expr(self.turns is not None):
                     turn = self.turns[bit, self.ring.channel.index(number)]
-                if remaining == 0:
-                    # before the last block is taken, so that what comes next is planned meanwhile
-                    self.ring.release(number)
+                if const_expr(not only_cut):  # noqa: SIM102 (decided while tracing)
+                    if remaining == 0:
+                        # before the last block is taken, so that what comes next is planned
+                        # meanwhile
+                        is_last = chunk.follower == Kind.END
+                        self.ring.release(number)
                 state = step(state, chunk.block(bit, follower, turn))
+            if const_expr(only_cut):
+                # read again rather than kept, for want of registers
+                is_last = Chunk(*self.ring.read(number, len(Chunk._fields))).follower == Kind.END
+                self.ring.release(number)
             number += 1
         return number, state
 

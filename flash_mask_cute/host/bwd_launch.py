@@ -106,7 +106,7 @@ class BwdKernelLaunch:
     """
 
     __slots__ = (
-        "_accum_shape", "_copies_dout", "_has_aux", "_is_packed_k",
+        "_accum_shape", "_copies_dout", "_has_aux", "_has_long_walks", "_is_packed_k",
         "_is_packed_q", "_is_plain", "_kernels", "_mask_arguments", "_parts_shape", "_restrides",
         "_scale", "_softcap", "_stats_shape", "_store_bits", "_wants_aux", "_window_left",
         "_window_right",
@@ -135,6 +135,7 @@ class BwdKernelLaunch:
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
         self._is_packed_q, self._is_packed_k = problem.varlen_q, problem.varlen_k
+        self._has_long_walks = choice.tiles.long_walks
         self._wants_aux = problem.wants_aux
         self._scale = resolved.softmax_scale
         self._window_left = resolved.window_left
@@ -186,14 +187,18 @@ class BwdKernelLaunch:
             sink = None
         else:
             parts = q.new_empty(self._parts_shape, dtype=torch.float32)
-        turns = q.new_empty(self._stats_shape[:2], dtype=torch.int32)
+        cleared = turns = None
+        if self._has_long_walks:
+            cleared = dq_accum
+        else:
+            turns = q.new_empty(self._stats_shape[:2], dtype=torch.int32)
         aux_sums = aux_grads = None
         if daux is not None:
             aux_sums = _aux_sums(daux, self._wants_aux, torch.float32)
             aux_grads = tuple(aux_sums.values()) or None
         preprocess, main, postprocess = self._kernels
         preprocess(
-            out, dout, lse, dlse, stats, turns, sink, parts, cu_seqlens_q, seqused_q,
+            out, dout, lse, dlse, stats, cleared, turns, sink, parts, cu_seqlens_q, seqused_q,
         )  # fmt: skip
         main(
             q, k, v, dout, stats, dq_accum, turns, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,

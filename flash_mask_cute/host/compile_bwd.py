@@ -29,7 +29,8 @@ class BwdKernels(NamedTuple):
     """The compiled functions, in the order of their launches. They take, by position and None for
     what the problem does not have:
 
-    preprocess: out, dout, lse, dlse, stats, turns, sink, sink_parts, cu_seqlens_q, seqused_q.
+    preprocess: out, dout, lse, dlse, stats, dq_accum (with long walks) or turns (without), sink,
+    sink_parts, cu_seqlens_q, seqused_q.
     main: q, k, v, dout, stats, dq_accum, turns, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
     column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
@@ -54,6 +55,7 @@ class RowFacts(NamedTuple):
     tile_d: int
     varlen_q: bool
     has_seqused_q: bool
+    has_long_walks: bool
     has_dlse: bool = False
     sink_dtype: str | None = None
 
@@ -78,7 +80,10 @@ def compile_bwd(
 
     sink_dtype: that of the sink, if its gradient is asked for.
     """
-    rows = (choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q)
+    rows = (
+        *(choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q),
+        choice.tiles.long_walks,
+    )
     before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype)
     after = RowFacts(problem.dtype, problem.head_dim, *rows)
 
@@ -150,7 +155,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         operand(dtype, rank_q, problem.head_dim_v),
         scratch(2, tile_m),
         scratch(tile_m * choice.tile_d),
-        strided(2),
+        None if choice.tiles.long_walks else strided(2),
         operand(dtype, rank_k, problem.head_dim),
         operand(dtype, rank_k, problem.head_dim_v),
         cutlass.Float32(1.0),
@@ -179,7 +184,8 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         strided(rank - 1, "float32"),
         strided(rank - 1, "float32") if facts.has_dlse else None,
         scratch(2, facts.tile_m),
-        strided(2),
+        scratch(facts.tile_m * facts.tile_d) if facts.has_long_walks else None,
+        None if facts.has_long_walks else strided(2),
         stand_ins.vector(facts.sink_dtype),
         scratch() if facts.sink_dtype else None,
         stand_ins.stream(),
@@ -204,7 +210,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),
-        strided(2),
+        None if facts.has_long_walks else strided(2),
         operand(facts.dtype, rank, facts.dim),
         cutlass.Float32(1.0),
         stand_ins.stream(),

@@ -60,7 +60,8 @@ class BwdConfig:
 
     tile_m: query rows of a block, 64 or 128. stages_q, stages_do: blocks of queries and of their
     output gradients in flight. stages_kv: key tiles in flight. All stages are 1 or 2.
-    skip_blocks: as in `FwdConfig`.
+    skip_blocks: as in `FwdConfig`. long_walks: work tiles are claimed ahead and the sums of dQ are
+    cleared before, not stored by who comes first (docs/backward_sm90.md).
     """
 
     tile_m: int | None = None
@@ -68,6 +69,7 @@ class BwdConfig:
     stages_do: int | None = None
     stages_kv: int | None = None
     skip_blocks: bool | None = None
+    long_walks: bool | None = None
 
     @staticmethod
     def of(value: BwdConfig | Mapping[str, Any] | None) -> BwdConfig | None:
@@ -92,7 +94,7 @@ def _config_of(kind: type[_Config], value: Any) -> _Config | None:
             f"config must be a {kind.__name__}, a mapping or None, got {type(value).__name__}"
         )
     for name, number in given_fields(value).items():
-        wanted = bool if name in ("share_qo", "cta_pair", "skip_blocks") else int
+        wanted = bool if name in ("share_qo", "cta_pair", "skip_blocks", "long_walks") else int
         if type(number) is not wanted:
             raise TypeError(f"config.{name} must be of type {wanted.__name__}, got {number!r}")
         if wanted is int and number < 1:
@@ -334,6 +336,7 @@ class BwdTiles:
     stages_do: int
     stages_kv: int
     skip_blocks: bool = True
+    long_walks: bool = False
 
 
 @dataclass(frozen=True)
@@ -352,10 +355,15 @@ class BwdChoice:
 
 @functools.lru_cache(maxsize=1024)
 def select_bwd_config(
-    head_dim: int, head_dim_v: int, mask_kind: str, override: BwdConfig | None = None
+    head_dim: int,
+    head_dim_v: int,
+    mask_kind: str,
+    override: BwdConfig | None = None,
+    seqlen_k: int = 0,
+    deterministic: bool = False,
 ) -> BwdChoice:
-    """Choose tiles: the first row that takes the head dimensions and the `mask_kind` of a problem,
-    with fewer stages where it does not fit beside the override.
+    """Choose tiles: the first row that takes the head dimensions, the `mask_kind` and the keys of a
+    problem, with fewer stages where it does not fit beside the override.
 
     Raises:
         ValueError: the override asks for what cannot run.
@@ -367,7 +375,11 @@ def select_bwd_config(
         if head_dim <= r.max_dim
         and head_dim_v <= r.max_dim_v
         and (r.masks is None or mask_kind in r.masks)
+        and seqlen_k >= r.min_seqlen_k
+        and not (deterministic and r.long_walks)
     )
+    if deterministic and given.get("long_walks"):
+        raise ValueError("config long_walks=True is not for deterministic=True: sums have an order")
     refusal = ""
     for tiles in _bwd_candidates(row, given):
         plan = _bwd_plan(head_dim, head_dim_v, tiles)
@@ -376,6 +388,8 @@ def select_bwd_config(
             conditions = f"head_dim <= {row.max_dim}, head_dim_v <= {row.max_dim_v}"
             if row.masks is not None:
                 conditions += f", masks {'/'.join(row.masks)}"
+            if row.min_seqlen_k:
+                conditions += f", seqlen_k >= {row.min_seqlen_k}"
             changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
             reason = _join_reasons(f"row {conditions}: {row.reason}", given, changed, refusal)
             return BwdChoice(tiles, plan.tile_n, plan.tile_d, plan.smem_bytes, reason)
@@ -386,7 +400,8 @@ def select_bwd_config(
 
 
 def _of_bwd_row(row: BwdRow) -> BwdTiles:
-    return BwdTiles(row.tile_m, row.stages_q, row.stages_do, row.stages_kv)
+    stages = (row.stages_q, row.stages_do, row.stages_kv)
+    return BwdTiles(row.tile_m, *stages, long_walks=row.long_walks)
 
 
 def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
@@ -404,5 +419,5 @@ def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> Any:
 
     from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
 
-    stages = {name: value for name, value in asdict(tiles).items() if name != "skip_blocks"}
-    return BwdPlan(BFloat16, head_dim, head_dim_v, **stages)
+    stages = (tiles.stages_q, tiles.stages_do, tiles.stages_kv)
+    return BwdPlan(BFloat16, head_dim, head_dim_v, tiles.tile_m, *stages)

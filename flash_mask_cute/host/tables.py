@@ -38,7 +38,8 @@ class FwdRow(NamedTuple):
 class BwdRow(NamedTuple):
     """Query rows of a block and buffers of the backward, and why these; keys are 128 in a tile.
 
-    masks: the `mask_kind`s of problems that the row is for, None for all.
+    masks: the `mask_kind`s of problems that the row is for, None for all. min_seqlen_k: keys that a
+    sequence has at least. long_walks: see `BwdConfig`; such rows are for sums without an order.
     """
 
     max_dim: int
@@ -49,6 +50,8 @@ class BwdRow(NamedTuple):
     stages_kv: int
     reason: str
     masks: tuple[str, ...] | None = None
+    min_seqlen_k: int = 0
+    long_walks: bool = False
 
 
 SM90_FWD = (
@@ -131,6 +134,13 @@ SM90_BWD = (
         ("score_mod", "mask_mod"),
     ),
     BwdRow(*(64, 64, 128, 2, 2, 1), "registers for 128 queries beside the sums of dK and dV"),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1),
+        "walks over many keys, of which each begins a little later, wait for who came first",
+        ("causal",),
+        min_seqlen_k=32768,
+        long_walks=True,
+    ),
     BwdRow(*(128, 128, 64, 2, 2, 1), "registers for 64 queries beside the sums of dK and dV"),
     BwdRow(*(192, 192, 64, 2, 2, 1), "half of the sums' columns in each warpgroup"),
     BwdRow(*(256, 256, 64, 2, 1, 1), "as up to 192; a second query is worth more than a second dO"),

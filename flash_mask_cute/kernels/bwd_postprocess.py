@@ -6,13 +6,14 @@ each access of a warp is one piece of memory, and turns them into rows by way of
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import column_parts
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
     VECTOR_16_BITS,
+    VECTOR_32_BITS,
     WARP,
     rows_of,
     rows_of_head,
@@ -21,7 +22,6 @@ from flash_mask_cute.kernels.bwd_preprocess import (
 
 THREADS_PER_WARPGROUP = 128
 NUM_WARPGROUPS = 2
-VECTOR_32_BITS = 4
 ROWS_PER_WARPGROUP = 64
 COLS_PER_GROUP = 8
 # column groups that a thread loads before it waits for one
@@ -70,7 +70,7 @@ class BwdPostprocess:
     def __call__(
         self,
         mdQaccum: cute.Tensor,
-        mTurns: cute.Tensor,
+        mTurns: cute.Tensor | None,
         mdQ: cute.Tensor,
         scale: Float32,
         stream,
@@ -81,8 +81,8 @@ class BwdPostprocess:
 
         :param mdQaccum: fp32 (heads_q, num_row_blocks, tile_m * accum_cols), contiguous and aligned
             to 16 bytes
-        :param mTurns: int32 (heads_q, num_row_blocks); 0: nobody has written sums of a row block,
-            which are zeros
+        :param mTurns: int32 (heads_q, num_row_blocks), or None if all row blocks have sums; 0:
+            nobody has written those of a row block, which are zeros
         :param mdQ: (batch, seqlen_q, heads_q, head_dim) or packed (total_q, heads_q, head_dim),
             rows contiguous and aligned to 16 bytes, other strides free. Gets scale times the sums;
             0 in rows of a sequence that are not in use; rows of no sequence stay as they are.
@@ -101,7 +101,7 @@ class BwdPostprocess:
     def kernel(
         self,
         mdQaccum: cute.Tensor,
-        mTurns: cute.Tensor,
+        mTurns: cute.Tensor | None,
         mdQ: cute.Tensor,
         scale: Float32,
         lengths: Lengths,
@@ -118,7 +118,9 @@ class BwdPostprocess:
         sdQ = cutlass.memory.SmemAllocator().allocate_tensor(Int32, layout, 16)
         rows = rows_of(block, lengths, self.tile_m)
         if rows.in_slot > 0:
-            has_sums = mTurns[head_idx, block] != 0
+            has_sums = Boolean(True)
+            if const_expr(mTurns is not None):
+                has_sums = mTurns[head_idx, block] != 0
             self._sums_to_rows(mdQaccum[head_idx, block, None], sdQ, scale, thread)
             cute.arch.sync_threads()
             sRows = cute.recast_tensor(sdQ, self.dtype)

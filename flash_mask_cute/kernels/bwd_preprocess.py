@@ -21,6 +21,7 @@ WARP = 32
 LOG2_E = math.log2(math.e)
 # elements of one access of 16 bytes
 VECTOR_16_BITS = 8
+VECTOR_32_BITS = 4
 # threads that share a row: they read a line of 128 bytes together
 LANES_PER_ROW = 8
 ROWS_PER_ROUND = NUM_THREADS // LANES_PER_ROW
@@ -98,8 +99,8 @@ def vector_of(tensor: cute.Tensor, index: Int32, size: int) -> cute.Tensor:
 
 
 class BwdPreprocess:
-    """Fills the row statistics, and says that there are no sums of dQ yet; to be passed to
-    `cute.compile`.
+    """Fills the row statistics, and clears the sums of dQ or says that there are none yet; to be
+    passed to `cute.compile`.
 
     :param dtype: of O and dO, 16 bits
     :param head_dim_v: a multiple of 8, at most 256
@@ -127,7 +128,8 @@ class BwdPreprocess:
         mLSE: cute.Tensor,
         mdLSE: cute.Tensor | None,
         mStats: cute.Tensor,
-        mTurns: cute.Tensor,
+        mdQaccum: cute.Tensor | None,
+        mTurns: cute.Tensor | None,
         mSink: cute.Tensor | None,
         mSinkParts: cute.Tensor | None,
         stream,
@@ -145,7 +147,9 @@ class BwdPreprocess:
         :param mStats: fp32 (heads_q, num_row_blocks, 2, tile_m). [0]: LSE by base 2, inf for rows
             that see nothing and rows that no sequence uses; [1]: delta, the sum of O * dO less
             dLSE, 0 for those rows
-        :param mTurns: int32 (heads_q, num_row_blocks), zeroed
+        :param mdQaccum: fp32 (heads_q, num_row_blocks, a multiple of 1024), contiguous and aligned
+            to 16 bytes; zeroed, if given
+        :param mTurns: int32 (heads_q, num_row_blocks); zeroed, if given
         :param mSink: (heads_q,), the learnable sinks; with mSinkParts or not at all
         :param mSinkParts: fp32 (heads_q, num_row_blocks): what each row block adds to the gradient
             of its head's sink; 0 where it belongs to no sequence
@@ -156,9 +160,9 @@ class BwdPreprocess:
         seqlen_q = Int32(mO.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks = mStats.shape[0], mStats.shape[1]
-        self.kernel(mO, mdO, mLSE, mdLSE, mStats, mTurns, mSink, mSinkParts, lengths).launch(
-            grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
-        )
+        self.kernel(
+            mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mTurns, mSink, mSinkParts, lengths
+        ).launch(grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
@@ -168,7 +172,8 @@ class BwdPreprocess:
         mLSE: cute.Tensor,
         mdLSE: cute.Tensor | None,
         mStats: cute.Tensor,
-        mTurns: cute.Tensor,
+        mdQaccum: cute.Tensor | None,
+        mTurns: cute.Tensor | None,
         mSink: cute.Tensor | None,
         mSinkParts: cute.Tensor | None,
         lengths: Lengths,
@@ -181,8 +186,11 @@ class BwdPreprocess:
         smem = cutlass.memory.SmemAllocator()
         sDelta = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows))
         sParts = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows // WARP))
-        if thread == 0:
-            mTurns[head_idx, block] = Int32(0)
+        if const_expr(mdQaccum is not None):
+            self._clear(mdQaccum[head_idx, block, None], thread)
+        if const_expr(mTurns is not None):  # noqa: SIM102 (decided while tracing)
+            if thread == 0:
+                mTurns[head_idx, block] = Int32(0)
         if const_expr(mSink is not None):
             sink = mSink[head_idx].to(Float32)
         rows = rows_of(block, lengths, self.tile_m)
@@ -280,3 +288,9 @@ class BwdPreprocess:
             is_mine = self._vector_idx(thread, i) < self.vectors_per_row
             total += cutlass.select_(is_mine, share, Float32(0.0))
         return total
+
+    def _clear(self, gX: cute.Tensor, thread: Int32) -> None:
+        zeros = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
+        zeros.fill(0.0)
+        for i in range(cute.size(gX) // (VECTOR_32_BITS * NUM_THREADS)):
+            cute.autovec_copy(zeros, vector_of(gX, i * NUM_THREADS + thread, VECTOR_32_BITS))

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
@@ -22,8 +23,13 @@ def plan_walks(
     lengths: Lengths,
     ring: WorkRing,
     walk: WalkRing,
+    claims_late: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """One warp: decide on work tiles and the blocks they visit, and announce both."""
+    """One warp: decide on work tiles and the blocks they visit, and announce both.
+
+    claims_late: a work tile is claimed when the one before is nearly through, not as soon as the
+    ring has room for it.
+    """
     is_by_keys = isinstance(rules, KeyWalks)
     num_blocks_of = partial(rules.num_blocks, lengths)
     tiles, chunks = Int32(0), Int32(0)
@@ -35,9 +41,7 @@ def plan_walks(
         tiles += 1
         # a tile is claimed as late as can be: another CTA may be free for it sooner
         ring.acquire(tiles)
-        if const_expr(is_by_keys):
-            # The more heads are worked on at a time, the less of their dQ stays in L2 while it is
-            # summed; and of sums that have an order, others wait for this one.
+        if const_expr(claims_late):
             walk.wait_until_read(chunks)
         tile, search = scheduler.locate(scheduler.advance(search), num_blocks_of)
     scheduler.finish()

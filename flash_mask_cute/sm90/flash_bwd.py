@@ -122,7 +122,7 @@ class Scratch(NamedTuple):
 
     stats: cute.Tensor
     dq: cute.Tensor
-    turns: cute.Tensor
+    turns: cute.Tensor | None
 
 
 class BwdScoreArgs(NamedTuple):
@@ -162,6 +162,9 @@ class FlashAttentionBackwardSm90:
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param deterministic: dQ is summed in an order that does not depend on the run
+    :param long_walks: for walks as long as sequences, of work tiles that differ little: they are
+        claimed ahead, and dQ, cleared before, is added to by all. Otherwise they are claimed late,
+        so that few heads at a time have their dQ in L2, and who comes first to a row block stores
     :param num_sms: CTAs to launch at most
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -185,6 +188,7 @@ class FlashAttentionBackwardSm90:
         intervals: Intervals | None = None,
         skip_blocks: bool = True,
         deterministic: bool = False,
+        long_walks: bool = False,
         num_sms: int = 132,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -198,6 +202,8 @@ class FlashAttentionBackwardSm90:
             raise ValueError(
                 f"wants_aux {wants_aux} needs a score_mod, no score_mod_bwd and no fixed order"
             )
+        if long_walks and deterministic:
+            raise ValueError("long_walks is for sums without an order, got deterministic=True")
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -208,6 +214,7 @@ class FlashAttentionBackwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.deterministic = deterministic
+        self.long_walks = long_walks
         self.num_sms = num_sms
 
     @cute.jit
@@ -219,7 +226,7 @@ class FlashAttentionBackwardSm90:
         mdO: cute.Tensor,
         mStats: cute.Tensor,
         mdQaccum: cute.Tensor,
-        mTurns: cute.Tensor,
+        mTurns: cute.Tensor | None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         softmax_scale: Float32,
@@ -243,13 +250,14 @@ class FlashAttentionBackwardSm90:
         Shapes: mQ, mdO (batch, seqlen_q, heads_q, d), or (total_q, heads_q, d) with mCuSeqlensQ;
         mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, 2, tile_m) from
         `BwdPreprocess`, which zeroes mTurns (heads_q, row_blocks) int32; mdQaccum (heads_q,
-        row_blocks, tile_m * tile_d) gets sums where mTurns is not 0 afterwards; row blocks are
-        those of `RowBlocks`. tile_counter, column_tensors and block_bits are those of
-        `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32
-        tensors of the shapes of the aux tensors that wants_aux numbers, to which their gradients
-        are added. stored_bits: of blocks that hold something partial, in place of a mask_mod
-        (`masks/rules.py`).
+        row_blocks, tile_m * tile_d) gets sums where mTurns is not 0 afterwards. With long_walks it
+        zeroes mdQaccum instead, and mTurns is None. Row blocks are those of `RowBlocks`.
+        tile_counter, column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block
+        lists are always given as bits. aux_grads: fp32 tensors of the shapes of the aux tensors
+        that wants_aux numbers, to which their gradients are added. stored_bits: of blocks that hold
+        something partial, in place of a mask_mod (`masks/rules.py`).
         """
+        check_given("mTurns", mTurns, not self.long_walks)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
@@ -351,7 +359,8 @@ class FlashAttentionBackwardSm90:
                     schedule, tile_counter, self.deterministic, lengths.cu_seqlens_k is not None
                 )
                 rules = self._rules(masks, lengths, group)
-                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                rings = (channels.ring, channels.walk)
+                plan_walks(scheduler, rules, lengths, *rings, not self.long_walks)
             else:
                 painter = warp_idx - Role.PAINT
                 share = Share.create(painter, plan.num_painters, plan.tile_n, wgmma.COLUMNS)
@@ -423,7 +432,9 @@ class FlashAttentionBackwardSm90:
     @cute.jit
     def _ask_turn(self, scratch: Scratch, head_idx: Int32, row_block: Int32, turn: Int32) -> Int32:
         """The turn of a block's dQ, if it is one: without an order, 0 if nobody came before."""
-        if const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
+        if const_expr(self.long_walks):
+            turn = Int32(1)
+        elif const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
             if row_block >= 0:
                 first = is_first(self._turn_of(scratch, head_idx, row_block))
                 turn = cutlass.select_(first, Int32(0), Int32(1))
@@ -465,10 +476,10 @@ class FlashAttentionBackwardSm90:
                     channel.release(number * len(parts) + i - 1)
                 channel.wait(number * len(parts) + i)
                 size = math.prod(self.plan.shape_dq(parts[i]))
-                if turn == 0:
-                    tma.store_bulk(tiles.dq.iterator, target, size)
-                elif turn != NO_TURN:
+                if turn > 0:
                     tma.add_bulk(tiles.dq.iterator, target, size)
+                elif turn != NO_TURN:
+                    tma.store_bulk(tiles.dq.iterator, target, size)
                 target += size
             if const_expr(self.deterministic):
                 cute.arch.cp_async_bulk_wait_group(len(parts))
@@ -489,7 +500,7 @@ class FlashAttentionBackwardSm90:
         if row_block >= 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             channel.release((number + 1) * len(self.plan.parts_dq) - 1)
-            if const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
+            if const_expr(not (self.deterministic or self.long_walks)):  # noqa: SIM102 (as above)
                 if turn == 0:
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(self._turn_of(scratch, head_idx, row_block), Int32(THERE))

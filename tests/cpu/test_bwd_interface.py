@@ -433,7 +433,7 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     before, main, after = recorder.last()
     q, k, v, out, dout, lse = given.values()
     tile_m = recorder.prepared[0].choice.tiles.tile_m
-    stats, dq_accum, turns, parts = *main[4:7], before[7]
+    stats, dq_accum, turns, parts = *main[4:7], before[8]
     assert stats.shape == (6, 2, 2, tile_m) and dq_accum.shape == (6, 2, tile_m * 64)
     assert parts.shape == turns.shape == (6, 2)
     assert {x.dtype for x in (stats, dq_accum, parts)} == {FP32} and turns.dtype == torch.int32
@@ -442,7 +442,7 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
         pairs = zip(found, expected, strict=True)
         return all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in pairs)
 
-    assert same(before, (out, dout, lse, dlse, stats, turns, SINK, parts, None, used_q))
+    assert same(before, (out, dout, lse, dlse, stats, None, turns, SINK, parts, None, used_q))
     counter = main[18]
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
     assert same(
@@ -466,13 +466,13 @@ def test_what_is_packed_is_zeroed(recorder: Recorder) -> None:
     before, main, after = recorder.last()
     tile_m = recorder.prepared[0].choice.tiles.tile_m
     assert main[4].shape == (6, 48 // tile_m + 2, 2, tile_m)
-    assert before[8] is main[10] is after[4] is edges_q and main[11] is edges_k
-    assert before[6:8] == (None, None)
+    assert before[9] is main[10] is after[4] is edges_q and main[11] is edges_k
+    assert before[7:9] == (None, None)
 
 
 def test_the_sink_goes_nowhere_without_dsink(recorder: Recorder) -> None:
     call(learnable_sink=SINK)
-    assert recorder.last()[0][6:8] == (None, None)
+    assert recorder.last()[0][7:9] == (None, None)
 
 
 def test_dsink_is_the_sum_over_row_blocks(
@@ -481,7 +481,7 @@ def test_dsink_is_the_sum_over_row_blocks(
     def fill(name: str) -> Callable[..., None]:
         def kernel(*args: Any) -> None:
             if name == "preprocess":
-                args[7].copy_(torch.arange(args[7].numel()).view(args[7].shape))
+                args[8].copy_(torch.arange(args[8].numel()).view(args[8].shape))
 
         return kernel
 
@@ -670,10 +670,15 @@ def test_misaligned_data_never_hits(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("row", SM90_BWD, ids=lambda row: f"{row.max_dim}-{row.tile_m}")
 def test_a_row_runs_as_written(row: Any) -> None:
-    choice = select_bwd_config(row.max_dim, row.max_dim_v, (row.masks or ("other",))[0])
-    for field in ("tile_m", "stages_q", "stages_do", "stages_kv"):
+    dims, kind = (row.max_dim, row.max_dim_v), (row.masks or ("other",))[0]
+    choice = select_bwd_config(*dims, kind, seqlen_k=row.min_seqlen_k)
+    for field in ("tile_m", "stages_q", "stages_do", "stages_kv", "long_walks"):
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
+
+
+STAGES = ("stages_q", "stages_do", "stages_kv")
+LONG_WALKS = BwdConfig(long_walks=True)
 
 
 def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
@@ -681,7 +686,8 @@ def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
 
     from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
 
-    fields = {name: x for name, x in asdict(tiles).items() if name != "skip_blocks"}
+    of_plan = ("tile_m", *STAGES)
+    fields = {name: x for name, x in asdict(tiles).items() if name in of_plan}
     return BwdPlan(BFloat16, head_dim, head_dim_v, **fields).infeasible() is None
 
 
@@ -694,7 +700,6 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
             assert choice.tile_n == (128 if max(head_dim, head_dim_v) <= 128 else 64)
 
 
-STAGES = ("stages_q", "stages_do", "stages_kv")
 OVERRIDES = [
     {"tile_m": tile_m, "stages_kv": stages}
     for tile_m in (64, 128)
@@ -722,6 +727,32 @@ def test_an_override_is_kept_and_the_rest_made_to_fit(dim: int, given: dict[str,
     assert f"config= sets {next(iter(given))}=" in choice.reason
 
 
+def test_long_walks_are_for_many_keys_and_sums_without_an_order() -> None:
+    def long_walks(
+        kind: str = "causal", seqlen_k: int = 32768, dim: int = 128, **more: Any
+    ) -> bool:
+        return select_bwd_config(dim, dim, kind, seqlen_k=seqlen_k, **more).tiles.long_walks
+
+    assert long_walks() and long_walks(dim=72) and long_walks("other", override=LONG_WALKS)
+    assert not any(long_walks(kind) for kind in ("full", "other", "score_mod"))
+    assert not (long_walks(seqlen_k=32767) or long_walks(dim=64) or long_walks(deterministic=True))
+    with pytest.raises(ValueError, match="long_walks=True is not for deterministic=True"):
+        call(config=LONG_WALKS, deterministic=True)
+
+
+def test_sums_are_cleared_or_stored_by_who_comes_first(recorder: Recorder) -> None:
+    for config in (None, LONG_WALKS):
+        call(config=config)
+        before, main, after = recorder.last()
+        sums, turns = main[5:7]
+        if config is None:
+            assert before[5] is None and before[6] is turns is after[1]
+            assert turns.shape == sums.shape[:2] and turns.dtype == torch.int32
+        else:
+            assert before[5] is sums is after[0]
+            assert before[6] is turns is after[1] is None
+
+
 def test_an_override_that_cannot_run() -> None:
     with pytest.raises(ValueError, match=r"tile_m.: 128.*head_dim=128.*exceed"):
         select_bwd_config(128, 128, "other", BwdConfig(tile_m=128))
@@ -737,6 +768,7 @@ PLAIN = AttentionProblem("bfloat16", 128, 128, needs_lse=False)
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
+    "causal-32k": {"is_causal": True},
     "window": {"has_window_left": True, "has_window_right": True},
     "varlen-causal": {"varlen_q": True, "varlen_k": True, "is_causal": True},
     "seqused": {"varlen_q": True, "has_seqused_q": True, "has_seqused_k": True},
@@ -772,7 +804,8 @@ def test_compiles_well(name: str) -> None:
             mods = mods._replace(**{kind: table[fields[kind]].cute})
             fields[kind] = callable_key(getattr(mods, kind))
     problem = replace(PLAIN, **fields)
-    choice = select_bwd_config(problem.head_dim, problem.head_dim_v, problem.mask_kind)
+    dims, seqlen_k = (problem.head_dim, problem.head_dim_v), 32768 if "32k" in name else 0
+    choice = select_bwd_config(*dims, problem.mask_kind, None, seqlen_k, problem.deterministic)
     with compile_lock():
         meta = build_bwd(problem, choice, TARGET, mods).meta
     facts = f"{name}: {meta}"

@@ -251,7 +251,12 @@ def test_what_other_sequences_hold_does_not_matter(simulator: ModuleType, poison
 
 @pytest.mark.parametrize(
     "config",
-    [{"stages_q": 1, "stages_kv": 2}, {"stages_do": 1, "tile_m": 64}, {"stages_kv": 2}],
+    [
+        {"stages_q": 1, "stages_kv": 2},
+        {"stages_do": 1, "tile_m": 64},
+        {"stages_kv": 2},
+        {"long_walks": True},
+    ],
     ids=str,
 )
 def test_configurations_that_no_row_has(simulator: ModuleType, config: dict[str, Any]) -> None:
