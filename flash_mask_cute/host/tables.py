@@ -136,7 +136,7 @@ SM90_BWD = (
     BwdRow(*(64, 64, 128, 2, 2, 1), "registers for 128 queries beside the sums of dK and dV"),
     BwdRow(
         *(128, 128, 64, 2, 2, 1),
-        "walks over many keys, of which each begins a little later, wait for who came first",
+        "late claims and sums that the first one stores came with slower walks of this length",
         ("causal",),
         min_seqlen_k=32768,
         long_walks=True,
