@@ -171,7 +171,7 @@ def test_what_the_backward_passes_on() -> None:
     BwdKernelLaunch(call, kernels, operands, others[0], told)(operands, *others)
     ((bits, *_, partial, block_size, logical, aux),) = stored
     assert (partial, block_size, logical[2:], len(aux)) == (None, None, (48, 80), 1)
-    ((*_, aux_tensors, _, _, _, logical_of_main, _, _, stored_of_main),) = main
+    ((*_, aux_tensors, _, _, _, logical_of_main, _, stored_of_main),) = main
     assert stored_of_main is bits and aux_tensors is None
     assert all(x is y for x, y in zip(logical[:2], logical_of_main[:2], strict=True))
 
