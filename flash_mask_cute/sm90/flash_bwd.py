@@ -29,14 +29,14 @@ wide heads, whose dK and dV are too many registers for that, both have the same 
 columns, and share the work on S and dP (`flash_bwd_scores`).
 
 The products of a block, in the order of their issue: S, dP, dV, dQ, dK. The sums of dQ go, in fp32
-and in the order of the accumulators, to shared memory, from where the load warp has them added to
-scratch memory. As in the forward, the mma warps know no mask but bits (`masks/key_walks.py`), and a
-key block that nobody sees visits one hidden query block. Where aux tensors of score_mod have
-gradients, the mma warps add these to memory by themselves (`core/aux_sums.py`).
+and in the order of the accumulators, to shared memory, from where the load warp
+(`flash_bwd_loads`) has them added to scratch memory. As in the forward, the mma warps know no mask
+but bits (`masks/key_walks.py`), and a key block that nobody sees visits one hidden query block.
+Where aux tensors of score_mod have gradients, the mma warps add these to memory by themselves
+(`core/aux_sums.py`).
 docs/backward_sm90.md tells why.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,28 +50,25 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import WALK_STAGES
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
-from flash_mask_cute.core.turns import THERE, is_first, pass_turn, wait_for_turn
 from flash_mask_cute.core.walk_ring import (
     CHUNK,
     KIND_MASK,
     OWN_KIND_SHIFT,
-    Block,
     Kind,
 )
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.intervals import Intervals
-from flash_mask_cute.masks.key_walks import NO_TURN, KeyWalks
+from flash_mask_cute.masks.key_walks import KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import MaskArgs, Share, check_given
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, Operands, Scratch
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
 from flash_mask_cute.sm90.flash_bwd_plan import (
     DS_STAGES,
     NUM_MMA_WARPGROUPS,
-    QUERY_WORDS,
     BwdPlan,
     Channels,
     Tiles,
@@ -86,25 +83,6 @@ from flash_mask_cute.sm90.warpgroups import (
 # where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
 # walks are as long as the sequence, and if masks may make them shorter
 BLOCKS_APART, BLOCKS_APART_SHORT = 3, 8
-# (head, row block, turn) in place of a query block that is not there
-NO_BLOCK = (Int32(0), Int32(-1), Int32(0))
-
-
-class Operands(NamedTuple):
-    """TMA atoms with their coordinate tensors.
-
-    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...); the last mode is the batch, or,
-    where lengths vary, that of `tma.ragged_rows`.
-    """
-
-    q_atom: cute.CopyAtom
-    q: cute.Tensor
-    do_atom: cute.CopyAtom
-    do: cute.Tensor
-    k_atom: cute.CopyAtom
-    k: cute.Tensor
-    v_atom: cute.CopyAtom
-    v: cute.Tensor
 
 
 class KeyGradients(NamedTuple):
@@ -112,17 +90,6 @@ class KeyGradients(NamedTuple):
 
     dk: cute.Tensor
     dv: cute.Tensor
-
-
-class Scratch(NamedTuple):
-    """By row block: stats (heads_q, row_blocks, 2, tile_m) and dq (heads_q, row_blocks, -1), fp32;
-    turns (heads_q, row_blocks), who has added to a row block's dQ (`core/turns.py`): in a fixed
-    order, 1 + the key block that added last.
-    """
-
-    stats: cute.Tensor
-    dq: cute.Tensor
-    turns: cute.Tensor | None
 
 
 class BwdScoreArgs(NamedTuple):
@@ -352,7 +319,8 @@ class FlashAttentionBackwardSm90:
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
-                self.load(operands, tiles, channels, scratch, lengths)
+                scheme = (self.deterministic, self.long_walks)
+                BwdLoads(plan, *scheme, operands, tiles, channels, scratch, lengths).run()
             elif warp_idx == Role.PLAN:
                 # those whose turn comes first, first
                 scheduler = TileScheduler(
@@ -373,272 +341,6 @@ class FlashAttentionBackwardSm90:
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
         return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, group, self.deterministic)
-
-    # -- load -----------------------------------------------------------------------------------
-
-    @cute.jit
-    def load(
-        self,
-        operands: Operands,
-        tiles: Tiles,
-        channels: Channels,
-        scratch: Scratch,
-        lengths: Lengths,
-    ):
-        """Load warp: keys and values of every work tile, and the query blocks of its walk.
-
-        It also sends off what the others have summed of dQ, after it has asked for the next query
-        block, which may be the next work tile's.
-        """
-        send_dq = partial(self._send_dq, tiles, channels.dq, scratch)
-        tile, chunk = Int32(0), Int32(0)
-        # the number of the next block, and (head, row block, turn) of the one whose dQ was added
-        # last and of the one whose dQ comes next
-        state = (Int32(0), *NO_BLOCK, *NO_BLOCK)
-        while channels.ring.wait(tile):
-            work = channels.ring.read(tile)
-            step = partial(
-                self._load_block,
-                partial(self._load_keys, operands, tiles, channels, lengths, work, tile, state[0]),
-                partial(send_dq, work.block + 1),
-                operands,
-                tiles,
-                channels,
-                scratch,
-                lengths,
-                work,
-                state[0],
-            )
-            chunk, state = channels.walk.visit(chunk, state, step)
-            # at once, since the MMA warpgroups need it before the next work tile is known
-            self._free_staging(channels.dq, scratch, state[0] - 2, *state[1:4])
-            if const_expr(self.deterministic):
-                # now, for others wait for it
-                send_dq(work.block + 1, state[0] - 1, *state[1:])
-                cute.arch.cp_async_bulk_wait_group(0)
-                self._pass_turn(scratch, work.block + 1, *state[4:])
-                self._free_staging(channels.dq, scratch, state[0] - 1, *state[4:])
-                state = (state[0], *NO_BLOCK, *NO_BLOCK)
-            else:
-                state = (state[0], *NO_BLOCK, *state[4:])
-            channels.ring.release(tile)
-            tile += 1
-        if const_expr(not self.deterministic):
-            last = (*state[4:6], self._ask_turn(scratch, *state[4:]))
-            send_dq(Int32(0), state[0] - 1, *NO_BLOCK, *last)
-            self._free_staging(channels.dq, scratch, state[0] - 1, *last)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def _ask_turn(self, scratch: Scratch, head_idx: Int32, row_block: Int32, turn: Int32) -> Int32:
-        """The turn of a block's dQ, if it is one: without an order, 0 if nobody came before."""
-        if const_expr(self.long_walks):
-            turn = Int32(1)
-        elif const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
-            if row_block >= 0:
-                first = is_first(self._turn_of(scratch, head_idx, row_block))
-                turn = cutlass.select_(first, Int32(0), Int32(1))
-        return turn
-
-    @cute.jit
-    def _send_dq(
-        self,
-        tiles: Tiles,
-        channel: Channel,
-        scratch: Scratch,
-        own_turn: Int32,
-        number: Int32,
-        added_head: Int32,
-        added_row_block: Int32,
-        added_turn: Int32,
-        head_idx: Int32,
-        row_block: Int32,
-        turn: Int32,
-    ):
-        """Start adding the dQ of query block `number`, if it is one, to the scratch memory.
-
-        Its last part is on its way then, and still in the staging memory (`_free_staging`).
-        turn: 0 if nobody came before, so that it need not be added.
-        Where dQ is summed in a fixed order, after the key block that `turn` names; whoever comes
-        after this one is told when the next block has been added, by when this addition is
-        complete and nobody has to wait for that.
-        """
-        parts = self.plan.parts_dq
-        if row_block >= 0:
-            if const_expr(self.deterministic):  # noqa: SIM102 (decided while tracing)
-                # what has no turn is zeros, and not sent
-                if turn != NO_TURN:
-                    wait_for_turn(self._turn_of(scratch, head_idx, row_block), turn)
-            target = scratch.dq[head_idx, row_block, None].iterator
-            for i in cutlass.range_constexpr(len(parts)):
-                if const_expr(i > 0):
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    channel.release(number * len(parts) + i - 1)
-                channel.wait(number * len(parts) + i)
-                size = math.prod(self.plan.shape_dq(parts[i]))
-                if turn > 0:
-                    tma.add_bulk(tiles.dq.iterator, target, size)
-                elif turn != NO_TURN:
-                    tma.store_bulk(tiles.dq.iterator, target, size)
-                target += size
-            if const_expr(self.deterministic):
-                cute.arch.cp_async_bulk_wait_group(len(parts))
-                self._pass_turn(scratch, own_turn, added_head, added_row_block, added_turn)
-
-    @cute.jit
-    def _free_staging(
-        self,
-        channel: Channel,
-        scratch: Scratch,
-        number: Int32,
-        head_idx: Int32,
-        row_block: Int32,
-        turn: Int32,
-    ):
-        """Wait until the last part of the dQ of a block, if it is one, has left; without an order,
-        let others add if it was the first."""
-        if row_block >= 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            channel.release((number + 1) * len(self.plan.parts_dq) - 1)
-            if const_expr(not (self.deterministic or self.long_walks)):  # noqa: SIM102 (as above)
-                if turn == 0:
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    pass_turn(self._turn_of(scratch, head_idx, row_block), Int32(THERE))
-
-    def _turn_of(self, scratch: Scratch, head_idx: Int32, row_block: Int32) -> cute.Pointer:
-        return cute.domain_offset((head_idx, row_block), scratch.turns).iterator
-
-    @cute.jit
-    def _pass_turn(self, scratch, own_turn, head_idx: Int32, row_block: Int32, turn: Int32):
-        """Let the next one add to a row block, if it is one to which this work tile has added."""
-        if (row_block >= 0) & (turn != NO_TURN):
-            pass_turn(self._turn_of(scratch, head_idx, row_block), own_turn)
-
-    def _load_keys(
-        self, operands, tiles, channels: Channels, lengths, work: Work, tile: Int32, first: Int32
-    ):
-        """Fetch the keys and values of a work tile, which complete query block `first` and its dO.
-
-        Where they have one stage, the block before has to read those of the work tile before until
-        its dQ is complete; then it releases dO, or Q if dQ has several parts. Where they have two,
-        whoever read the stage released a Q that `first` has taken the place of.
-        """
-        plan, copies = self.plan, []
-        for atom, source, smem, d, barrier in (
-            (operands.k_atom, operands.k, tiles.k, plan.tile_d, channels.q.barrier(first)),
-            (operands.v_atom, operands.v, tiles.v, plan.tile_dv, channels.do.barrier(first)),
-        ):
-            for group in range(plan.key_groups):
-                row = work.block * plan.tile_n + group * wgmma.ROWS_PER_WARPGROUP
-                if const_expr(lengths.cu_seqlens_k is None):
-                    gmem = source[None, None, work.batch_idx]
-                else:
-                    gmem, row = tma.readable_rows(
-                        source, work.offset_k, work.seqlen_k, lengths.seqlen_k, row
-                    )
-                box = ((1, wgmma.ROWS_PER_WARPGROUP), d)
-                src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem)
-                copies.append((atom, src, dst[None, plan.keys_unit(tile, group)], barrier))
-        if plan.stages_kv == 1:
-            with cute.arch.elect_one():
-                for atom, src, _, _ in copies:
-                    # brought into L2 meanwhile
-                    cute.prefetch(atom, src)
-            last_read = channels.do if len(plan.parts_dq) == 1 else channels.q
-            last_read.wait_until_released(first - 1)
-        for atom, src, dst, barrier in copies:
-            cute.copy(atom, src, dst, tma_bar_ptr=barrier)
-
-    def _query_rows(self, tensor, lengths: Lengths, work: Work, row: Int32) -> tuple:
-        """The ((head, row), d) tensor of a sequence of Q or dO, and the row to read from."""
-        if lengths.cu_seqlens_q is None:
-            return tensor[None, None, work.batch_idx], row
-        return tma.readable_rows(tensor, work.offset_q, work.seqlen_q, lengths.seqlen_q, row)
-
-    @cute.jit
-    def _load_block(
-        self, load_keys, send_dq, operands, tiles, channels, scratch: Scratch, lengths, work: Work,
-        first, state, block: Block,
-    ):  # fmt: skip
-        """Fetch a query block, and send the dQ of the one before.
-
-        first: the number of the work tile's first one, which its keys and values come with. state:
-        this one's number, and head, row block and turn of the last two blocks; of the earlier one
-        dQ has been sent.
-        """
-        plan = self.plan
-        number = state[0]
-        row_block = block.index + RowBlocks(lengths, plan.tile_m).first_of(
-            work.batch_idx, work.offset_q
-        )
-        at = (operands, tiles, channels, lengths, work, block, number, number == first)
-        loads = (
-            partial(self._load_query, *at, row_block, scratch.stats),
-            partial(self._load_do, *at),
-        )
-        # What has one stage is released by a block whose dQ waits for the staging memory. The
-        # others are asked for first: what comes late delays the products.
-        stages = (plan.stages_q, plan.stages_do)
-        num_ahead = stages.index(1) if 1 in stages else len(stages)
-        for load in loads[:num_ahead]:
-            load()
-        self._free_staging(channels.dq, scratch, number - 2, *state[1:4])
-        # known by the time the sums are there
-        before = (*state[4:6], self._ask_turn(scratch, *state[4:]))
-        for load in loads[num_ahead:]:
-            load()
-        # Keys have to wait until the work tile before has been computed, of which parts of dQ may
-        # wait for those before them to leave.
-        is_dq_whole = len(plan.parts_dq) == 1
-        if const_expr(is_dq_whole):  # noqa: SIM102 (decided while tracing)
-            if number == first:
-                load_keys()
-        send_dq(number - 1, *state[1:4], *before)
-        if const_expr(not is_dq_whole):  # noqa: SIM102 (decided while tracing)
-            if number == first:
-                load_keys()
-        return (number + 1, *before, block.head_idx, row_block, block.turn)
-
-    @cute.jit
-    def _load_query(
-        self, operands, tiles, channels, lengths, work: Work, block: Block, number: Int32,
-        is_first: Boolean, row_block: Int32, mStats: cute.Tensor,
-    ):  # fmt: skip
-        """Fetch Q of a block with its statistics, and say which block it is."""
-        plan = self.plan
-        flags = block.follower | (block.kind << OWN_KIND_SHIFT)
-        words = (flags, block.index, block.head_idx, row_block)
-        tile = ((1, plan.tile_m), plan.tile_d)
-        gmem, row = self._query_rows(operands.q, lengths, work, block.index * plan.tile_m)
-        src, dst = tma.tile_of(operands.q_atom, gmem, (block.head_idx, row), tile, tiles.q)
-        stage = channels.q.index(number)
-        channels.q.acquire(number)
-        if cute.arch.lane_idx() == 0:
-            for i in cutlass.range_constexpr(QUERY_WORDS):
-                tiles.words[i, stage] = Int32(words[i])
-        bytes_k = cutlass.select_(is_first, Int32(plan.bytes_k), Int32(0))
-        channels.q.expect(number, bytes_k + plan.bytes_q + plan.bytes_stats)
-        barrier = channels.q.barrier(number)
-        cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
-        stats = mStats[block.head_idx, row_block, None, None].iterator
-        stats = cute.make_tensor(stats, cute.make_layout(2 * plan.tile_m))
-        tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
-
-    @cute.jit
-    def _load_do(
-        self, operands, tiles, channels, lengths, work: Work, block: Block, number: Int32,
-        is_first: Boolean,
-    ):  # fmt: skip
-        """Fetch dO of a block."""
-        plan = self.plan
-        tile = ((1, plan.tile_m), plan.tile_dv)
-        gmem, row = self._query_rows(operands.do, lengths, work, block.index * plan.tile_m)
-        src, dst = tma.tile_of(operands.do_atom, gmem, (block.head_idx, row), tile, tiles.do)
-        channels.do.acquire(number)
-        bytes_v = cutlass.select_(is_first, Int32(plan.bytes_v), Int32(0))
-        channels.do.expect(number, bytes_v + plan.bytes_do)
-        stage, barrier = channels.do.index(number), channels.do.barrier(number)
-        cute.copy(operands.do_atom, src, dst[None, stage], tma_bar_ptr=barrier)
 
     # -- mma ------------------------------------------------------------------------------------
 
