@@ -129,9 +129,9 @@ class FlashAttentionBackwardSm90:
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param deterministic: dQ is summed in an order that does not depend on the run
-    :param long_walks: for walks as long as sequences, of work tiles that differ little: they are
-        claimed ahead, and dQ, cleared before, is added to by all. Otherwise they are claimed late,
-        so that few heads at a time have their dQ in L2, and who comes first to a row block stores
+    :param long_walks: work tiles are claimed ahead, and dQ, cleared before, is added to by all.
+        Otherwise tiles are claimed late, so that few heads at a time have their dQ in L2, and who
+        comes first to a row block stores
     :param num_sms: CTAs to launch at most
     :raises ValueError: for a shape or configuration that cannot run
     """

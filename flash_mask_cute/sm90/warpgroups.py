@@ -113,8 +113,8 @@ def send_rows(
 def _store_if(condition: Boolean, target: cute.Pointer, values: cute.Tensor) -> None:
     """Write 16 bytes to global memory if the condition holds.
 
-    As PTX: around a branch the compiler would compute the address of each store anew, which took
-    more instructions than all else that a work tile ends with.
+    As PTX: in a branch of its own, each store would have its address computed anew
+    (docs/measured_facts.md).
     """
     words = cute.recast_tensor(values, Int32)
     cute.arch.inline_ptx(

@@ -791,6 +791,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "has_softcap": True,
     },
 }
+# Keys of a sequence; 0 for the others.
+SEQLENS_K = {"causal-32k": 32768}
 # Bytes; the others have none.
 SPILLS = {"columns-1-causal-bits": 16, "mask-aux": 296}
 
@@ -804,8 +806,12 @@ def test_compiles_well(name: str) -> None:
             mods = mods._replace(**{kind: table[fields[kind]].cute})
             fields[kind] = callable_key(getattr(mods, kind))
     problem = replace(PLAIN, **fields)
-    dims, seqlen_k = (problem.head_dim, problem.head_dim_v), 32768 if "32k" in name else 0
-    choice = select_bwd_config(*dims, problem.mask_kind, None, seqlen_k, problem.deterministic)
+    choice = select_bwd_config(
+        *(problem.head_dim, problem.head_dim_v, problem.mask_kind),
+        seqlen_k=SEQLENS_K.get(name, 0),
+        deterministic=problem.deterministic,
+    )
+    assert choice.tiles.long_walks == (name in SEQLENS_K)
     with compile_lock():
         meta = build_bwd(problem, choice, TARGET, mods).meta
     facts = f"{name}: {meta}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
 from mask_cases import ScoreRecipe
+from random_cases import random_case, random_mask_case
 from support import (
     BF16,
     FP16,
@@ -20,8 +21,6 @@ from support import (
     Case,
     Inputs,
     make_inputs,
-    random_case,
-    random_mask_case,
     reference_attention,
 )
 from torch import Tensor

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_cases import random_case, random_mask_case
 from support import (
     BF16,
     FP32,
@@ -17,8 +18,6 @@ from support import (
     Inputs,
     assert_close_to_oracle,
     make_inputs,
-    random_case,
-    random_mask_case,
     reference_attention,
 )
 from torch import Tensor

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients
+from random_cases import random_case, random_mask_case
 from support import (
     BF16,
     CASES,
@@ -19,8 +20,6 @@ from support import (
     GuardedOutputs,
     Inputs,
     make_inputs,
-    random_case,
-    random_mask_case,
 )
 from torch import Tensor
 

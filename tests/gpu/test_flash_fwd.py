@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from public_call import check, check_replay, forward
+from random_cases import random_case
 from support import (
     BF16,
     CASES,
@@ -16,7 +17,6 @@ from support import (
     assert_close_to_oracle,
     make_growing_inputs,
     make_inputs,
-    random_case,
 )
 
 import flash_mask_cute

@@ -12,6 +12,7 @@ import pytest
 import torch
 from mask_cases import CAUSAL_OFFSET, MASK_MODS
 from public_call import check, check_replay, forward
+from random_cases import random_mask_case
 from support import (
     BF16,
     MASK_CASES,
@@ -20,7 +21,6 @@ from support import (
     Inputs,
     assert_close_to_oracle,
     make_inputs,
-    random_mask_case,
 )
 from torch import Tensor
 

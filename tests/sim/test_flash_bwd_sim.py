@@ -131,6 +131,16 @@ def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None
     run_sim(simulator, make_inputs(case), launches=4, config=config)
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=lambda case: case.id)
+def test_work_tiles_that_come_to_a_row_block_together(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    """Both CTAs run at a time, not one until it waits: the second one adds to what the first one
+    stores."""
+    monkeypatch.setitem(simulator.OPTIONS, "resident", 2)
+    run_sim(simulator, make_inputs(replace(case, seqlen_k=300)), seeds=(1, 2, 3))
+
+
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     inputs = make_inputs(
         Case("skip", 1, 200, 300, 1, 1, causal=True, column="stepped2", blocks=(64, 64))
