@@ -470,7 +470,7 @@ class FlashAttentionBackwardSm90:
         return Fragments(
             dv_do=columns(tiles.do, plan.tile_m, parts_dv, plan.mma_keys, is_shared),
             dk_q=columns(tiles.q, plan.tile_m, parts_dk, plan.mma_keys, is_shared),
-            dq_ds=wgmma.operand_a(plan.mma_dq(plan.parts_dq[0]), wgmma.transposed(tiles.ds)),
+            dq_ds=wgmma.operand_a(plan.mma_dq(plan.parts_dq[0]), tiles.ds),
             dq_k=columns(tiles.k, rows, plan.parts_dq, plan.mma_dq, plan.num_row_groups == 1),
         )
 

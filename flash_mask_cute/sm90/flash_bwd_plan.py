@@ -299,7 +299,7 @@ class BwdPlan:
 
     def mma_dq(self, n: int) -> cute.TiledMma:
         """dQ = dS K: 64 queries by n columns."""
-        return self._mma(OperandMajorMode.MN, OperandMajorMode.MN, n)
+        return self._mma(OperandMajorMode.K, OperandMajorMode.MN, n)
 
     def _rows(self, rows: int, cols: int, stages: int) -> cute.ComposedLayout:
         """(rows, cols, stages) with cols contiguous, as an operand whose K mode is cols."""
@@ -320,7 +320,7 @@ class BwdPlan:
         return self._rows(ROWS_PER_WARPGROUP, self.tile_dv, self.key_groups * self.stages_kv)
 
     def layout_ds(self) -> cute.ComposedLayout:
-        """(64 keys, 64 queries, row group * key group * stages), queries contiguous."""
+        """(64 queries, 64 keys, row group * key group * stages), keys contiguous."""
         count = self.num_row_groups * self.key_groups * DS_STAGES
         return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, count)
 
@@ -329,7 +329,7 @@ class BwdPlan:
         return (stage * self.key_groups + key_group) * self.num_row_groups + row_group
 
     def layout_p(self) -> cute.ComposedLayout:
-        """(64 keys, 64 queries, 1), as dS."""
+        """(64 keys, 64 queries, 1), queries contiguous."""
         return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
 
     def shape_dq(self, width: int) -> tuple[int, int, int, int]:

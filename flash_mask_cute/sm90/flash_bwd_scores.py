@@ -147,7 +147,7 @@ class BlockScores:
         """Take what the other warpgroup has computed, after `sync_both`."""
         if self.plan.shares_keys:
             # by both, because a branch would serialise the products that are in flight
-            self._load(self.grads, self._ds_tile(block))
+            self._load_grads(self.grads, block % DS_STAGES)
 
     @cute.jit
     def discard_bits(self, cut: Int32) -> None:
@@ -168,7 +168,7 @@ class BlockScores:
         for i in range(groups):
             unit = plan.ds_unit(at.block % DS_STAGES, mma_warpgroup_idx(), i)
             words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
-            self._store(words, self.tiles.ds[None, None, unit])
+            self._store_grads(words, unit)
 
     def _compute_whole(self, kind: Kind, at: Visit) -> None:
         plan, chain, channels = self.plan, self.chain, self.channels
@@ -225,12 +225,12 @@ class BlockScores:
     def _compute_in_first(self, kind: cutlass.Constexpr[Kind], at: Visit) -> None:
         if mma_warpgroup_idx() == 0:
             self._compute_by_parts(kind, at)
-            self._store(self.grads, self._ds_tile(at.block))
-            self._store(self.probs, self.tiles.p[None, None, 0])
+            self._store_grads(self.grads, at.block % DS_STAGES)
+            self._store_probs()
             cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
         else:
             cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
-            self._load(self.probs, self.tiles.p[None, None, 0])
+            self._load_probs()
 
     def _compute_probs(self, kind: Kind, at: Visit) -> None:
         acc_S = wgmma.make_accumulator(self.plan.tile_m)
@@ -243,8 +243,8 @@ class BlockScores:
         else:
             # what dS has for P takes the way of dS
             wgmma.round_pairs(self.grads, acc_S, self.plan.dtype)
-            self._store(self.grads, self._ds_tile(at.block))
-        self._store(self.probs, self.tiles.p[None, None, 0])
+            self._store_grads(self.grads, at.block % DS_STAGES)
+        self._store_probs()
         cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
 
     def _compute_grads(self, at: Visit) -> None:
@@ -255,17 +255,17 @@ class BlockScores:
         self._issue_dp(acc_dP, at)
         warpgroup.wait_group(0)
         cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
-        self._load(self.probs, self.tiles.p[None, None, 0])
+        self._load_probs()
         words = self.probs
         if not self.chain.is_empty:
             words = self.grads
-            self._load(words, self._ds_tile(at.block))
+            self._load_grads(words, at.block % DS_STAGES)
             cute.arch.sync_warp()
         factors = cute.make_rmem_tensor(acc_dP.layout, Float32)
         factors.store(wgmma.rounded_values(words, plan.dtype).load().to(Float32))
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
-        self._store(self.grads, self._ds_tile(at.block))
+        self._store_grads(self.grads, at.block % DS_STAGES)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -311,14 +311,26 @@ class BlockScores:
         )
         return lse, delta
 
-    def _ds_tile(self, block: Int32) -> cute.Tensor:
-        return self.tiles.ds[None, None, block % DS_STAGES]
+    def _store_probs(self) -> None:
+        values = wgmma.rounded_values(self.probs, self.plan.dtype)
+        store_rows(values, self._exchange_mma(), self.tiles.p[None, None, 0])
 
-    def _store(self, words: cute.Tensor, smem: cute.Tensor) -> None:
-        """Write 64 keys by 64 queries."""
-        mma = self.plan.mma_keys(wgmma.ROWS_PER_WARPGROUP)
-        store_rows(wgmma.rounded_values(words, self.plan.dtype), mma, smem)
+    def _load_probs(self) -> None:
+        operand = wgmma.words_as_operand_a(self.probs, self.plan.dtype)
+        load_rows(self.tiles.p[None, None, 0], self._exchange_mma(), operand)
 
-    def _load(self, words: cute.Tensor, smem: cute.Tensor) -> None:
-        mma = self.plan.mma_keys(wgmma.ROWS_PER_WARPGROUP)
-        load_rows(smem, mma, wgmma.words_as_operand_a(words, self.plan.dtype))
+    def _store_grads(self, words: cute.Tensor, unit: Int32) -> None:
+        """Write dS^T of 64 keys and 64 queries as dQ reads it: a query's are contiguous."""
+        values = wgmma.rounded_values(words, self.plan.dtype)
+        store_rows(values, self._exchange_mma(), self._grads_by_keys(unit), transposes=True)
+
+    def _load_grads(self, words: cute.Tensor, unit: Int32) -> None:
+        operand = wgmma.words_as_operand_a(words, self.plan.dtype)
+        load_rows(self._grads_by_keys(unit), self._exchange_mma(), operand, transposes=True)
+
+    def _grads_by_keys(self, unit: Int32) -> cute.Tensor:
+        return wgmma.transposed(self.tiles.ds)[None, None, unit]
+
+    def _exchange_mma(self) -> cute.TiledMma:
+        """A product whose accumulator and operand A have the order of 64 keys by 64 queries."""
+        return self.plan.mma_keys(wgmma.ROWS_PER_WARPGROUP)

@@ -64,9 +64,14 @@ def take_bits(
     return words
 
 
-def store_rows(values: cute.Tensor, tiled_mma: cute.TiledMma, smem: cute.Tensor) -> None:
-    """stmatrix of 16-bit values, in the order of an accumulator of `tiled_mma`, into its tile."""
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), values.element_type)
+def store_rows(
+    values: cute.Tensor, tiled_mma: cute.TiledMma, smem: cute.Tensor, transposes: bool = False
+) -> None:
+    """stmatrix of 16-bit values, in the order of an accumulator of `tiled_mma`, into its tile.
+
+    transposes: columns of the tile are contiguous, not rows.
+    """
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposes, 4), values.element_type)
     store = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread_in_warpgroup())
     cute.copy(atom, store.retile(values), store.partition_D(smem))
 
@@ -123,8 +128,11 @@ def _store_if(condition: Boolean, target: cute.Pointer, values: cute.Tensor) -> 
     )
 
 
-def load_rows(smem: cute.Tensor, tiled_mma: cute.TiledMma, operand: cute.Tensor) -> None:
-    """ldmatrix of a tile of 16-bit values into the register operand A of `tiled_mma`."""
-    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), operand.element_type)
+def load_rows(
+    smem: cute.Tensor, tiled_mma: cute.TiledMma, operand: cute.Tensor, transposes: bool = False
+) -> None:
+    """ldmatrix of a tile of 16-bit values into the register operand A of `tiled_mma`; transposes:
+    as in `store_rows`."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposes, 4), operand.element_type)
     load = cute.make_tiled_copy_A(atom, tiled_mma).get_slice(thread_in_warpgroup())
     cute.copy(atom, load.partition_S(smem), load.retile(operand))
