@@ -106,7 +106,7 @@ class BwdKernelLaunch:
     """
 
     __slots__ = (
-        "_accum_shape", "_copies_dout", "_has_aux", "_has_long_walks", "_is_packed_k",
+        "_accum_shape", "_copies_dout", "_has_aux", "_clears_dq", "_is_packed_k",
         "_is_packed_q", "_is_plain", "_kernels", "_mask_arguments", "_parts_shape", "_restrides",
         "_scale", "_softcap", "_stats_shape", "_store_bits", "_wants_aux", "_window_left",
         "_window_right",
@@ -135,7 +135,7 @@ class BwdKernelLaunch:
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
         self._is_packed_q, self._is_packed_k = problem.varlen_q, problem.varlen_k
-        self._has_long_walks = choice.tiles.long_walks
+        self._clears_dq = choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
         self._scale = resolved.softmax_scale
         self._window_left = resolved.window_left
@@ -188,7 +188,7 @@ class BwdKernelLaunch:
         else:
             parts = q.new_empty(self._parts_shape, dtype=torch.float32)
         cleared = turns = None
-        if self._has_long_walks:
+        if self._clears_dq:
             cleared = dq_accum
         else:
             turns = q.new_empty(self._stats_shape[:2], dtype=torch.int32)

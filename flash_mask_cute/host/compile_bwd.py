@@ -55,7 +55,7 @@ class RowFacts(NamedTuple):
     tile_d: int
     varlen_q: bool
     has_seqused_q: bool
-    has_long_walks: bool
+    clears_dq: bool
     has_dlse: bool = False
     sink_dtype: str | None = None
 
@@ -82,7 +82,7 @@ def compile_bwd(
     """
     rows = (
         *(choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q),
-        choice.tiles.long_walks,
+        choice.tiles.clears_dq,
     )
     before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype)
     after = RowFacts(problem.dtype, problem.head_dim, *rows)
@@ -155,7 +155,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         operand(dtype, rank_q, problem.head_dim_v),
         scratch(2, tile_m),
         scratch(tile_m * choice.tile_d),
-        None if choice.tiles.long_walks else strided(2),
+        None if choice.tiles.clears_dq else strided(2),
         operand(dtype, rank_k, problem.head_dim),
         operand(dtype, rank_k, problem.head_dim_v),
         cutlass.Float32(1.0),
@@ -184,8 +184,8 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         strided(rank - 1, "float32"),
         strided(rank - 1, "float32") if facts.has_dlse else None,
         scratch(2, facts.tile_m),
-        scratch(facts.tile_m * facts.tile_d) if facts.has_long_walks else None,
-        None if facts.has_long_walks else strided(2),
+        scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
+        None if facts.clears_dq else strided(2),
         stand_ins.vector(facts.sink_dtype),
         scratch() if facts.sink_dtype else None,
         stand_ins.stream(),
@@ -210,7 +210,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),
-        None if facts.has_long_walks else strided(2),
+        None if facts.clears_dq else strided(2),
         operand(facts.dtype, rank, facts.dim),
         cutlass.Float32(1.0),
         stand_ins.stream(),

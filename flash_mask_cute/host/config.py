@@ -60,16 +60,18 @@ class BwdConfig:
 
     tile_m: query rows of a block, 64 or 128. stages_q, stages_do: blocks of queries and of their
     output gradients in flight. stages_kv: key tiles in flight. All stages are 1 or 2.
-    skip_blocks: as in `FwdConfig`. long_walks: work tiles are claimed ahead and the sums of dQ are
-    cleared before, not stored by who comes first (docs/backward_sm90.md).
+    value_cols: columns of the values that stay in registers, a multiple of 16, or 0.
+    skip_blocks: as in `FwdConfig`. clears_dq: the sums of dQ are cleared before, and all add to
+    them; otherwise who comes first stores (docs/backward_sm90.md).
     """
 
     tile_m: int | None = None
     stages_q: int | None = None
     stages_do: int | None = None
     stages_kv: int | None = None
+    value_cols: int | None = None
     skip_blocks: bool | None = None
-    long_walks: bool | None = None
+    clears_dq: bool | None = None
 
     @staticmethod
     def of(value: BwdConfig | Mapping[str, Any] | None) -> BwdConfig | None:
@@ -94,11 +96,12 @@ def _config_of(kind: type[_Config], value: Any) -> _Config | None:
             f"config must be a {kind.__name__}, a mapping or None, got {type(value).__name__}"
         )
     for name, number in given_fields(value).items():
-        wanted = bool if name in ("share_qo", "cta_pair", "skip_blocks", "long_walks") else int
+        wanted = bool if name in ("share_qo", "cta_pair", "skip_blocks", "clears_dq") else int
         if type(number) is not wanted:
             raise TypeError(f"config.{name} must be of type {wanted.__name__}, got {number!r}")
-        if wanted is int and number < 1:
-            raise ValueError(f"config.{name} must be positive, got {number}")
+        smallest = 0 if name == "value_cols" else 1
+        if wanted is int and number < smallest:
+            raise ValueError(f"config.{name} must be at least {smallest}, got {number}")
     return value
 
 
@@ -335,8 +338,9 @@ class BwdTiles:
     stages_q: int
     stages_do: int
     stages_kv: int
+    value_cols: int = 0
     skip_blocks: bool = True
-    long_walks: bool = False
+    clears_dq: bool = False
 
 
 @dataclass(frozen=True)
@@ -376,10 +380,10 @@ def select_bwd_config(
         and head_dim_v <= r.max_dim_v
         and (r.masks is None or mask_kind in r.masks)
         and seqlen_k >= r.min_seqlen_k
-        and not (deterministic and r.long_walks)
+        and not (deterministic and r.clears_dq)
     )
-    if deterministic and given.get("long_walks"):
-        raise ValueError("config long_walks=True is not for deterministic=True: sums have an order")
+    if deterministic and given.get("clears_dq"):
+        raise ValueError("config clears_dq=True is not for deterministic=True: sums have an order")
     refusal = ""
     for tiles in _bwd_candidates(row, given):
         plan = _bwd_plan(head_dim, head_dim_v, tiles)
@@ -401,17 +405,20 @@ def select_bwd_config(
 
 def _of_bwd_row(row: BwdRow) -> BwdTiles:
     stages = (row.stages_q, row.stages_do, row.stages_kv)
-    return BwdTiles(row.tile_m, *stages, long_walks=row.long_walks)
+    return BwdTiles(row.tile_m, *stages, row.value_cols, clears_dq=row.clears_dq)
 
 
 def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
-    """The row under the override, then with fewer stages in the fields that were not given."""
+    """The row under the override, then with less in the fields that were not given: no values in
+    registers, fewer stages."""
     wanted = replace(_of_bwd_row(row), **given)
     # the last ones are given up first
     free = [x for x in ("stages_q", "stages_do", "stages_kv") if x not in given]
+    kept = (wanted.value_cols,) if "value_cols" in given else (wanted.value_cols, 0)
     for stages in itertools.product(*(range(getattr(wanted, name), 0, -1) for name in free)):
         fewer: dict[str, Any] = dict(zip(free, stages, strict=True))
-        yield replace(wanted, **fewer)
+        for value_cols in dict.fromkeys(kept):
+            yield replace(wanted, value_cols=value_cols, **fewer)
 
 
 def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> Any:
@@ -420,4 +427,4 @@ def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> Any:
     from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
 
     stages = (tiles.stages_q, tiles.stages_do, tiles.stages_kv)
-    return BwdPlan(BFloat16, head_dim, head_dim_v, tiles.tile_m, *stages)
+    return BwdPlan(BFloat16, head_dim, head_dim_v, tiles.tile_m, *stages, tiles.value_cols)

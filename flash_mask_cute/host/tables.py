@@ -39,7 +39,8 @@ class BwdRow(NamedTuple):
     """Query rows of a block and buffers of the backward, and why these; keys are 128 in a tile.
 
     masks: the `mask_kind`s of problems that the row is for, None for all. min_seqlen_k: keys that a
-    sequence has at least. long_walks: see `BwdConfig`; such rows are for sums without an order.
+    sequence has at least. value_cols, clears_dq: see `BwdConfig`; rows with the latter are for sums
+    without an order.
     """
 
     max_dim: int
@@ -48,10 +49,11 @@ class BwdRow(NamedTuple):
     stages_q: int
     stages_do: int
     stages_kv: int
+    value_cols: int
     reason: str
     masks: tuple[str, ...] | None = None
     min_seqlen_k: int = 0
-    long_walks: bool = False
+    clears_dq: bool = False
 
 
 SM90_FWD = (
@@ -129,19 +131,43 @@ SM100_FWD = (
 
 SM90_BWD = (
     BwdRow(
-        *(64, 64, 64, 2, 2, 1),
+        *(64, 64, 64, 2, 2, 1, 0),
         "user callables take the registers of 64 queries",
         ("score_mod", "mask_mod"),
     ),
-    BwdRow(*(64, 64, 128, 2, 2, 1), "registers for 128 queries beside the sums of dK and dV"),
     BwdRow(
-        *(128, 128, 64, 2, 2, 1),
-        "late claims and sums that the first one stores came with slower walks of this length",
+        *(64, 64, 128, 2, 2, 1, 48),
+        "registers for 128 queries and most values beside the sums of dK and dV",
+        ("full", "causal"),
+    ),
+    BwdRow(
+        *(64, 64, 128, 2, 2, 1, 16),
+        "registers for 128 queries and a few values, which leave enough for who plans and paints",
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 0),
+        "user callables take the registers of values",
+        ("score_mod", "mask_mod"),
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 64),
+        "in walks of this length, sums that the first one stores came with 1.16 times the time",
         ("causal",),
         min_seqlen_k=32768,
-        long_walks=True,
+        clears_dq=True,
     ),
-    BwdRow(*(128, 128, 64, 2, 2, 1), "registers for 64 queries beside the sums of dK and dV"),
-    BwdRow(*(192, 192, 64, 2, 2, 1), "half of the sums' columns in each warpgroup"),
-    BwdRow(*(256, 256, 64, 2, 1, 1), "as up to 192; a second query is worth more than a second dO"),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 64),
+        "registers for 64 queries and half of the values beside the sums of dK and dV",
+        ("full", "causal"),
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 32),
+        "registers for 64 queries and some values, which leave enough for who plans and paints",
+    ),
+    BwdRow(*(192, 192, 64, 2, 2, 1, 0), "half of the sums' columns in each warpgroup"),
+    BwdRow(
+        *(256, 256, 64, 2, 1, 1, 0),
+        "as up to 192; a second query is worth more than a second dO",
+    ),
 )

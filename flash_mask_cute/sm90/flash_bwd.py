@@ -120,7 +120,7 @@ class FlashAttentionBackwardSm90:
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
     :param tile_m: query rows of a block, 64, or 128 where head_dim and head_dim_v are at most 128
-    :param stages_q, stages_do, stages_kv: see `BwdPlan`
+    :param stages_q, stages_do, stages_kv, value_cols: see `BwdPlan`
     :param mask_mod, score_mod: user callables (`core/mods.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
         (`core/derivative.py`)
@@ -129,9 +129,8 @@ class FlashAttentionBackwardSm90:
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param deterministic: dQ is summed in an order that does not depend on the run
-    :param long_walks: work tiles are claimed ahead, and dQ, cleared before, is added to by all.
-        Otherwise tiles are claimed late, so that few heads at a time have their dQ in L2, and who
-        comes first to a row block stores
+    :param clears_dq: dQ is cleared before, and all add to it; otherwise who comes first to a row
+        block stores
     :param num_sms: CTAs to launch at most
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -147,6 +146,7 @@ class FlashAttentionBackwardSm90:
         stages_q: int = 2,
         stages_do: int = 2,
         stages_kv: int = 1,
+        value_cols: int = 0,
         mask_mod: Callable[..., Any] | None = None,
         score_mod: Callable[..., Any] | None = None,
         score_mod_bwd: Callable[..., Any] | None = None,
@@ -155,13 +155,14 @@ class FlashAttentionBackwardSm90:
         intervals: Intervals | None = None,
         skip_blocks: bool = True,
         deterministic: bool = False,
-        long_walks: bool = False,
+        clears_dq: bool = False,
         num_sms: int = 132,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        self.plan = BwdPlan(dtype, head_dim, head_dim_v, tile_m, stages_q, stages_do, stages_kv)
+        stages = (stages_q, stages_do, stages_kv)
+        self.plan = BwdPlan(dtype, head_dim, head_dim_v, tile_m, *stages, value_cols)
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)
@@ -169,8 +170,8 @@ class FlashAttentionBackwardSm90:
             raise ValueError(
                 f"wants_aux {wants_aux} needs a score_mod, no score_mod_bwd and no fixed order"
             )
-        if long_walks and deterministic:
-            raise ValueError("long_walks is for sums without an order, got deterministic=True")
+        if clears_dq and deterministic:
+            raise ValueError("clears_dq is for sums without an order, got deterministic=True")
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -181,7 +182,7 @@ class FlashAttentionBackwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.deterministic = deterministic
-        self.long_walks = long_walks
+        self.clears_dq = clears_dq
         self.num_sms = num_sms
 
     @cute.jit
@@ -217,14 +218,14 @@ class FlashAttentionBackwardSm90:
         Shapes: mQ, mdO (batch, seqlen_q, heads_q, d), or (total_q, heads_q, d) with mCuSeqlensQ;
         mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, 2, tile_m) from
         `BwdPreprocess`, which zeroes mTurns (heads_q, row_blocks) int32; mdQaccum (heads_q,
-        row_blocks, tile_m * tile_d) gets sums where mTurns is not 0 afterwards. With long_walks it
+        row_blocks, tile_m * tile_d) gets sums where mTurns is not 0 afterwards. With clears_dq it
         zeroes mdQaccum instead, and mTurns is None. Row blocks are those of `RowBlocks`.
         tile_counter, column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block
         lists are always given as bits. aux_grads: fp32 tensors of the shapes of the aux tensors
         that wants_aux numbers, to which their gradients are added. stored_bits: of blocks that hold
         something partial, in place of a mask_mod (`masks/rules.py`).
         """
-        check_given("mTurns", mTurns, not self.long_walks)
+        check_given("mTurns", mTurns, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
@@ -319,7 +320,7 @@ class FlashAttentionBackwardSm90:
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
-                scheme = (self.deterministic, self.long_walks)
+                scheme = (self.deterministic, self.clears_dq)
                 BwdLoads(plan, *scheme, operands, tiles, channels, scratch, lengths).run()
             elif warp_idx == Role.PLAN:
                 # those whose turn comes first, first
@@ -328,7 +329,7 @@ class FlashAttentionBackwardSm90:
                 )
                 rules = self._rules(masks, lengths, group)
                 rings = (channels.ring, channels.walk)
-                plan_walks(scheduler, rules, lengths, *rings, not self.long_walks)
+                plan_walks(scheduler, rules, lengths, *rings, claims_late=True)
             else:
                 painter = warp_idx - Role.PAINT
                 share = Share.create(painter, plan.num_painters, plan.tile_n, wgmma.COLUMNS)
@@ -375,6 +376,7 @@ class FlashAttentionBackwardSm90:
             channels.q.wait(block)
             accumulate = Boolean(False)
             known = Known.nothing()
+            scores.begin(tile, block)
             current = (tiles.words[0, channels.q.index(block)] >> OWN_KIND_SHIFT) & KIND_MASK
             if const_expr(scores.needs_scores):
                 # here and not in the loops below, where a branch would serialise all products

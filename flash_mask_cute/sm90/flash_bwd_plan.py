@@ -38,11 +38,14 @@ from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 NUM_MMA_WARPGROUPS = 2
 # the widest heads of which a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
-# what MMA warpgroups may take: the more, the less is left for the others
-MMA_REGISTERS = (216, 232)
-# what a thread needs besides fragments, or nearly so
-SCALAR_REGISTERS = 40
+# what MMA warpgroups may take: the more, the less is left for the others, who get along with what
+# the most leaves them where they have little to plan and paint
+MMA_REGISTERS = (216, 232, 240)
+# what a thread needs besides fragments, or nearly so, and what it is better off with
+SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
 MAX_REGISTERS = 248
+# columns of an operand A, of 64 rows, that a register of each thread holds
+COLS_PER_REGISTER = 4
 MAX_DIM = 256
 # words that go with a query block: its flags, number, head and row block
 QUERY_WORDS = 4
@@ -99,7 +102,8 @@ class BwdPlan:
     over the keys of both. Of heads wider than 128 the sums of dK and dV do not fit a warpgroup's
     registers: there both work on the same 64 keys, each has half of the columns of dK and dV, and
     S and dP are computed twice. stages_kv 2: the next work tile's keys and values arrive while this
-    one computes.
+    one computes. value_cols: columns of its values that a warpgroup keeps in registers, where
+    nothing modifies the scores; the products of dO with these read half as much.
     """
 
     dtype: type[cutlass.Numeric]
@@ -109,6 +113,7 @@ class BwdPlan:
     stages_q: int = 2
     stages_do: int = 2
     stages_kv: int = 1
+    value_cols: int = 0
 
     # heads of a group pass by one after the other
     packed_heads = 1
@@ -182,8 +187,14 @@ class BwdPlan:
 
     @property
     def mma_registers(self) -> int:
-        needed = self.fragment_registers + SCALAR_REGISTERS
-        return next((n for n in MMA_REGISTERS if n >= needed), MMA_REGISTERS[-1])
+        in_reach = MMA_REGISTERS if self.value_cols > 0 else MMA_REGISTERS[:-1]
+        return next((n for n in in_reach if n >= self.needed_registers), in_reach[-1])
+
+    @property
+    def needed_registers(self) -> int:
+        """Registers of an MMA thread."""
+        more = max(self.value_cols // COLS_PER_REGISTER, SPARE_REGISTERS)
+        return self.fragment_registers + SCALAR_REGISTERS + more
 
     @property
     def helper_registers(self) -> int:
@@ -196,6 +207,11 @@ class BwdPlan:
         """Registers of a thread for dK, dV, S and dP."""
         cols = sum(self.parts_keys(self.tile_d)) + sum(self.parts_keys(self.tile_dv))
         return cols // 2 + self.tile_m
+
+    @property
+    def value_steps(self) -> int:
+        """Steps of 16 columns of the values that lie in registers."""
+        return min(self.value_cols, self.tile_dv) // 16
 
     @property
     def bytes_q(self) -> int:
@@ -264,10 +280,16 @@ class BwdPlan:
         if len(self.parts_dq) > 1 and self.stages_q == 1:
             # the load warp would wait for a Q that is released after parts of dQ that wait for it
             return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
+        if self.value_cols % 16 != 0:
+            return f"value_cols must be a multiple of 16, got {self.value_cols}"
+        if self.value_cols > 0 and self.shares_keys:
+            return f"value_cols must be 0 where head_dim is above {MAX_OWN_DIM}"
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
-        if self.fragment_registers + SCALAR_REGISTERS > MAX_REGISTERS:
+        if self.fragment_registers + SCALAR_REGISTERS + SPARE_REGISTERS > MAX_REGISTERS:
             return f"{self.fragment_registers} registers of fragments are too many for a thread"
+        if self.value_cols > 0 and self.needed_registers > MMA_REGISTERS[-1]:
+            return f"value_cols {self.value_cols} are more than a thread has registers for"
         return None
 
     def _mma(
@@ -291,6 +313,11 @@ class BwdPlan:
     def mma_scores(self, num_parts: int = 1) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: 64 keys by tile_m queries, or by a part of these."""
         return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m // num_parts)
+
+    def mma_values(self) -> cute.TiledMma:
+        """dP^T = V dO^T of the values that lie in registers."""
+        source = warpgroup.OperandSource.RMEM
+        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m, source)
 
     def mma_keys(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""

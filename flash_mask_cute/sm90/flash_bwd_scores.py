@@ -44,6 +44,8 @@ from flash_mask_cute.sm90.warpgroups import (
 )
 
 NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
+# of a thread, for 64 rows by 16 columns of an operand A in registers
+WORDS_PER_STEP = 4
 
 
 class Factors(NamedTuple):
@@ -88,7 +90,8 @@ class Visit(NamedTuple):
 class BlockScores:
     """P^T and dS^T of a query block.
 
-    probs, grads: their words (`wgmma.round_pairs`), for the sums of dV and dK.
+    probs, grads: their words (`wgmma.round_pairs`), for the sums of dV and dK. values: the first
+    columns of this warpgroup's values as an operand (`BwdPlan.value_steps`).
     """
 
     plan: cutlass.Constexpr[BwdPlan]
@@ -98,6 +101,7 @@ class BlockScores:
     factors: Factors
     probs: cute.Tensor
     grads: cute.Tensor
+    values: cute.Tensor | None
 
     @staticmethod
     def create(plan: BwdPlan, tiles: Tiles, channels: Channels, chain: ScoreChain) -> "BlockScores":
@@ -119,7 +123,10 @@ class BlockScores:
         )
         num_words = wgmma.ROWS_PER_WARPGROUP * plan.tile_m // THREADS_PER_WARPGROUP // 2
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
-        return BlockScores(plan, tiles, channels, chain, factors, probs, grads)
+        values = None
+        if chain.is_empty and plan.value_steps > 0:
+            values = cute.make_rmem_tensor(plan.value_steps * WORDS_PER_STEP, Int32)
+        return BlockScores(plan, tiles, channels, chain, factors, probs, grads, values)
 
     @property
     def num_parts(self) -> int:
@@ -129,6 +136,19 @@ class BlockScores:
     def needs_scores(self) -> bool:
         """Whether `compute` is for work tiles with scores only."""
         return bool(self.chain.wants_aux)
+
+    def begin(self, tile: Int32, block: Int32) -> None:
+        """Take the values of a work tile that lie in registers, with its first query block."""
+        if self.values is not None:
+            self.channels.do.wait(block)
+            smem = self.tiles.v[None, None, self.plan.own_keys(tile)]
+            step_layout = cute.make_layout(WORDS_PER_STEP)
+            for step in range(self.plan.value_steps):
+                start = self.values.iterator + step * WORDS_PER_STEP
+                words = cute.make_tensor(start, step_layout)
+                operand = wgmma.words_as_operand_a(words, self.plan.dtype)
+                part = cute.local_tile(smem, (wgmma.ROWS_PER_WARPGROUP, 16), (0, step))
+                load_rows(part, self.plan.mma_values(), operand)
 
     def compute(self, kind: Kind, at: Visit) -> None:
         """Compute P and dS of a query block, which has arrived but for its dO.
@@ -277,7 +297,13 @@ class BlockScores:
     def _issue_dp(self, acc_dP: cute.Tensor, at: Visit, part: int = 0) -> None:
         v_tile = self.factors.v[None, None, None, self.plan.own_keys(at.tile)]
         do_tile = self.factors.do[part][None, None, None, self.channels.do.index(at.block)]
-        wgmma.issue(self.plan.mma_scores(self.num_parts), acc_dP, v_tile, do_tile, False)
+        mma = self.plan.mma_scores(self.num_parts)
+        if self.values is None:
+            wgmma.issue(mma, acc_dP, v_tile, do_tile, False)
+        else:
+            operand = wgmma.words_as_operand_a(self.values, self.plan.dtype)
+            kept = self.plan.mma_values(), operand
+            wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile)
 
     def _apply(self, kind: Kind, at: Visit, scores: cute.Tensor, lse: cute.Tensor) -> None:
         """In place of S, P or, where there is a chain, what dS has for it; then P is in probs."""

@@ -156,6 +156,33 @@ def issue(
 
 
 @cute.jit
+def issue_with_kept(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    kept: tuple[cute.TiledMma, cute.Tensor],
+    a: cute.Tensor,
+    b: cute.Tensor,
+) -> None:
+    """Start acc = a b as one commit group, where the first k-steps of a also lie in registers.
+
+    kept: the product of an operand A in registers, and these.
+    """
+    tiled_kept, operand = kept
+    mma_kept, mma = cute.make_mma_atom(tiled_kept.op), cute.make_mma_atom(tiled_mma.op)
+    mma_kept.set(warpgroup.Field.ACCUMULATE, False)
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    num_kept = cute.size(operand, mode=[2])
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        if cutlass.const_expr(k < num_kept):
+            cute.gemm(mma_kept, acc, operand[None, None, k], b[None, None, k], acc)
+            mma_kept.set(warpgroup.Field.ACCUMULATE, True)
+        else:
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
+
+
+@cute.jit
 def issue_sum(
     tiled_mma: cute.TiledMma,
     acc: cute.Tensor,

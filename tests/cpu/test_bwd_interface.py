@@ -672,13 +672,13 @@ def test_misaligned_data_never_hits(recorder: Recorder) -> None:
 def test_a_row_runs_as_written(row: Any) -> None:
     dims, kind = (row.max_dim, row.max_dim_v), (row.masks or ("other",))[0]
     choice = select_bwd_config(*dims, kind, seqlen_k=row.min_seqlen_k)
-    for field in ("tile_m", "stages_q", "stages_do", "stages_kv", "long_walks"):
+    for field in ("tile_m", "stages_q", "stages_do", "stages_kv", "value_cols", "clears_dq"):
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
 
 
 STAGES = ("stages_q", "stages_do", "stages_kv")
-LONG_WALKS = BwdConfig(long_walks=True)
+CLEARS_DQ = BwdConfig(clears_dq=True)
 
 
 def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
@@ -686,7 +686,7 @@ def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
 
     from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
 
-    of_plan = ("tile_m", *STAGES)
+    of_plan = ("tile_m", *STAGES, "value_cols")
     fields = {name: x for name, x in asdict(tiles).items() if name in of_plan}
     return BwdPlan(BFloat16, head_dim, head_dim_v, **fields).infeasible() is None
 
@@ -711,12 +711,14 @@ OVERRIDES = [
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_an_override_is_kept_and_the_rest_made_to_fit(dim: int, given: dict[str, Any]) -> None:
     """Refused only if nothing runs that has the given fields."""
-    stages = {name: (1, 2) for name in STAGES if name not in given}
-    row = {"tile_m": select_bwd_config(dim, dim, "other").tiles.tile_m} | given
+    unchanged = select_bwd_config(dim, dim, "other").tiles
+    free = {name: (1, 2) for name in STAGES if name not in given}
+    free["value_cols"] = (0, unchanged.value_cols)
+    row = {"tile_m": unchanged.tile_m} | given
     feasible = [
         tiles
-        for values in itertools.product(*stages.values())
-        if runs(dim, dim, tiles := BwdTiles(**row, **dict(zip(stages, values, strict=True))))
+        for values in itertools.product(*free.values())
+        if runs(dim, dim, tiles := BwdTiles(**row, **dict(zip(free, values, strict=True))))
     ]
     try:
         choice = select_bwd_config(dim, dim, "other", BwdConfig(**given))
@@ -727,21 +729,39 @@ def test_an_override_is_kept_and_the_rest_made_to_fit(dim: int, given: dict[str,
     assert f"config= sets {next(iter(given))}=" in choice.reason
 
 
-def test_long_walks_are_for_many_keys_and_sums_without_an_order() -> None:
-    def long_walks(
-        kind: str = "causal", seqlen_k: int = 32768, dim: int = 128, **more: Any
-    ) -> bool:
-        return select_bwd_config(dim, dim, kind, seqlen_k=seqlen_k, **more).tiles.long_walks
+def test_values_stay_in_registers_as_far_as_these_go() -> None:
+    def value_cols(dim: int, kind: str, **given: Any) -> int:
+        return select_bwd_config(dim, dim, kind, BwdConfig(**given)).tiles.value_cols
 
-    assert long_walks() and long_walks(dim=72) and long_walks("other", override=LONG_WALKS)
-    assert not any(long_walks(kind) for kind in ("full", "other", "score_mod"))
-    assert not (long_walks(seqlen_k=32767) or long_walks(dim=64) or long_walks(deterministic=True))
-    with pytest.raises(ValueError, match="long_walks=True is not for deterministic=True"):
-        call(config=LONG_WALKS, deterministic=True)
+    assert [value_cols(128, kind) for kind in ("causal", "other", "mask_mod")] == [64, 32, 0]
+    assert [value_cols(64, kind) for kind in ("full", "other", "score_mod")] == [48, 16, 0]
+    assert value_cols(256, "full") == 0 and value_cols(128, "other", value_cols=0) == 0
+    # where the table's do not fit beside what is given, none
+    assert value_cols(80, "full", tile_m=128, stages_kv=1) == 0
+    for dim, cols, why in (
+        (128, 80, "more than a thread has registers for"),
+        (128, 40, "a multiple of 16, got 40"),
+        (192, 16, "0 where head_dim is above 128"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            value_cols(dim, "full", value_cols=cols)
+    with pytest.raises(ValueError, match=r"config.value_cols must be at least 0, got -16"):
+        call(config={"value_cols": -16})
+
+
+def test_dq_is_cleared_for_many_keys_and_sums_without_an_order() -> None:
+    def clears_dq(kind: str = "causal", seqlen_k: int = 32768, dim: int = 128, **more: Any) -> bool:
+        return select_bwd_config(dim, dim, kind, seqlen_k=seqlen_k, **more).tiles.clears_dq
+
+    assert clears_dq() and clears_dq(dim=72) and clears_dq("other", override=CLEARS_DQ)
+    assert not any(clears_dq(kind) for kind in ("full", "other", "score_mod"))
+    assert not (clears_dq(seqlen_k=32767) or clears_dq(dim=64) or clears_dq(deterministic=True))
+    with pytest.raises(ValueError, match="clears_dq=True is not for deterministic=True"):
+        call(config=CLEARS_DQ, deterministic=True)
 
 
 def test_sums_are_cleared_or_stored_by_who_comes_first(recorder: Recorder) -> None:
-    for config in (None, LONG_WALKS):
+    for config in (None, CLEARS_DQ):
         call(config=config)
         before, main, after = recorder.last()
         sums, turns = main[5:7]
@@ -794,7 +814,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # Keys of a sequence; 0 for the others.
 SEQLENS_K = {"causal-32k": 32768}
 # Bytes; the others have none.
-SPILLS = {"columns-1-causal-bits": 16, "mask-aux": 296}
+# Painters, where values leave them 24 registers, once a block that is cut.
+PAINTERS = dict.fromkeys(("causal", "causal-32k", "d64-fp16-causal"), 16)
+SPILLS = {"columns-1-causal-bits": 16, "mask-aux": 296} | PAINTERS
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -811,7 +833,7 @@ def test_compiles_well(name: str) -> None:
         seqlen_k=SEQLENS_K.get(name, 0),
         deterministic=problem.deterministic,
     )
-    assert choice.tiles.long_walks == (name in SEQLENS_K)
+    assert choice.tiles.clears_dq == (name in SEQLENS_K)
     with compile_lock():
         meta = build_bwd(problem, choice, TARGET, mods).meta
     facts = f"{name}: {meta}"

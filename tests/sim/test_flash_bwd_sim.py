@@ -265,7 +265,7 @@ def test_what_other_sequences_hold_does_not_matter(simulator: ModuleType, poison
         {"stages_q": 1, "stages_kv": 2},
         {"stages_do": 1, "tile_m": 64},
         {"stages_kv": 2},
-        {"long_walks": True},
+        {"clears_dq": True},
     ],
     ids=str,
 )
