@@ -31,15 +31,6 @@ def is_first(place: cute.Pointer) -> Boolean:
 
 
 @cute.jit
-def is_there(place: cute.Pointer) -> Boolean:
-    """Whether the first one's writes are known to be complete, so that others may add."""
-    word = cute.arch.load(place, Int32, sem="relaxed", scope="gpu")
-    cute.arch.fence_acq_rel_gpu()
-    cute.arch.fence_proxy("async.global")
-    return word == THERE
-
-
-@cute.jit
 def wait_for_turn(place: cute.Pointer, turn: Int32) -> None:
     """Wait until the word at `place` is `turn`; what its writer added is complete then."""
     is_mine = Boolean(False)

@@ -18,7 +18,7 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import RowBlocks
-from flash_mask_cute.core.turns import THERE, is_first, is_there, pass_turn, wait_for_turn
+from flash_mask_cute.core.turns import THERE, is_first, pass_turn, wait_for_turn
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.key_walks import NO_TURN
@@ -55,10 +55,9 @@ class Scratch(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A row block that this CTA has sums of dQ for; row_block -1: none.
+    """A row block that this CTA has sums of dQ for; turn 0: nobody came before. row_block -1: none.
 
-    turn, in a fixed order: 1 + the key block that has to have added before, 0 if nobody has.
-    Otherwise 1 if it is known that these are not the first ones.
+    In a fixed order, turn is 1 + the key block that has to have added before.
     """
 
     head_idx: Int32
@@ -255,15 +254,10 @@ class BwdLoads:
         turn = summed.turn
         if const_expr(self.clears_dq):
             turn = Int32(1)
-        elif const_expr(self._first_stores):  # noqa: SIM102 (decided while tracing)
+        elif const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
             if summed.row_block >= 0:
-                turn = cutlass.select_(is_there(self._turn_of(summed)), Int32(1), Int32(0))
+                turn = cutlass.select_(is_first(self._turn_of(summed)), Int32(0), Int32(1))
         return Summed(summed.head_idx, summed.row_block, turn)
-
-    @property
-    def _first_stores(self) -> bool:
-        """Whether who comes first to a row block stores and the others add, without an order."""
-        return not (self.deterministic or self.clears_dq)
 
     @cute.jit
     def _send_dq(self, own_turn: Int32, number: Int32, sent: Summed, summed: Summed):
@@ -280,38 +274,34 @@ class BwdLoads:
                 # what has no turn is zeros, and not sent
                 if summed.turn != NO_TURN:
                     wait_for_turn(self._turn_of(summed), summed.turn)
-            turn, staged = summed.turn, self.tiles.dq.iterator
+            staged = self.tiles.dq.iterator
             target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
             for i in cutlass.range_constexpr(len(parts)):
                 if const_expr(i > 0):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channel.release(number * len(parts) + i - 1)
                 channel.wait(number * len(parts) + i)
-                if const_expr(self._first_stores and i == 0):  # noqa: SIM102 (as above)
-                    if turn == 0:
-                        # as late as this, since others wait from here until it is there
-                        place = self._turn_of(summed)
-                        turn = cutlass.select_(is_first(place), Int32(0), Int32(1))
                 size = math.prod(self.plan.shape_dq(parts[i]))
-                if turn > 0:
+                if summed.turn > 0:
                     tma.add_bulk(staged, target, size)
-                elif turn != NO_TURN:
+                elif summed.turn != NO_TURN:
                     tma.store_bulk(staged, target, size)
                 target += size
-            if const_expr(self._first_stores):  # noqa: SIM102 (as above)
-                if turn == 0:
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    pass_turn(self._turn_of(summed), Int32(THERE))
             if const_expr(self.deterministic):
                 cute.arch.cp_async_bulk_wait_group(len(parts))
                 self._pass_turn(own_turn, sent)
 
     @cute.jit
     def _free_staging(self, number: Int32, sent: Summed):
-        """Wait until the last part of the dQ of block `number`, if it is one, has left."""
+        """Wait until the last part of the dQ of block `number`, if it is one, has left; without an
+        order, let others add if it was the first."""
         if sent.row_block >= 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.channels.dq.release((number + 1) * len(self.plan.parts_dq) - 1)
+            if const_expr(not (self.deterministic or self.clears_dq)):  # noqa: SIM102 (as above)
+                if sent.turn == 0:
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    pass_turn(self._turn_of(sent), Int32(THERE))
 
     @cute.jit
     def _pass_turn(self, own_turn: Int32, sent: Summed):
