@@ -131,8 +131,8 @@ SM100_FWD = (
 
 SM90_BWD = (
     BwdRow(
-        *(64, 64, 64, 2, 2, 1, 0),
-        "user callables take the registers of 64 queries",
+        *(64, 64, 64, 2, 2, 1, 64),
+        "user callables take the registers of 64 queries, but not those of the values",
         ("score_mod", "mask_mod"),
     ),
     BwdRow(
@@ -143,11 +143,6 @@ SM90_BWD = (
     BwdRow(
         *(64, 64, 128, 2, 2, 1, 16),
         "registers for 128 queries and a few values, which leave enough for who plans and paints",
-    ),
-    BwdRow(
-        *(128, 128, 64, 2, 2, 1, 0),
-        "user callables take the registers of values",
-        ("score_mod", "mask_mod"),
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),

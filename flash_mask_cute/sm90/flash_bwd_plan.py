@@ -101,8 +101,8 @@ class BwdPlan:
     dS^T are register operands of dV and dK. Only dS goes through shared memory, for dQ, which sums
     over the keys of both. Of heads wider than 128 the sums of dK and dV do not fit a warpgroup's
     registers: there both work on the same 64 keys, each has half of the columns of dK and dV, and
-    S and dP are computed twice. stages_kv 2: the next work tile's keys and values arrive while this
-    one computes. value_cols: columns of its values that a warpgroup keeps in registers, where
+    one computes S, the other one dP. stages_kv 2: the next work tile's keys and values arrive while
+    this one computes. value_cols: columns of its values that a warpgroup keeps in registers, where
     nothing modifies the scores; the products of dO with these read half as much.
     """
 
