@@ -69,6 +69,7 @@ from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
 from flash_mask_cute.sm90.flash_bwd_plan import (
     DS_STAGES,
     NUM_MMA_WARPGROUPS,
+    Barrier,
     BwdPlan,
     Channels,
     Tiles,
@@ -78,6 +79,7 @@ from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
     send_rows,
+    sync_warpgroup,
 )
 
 # where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
@@ -432,8 +434,10 @@ class FlashAttentionBackwardSm90:
                 self._scale(acc, softmax_scale)
             self._send(acc_dV, gradients.dv, tiles, block, work)
             self._send(acc_dK, gradients.dk, tiles, block, work)
-            if const_expr(plan.shares_keys and not chain.is_empty):
-                # in the next block each warpgroup writes dS where the other one may still send from
+            # in the next block each warp writes dS where others may still send from
+            if const_expr(not plan.shares_keys):
+                sync_warpgroup(Barrier.SENT)
+            elif const_expr(not chain.is_empty):
                 sync_both()
             ring.release(tile)
             tile += 1
@@ -533,9 +537,9 @@ class FlashAttentionBackwardSm90:
         """Store this warpgroup's parts of dK or dV of a work tile that ended before query `block`.
 
         They go by way of where this warpgroup has its part of dS of that block. Nobody has used it
-        since both met in the last block, having summed the dS before, and nobody else will until
-        they meet again: so nobody waits here. Of a block that was passed over, adding its dQ took
-        both warpgroups' sums of the block before.
+        since both met in the last block, having summed the dS before, and only this warpgroup will
+        until they meet again. Of a block that was passed over, adding its dQ took both warpgroups'
+        sums of the block before.
         """
         plan = self.plan
         rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // plan.column_groups

@@ -56,11 +56,13 @@ DS_STAGES = 2
 class Barrier(IntEnum):
     """Named barriers (0 is __syncthreads).
 
-    PROBS: where the warpgroups share keys, P of a block has been written.
+    PROBS: where the warpgroups share keys, P of a block has been written. SENT and the next: the
+    warps of an MMA warpgroup have sent dK and dV.
     """
 
     BOTH = 1
     PROBS = 2
+    SENT = 3
 
 
 class Channels(NamedTuple):

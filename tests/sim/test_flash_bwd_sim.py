@@ -131,6 +131,15 @@ def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None
     run_sim(simulator, make_inputs(case), launches=4, config=config)
 
 
+@pytest.mark.parametrize("seed", [11, 12])
+def test_warps_of_a_warpgroup_that_are_far_apart(simulator: ModuleType, seed: int) -> None:
+    """One still sends dK and dV from where others write dS of the next work tile's first block,
+    whose rows are queries: with these seeds its rows of dQ were wrong."""
+    case = next(case for case in STORED_CASES if case.id == "stored-odd-lists-d64")
+    config = {"tile_m": 128, "value_cols": 48}
+    run_sim(simulator, make_inputs(case), seeds=(seed,), launches=4, config=config)
+
+
 @pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=lambda case: case.id)
 def test_work_tiles_that_come_to_a_row_block_together(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
