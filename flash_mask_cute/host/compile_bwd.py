@@ -29,7 +29,7 @@ class BwdKernels(NamedTuple):
     """The compiled functions, in the order of their launches. They take, by position and None for
     what the problem does not have:
 
-    preprocess: out, dout, lse, dlse, stats, dq_accum (with long walks) or turns (without), sink,
+    preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or turns (without), sink,
     sink_parts, cu_seqlens_q, seqused_q.
     main: q, k, v, dout, stats, dq_accum, turns, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
