@@ -56,12 +56,16 @@ def paint_walks(
     bits: Channel,
     ring: WorkRing,
     walk: WalkRing,
+    seen: cute.Tensor | None = None,
 ) -> None:
-    """One of the painting warps: its share of the bits of every block that something cuts."""
+    """One of the painting warps: its share of the bits of every block that something cuts.
+
+    seen: int32, a word for 32 lines, which is 0 where none of their bits is set.
+    """
     # work tiles, chunks and cut blocks so far
     tile, chunk, cuts = Int32(0), Int32(0), Int32(0)
     while ring.wait(tile):
-        step = partial(_paint_block, rules, share, bit_tile, bits, ring.read(tile))
+        step = partial(_paint_block, rules, share, bit_tile, bits, seen, ring.read(tile))
         chunk, cuts = walk.visit(chunk, cuts, step, only_cut=True)
         ring.release(tile)
         tile += 1
@@ -73,6 +77,7 @@ def _paint_block(
     share: Share,
     bit_tile: cute.Tensor,
     bits: Channel,
+    seen: cute.Tensor | None,
     work: Work,
     cuts: Int32,
     block: Block,
@@ -80,5 +85,7 @@ def _paint_block(
     words = rules.paint(work, block, share)
     bits.acquire(cuts)
     share.store(bit_tile, words)
+    if const_expr(seen is not None):
+        share.store_seen(seen, words)
     bits.publish(cuts)
     return cuts + 1

@@ -299,6 +299,17 @@ class Share:
             for w in range(num_words):
                 tile[w, self.tile_line(group)] = words[group * num_words + w]
 
+    @cute.jit
+    def store_seen(self, seen: cute.Tensor, words: tuple) -> None:
+        """Write into seen, int32, whether any bit of each group of lines is set: 1 or 0."""
+        for group in cutlass.range_constexpr(self.num_groups):
+            word = words[group * self.num_words]
+            for w in cutlass.range_constexpr(1, self.num_words):
+                word = word | words[group * self.num_words + w]
+            is_seen = cute.arch.vote_any_sync(word != 0)
+            if cute.arch.lane_idx() == 0:
+                seen[self.painter * self.num_groups + group] = Int32(is_seen)
+
     def load(self, tile: cute.Tensor) -> tuple:
         """The words that `store` wrote."""
         return tuple(

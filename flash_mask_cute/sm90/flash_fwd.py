@@ -22,7 +22,8 @@ Channels (full/empty mbarrier pairs):
 
 A stage of k is released when its S is complete, one of v when its P V is. There is one bit tile: it
 is free again as soon as the mma warps hold its bits in registers, a whole block before they need
-the next ones.
+the next ones. Where tiles have three warpgroups or more, each passes over the cut blocks of which
+its own 64 rows see nothing, without a product, and so does no more than a tile of 64 rows would.
 
 S of the next key block is issued together with P V of this one, so the tensor cores have P V to do
 while the exponentials of the next block are computed. At the end of a work tile the last P V goes
@@ -103,7 +104,8 @@ class Channels(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What lies in shared memory: operands with stages, a word per key stage, one bit tile."""
+    """What lies in shared memory: operands with stages, a word per key stage, one bit tile, and for
+    each 32 rows of it a word that is 0 where they see nothing."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -111,6 +113,7 @@ class Tiles(NamedTuple):
     o: cute.Tensor
     words: cute.Tensor
     bits: cute.Tensor
+    seen: cute.Tensor
 
 
 class FlashAttentionForwardSm90:
@@ -321,6 +324,7 @@ class FlashAttentionForwardSm90:
             o=swizzled(storage.q if const_expr(plan.share_qo) else storage.o, plan.layout_o()),
             words=storage.words.get_tensor(cute.make_layout(plan.stages_k)),
             bits=storage.bits.get_tensor(cute.make_layout((wgmma.COLUMNS.num_words, plan.tile_m))),
+            seen=storage.seen.get_tensor(cute.make_layout(plan.tile_m // bit_tile.WORD)),
         )
 
         painter = warp_idx - plan.first_painter
@@ -360,9 +364,11 @@ class FlashAttentionForwardSm90:
         self, painter: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
     ):
         """Painting warp: bits of a share of every tile's rows."""
-        share = Share.create(painter, self.plan.num_painters, self.plan.tile_m, wgmma.COLUMNS)
+        plan = self.plan
+        share = Share.create(painter, plan.num_painters, plan.tile_m, wgmma.COLUMNS)
         rules = self._rules(masks, lengths)
-        paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+        seen = tiles.seen if const_expr(self._may_pass_over(masks)) else None
+        paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, seen)
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
         # of whole blocks, a score_mod is told rows without asking whether there are so many
@@ -412,6 +418,7 @@ class FlashAttentionForwardSm90:
         places_of = partial(self._places, ring, opaque_one - 1)
         modify = partial(self._modify, score_args.scales, masks.aux_tensors, traits.factor)
         replay = partial(self._replay, tiles, channels, opaque_one)
+        may_pass_over = self._may_pass_over(masks)
         # the work tile, the key/value block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         self._first_turn()
@@ -425,19 +432,29 @@ class FlashAttentionForwardSm90:
             elif ring.read(tile).has_scores:
                 # a sequence without queries or keys has no position to ask about
                 modify(places_of(tile, word, True), scores)
+            sees = Boolean(True)
             if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
-                bit_tile.hide_unset(scores, bits_of(cut, Boolean(False)))
+                channels.bits.wait(cut)
+                if const_expr(may_pass_over):
+                    sees = self._sees(tiles)
+                bit_tile.hide_unset(scores, bits_of(cut, Boolean(True)))
                 cut += 1
             channels.k.release(block)
-            softmax.start(scores)
-            softmax.accumulate(scores)
-            wgmma.round_pairs(probs, first_S, plan.dtype)
+            if sees:
+                softmax.start(scores)
+                softmax.accumulate(scores)
+                wgmma.round_pairs(probs, first_S, plan.dtype)
+            else:
+                softmax.clear()
+                probs.fill(0)
             if const_expr(plan.share_qo and plan.overlaps_tiles):  # noqa: SIM102 (while tracing)
                 # by now the previous tile's output has left its query's place
                 if tile > 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channels.q.release(tile - 1)
             accumulate = Boolean(False)
+            # key blocks passed over since the one whose probabilities are at hand
+            passed = Int32(0)
             # whether fills that will be needed next are known to be there
             is_k_full, is_v_full, are_bits_full = (Boolean(False) for _ in range(3))
             following = word & KIND_MASK
@@ -449,52 +466,69 @@ class FlashAttentionForwardSm90:
                     while following == kind:
                         channels.k.wait_unless(is_k_full, block + 1)
                         word = tiles.words[channels.k.index(block + 1)]
-                        bits = None
-                        if const_expr(kind == Kind.CUT):
-                            bits = bits_of(cut, are_bits_full)
-                            cut += 1
-                        self._wait_turn()
-                        # a tensor of its own: one that lived on across the loops would cost as many
-                        # registers again
-                        acc_S = wgmma.make_accumulator(plan.tile_n)
-                        fresh_probs = cute.make_rmem_tensor(probs.layout, Int32)
-                        issue_scores(acc_S, tile, block + 1)
-                        # before a wait, so that what a score_mod makes of them can be, too
-                        places = places_of(tile, word, kind == Kind.CUT)
-                        channels.v.wait_unless(is_v_full, block)
-                        v_tile = tOrV[None, None, None, channels.v.index(block)]
-                        wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
-                        self._pass_turn()
-                        warpgroup.wait_group(1)
-                        if const_expr(policy != MaxPolicy.REPLAY):
-                            channels.k.release(block + 1)
-                        scores = wgmma.rows_by_cols(acc_S)
-                        modify(places, scores)
-                        if const_expr(kind == Kind.CUT):
-                            bit_tile.hide_unset(scores, bits)
-                        factors = self._exponentials(
-                            policy, softmax, scores, fresh_probs, partial(replay, tile, block, bits)
-                        )
-                        if const_expr(policy == MaxPolicy.REPLAY):
-                            channels.k.release(block + 1)
-                        # asked now, as the answer takes a while
-                        is_k_full = channels.k.is_full(block + 2)
-                        is_v_full = channels.v.is_full(block + 1)
-                        if const_expr(kind == Kind.CUT):
-                            are_bits_full = channels.bits.is_full(cut)
-                        # The wait stands behind a branch, with a copy inside it, because ptxas
-                        # moves it up to the start of its basic block: above the exponentials that
-                        # should overlap P V.
-                        if softmax_math.differ_from_one(factors):
+                        multiplies = True
+                        if const_expr(kind == Kind.CUT and may_pass_over):
+                            channels.bits.wait_unless(are_bits_full, cut)
+                            are_bits_full = Boolean(True)
+                            # P V is due where this block's values need its stage: the next keys
+                            # come after them
+                            multiplies = self._sees(tiles) | (passed + 1 == plan.stages_kv)
+                        # no product is in flight at this branch, or ptxas would serialise all
+                        if multiplies:
+                            bits = None
+                            if const_expr(kind == Kind.CUT):
+                                bits = bits_of(cut, are_bits_full)
+                                cut += 1
+                            self._wait_turn()
+                            # a tensor of its own: one that lived on across the loops would cost as
+                            # many registers again
+                            acc_S = wgmma.make_accumulator(plan.tile_n)
+                            fresh_probs = cute.make_rmem_tensor(probs.layout, Int32)
+                            issue_scores(acc_S, tile, block + 1)
+                            # before a wait, so that what a score_mod makes of them can be, too
+                            places = places_of(tile, word, kind == Kind.CUT)
+                            channels.v.wait_unless(is_v_full, block - passed)
+                            v_tile = tOrV[None, None, None, channels.v.index(block - passed)]
+                            wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
+                            self._pass_turn()
+                            warpgroup.wait_group(1)
+                            if const_expr(policy != MaxPolicy.REPLAY):
+                                channels.k.release(block + 1)
+                            scores = wgmma.rows_by_cols(acc_S)
+                            modify(places, scores)
+                            if const_expr(kind == Kind.CUT):
+                                bit_tile.hide_unset(scores, bits)
+                            may_be_first = kind == Kind.CUT and may_pass_over
+                            replay_block = partial(replay, tile, block, bits)
+                            factors = self._exponentials(
+                                policy, may_be_first, softmax, scores, fresh_probs, replay_block
+                            )
+                            if const_expr(policy == MaxPolicy.REPLAY):
+                                channels.k.release(block + 1)
+                            # asked now, as the answer takes a while
+                            is_k_full = channels.k.is_full(block + 2)
+                            is_v_full = channels.v.is_full(block + 1)
+                            if const_expr(kind == Kind.CUT):
+                                are_bits_full = channels.bits.is_full(cut)
+                            # The wait stands behind a branch, with a copy inside it, because ptxas
+                            # moves it up to the start of its basic block: above the exponentials
+                            # that should overlap P V.
+                            if softmax_math.differ_from_one(factors):
+                                warpgroup.wait_group(0)
+                                softmax_math.rescale(wgmma.rows_by_cols(acc_O), factors)
                             warpgroup.wait_group(0)
-                            softmax_math.rescale(wgmma.rows_by_cols(acc_O), factors)
-                        warpgroup.wait_group(0)
-                        channels.v.release(block)
-                        if const_expr(policy == MaxPolicy.SEARCH):
-                            wgmma.round_pairs(probs, acc_S, plan.dtype)
+                            self._release_values(channels, block, passed)
+                            if const_expr(policy == MaxPolicy.SEARCH):
+                                wgmma.round_pairs(probs, acc_S, plan.dtype)
+                            else:
+                                wgmma.copy_words(probs, fresh_probs, opaque_one)
+                            accumulate = Boolean(True)
+                            passed = Int32(0)
                         else:
-                            wgmma.copy_words(probs, fresh_probs, opaque_one)
-                        accumulate = Boolean(True)
+                            self._pass_over(channels, block + 1, cut, passed)
+                            is_k_full, are_bits_full = Boolean(False), Boolean(False)
+                            cut += 1
+                            passed += 1
                         block += 1
                         following = word & KIND_MASK
 
@@ -504,15 +538,15 @@ class FlashAttentionForwardSm90:
                 # before the turn: another warpgroup may wait, in its own, for the query that takes
                 # this one's place
                 channels.q.release(tile)
-            channels.v.wait_unless(is_v_full, block)
+            channels.v.wait_unless(is_v_full, block - passed)
             self._wait_turn()
-            v_tile = tOrV[None, None, None, channels.v.index(block)]
+            v_tile = tOrV[None, None, None, channels.v.index(block - passed)]
             wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
             if const_expr(plan.overlaps_tiles):
                 self._issue_next_scores(channels, issue_scores, first_S, tile, block, next_is_valid)
             self._pass_turn()
             warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
-            channels.v.release(block)
+            self._release_values(channels, block, passed)
             work = ring.read(tile)
             if const_expr(lengths.cu_seqlens_k is not None):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
@@ -543,6 +577,41 @@ class FlashAttentionForwardSm90:
         can_cut = (self.is_causal, self.is_local, *callables, *lists)
         has_cut = any(x is not None and x is not False for x in can_cut)
         return (Kind.CUT, Kind.WHOLE) if has_cut or not self.skip_blocks else (Kind.WHOLE,)
+
+    def _may_pass_over(self, masks: MaskArgs) -> bool:
+        """Whether warpgroups pass over blocks; not where a walk's first block alone may be cut."""
+        return self.plan.passes_over and Kind.CUT in self._kinds(masks)
+
+    def _sees(self, tiles: Tiles) -> Boolean:
+        """Whether a row of this warpgroup sees a key of the block whose bits have arrived."""
+        first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
+        return (tiles.seen[first] | tiles.seen[first + 1]) != 0
+
+    @cute.jit
+    def _pass_over(self, channels: Channels, block: Int32, cut: Int32, passed: Int32):
+        """Take key block `block`, which is cut, without a product, as `passed` before it were."""
+        cute.arch.sync_warp()
+        channels.bits.release(cut)
+        channels.k.release(block)
+        # the next warpgroup's turn comes from this one
+        self._wait_turn()
+        self._pass_turn()
+        if passed > 0:
+            # the values that go with the keys before these, which have come
+            channels.v.wait(block - 1)
+            channels.v.release(block - 1)
+
+    @cute.jit
+    def _release_values(self, channels: Channels, block: Int32, passed: Int32):
+        """Release the values of a complete P V, and those of `block` if it was passed over last.
+
+        `_pass_over` leaves them, because a tile's last values may come after the next query, which
+        waits for this tile's end.
+        """
+        channels.v.release(block - passed)
+        if passed > 0:
+            channels.v.wait(block)
+            channels.v.release(block)
 
     def _issue_scores(self, channels: Channels, mma_qk, tSrQ, tSrK, acc_S, tile, block):
         """Start S = Q K^T of this warpgroup's rows of a work tile and a key block."""
@@ -580,6 +649,7 @@ class FlashAttentionForwardSm90:
     def _exponentials(
         self,
         policy: cutlass.Constexpr[MaxPolicy],
+        may_be_first: cutlass.Constexpr[bool],
         softmax: OnlineSoftmax,
         scores: cute.Tensor,
         fresh_probs: cute.Tensor,
@@ -588,7 +658,8 @@ class FlashAttentionForwardSm90:
         """Probabilities of a block's scores, and their sums.
 
         They are left in the words of fresh_probs, with MaxPolicy.SEARCH in place of the scores.
-        Returns the factor per row for what was accumulated before.
+        may_be_first: rows may well have seen nothing before this block. Returns the factor per row
+        for what was accumulated before.
         """
         factors = (Float32(1.0), Float32(1.0))
         if const_expr(policy == MaxPolicy.SEARCH):
@@ -599,7 +670,7 @@ class FlashAttentionForwardSm90:
             softmax.accumulate(scores)
         else:
             keep_probs = partial(wgmma.keep_pair, fresh_probs, self.plan.dtype)
-            if const_expr(policy == MaxPolicy.REPLAY):
+            if const_expr(policy == MaxPolicy.REPLAY or may_be_first):
                 is_first = softmax.unseen()
                 if softmax_math.any_in_warp(is_first):
                     softmax.renew(softmax.tile_max(scores), is_first)

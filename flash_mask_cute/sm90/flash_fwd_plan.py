@@ -130,6 +130,14 @@ class FwdPlan:
         """Whether registers hold scores and new probabilities beside those that P V reads."""
         return self.registers_needed + self.tile_n // 4 <= self._register_choices[-1]
 
+    @property
+    def passes_over(self) -> bool:
+        """Whether a warpgroup passes over key blocks that masks hide from all of its own rows.
+
+        Not with two: a block of which one of them sees something is seldom hidden from the other.
+        """
+        return self.num_mma_warpgroups > 2
+
     def policy(self, modifies: bool) -> MaxPolicy:
         """modifies: something changes scores between their product and the softmax."""
         if self.keeps_scores:
@@ -325,5 +333,6 @@ class FwdPlan:
             bits: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, COLUMNS.num_words * self.tile_m], 16
             ]
+            seen: cute.struct.MemRange[cutlass.Int32, self.tile_m // WORD]
 
         return Storage

@@ -112,6 +112,40 @@ def test_skipping_changes_no_bit(simulator: ModuleType, case: Case) -> None:
     assert_close_to_oracle(*visiting, inputs)
 
 
+# Blocks that only some warpgroups of a tile see: on the diagonal, at both sides of a window, and at
+# short documents, of which some hide more blocks in a row from a warpgroup than there are stages.
+OWN_ROWS_CASES = (
+    Case("causal", 1, 400, 700, 1, 1, causal=True),
+    Case("window", 1, 400, 700, 2, 1, window_left=150, window_right=0),
+    Case("narrow-window", 1, 400, 400, 1, 1, window_left=9, window_right=3),
+    Case("documents", 1, 600, 600, 1, 1, mask_mod="documents", blocks=(192, 640)),
+    Case("columns", 1, 400, 900, 1, 1, column="stepped2"),
+    Case("varlen", lengths_q=(250, 0, 129), lengths_k=(250, 77, 129), causal=True, window_left=40),
+)
+OWN_ROWS_TILES = {64: {"tile_m": 192, "tile_n": 128}, 128: {"tile_m": 192, "tile_n": 80}}
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", OWN_ROWS_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("head_dim", OWN_ROWS_TILES)
+def test_blocks_that_a_warpgroup_does_not_see(
+    simulator: ModuleType, head_dim: int, case: Case
+) -> None:
+    tiles = OWN_ROWS_TILES[head_dim] | {"num_stages": 3, "stages_q": 1}
+    inputs = make_inputs(replace(case, head_dim=head_dim, head_dim_v=head_dim))
+    run_sim(simulator, inputs, config=tiles)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_a_warpgroup_computes_what_its_rows_see(simulator: ModuleType) -> None:
+    """Of 192 x 192 causal scores, 6 of the 9 squares of 64 rows and 64 keys are seen."""
+    inputs = make_inputs(Case("squares", 1, 192, 192, 1, 1, head_dim=64, causal=True))
+    run_sim(simulator, inputs, seeds=(None,), config={"tile_m": 192, "tile_n": 64})
+    computed = simulator.RESULTS[-1]["ops"]["ex2.approx.ftz.f32"]
+    square = 64 * 64 // 32  # a warp's instruction is 32 exponentials
+    assert 6 * square <= computed < 7 * square
+
+
 @pytest.mark.usefixtures("poisoned_allocations")
 def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
     """Its bounds are kept, and follow the tensor when it changes."""
