@@ -34,9 +34,8 @@ RESCALE_THRESHOLD = 8.0
 SUM_LIMITS = {cutlass.BFloat16: 2.0**30, cutlass.Float16: 2.0**15}
 # makes the exponential of any visible score infinite
 OVERFLOWING_BIAS = 2.0**100
-# of this many neighbouring columns of a row, these go by a polynomial where exponentials are scarce
+# neighbouring columns of a row, of which some go by a polynomial where exponentials are scarce
 PERIOD = 16
-BY_POLYNOMIAL = (0, 4, 8, 12)
 # independent chains per row for max and sum, so that their latency overlaps
 CHAINS = 4
 
@@ -130,12 +129,13 @@ class RowArithmetic(Protocol):
 class QuadRows:
     """`RowArithmetic` of WGMMA's accumulators, a row of which is spread over four lanes.
 
-    uses_polynomial: whether a share of the exponentials is computed by `exp2_polynomial`. That pays
-    where the pipe that computes them has as much to do for the scores themselves.
+    by_polynomial: how many of PERIOD exponentials are computed by `exp2_polynomial`, a divisor of
+        it, or 0. That pays where the pipe that computes them has as much to do for the scores
+        themselves, and costs energy.
     """
 
-    def __init__(self, uses_polynomial: bool = False):
-        self.uses_polynomial = uses_polynomial
+    def __init__(self, by_polynomial: int = 0):
+        self.stride = PERIOD // by_polynomial if by_polynomial else None
 
     def across(self, value: Float32, op: BinaryOp) -> Float32:
         return quad_reduce(value, op)
@@ -146,7 +146,7 @@ class QuadRows:
         results = []
         for c, score in enumerate(scores):
             exponent = cute.math.fma(score, scale_log2, bias)
-            if self.uses_polynomial and c % PERIOD in BY_POLYNOMIAL:
+            if self.stride is not None and c % self.stride == 0:
                 results += exp2_polynomial((exponent,), DEGREE_5, SINGLE)
             else:
                 results.append(cute.math.exp2(exponent, fastmath=True))

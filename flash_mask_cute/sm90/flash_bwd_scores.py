@@ -37,6 +37,7 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     Tiles,
 )
 from flash_mask_cute.sm90.warpgroups import (
+    keep_columns,
     load_rows,
     mma_warpgroup_idx,
     store_rows,
@@ -44,8 +45,6 @@ from flash_mask_cute.sm90.warpgroups import (
 )
 
 NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
-# of a thread, for 64 rows by 16 columns of an operand A in registers
-WORDS_PER_STEP = 4
 
 
 class Factors(NamedTuple):
@@ -125,7 +124,7 @@ class BlockScores:
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
         values = None
         if chain.is_empty and plan.value_steps > 0:
-            values = cute.make_rmem_tensor(plan.value_steps * WORDS_PER_STEP, Int32)
+            values = wgmma.make_operand_words(plan.value_steps)
         return BlockScores(plan, tiles, channels, chain, factors, probs, grads, values)
 
     @property
@@ -142,13 +141,7 @@ class BlockScores:
         if self.values is not None:
             self.channels.do.wait(block)
             smem = self.tiles.v[None, None, self.plan.own_keys(tile)]
-            step_layout = cute.make_layout(WORDS_PER_STEP)
-            for step in range(self.plan.value_steps):
-                start = self.values.iterator + step * WORDS_PER_STEP
-                words = cute.make_tensor(start, step_layout)
-                operand = wgmma.words_as_operand_a(words, self.plan.dtype)
-                part = cute.local_tile(smem, (wgmma.ROWS_PER_WARPGROUP, 16), (0, step))
-                load_rows(part, self.plan.mma_values(), operand)
+            keep_columns(self.values, self.plan.mma_values(), smem)
 
     def compute(self, kind: Kind, at: Visit) -> None:
         """Compute P and dS of a query block, which has arrived but for its dO.

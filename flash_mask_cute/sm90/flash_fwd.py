@@ -39,81 +39,46 @@ hidden: no role has a special case, the softmax of a row that saw nothing is O =
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from flash_mask_cute.core import softmax as softmax_math
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
-    THREADS_PER_WARPGROUP,
     WARPS_PER_WARPGROUP,
     planning_rings,
     swizzled,
     thread_in_warpgroup,
 )
 from flash_mask_cute.core.lengths import Lengths, store_lse
-from flash_mask_cute.core.mods import (
-    RowPlace,
-    ScoreModTraits,
-    at_plain_distances,
-    inside,
-    modify_row,
-)
-from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, OperandLoads
+from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
-from flash_mask_cute.core.softmax import OnlineSoftmax, QuadRows, ScoreArgs, ScoreScales
+from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
-from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, WalkRing
-from flash_mask_cute.core.work_ring import Work, WorkRing
+from flash_mask_cute.core.walk_ring import Kind
+from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.query_walks import QueryWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import MaskArgs, Share
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan, MaxPolicy
-from flash_mask_cute.sm90.score_replay import ScoreReplay
+from flash_mask_cute.sm90.flash_fwd_blocks import Channels, KeyBlocks, Position, Tiles, tile_rows
+from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
     store_rows,
     sync_warpgroup,
-    take_bits,
 )
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/measured_facts.md).
 L2_SHARE = 24 * 1024 * 1024
-
-
-class Channels(NamedTuple):
-    """How the roles of a CTA hand things on (see the top of this file)."""
-
-    q: Channel
-    k: Channel
-    v: Channel
-    bits: Channel
-    ring: WorkRing
-    walk: WalkRing
-
-
-class Tiles(NamedTuple):
-    """What lies in shared memory: operands with stages, a word per key stage, one bit tile, and for
-    each 32 rows of it a word that is 0 where they see nothing."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    words: cute.Tensor
-    bits: cute.Tensor
-    seen: cute.Tensor
 
 
 class FlashAttentionForwardSm90:
@@ -367,7 +332,8 @@ class FlashAttentionForwardSm90:
         plan = self.plan
         share = Share.create(painter, plan.num_painters, plan.tile_m, wgmma.COLUMNS)
         rules = self._rules(masks, lengths)
-        seen = tiles.seen if const_expr(self._may_pass_over(masks)) else None
+        passes_over = plan.passes_over and self._can_be_cut(masks)
+        seen = tiles.seen if const_expr(passes_over) else None
         paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, seen)
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
@@ -387,150 +353,44 @@ class FlashAttentionForwardSm90:
         masks: MaskArgs,
     ):
         """MMA warpgroup: 64 query rows of every work tile."""
-        plan = self.plan
-        ring = channels.ring
-        mma_qk, mma_pv = plan.mma_qk(), plan.mma_pv()
-        tSrQ, tSrK = wgmma.operand_a(mma_qk, tiles.q), wgmma.operand_b(mma_qk, tiles.k)
-        tOrV = wgmma.operand_b(mma_pv, tiles.v)
-        first_S = wgmma.make_accumulator(plan.tile_n)
-        acc_O = wgmma.make_accumulator(plan.tile_dv)
-        probs = cute.make_rmem_tensor(cute.size(first_S) // 2, Int32)
-        tOrP = wgmma.as_operand_a(cute.recast_tensor(probs, plan.dtype))
-        traits = ScoreModTraits(computes_functions=False, factor=1.0)
-        if const_expr(self.score_mod is not None):
-            traits = ScoreModTraits.of(self.score_mod, masks.aux_tensors)
-        has_cap = score_args.scales.cap is not None
-        softmax = OnlineSoftmax.create(
-            score_args.scales.scale_log2 * traits.factor,
-            wgmma.ROWS_PER_THREAD,
-            plan.dtype,
-            QuadRows(uses_polynomial=has_cap or traits.computes_functions),
+        plan, ring = self.plan, channels.ring
+        blocks = KeyBlocks.create(
+            plan,
+            self.score_mod,
+            self._can_be_cut(masks),
+            tiles,
+            channels,
+            score_args,
+            masks.aux_tensors,
         )
-
-        issue_scores = partial(self._issue_scores, channels, mma_qk, tSrQ, tSrK)
-        first_scores = partial(self._first_scores, channels, issue_scores, first_S)
-        first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        bits_of = partial(take_bits, tiles.bits, channels.bits, first_row)
-        modifies = self.score_mod is not None or score_args.scales.cap is not None
-        policy = plan.policy(modifies)
-        # 1, since grids are one-dimensional, but the compiler does not know that
-        opaque_one = Int32(cute.arch.grid_dim()[2])
-        places_of = partial(self._places, ring, opaque_one - 1)
-        modify = partial(self._modify, score_args.scales, masks.aux_tensors, traits.factor)
-        replay = partial(self._replay, tiles, channels, opaque_one)
-        may_pass_over = self._may_pass_over(masks)
-        # the work tile, the key/value block and the cut block at hand, numbered from 0
-        tile, block, cut = Int32(0), Int32(0), Int32(0)
-        self._first_turn()
+        first_S = wgmma.make_accumulator(plan.tile_n)
+        # P of a block; steps over whole blocks use both in turns
+        probs, other_probs = blocks.make_probs(), blocks.make_probs()
+        tile, at = Int32(0), Position.start()
+        blocks.first_turn()
         is_valid = ring.wait(tile)
-        first_scores(tile, block, is_valid)
+        self._first_scores(blocks, first_S, tile, at.block, is_valid)
         while is_valid:
-            word = tiles.words[channels.k.index(block)]
-            scores = wgmma.rows_by_cols(first_S)
-            if const_expr(self.score_mod is None):
-                modify(None, scores)
-            elif ring.read(tile).has_scores:
-                # a sequence without queries or keys has no position to ask about
-                modify(places_of(tile, word, True), scores)
-            sees = Boolean(True)
-            if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
-                channels.bits.wait(cut)
-                if const_expr(may_pass_over):
-                    sees = self._sees(tiles)
-                bit_tile.hide_unset(scores, bits_of(cut, Boolean(True)))
-                cut += 1
-            channels.k.release(block)
-            if sees:
-                softmax.start(scores)
-                softmax.accumulate(scores)
-                wgmma.round_pairs(probs, first_S, plan.dtype)
-            else:
-                softmax.clear()
-                probs.fill(0)
+            at, following = blocks.first(tile, at, first_S, probs)
             if const_expr(plan.share_qo and plan.overlaps_tiles):  # noqa: SIM102 (while tracing)
                 # by now the previous tile's output has left its query's place
                 if tile > 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channels.q.release(tile - 1)
-            accumulate = Boolean(False)
-            # key blocks passed over since the one whose probabilities are at hand
-            passed = Int32(0)
-            # whether fills that will be needed next are known to be there
-            is_k_full, is_v_full, are_bits_full = (Boolean(False) for _ in range(3))
-            following = word & KIND_MASK
             # The same loop for blocks that are cut and for others: one that asked every block would
             # have one branch more while P V is in flight, which ptxas answers by serialising all
             # products.
             while following != Kind.END:
-                for kind in self._kinds(masks):
+                for kind in blocks.kinds:
                     while following == kind:
-                        channels.k.wait_unless(is_k_full, block + 1)
-                        word = tiles.words[channels.k.index(block + 1)]
-                        multiplies = True
-                        if const_expr(kind == Kind.CUT and may_pass_over):
-                            channels.bits.wait_unless(are_bits_full, cut)
-                            are_bits_full = Boolean(True)
-                            # P V is due where this block's values need its stage: the next keys
-                            # come after them
-                            multiplies = self._sees(tiles) | (passed + 1 == plan.stages_kv)
-                        # no product is in flight at this branch, or ptxas would serialise all
-                        if multiplies:
-                            bits = None
-                            if const_expr(kind == Kind.CUT):
-                                bits = bits_of(cut, are_bits_full)
-                                cut += 1
-                            self._wait_turn()
-                            # a tensor of its own: one that lived on across the loops would cost as
-                            # many registers again
-                            acc_S = wgmma.make_accumulator(plan.tile_n)
-                            fresh_probs = cute.make_rmem_tensor(probs.layout, Int32)
-                            issue_scores(acc_S, tile, block + 1)
-                            # before a wait, so that what a score_mod makes of them can be, too
-                            places = places_of(tile, word, kind == Kind.CUT)
-                            channels.v.wait_unless(is_v_full, block - passed)
-                            v_tile = tOrV[None, None, None, channels.v.index(block - passed)]
-                            wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
-                            self._pass_turn()
-                            warpgroup.wait_group(1)
-                            if const_expr(policy != MaxPolicy.REPLAY):
-                                channels.k.release(block + 1)
-                            scores = wgmma.rows_by_cols(acc_S)
-                            modify(places, scores)
-                            if const_expr(kind == Kind.CUT):
-                                bit_tile.hide_unset(scores, bits)
-                            may_be_first = kind == Kind.CUT and may_pass_over
-                            replay_block = partial(replay, tile, block, bits)
-                            factors = self._exponentials(
-                                policy, may_be_first, softmax, scores, fresh_probs, replay_block
-                            )
-                            if const_expr(policy == MaxPolicy.REPLAY):
-                                channels.k.release(block + 1)
-                            # asked now, as the answer takes a while
-                            is_k_full = channels.k.is_full(block + 2)
-                            is_v_full = channels.v.is_full(block + 1)
-                            if const_expr(kind == Kind.CUT):
-                                are_bits_full = channels.bits.is_full(cut)
-                            # The wait stands behind a branch, with a copy inside it, because ptxas
-                            # moves it up to the start of its basic block: above the exponentials
-                            # that should overlap P V.
-                            if softmax_math.differ_from_one(factors):
-                                warpgroup.wait_group(0)
-                                softmax_math.rescale(wgmma.rows_by_cols(acc_O), factors)
-                            warpgroup.wait_group(0)
-                            self._release_values(channels, block, passed)
-                            if const_expr(policy == MaxPolicy.SEARCH):
-                                wgmma.round_pairs(probs, acc_S, plan.dtype)
-                            else:
-                                wgmma.copy_words(probs, fresh_probs, opaque_one)
-                            accumulate = Boolean(True)
-                            passed = Int32(0)
+                        if const_expr(not blocks.alternates(kind)):
+                            at, following = blocks.step(kind, tile, at, probs, probs)
                         else:
-                            self._pass_over(channels, block + 1, cut, passed)
-                            is_k_full, are_bits_full = Boolean(False), Boolean(False)
-                            cut += 1
-                            passed += 1
-                        block += 1
-                        following = word & KIND_MASK
+                            at, following = blocks.step(kind, tile, at, probs, other_probs)
+                            if following == kind:
+                                at, following = blocks.step(kind, tile, at, other_probs, probs)
+                            else:
+                                wgmma.copy_words(probs, other_probs, blocks.opaque_one)
 
             # the last P V of this tile, and with it the first S of the next
             next_is_valid = ring.wait(tile + 1)
@@ -538,101 +398,62 @@ class FlashAttentionForwardSm90:
                 # before the turn: another warpgroup may wait, in its own, for the query that takes
                 # this one's place
                 channels.q.release(tile)
-            channels.v.wait_unless(is_v_full, block - passed)
-            self._wait_turn()
-            v_tile = tOrV[None, None, None, channels.v.index(block - passed)]
-            wgmma.issue(mma_pv, acc_O, tOrP, v_tile, accumulate)
+            blocks.wait_for_values(at)
+            blocks.wait_turn()
+            blocks.issue_values(probs, at)
             if const_expr(plan.overlaps_tiles):
-                self._issue_next_scores(channels, issue_scores, first_S, tile, block, next_is_valid)
-            self._pass_turn()
+                self._issue_next_scores(blocks, first_S, tile, at.block, next_is_valid)
+            blocks.pass_turn()
             warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
-            self._release_values(channels, block, passed)
+            blocks.release_values(at)
             work = ring.read(tile)
             if const_expr(lengths.cu_seqlens_k is not None):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
                     # what was loaded is a row of a neighbour
-                    acc_O.fill(0.0)
+                    blocks.acc_O.fill(0.0)
             o_stage = mma_warpgroup_idx()
             if const_expr(plan.share_qo):
                 o_stage += channels.q.index(tile) * plan.num_mma_warpgroups
             sO = tiles.o[None, None, o_stage]
-            self._epilogue(operands, sO, acc_O, softmax, mLSE, lengths, score_args.sink, work)
+            self._epilogue(operands, sO, blocks, mLSE, lengths, score_args.sink, work)
             ring.release(tile)
+            at = at.next_tile()
             if const_expr(plan.overlaps_tiles):
                 warpgroup.wait_group(0)
             else:
                 # the output has left, and with it the query's last reader
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 channels.q.release(tile)
-                first_scores(tile + 1, block + 1, next_is_valid)
+                self._first_scores(blocks, first_S, tile + 1, at.block, next_is_valid)
             tile += 1
-            block += 1
             is_valid = next_is_valid
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def _kinds(self, masks: MaskArgs) -> tuple[Kind, ...]:
-        """What blocks after a walk's first may be."""
+    def _can_be_cut(self, masks: MaskArgs) -> bool:
+        """Whether blocks after a walk's first may be cut."""
         callables = (self.score_mod, self.mask_mod)
         lists = (masks.columns, masks.bits, masks.stored)
-        can_cut = (self.is_causal, self.is_local, *callables, *lists)
-        has_cut = any(x is not None and x is not False for x in can_cut)
-        return (Kind.CUT, Kind.WHOLE) if has_cut or not self.skip_blocks else (Kind.WHOLE,)
-
-    def _may_pass_over(self, masks: MaskArgs) -> bool:
-        """Whether warpgroups pass over blocks; not where a walk's first block alone may be cut."""
-        return self.plan.passes_over and Kind.CUT in self._kinds(masks)
-
-    def _sees(self, tiles: Tiles) -> Boolean:
-        """Whether a row of this warpgroup sees a key of the block whose bits have arrived."""
-        first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
-        return (tiles.seen[first] | tiles.seen[first + 1]) != 0
+        cutters = (self.is_causal, self.is_local, *callables, *lists)
+        return not self.skip_blocks or any(x is not None and x is not False for x in cutters)
 
     @cute.jit
-    def _pass_over(self, channels: Channels, block: Int32, cut: Int32, passed: Int32):
-        """Take key block `block`, which is cut, without a product, as `passed` before it were."""
-        cute.arch.sync_warp()
-        channels.bits.release(cut)
-        channels.k.release(block)
-        # the next warpgroup's turn comes from this one
-        self._wait_turn()
-        self._pass_turn()
-        if passed > 0:
-            # the values that go with the keys before these, which have come
-            channels.v.wait(block - 1)
-            channels.v.release(block - 1)
-
-    @cute.jit
-    def _release_values(self, channels: Channels, block: Int32, passed: Int32):
-        """Release the values of a complete P V, and those of `block` if it was passed over last.
-
-        `_pass_over` leaves them, because a tile's last values may come after the next query, which
-        waits for this tile's end.
-        """
-        channels.v.release(block - passed)
-        if passed > 0:
-            channels.v.wait(block)
-            channels.v.release(block)
-
-    def _issue_scores(self, channels: Channels, mma_qk, tSrQ, tSrK, acc_S, tile, block):
-        """Start S = Q K^T of this warpgroup's rows of a work tile and a key block."""
-        q_stage = channels.q.index(tile) * self.plan.num_mma_warpgroups + mma_warpgroup_idx()
-        q_tile = tSrQ[None, None, None, q_stage]
-        k_tile = tSrK[None, None, None, channels.k.index(block)]
-        wgmma.issue(mma_qk, acc_S, q_tile, k_tile, False)
-
-    @cute.jit
-    def _first_scores(self, channels, issue_scores, acc_S, tile, block, is_valid: Boolean):
+    def _first_scores(
+        self, blocks: KeyBlocks, acc_S: cute.Tensor, tile: Int32, block: Int32, is_valid: Boolean
+    ):
         """S of a work tile's first key block, with nothing to overlap it."""
         # gives the registers a value on the other path, so that they need not live on from before
         acc_S.fill(0.0)
         if is_valid:
-            channels.q.wait(tile)
-            channels.k.wait(block)
-            issue_scores(acc_S, tile, block)
+            blocks.channels.q.wait(tile)
+            blocks.take_query(tile)
+            blocks.channels.k.wait(block)
+            blocks.issue_scores(acc_S, tile, block)
             warpgroup.wait_group(0)
 
     @cute.jit
-    def _issue_next_scores(self, channels, issue_scores, acc_S, tile, block, is_valid: Boolean):
+    def _issue_next_scores(
+        self, blocks: KeyBlocks, acc_S: cute.Tensor, tile: Int32, block: Int32, is_valid: Boolean
+    ):
         """Issue S of the next tile's first key block.
 
         Where there is no next tile the product is issued all the same, for nothing, on this tile's
@@ -641,125 +462,34 @@ class FlashAttentionForwardSm90:
         if is_valid:
             tile += 1
             block += 1
-            channels.q.wait(tile)
-            channels.k.wait(block)
-        issue_scores(acc_S, tile, block)
-
-    @cute.jit
-    def _exponentials(
-        self,
-        policy: cutlass.Constexpr[MaxPolicy],
-        may_be_first: cutlass.Constexpr[bool],
-        softmax: OnlineSoftmax,
-        scores: cute.Tensor,
-        fresh_probs: cute.Tensor,
-        replay: Callable[[], ScoreReplay],
-    ) -> tuple:
-        """Probabilities of a block's scores, and their sums.
-
-        They are left in the words of fresh_probs, with MaxPolicy.SEARCH in place of the scores.
-        may_be_first: rows may well have seen nothing before this block. Returns the factor per row
-        for what was accumulated before.
-        """
-        factors = (Float32(1.0), Float32(1.0))
-        if const_expr(policy == MaxPolicy.SEARCH):
-            tile_max = softmax.tile_max(scores)
-            is_old = softmax.outgrown(tile_max)
-            if softmax_math.any_in_warp(is_old):
-                factors = softmax.renew(tile_max, is_old)
-            softmax.accumulate(scores)
-        else:
-            keep_probs = partial(wgmma.keep_pair, fresh_probs, self.plan.dtype)
-            if const_expr(policy == MaxPolicy.REPLAY or may_be_first):
-                is_first = softmax.unseen()
-                if softmax_math.any_in_warp(is_first):
-                    softmax.renew(softmax.tile_max(scores), is_first)
-            sums = softmax.exponentials(scores, keep_probs)
-            is_old = softmax.overflowed(sums)
-            if softmax_math.any_in_warp(is_old):
-                if const_expr(policy == MaxPolicy.REPLAY):
-                    factors, sums = replay().renew(softmax, is_old, sums, fresh_probs)
-                else:
-                    factors = softmax.renew(softmax.tile_max(scores), is_old)
-                    sums = softmax.exponentials(scores, keep_probs)
-            softmax.add(sums)
-        return factors
-
-    def _replay(self, tiles: Tiles, channels: Channels, opaque_one, tile, block, bits):
-        """How to compute the scores of the key block after `block` once more."""
-        q_stage = channels.q.index(tile) * self.plan.num_mma_warpgroups + mma_warpgroup_idx()
-        sK = tiles.k[None, None, channels.k.index(block + 1)]
-        return ScoreReplay(tiles.q[None, None, q_stage], sK, bits, opaque_one, self.plan.dtype)
-
-    @cute.jit
-    def _modify(
-        self,
-        scales: ScoreScales,
-        aux_tensors,
-        factor: cutlass.Constexpr[float],
-        places: tuple | None,
-        scores: cute.Tensor,
-    ):
-        """Soft-cap the scores of a key block, and let score_mod have them, with their `places`."""
-        if const_expr(scales.cap is not None):
-            for i in cutlass.range_constexpr(cute.size(scores)):
-                scores[i] = scales.bounded(scores[i])
-        if const_expr(self.score_mod is not None):
-            rows, k_idx_of = places
-            for r, row in enumerate(rows):
-                modify_row(
-                    self.score_mod, scores, r, scales.scale_mod, row, k_idx_of, aux_tensors, factor
-                )
-
-    def _places(self, ring: WorkRing, opaque_zero: Int32, tile, word, is_cut: bool) -> tuple | None:
-        """Where the rows of a thread's scores lie, and the key of a column as a function.
-
-        None where nobody asks. Rows and keys past the end are in cut blocks only.
-        """
-        if self.score_mod is None:
-            return None
-        work, n_block = ring.read(tile), word >> N_BLOCK_SHIFT
-        rows, heads = self._tile_rows(work, thread_in_warpgroup()), self.plan.packed_heads
-        first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
-        places = [RowPlace.of(work, row, heads) for row in rows]
-        if is_cut:
-            return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)
-        q_after, k_after = at_plain_distances(rows[0] // heads, first_k_idx, opaque_zero)
-        places = [
-            place._replace(q_idx=q_after(wgmma.row_offset(r) // heads))
-            for r, place in enumerate(places)
-        ]
-        return places, lambda c: k_after(wgmma.col_offset(c))
-
-    def _tile_rows(self, work: Work, thread: Int32):
-        """Rows of the sequence (of its packed rows) that a thread's accumulator holds."""
-        first = work.block * self.plan.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
+            blocks.channels.q.wait(tile)
+            blocks.take_query(tile)
+            blocks.channels.k.wait(block)
+        blocks.issue_scores(acc_S, tile, block)
 
     @cute.jit
     def _epilogue(
         self,
         operands: tma.Operands,
         sO: cute.Tensor,
-        acc_O: cute.Tensor,
-        softmax: OnlineSoftmax,
+        blocks: KeyBlocks,
         mLSE: cute.Tensor | None,
         lengths: Lengths,
         mSink: cute.Tensor | None,
         work: Work,
     ):
         """Scale the accumulator, store it (by way of sO) and the LSE of this warpgroup's rows."""
-        plan = self.plan
+        plan, acc_O = self.plan, blocks.acc_O
         thread = thread_in_warpgroup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rows = self._tile_rows(work, thread)
+        rows = tile_rows(plan, work, thread)
         q_idx = tuple(row // plan.packed_heads for row in rows)
         heads = tuple(work.head_idx * plan.packed_heads + row % plan.packed_heads for row in rows)
         sinks = None
         if const_expr(mSink is not None):
             sinks = tuple(mSink[head].to(Float32) for head in heads)
         output = wgmma.rows_by_cols(acc_O)
-        for r, (factor, lse) in enumerate(softmax.finalize(sinks)):
+        for r, (factor, lse) in enumerate(blocks.softmax.finalize(sinks)):
             if const_expr(lengths.seqused_q is not None):
                 used = q_idx[r] < work.seqlen_q
                 lse = cutlass.select_(used, lse, -Float32.inf)
@@ -789,23 +519,3 @@ class FlashAttentionForwardSm90:
             dst, src = tma.tile_of(operands.o_atom, gO, first, (plan.row_tile, plan.tile_dv), sO)
             cute.copy(operands.o_atom, src, dst)
             cute.arch.cp_async_bulk_commit_group()
-
-    # Turns: a warpgroup issues its products after the one before it has issued, in a circle.
-    @cute.jit
-    def _first_turn(self):
-        if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
-            self._pass_turn()
-
-    def _wait_turn(self):
-        cute.arch.barrier(
-            barrier_id=Barrier.TURN + mma_warpgroup_idx(),
-            number_of_threads=2 * THREADS_PER_WARPGROUP,
-        )
-
-    def _pass_turn(self):
-        warpgroup_idx = mma_warpgroup_idx()
-        is_last = warpgroup_idx == self.plan.num_mma_warpgroups - 1
-        following = cutlass.select_(is_last, Int32(0), warpgroup_idx + 1)
-        cute.arch.barrier_arrive(
-            barrier_id=Barrier.TURN + following, number_of_threads=2 * THREADS_PER_WARPGROUP
-        )

@@ -24,7 +24,7 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.masks.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
-from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
+from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, WORDS_PER_STEP
 
 # what a thread needs besides the fragments of S, P and O, or ptxas serialises the products
 SCALAR_REGISTERS = 28
@@ -36,6 +36,9 @@ PAINTER_REGISTERS = 56
 # Scores are computed again up to this head_dim_v. Above, products bound a block, not exponentials:
 # nothing gained at 128 (docs/measured_facts.md), and registers spill.
 REPLAYED_DIM = 64
+# Columns of the query are kept in registers at this head_dim_v, where that was timed; with 96 and
+# 256 columns registers spill.
+KEPT_QUERY_DIM = 128
 
 
 class Barrier(IntEnum):
@@ -146,6 +149,24 @@ class FwdPlan:
         return MaxPolicy.REPLAY if replays else MaxPolicy.SEARCH
 
     @property
+    def query_steps(self) -> int:
+        """Steps of 16 columns of its query that a warpgroup keeps in the registers that are left.
+
+        S reads so much less of shared memory then, and what that takes of the GPU's power is left
+        to the products.
+        """
+        if not self.keeps_scores or self.painter_warpgroup or self.tile_dv != KEPT_QUERY_DIM:
+            return 0
+        left = self.mma_registers - self.registers_needed - self.tile_n // 4
+        return min(left // WORDS_PER_STEP, self.tile_d // 16)
+
+    @property
+    def polynomial_share(self) -> int:
+        """How many of 16 exponentials go by a polynomial where scores are modified by functions:
+        the fewer, the longer products take."""
+        return 2 if self.tile_dv <= REPLAYED_DIM else 1
+
+    @property
     def registers_needed(self) -> int:
         """Registers of a thread that multiplies: fragments of S, P and O, and scalars."""
         return self.tile_n // 2 + self.tile_n // 4 + self.tile_dv // 2 + SCALAR_REGISTERS
@@ -248,7 +269,10 @@ class FwdPlan:
             return f"{self.registers_needed} registers a thread exceed {self.mma_registers}"
         return None
 
-    def mma_qk(self) -> cute.TiledMma:
+    def mma_qk(
+        self, source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM
+    ) -> cute.TiledMma:
+        """S = Q K^T; source: of Q."""
         return hopper.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -257,6 +281,7 @@ class FwdPlan:
             cutlass.Float32,
             (1, 1, 1),
             (ROWS_PER_WARPGROUP, self.tile_n),
+            source,
         )
 
     def mma_pv(self) -> cute.TiledMma:

@@ -136,3 +136,14 @@ def load_rows(
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposes, 4), operand.element_type)
     load = cute.make_tiled_copy_A(atom, tiled_mma).get_slice(thread_in_warpgroup())
     cute.copy(atom, load.partition_S(smem), load.retile(operand))
+
+
+def keep_columns(words: cute.Tensor, tiled_mma: cute.TiledMma, smem: cute.Tensor) -> None:
+    """Take the first columns of a (64, d) tile into the words of a register operand A of
+    `tiled_mma`, as many as there are words for."""
+    per_step = wgmma.WORDS_PER_STEP
+    for step in range(cute.size(words) // per_step):
+        part = cute.make_tensor(words.iterator + step * per_step, cute.make_layout(per_step))
+        operand = wgmma.words_as_operand_a(part, smem.element_type)
+        columns = cute.local_tile(smem, (wgmma.ROWS_PER_WARPGROUP, 16), (0, step))
+        load_rows(columns, tiled_mma, operand)

@@ -14,11 +14,18 @@ from flash_mask_cute.core.softmax import round_pair
 
 ROWS_PER_WARPGROUP = 64
 ROWS_PER_THREAD = 2
+# of a thread, for 64 rows by 16 columns of an operand A in registers
+WORDS_PER_STEP = 4
 
 
 def make_accumulator(n: int) -> cute.Tensor:
     """fp32 accumulator of a 64 x n product."""
     return cute.make_rmem_tensor(((2, 2, n // 8), 1, 1), Float32)
+
+
+def make_operand_words(num_steps: int) -> cute.Tensor:
+    """Words of a register operand A, 64 rows by 16 columns a step (`words_as_operand_a`)."""
+    return cute.make_rmem_tensor(num_steps * WORDS_PER_STEP, Int32)
 
 
 def num_cols(acc: cute.Tensor) -> int:

@@ -115,12 +115,19 @@ VARIANTS = {
 }
 
 
-def check_code(facts: str, meta: dict[str, Any], counts: dict[str, int]) -> None:
+# What a score_mod computes with competes for registers with the second set of P: a few words that a
+# step reads once are spilled, and it is faster for it (docs/measured_facts.md, 2026-11-22, ALiBi).
+SPILLED_BESIDE_A_SCORE_MOD = 32
+
+
+def check_code(
+    facts: str, meta: dict[str, Any], counts: dict[str, int], most_spilled: int = 0
+) -> None:
     """Nothing spilled, nothing that ptxas warns of, and shared memory that there is."""
-    assert meta["spill_bytes"] == 0, facts
+    assert meta["spill_bytes"] <= most_spilled, facts
     assert not meta["warnings"], facts
     assert meta["smem_bytes"] <= 232448, facts
-    if counts:
+    if counts and not most_spilled:
         assert "LDL" not in counts and "STL" not in counts, facts
 
 
@@ -152,17 +159,19 @@ def mods_of(name: str) -> tuple[dict[str, Any], Mods]:
 def test_masks_compile_well(name: str, tmp_path: Path) -> None:
     fields, mods = mods_of(name)
     meta, counts = build(replace(PLAIN, **fields), tmp_path, mods)
-    check_code(f"{name}: {meta}, {counts}", meta, counts)
+    most_spilled = SPILLED_BESIDE_A_SCORE_MOD if mods.score_mod else 0
+    check_code(f"{name}: {meta}, {counts}", meta, counts, most_spilled)
 
 
 def test_scores_that_are_equally_far_apart_share_their_bias(tmp_path: Path) -> None:
-    """A thread's 64 scores of a whole block have 34 distances, and as many are converted."""
+    """A thread's 64 scores of a whole block have 34 distances, and as many are converted; the code
+    has two whole blocks."""
     fields, mods = mods_of("score")
     _, counts = build(replace(PLAIN, **fields), tmp_path, mods)
     if not counts:
         pytest.skip("nothing here can read machine code")
     first_block = cut_block = 64
-    assert counts["I2FP"] < first_block + cut_block + 40, counts
+    assert counts["I2FP"] < first_block + cut_block + 2 * 40, counts
 
 
 BLACKWELL = {
@@ -336,9 +345,9 @@ def test_a_number_that_multiplies_the_score_joins_its_scale(tmp_path: Path) -> N
     "fields, mod, share",
     [
         ({}, None, 0),
-        ({"has_softcap": True}, None, 16),
-        ({"is_causal": True}, bounded, 16),
-        ({"aux": (("float32", 1),)}, powered, 16),
+        ({"has_softcap": True}, None, 4),
+        ({"is_causal": True}, bounded, 4),
+        ({"aux": (("float32", 1),)}, powered, 4),
         ({}, slowly_bounded, 0),
         # its exponential is of the head, not of the score
         ({}, SCORE_MODS["alibi"].cute, 0),
@@ -348,7 +357,7 @@ def test_a_number_that_multiplies_the_score_joins_its_scale(tmp_path: Path) -> N
 def test_exponentials_by_polynomial_beside_functions_of_scores(
     fields: dict[str, Any], mod: Any, share: int, tmp_path: Path
 ) -> None:
-    """A quarter of a thread's 64 on Hopper."""
+    """A sixteenth of a thread's 64 on Hopper, at this head dimension."""
     key = callable_key(mod) if mod is not None else None
     problem = replace(PLAIN, score_mod=key, **fields)
     tiles = select_fwd_config(problem, shapes_of(problem), override=FwdConfig(128, 128)).tiles
@@ -356,10 +365,11 @@ def test_exponentials_by_polynomial_beside_functions_of_scores(
         options = f"--keep-ptx --dump-dir={tmp_path}"
         compiled = build_fwd(problem, tiles, TARGET, Mods(score_mod=mod), options)
     rounded_down = cast(Any, compiled.function).__ptx__.count("add.rm.f32")
-    # the text has a block's exponentials up to five times: for a tile's first block, and for each
-    # kind of others, where they may be taken again
-    assert rounded_down in ((3 * share, 5 * share) if share else (0,))
-    assert compiled.meta["spill_bytes"] == 0 and not compiled.meta["warnings"]
+    # the text has a block's exponentials up to seven times: for a tile's first block, for one that
+    # is cut and for two whole ones, where they may be taken again
+    assert rounded_down in ((3 * share, 5 * share, 7 * share) if share else (0,))
+    is_alibi = mod is SCORE_MODS["alibi"].cute
+    check_code("", compiled.meta, {}, SPILLED_BESIDE_A_SCORE_MOD if is_alibi else 0)
 
 
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
