@@ -112,6 +112,14 @@ def test_skipping_changes_no_bit(simulator: ModuleType, case: Case) -> None:
     assert_close_to_oracle(*visiting, inputs)
 
 
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("num_blocks", range(2, 6))
+def test_whole_blocks_that_follow_each_other(simulator: ModuleType, num_blocks: int) -> None:
+    """Their P changes places from one to the next, and has to lie in the first one in the end."""
+    case = Case("whole", 1, 200, 128 * num_blocks, 1, 1, window_left=128 * num_blocks)
+    run_sim(simulator, make_inputs(case), seeds=(None, 1), config={"tile_m": 128, "tile_n": 128})
+
+
 # Blocks that only some warpgroups of a tile see: on the diagonal, at both sides of a window, and at
 # short documents, of which some hide more blocks in a row from a warpgroup than there are stages.
 OWN_ROWS_CASES = (
