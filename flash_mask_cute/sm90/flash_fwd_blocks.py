@@ -208,19 +208,21 @@ class KeyBlocks:
     def wait_for_values(self, at: Position) -> None:
         self.channels.v.wait_unless(at.knows_v, at.block - at.passed)
 
-    @cute.jit
-    def release_values(self, at: Position):
+    def release_values(self, at: Position) -> None:
         """Release the values of a complete P V, and those of the last block if it was passed over.
 
         `_pass_over` leaves these, because a tile's last values may come after the next query, which
         waits for this tile's end.
         """
-        channel = self.channels.v
-        channel.release(at.block - at.passed)
-        if const_expr(self.may_pass_over):  # noqa: SIM102 (decided while tracing)
-            if at.passed > 0:
-                channel.wait(at.block)
-                channel.release(at.block)
+        self.channels.v.release(at.block - at.passed)
+        if const_expr(self.may_pass_over):
+            self._release_passed(at)
+
+    @cute.jit
+    def _release_passed(self, at: Position):
+        if at.passed > 0:
+            self.channels.v.wait(at.block)
+            self.channels.v.release(at.block)
 
     def _query_stage(self, tile: Int32) -> Int32:
         stage = self.channels.q.index(tile)
@@ -358,12 +360,6 @@ class KeyBlocks:
         )
 
     @cute.jit
-    def _release_passed(self, at: Position):
-        if at.passed > 0:
-            self.channels.v.wait(at.block)
-            self.channels.v.release(at.block)
-
-    @cute.jit
     def _exponentials(
         self,
         may_be_first: cutlass.Constexpr[bool],
@@ -459,7 +455,7 @@ class KeyBlocks:
 
     @cute.jit
     def first_turn(self):
-        """Turns: a warpgroup issues its products after the one before it has, in a circle."""
+        """Begin the turns: a warpgroup issues its products after the one before it, in a circle."""
         if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
             self.pass_turn()
 
