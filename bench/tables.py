@@ -1,8 +1,9 @@
 """The rows of the paper's cases as tables: the layout of its Tables 4 to 9, and the README's.
 
-A figure of ours comes from the latest run that has it, or from one of the same commit that has the
-other direction as well; one of a peer from that same run where the run has it, else from the latest
-that does. Each line names its runs, by a letter. Only figures of one run may be compared.
+A figure of ours comes from the latest run that has it, with flash-attn-4's causal attention of that
+size beside it if any run does, or from one of the same commit that has the other direction as well;
+one of a peer from that same run where the run has it, else from the latest that does. Each line
+names its runs, by a letter. Only figures of one run may be compared.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Figures:
         }
         if not runs:
             return None
+        compared = self.by_run.get(f"{name.rpartition('-')[0]}-causal", {})
+        runs = {run: row for run, row in runs.items() if "fa4" in compared.get(run, {})} or runs
         latest = list(runs)[-1]
         other_way = name.removeprefix("bwd-") if name.startswith("bwd-") else f"bwd-{name}"
         others = self.by_run.get(other_way, {})

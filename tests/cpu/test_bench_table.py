@@ -104,6 +104,14 @@ def test_a_line_is_of_a_run_with_both_directions_if_the_commit_has_one() -> None
     assert tables.Figures(of_run("new", "abd", name)).of(way_back) == {}
 
 
+def test_a_line_is_of_a_run_with_its_reference_if_there_is_one() -> None:
+    name, causal = "mask-d64-8k-document", "mask-d64-8k-causal"
+    alone = row(name, "ours", "abd") | {"run": "alone"}
+    beside = [row(name, "ours") | {"run": "beside"}, row(causal, "fa4") | {"run": "beside"}]
+    assert tables.Figures([*beside, alone]).of(name)["ours"]["run"] == "beside"
+    assert tables.Figures([beside[0], alone]).of(name)["ours"]["run"] == "alone"
+
+
 def test_the_command_of_the_table() -> None:
     args = run.parse(["--table", "paper", "--ahead", "0"])
     assert args.names == paper.table_names() and args.peers == ("ours", "fa4")

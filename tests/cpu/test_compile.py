@@ -115,8 +115,8 @@ VARIANTS = {
 }
 
 
-# What a score_mod computes with competes for registers with the second set of P: a few words that a
-# step reads once are spilled, and it is faster for it (docs/measured_facts.md, 2026-11-22, ALiBi).
+# What a score_mod computes with competes for registers with the second set of P: a flag that a step
+# reads once is spilled, and ALiBi is faster all the same (docs/measured_facts.md, 2026-11-22).
 SPILLED_BESIDE_A_SCORE_MOD = 32
 
 
