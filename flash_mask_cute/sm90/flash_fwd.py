@@ -360,7 +360,7 @@ class FlashAttentionForwardSm90:
             self._can_be_cut(masks),
             tiles,
             channels,
-            score_args,
+            score_args.scales,
             masks.aux_tensors,
         )
         first_S = wgmma.make_accumulator(plan.tile_n)

@@ -30,7 +30,7 @@ from flash_mask_cute.core.mods import (
     modify_row,
 )
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT
-from flash_mask_cute.core.softmax import OnlineSoftmax, QuadRows, ScoreArgs, ScoreScales
+from flash_mask_cute.core.softmax import OnlineSoftmax, QuadRows, ScoreScales
 from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.masks import bit_tile
@@ -119,10 +119,10 @@ class KeyBlocks:
         can_be_cut: bool,
         tiles: Tiles,
         channels: Channels,
-        score_args: ScoreArgs,
+        scales: ScoreScales,
         aux_tensors: Any,
     ) -> "KeyBlocks":
-        scales, traits = score_args.scales, ScoreModTraits(computes_functions=False, factor=1.0)
+        traits = ScoreModTraits(computes_functions=False, factor=1.0)
         if score_mod is not None:
             traits = ScoreModTraits.of(score_mod, aux_tensors)
         computes_functions = scales.cap is not None or traits.computes_functions
