@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -327,24 +328,21 @@ def _resolve(
     if window_left is not None and (is_causal or window_right is not None):
         window = window_left + (window_right or 0) + 1
     block_size = resolved_masks.block_size
-    choice = select_fwd_config(
-        problem,
-        shapes,
-        settings.pack_gqa,
-        config,
-        window,
-        block_size,
-        resolved_masks.unpackable(shapes),
-        (target or _target_of(q)).family,
+    choose = partial(
+        select_fwd_config,
+        shapes=shapes,
+        pack_gqa=settings.pack_gqa,
+        override=config,
+        window=window,
+        block_size=block_size,
+        unpackable=resolved_masks.unpackable(shapes),
+        family=(target or _target_of(q)).family,
     )
+    choice = choose(problem)
     rows = tuple(q.shape[:-1])
     resolved = ResolvedFwd(
         shapes,
-        replace(
-            problem,
-            packed_heads=choice.packed_heads,
-            has_bits=block_size is not None and not choice.tiles.nest_in(block_size),
-        ),
+        problem,
         choice,
         _scale(settings, shapes),
         window_left,
@@ -352,9 +350,10 @@ def _resolve(
         float(settings.softcap),
         out_shape=(*rows, shapes.head_dim_v),
         lse_shape=(*rows[:-2], rows[-1], rows[-2]),
+        choose=choose,
         block_size=block_size,
     )
-    return resolved, resolved_masks
+    return resolved.with_choice(choice), resolved_masks
 
 
 def _problem(
@@ -418,14 +417,18 @@ def _resolve_bwd(
         wants_aux=wants_aux,
         deterministic=settings.deterministic,
     )
+    choose = partial(
+        select_bwd_config,
+        shapes.head_dim,
+        shapes.head_dim_v,
+        override=config,
+        seqlen_k=shapes.seqlen_k,
+        deterministic=settings.deterministic,
+    )
     resolved = ResolvedBwd(
         shapes,
         problem,
-        select_bwd_config(
-            *(shapes.head_dim, shapes.head_dim_v, problem.mask_kind, config),
-            seqlen_k=shapes.seqlen_k,
-            deterministic=settings.deterministic,
-        ),
+        choose(problem.mask_kind),
         _scale(settings, shapes),
         window_left,
         window_right,
@@ -433,6 +436,7 @@ def _resolve_bwd(
         has_dlse=extras.dlse is not None,
         sink_dtype=None if extras.dsink is None else dtype_name(extras.dsink.dtype),
         score_mod_bwd=mod_bwd,
+        choose=choose,
         block_size=resolved_masks.block_size,
     )
     return resolved, resolved_masks

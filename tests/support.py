@@ -304,6 +304,9 @@ STORED_CASES = (
         2, 129, 200, 4, 4, head_dim=64, mask_mod="documents", blocks=(64, 48),
     ),
     Case(
+        "stored-lists-d64", 1, 400, 400, 4, 4, head_dim=64, mask_mod="documents", blocks=(128, 128)
+    ),
+    Case(
         "stored-columns-bias",
         1, 255, 300, 4, 4, causal=True, column="stepped2", mask_mod="documents",
         score_mod="head_bias", blocks=(128, 128),

@@ -84,27 +84,43 @@ def choose_storing(
 ) -> tuple[ResolvedFwd, BitStoring | None]:
     """The call as its attention kernel has to see it, and how bits are stored for it, or None.
 
-    Compiles the callable where that is needed to know.
+    A kernel that reads answers may have other tiles than one that asks. Compiles the callable where
+    that is needed to know.
     """
-    problem, tiles = resolved.problem, resolved.choice.tiles
-    bit_tiles = BitTiles.of_queries(tiles.tile_m, tiles.tile_n)
-    storing = _choose(problem, resolved.shapes, bit_tiles, masks, target)
+    if _choose_fwd(resolved, masks, target) is None:
+        return resolved, None
+    reading = resolved.with_choice(resolved.choose(_without_callable(resolved.problem)))
+    storing = _choose_fwd(reading, masks, target)
     if storing is None:
         return resolved, None
-    of_attention = replace(_without_callable(problem), has_bits=False)
-    return replace(resolved, problem=of_attention), storing
+    of_attention = replace(_without_callable(reading.problem), has_bits=False)
+    return replace(reading, problem=of_attention), storing
+
+
+def _choose_fwd(resolved: ResolvedFwd, masks: ResolvedMasks, target: Target) -> BitStoring | None:
+    tiles = resolved.choice.tiles
+    bit_tiles = BitTiles.of_queries(tiles.tile_m, tiles.tile_n)
+    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, target)
 
 
 def choose_bwd_storing(
     resolved: ResolvedBwd, masks: ResolvedMasks, target: Target
 ) -> tuple[ResolvedBwd, BitStoring | None]:
     """As `choose_storing`, for a backward; its plans need the bits of logical blocks, too."""
-    problem, choice = resolved.problem, resolved.choice
-    bit_tiles = BitTiles.of_keys(choice.tiles.tile_m, choice.tile_n)
-    storing = _choose(problem, resolved.shapes, bit_tiles, masks, target)
+    if _choose_bwd(resolved, masks, target) is None:
+        return resolved, None
+    of_attention = _without_callable(resolved.problem)
+    reading = replace(resolved, choice=resolved.choose(of_attention.mask_kind))
+    storing = _choose_bwd(reading, masks, target)
     if storing is None:
         return resolved, None
-    return replace(resolved, problem=_without_callable(problem)), storing
+    return replace(reading, problem=of_attention), storing
+
+
+def _choose_bwd(resolved: ResolvedBwd, masks: ResolvedMasks, target: Target) -> BitStoring | None:
+    choice = resolved.choice
+    bit_tiles = BitTiles.of_keys(choice.tiles.tile_m, choice.tile_n)
+    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, target)
 
 
 def _without_callable(problem: AttentionProblem) -> AttentionProblem:

@@ -77,8 +77,9 @@ class BwdSettings(NamedTuple):
 class ResolvedBwd:
     """A call after validation and all decisions, before anything is compiled.
 
-    Window sides are None where they are open. block_size: that of block lists, (queries, keys).
-    sink_dtype: that of the sink whose gradient is asked for, a name of a torch dtype.
+    Window sides are None where they are open. sink_dtype: that of the sink whose gradient is asked
+    for, a name of a torch dtype. choose: the tiles of another `mask_kind` with the same arguments.
+    block_size: that of block lists, (queries, keys).
     """
 
     shapes: FwdShapes
@@ -91,6 +92,7 @@ class ResolvedBwd:
     has_dlse: bool
     sink_dtype: str | None
     score_mod_bwd: Callable[..., Any] | None
+    choose: Callable[[str], BwdChoice]
     block_size: tuple[int, int] | None = None
 
 

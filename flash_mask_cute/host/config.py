@@ -230,9 +230,16 @@ def _choose_tiles(
         and shapes.seqlen_k >= row.min_seqlen_k
         and (row.max_window is None or (window is not None and window <= row.max_window))
         and not (row.cta_pair and override is not None and override.cta_pair is False)
-        and (not row.for_lists or (block_size is not None and _of_row(row).nest_in(block_size)))
+        and (not row.for_lists or _takes_lists(row, problem, block_size))
     )
     return _fit(family, row, problem.head_dim, problem.head_dim_v, override)
+
+
+def _takes_lists(
+    row: FwdRow, problem: AttentionProblem, block_size: tuple[int, int] | None
+) -> bool:
+    """Whether a kernel with these tiles reads the lists as they are, and nothing but them."""
+    return block_size is not None and not problem.reads_bits and _of_row(row).nest_in(block_size)
 
 
 def _of_row(row: FwdRow) -> FwdTiles:

@@ -86,6 +86,13 @@ def explain_fwd(
 ) -> Explanation:
     """Explain a resolved call, compiling its kernel if need be."""
     notes = []
+    meta: dict[str, Any] = {}
+    storing = None
+    if resolved.problem.dtype in _COMPILED_DTYPES:
+        resolved, compiled, storing = compile_call(resolved, masks, target)
+        meta = dict(compiled.meta)
+    else:
+        notes.append(f"no kernel takes {resolved.problem.dtype}: such tensors run on the CPU only")
     work_tiles = full = cut = skipped = None
     lengths = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_q, extras.seqused_k)
     columns, lists = masks.column_mask, masks.block_lists
@@ -97,15 +104,9 @@ def explain_fwd(
         notes.append("tile counts are unknown: masks are on the device")
     else:
         work_tiles, full, cut, skipped = _count_tiles(resolved, extras, masks)
-    meta: dict[str, Any] = {}
     told = masks.describe(resolved.choice.tiles)
-    if resolved.problem.dtype in _COMPILED_DTYPES:
-        _, compiled, storing = compile_call(resolved, masks, target)
-        meta = dict(compiled.meta)
-        if storing is not None:
-            told += f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes"
-    else:
-        notes.append(f"no kernel takes {resolved.problem.dtype}: such tensors run on the CPU only")
+    if storing is not None:
+        told += f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes"
     if resolved.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
     return Explanation(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -57,8 +57,8 @@ class Settings(NamedTuple):
 class ResolvedFwd:
     """A call after validation and all decisions, before anything is compiled.
 
-    problem includes the packing; window sides are None where they are open. block_size: that of
-    block lists, (queries, keys).
+    problem includes the packing; window sides are None where they are open. choose: the tiles of
+    another problem with the same arguments. block_size: that of block lists, (queries, keys).
     """
 
     shapes: FwdShapes
@@ -70,7 +70,14 @@ class ResolvedFwd:
     softcap: float
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    choose: Callable[[AttentionProblem], FwdChoice]
     block_size: tuple[int, int] | None = None
+
+    def with_choice(self, choice: FwdChoice) -> ResolvedFwd:
+        """The call with these tiles, which decide on packing and on how it takes block lists."""
+        are_bits = self.block_size is not None and not choice.tiles.nest_in(self.block_size)
+        problem = replace(self.problem, packed_heads=choice.packed_heads, has_bits=are_bits)
+        return replace(self, problem=problem, choice=choice)
 
     def outputs(self, q: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
         """The caller's out and lse, or new ones that hold anything."""

@@ -16,7 +16,8 @@ class FwdRow(NamedTuple):
     closed on both sides, of at most so many keys. min_seqlen_q, min_seqlen_k: for at least so many
     queries and keys. cta_pair: a pair of CTAs, with a tile each, walks over the keys together.
     for_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
-    then reads the lists as they are, and no block is cut but by its own mask.
+    then reads the lists as they are, and no block is cut but by its own mask. Not where a mask_mod
+    has answered before: its bits are of tiles of any size.
     """
 
     max_dim: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -157,6 +158,33 @@ def test_bits_of_a_backward_are_by_key() -> None:
     assert storing is not None and storing.shape == (3, 5, 2, 128, 2)
     call, storing, *_ = choose_bwd(Case("head", 3, 300, 200, 4, 4, mask_mod="eviction"))
     assert storing is None and call.problem.mask_mod is not None
+
+
+def test_tiles_are_those_of_a_kernel_that_reads() -> None:
+    """At d=64 a kernel that asks has smaller ones, and so has one that only reads lists."""
+    blocks = {"block_sparse_tensors_torch": one_list(128)}
+    case = Case("reads", 1, 384, 384, 4, 4, head_dim=64, mask_mod="checks")
+    for keywords, has_lists in (({}, False), (blocks, True)):
+        call, storing = choose(case, **keywords)
+        assert (call.choice.tiles.tile_m, call.choice.tiles.tile_n) == (192, 128)
+        assert storing is not None and storing.shape == (1, 2, 3, 192, 4)
+        # the stored answers say what the bits of retiled lists would
+        assert (call.problem.has_lists, call.problem.has_bits) == (has_lists, False)
+    for asks in (replace(case, mask_mod="eviction"), replace(case, mask_mod=None)):
+        call, storing = choose(asks, **blocks)
+        assert storing is None and call.choice.tiles.tile_m == 128
+    call, storing, *_ = choose_bwd(case)
+    assert storing is not None and call.choice.tiles.tile_m == 128
+    call, storing, *_ = choose_bwd(replace(case, mask_mod="eviction"))
+    assert storing is None and call.choice.tiles.tile_m == 64
+
+
+def one_list(block: int) -> BlockSparseTensorsTorch:
+    """Partial blocks of 384 x 384 scores, all of them."""
+    num = 384 // block
+    counts = torch.full((1, 1, num), num, dtype=torch.int32)
+    indices = torch.arange(num, dtype=torch.int32).expand(1, 1, num, num).contiguous()
+    return BlockSparseTensorsTorch(counts, indices, block_size=(block, block))
 
 
 def test_what_the_backward_passes_on() -> None:

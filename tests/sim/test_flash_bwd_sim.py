@@ -127,8 +127,7 @@ def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
 
 @pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
 def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
-    config = {"tile_m": 128} if case.head_dim == 64 else None
-    run_sim(simulator, make_inputs(case), launches=4, config=config)
+    run_sim(simulator, make_inputs(case), launches=4)
 
 
 @pytest.mark.parametrize("seed", [11, 12])
