@@ -75,7 +75,7 @@ SM90_FWD = (
     ),
     FwdRow(
         *(64, 64, 192, 96, 4, 2, False),
-        "three warpgroups, with registers for scores and probabilities at once",
+        "three warpgroups, with registers for what a score_mod computes",
         masks=("score_mod",),
     ),
     FwdRow(

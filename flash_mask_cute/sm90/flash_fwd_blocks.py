@@ -5,8 +5,10 @@ docs/forward_sm90.md. A warpgroup has 64 query rows; P lies in words of two prob
 (`wgmma.round_pairs`), which are a register operand of P V.
 
 A step takes P of the block before from one tensor of words and leaves its own in another or in the
-same one. Another one needs no copy, but the code of a step twice, as registers have no index: it
-pays for whole blocks, of which many follow each other (`KeyBlocks.alternates`).
+same one. Where P V is complete before the exponentials begin, the same one is free
+(`FwdPlan.values_first`). Where they overlap, another one needs no copy, but the code of a step
+twice, as registers have no index: it pays for whole blocks, of which many follow each other
+(`KeyBlocks.alternates`).
 """
 
 from collections.abc import Callable
@@ -35,8 +37,7 @@ from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, Walk
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_fwd_plan import Barrier, FwdPlan, MaxPolicy
-from flash_mask_cute.sm90.score_replay import ScoreReplay
+from flash_mask_cute.sm90.flash_fwd_plan import Barrier, FwdPlan
 from flash_mask_cute.sm90.warpgroups import keep_columns, mma_warpgroup_idx, take_bits
 
 
@@ -158,10 +159,6 @@ class KeyBlocks:
         return wgmma.make_operand_words(self.plan.tile_n // 16)
 
     @property
-    def policy(self) -> MaxPolicy:
-        return self.plan.policy(self.score_mod is not None or self.scales.cap is not None)
-
-    @property
     def kinds(self) -> tuple[Kind, ...]:
         """What blocks after a walk's first may be."""
         return (Kind.CUT, Kind.WHOLE) if self.can_be_cut else (Kind.WHOLE,)
@@ -174,7 +171,8 @@ class KeyBlocks:
 
     def alternates(self, kind: Kind) -> bool:
         """Whether a step over such a block leaves P in other words than it takes."""
-        return kind == Kind.WHOLE and self.policy == MaxPolicy.KEEP
+        plan = self.plan
+        return kind == Kind.WHOLE and plan.keeps_scores and not plan.values_first
 
     # -- products -------------------------------------------------------------------------------
 
@@ -298,50 +296,59 @@ class KeyBlocks:
         probs: cute.Tensor,
         target: cute.Tensor,
     ) -> Position:
-        plan, channels, policy = self.plan, self.channels, self.policy
+        plan, channels = self.plan, self.channels
         block, cut, bits = at.block + 1, at.cut, None
         if const_expr(kind == Kind.CUT):
             bits = self._bits(cut, at.knows_bits)
             cut += 1
-        self.wait_turn()
         # tensors of their own: if they lived on from step to step, they would cost as many
         # registers again
-        acc_S = wgmma.make_accumulator(plan.tile_n)
-        fresh = target if const_expr(self.alternates(kind)) else self.make_probs()
-        self.issue_scores(acc_S, tile, block)
-        # before a wait, so that what a score_mod makes of them can be, too
-        places = self._places(tile, word, kind == Kind.CUT)
-        self.wait_for_values(at)
-        self.issue_values(probs, at)
-        self.pass_turn()
-        warpgroup.wait_group(1)
-        if const_expr(policy != MaxPolicy.REPLAY):
-            channels.k.release(block)
+        acc_S, fresh = wgmma.make_accumulator(plan.tile_n), target
+        if const_expr(plan.values_first):
+            self.wait_for_values(at)
+            self.wait_turn()
+            self.issue_values(probs, at)
+            self.issue_scores(acc_S, tile, block)
+            places = self._places(tile, word, kind == Kind.CUT)
+            self.pass_turn()
+            warpgroup.wait_group(0)
+            self.release_values(at)
+        else:
+            if const_expr(not self.alternates(kind)):
+                fresh = self.make_probs()
+            self.wait_turn()
+            self.issue_scores(acc_S, tile, block)
+            # before a wait, so that what a score_mod makes of them can be, too
+            places = self._places(tile, word, kind == Kind.CUT)
+            self.wait_for_values(at)
+            self.issue_values(probs, at)
+            self.pass_turn()
+            warpgroup.wait_group(1)
+        channels.k.release(block)
         scores = wgmma.rows_by_cols(acc_S)
         self._modify(places, scores)
         if const_expr(kind == Kind.CUT):
             bit_tile.hide_unset(scores, bits)
         may_be_first = kind == Kind.CUT and self.may_pass_over
-        replay = partial(self._replay, tile, block, bits)
-        factors = self._exponentials(may_be_first, scores, fresh, replay)
-        if const_expr(policy == MaxPolicy.REPLAY):
-            channels.k.release(block)
+        factors = self._exponentials(may_be_first, scores, fresh)
         # asked now, as the answer takes a while
         knows_k, knows_v = channels.k.is_full(block + 1), channels.v.is_full(block)
         knows_bits = at.knows_bits
         if const_expr(kind == Kind.CUT):
             knows_bits = channels.bits.is_full(cut)
-        # The wait stands behind a branch, with a copy inside it, because ptxas moves it up to the
-        # start of its basic block: above the exponentials that should overlap P V.
         if softmax_math.differ_from_one(factors):
-            warpgroup.wait_group(0)
+            if const_expr(not plan.values_first):
+                warpgroup.wait_group(0)
             softmax_math.rescale(wgmma.rows_by_cols(self.acc_O), factors)
-        warpgroup.wait_group(0)
-        self.release_values(at)
-        if const_expr(policy == MaxPolicy.SEARCH):
-            wgmma.round_pairs(target, acc_S, plan.dtype)
-        elif const_expr(not self.alternates(kind)):
-            wgmma.copy_words(target, fresh, self.opaque_one)
+        if const_expr(not plan.values_first):
+            # It stands behind a branch, with a copy inside it, because ptxas moves it up to the
+            # start of its basic block: above the exponentials that should overlap P V.
+            warpgroup.wait_group(0)
+            self.release_values(at)
+            if const_expr(not plan.keeps_scores):
+                wgmma.round_pairs(target, acc_S, plan.dtype)
+            elif const_expr(not self.alternates(kind)):
+                wgmma.copy_words(target, fresh, self.opaque_one)
         return Position(block, cut, Int32(0), Boolean(True), knows_k, knows_v, knows_bits)
 
     def _pass_over(self, at: Position) -> Position:
@@ -365,17 +372,16 @@ class KeyBlocks:
         may_be_first: cutlass.Constexpr[bool],
         scores: cute.Tensor,
         fresh_probs: cute.Tensor,
-        replay: Callable[[], ScoreReplay],
     ) -> tuple:
         """Probabilities of a block's scores, and their sums.
 
-        They are left in the words of fresh_probs, with MaxPolicy.SEARCH in place of the scores.
+        They are left in the words of fresh_probs where scores are kept, else in place of these.
         may_be_first: rows may well have seen nothing before this block. Returns the factor per row
         for what was accumulated before.
         """
-        policy, softmax = self.policy, self.softmax
+        softmax = self.softmax
         factors = (Float32(1.0), Float32(1.0))
-        if const_expr(policy == MaxPolicy.SEARCH):
+        if const_expr(not self.plan.keeps_scores):
             tile_max = softmax.tile_max(scores)
             is_old = softmax.outgrown(tile_max)
             if softmax_math.any_in_warp(is_old):
@@ -383,26 +389,17 @@ class KeyBlocks:
             softmax.accumulate(scores)
         else:
             keep_probs = partial(wgmma.keep_pair, fresh_probs, self.plan.dtype)
-            if const_expr(policy == MaxPolicy.REPLAY or may_be_first):
+            if const_expr(may_be_first):
                 is_first = softmax.unseen()
                 if softmax_math.any_in_warp(is_first):
                     softmax.renew(softmax.tile_max(scores), is_first)
             sums = softmax.exponentials(scores, keep_probs)
             is_old = softmax.overflowed(sums)
             if softmax_math.any_in_warp(is_old):
-                if const_expr(policy == MaxPolicy.REPLAY):
-                    factors, sums = replay().renew(softmax, is_old, sums, fresh_probs)
-                else:
-                    factors = softmax.renew(softmax.tile_max(scores), is_old)
-                    sums = softmax.exponentials(scores, keep_probs)
+                factors = softmax.renew(softmax.tile_max(scores), is_old)
+                sums = softmax.exponentials(scores, keep_probs)
             softmax.add(sums)
         return factors
-
-    def _replay(self, tile: Int32, block: Int32, bits: tuple | None) -> ScoreReplay:
-        """How to compute the scores of a key block once more."""
-        sQ = self.tiles.q[None, None, self._query_stage(tile)]
-        sK = self.tiles.k[None, None, self.channels.k.index(block)]
-        return ScoreReplay(sQ, sK, bits, self.opaque_one, self.plan.dtype)
 
     # -- scores ---------------------------------------------------------------------------------
 

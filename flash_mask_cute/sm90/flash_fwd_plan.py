@@ -6,7 +6,7 @@ static and cost nothing.
 """
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
@@ -33,9 +33,6 @@ MMA_REGISTERS = {2: (216, 232), 3: (152, 160), 4: (112,)}
 # the same beside a warpgroup of painters, and what that takes
 MMA_REGISTERS_BESIDE_PAINTERS = 208
 PAINTER_REGISTERS = 56
-# Scores are computed again up to this head_dim_v. Above, products bound a block, not exponentials:
-# nothing gained at 128 (docs/measured_facts.md), and registers spill.
-REPLAYED_DIM = 64
 # Columns of the query are kept in registers at this head_dim_v, where that was timed; with 96 and
 # 256 columns registers spill.
 KEPT_QUERY_DIM = 128
@@ -46,19 +43,6 @@ class Barrier(IntEnum):
 
     TURN = 1
     EPILOGUE = 5
-
-
-class MaxPolicy(Enum):
-    """When the exponentials of a block learn that the maximum in use is too old.
-
-    SEARCH: before, by the block's maximum, most of the latency besides them. KEEP: afterwards, by
-    their sum, with the scores still there. REPLAY: afterwards, by their sum; the scores whose place
-    they took are computed again (`score_replay.py`).
-    """
-
-    SEARCH = auto()
-    KEEP = auto()
-    REPLAY = auto()
 
 
 @dataclass(frozen=True)
@@ -125,13 +109,32 @@ class FwdPlan:
     def mma_registers(self) -> int:
         """The least that is enough for the products and `keeps_scores`: others want the rest."""
         choices = self._register_choices
-        needed = self.registers_needed + self.keeps_scores * (self.tile_n // 4)
+        needed = self.registers_needed + self.keeps_scores * self._registers_beside
         return next((n for n in choices if n >= needed), choices[-1])
 
     @property
+    def values_first(self) -> bool:
+        """Whether P V of a block is issued before S of the next, which then waits for both.
+
+        With two warpgroups S goes first, so that exponentials overlap P V. Three have others'
+        products for that, and do without a second P.
+        """
+        return self.num_mma_warpgroups > 2
+
+    @property
+    def _registers_beside(self) -> int:
+        """Registers for new probabilities beside those that P V reads."""
+        return 0 if self.values_first else self.tile_n // 4
+
+    @property
     def keeps_scores(self) -> bool:
-        """Whether registers hold scores and new probabilities beside those that P V reads."""
-        return self.registers_needed + self.tile_n // 4 <= self._register_choices[-1]
+        """Whether registers hold scores and new probabilities beside those that P V reads.
+
+        The exponentials of a block then learn afterwards, by their sum, that the maximum in use is
+        too old. Otherwise they take the place of the scores, and the block's maximum has to be
+        found before, most of the latency besides theirs.
+        """
+        return self.registers_needed + self._registers_beside <= self._register_choices[-1]
 
     @property
     def passes_over(self) -> bool:
@@ -140,13 +143,6 @@ class FwdPlan:
         Not with two: a block of which one of them sees something is seldom hidden from the other.
         """
         return self.num_mma_warpgroups > 2
-
-    def policy(self, modifies: bool) -> MaxPolicy:
-        """modifies: something changes scores between their product and the softmax."""
-        if self.keeps_scores:
-            return MaxPolicy.KEEP
-        replays = not modifies and self.tile_dv <= REPLAYED_DIM
-        return MaxPolicy.REPLAY if replays else MaxPolicy.SEARCH
 
     @property
     def query_steps(self) -> int:
@@ -157,14 +153,14 @@ class FwdPlan:
         """
         if not self.keeps_scores or self.painter_warpgroup or self.tile_dv != KEPT_QUERY_DIM:
             return 0
-        left = self.mma_registers - self.registers_needed - self.tile_n // 4
+        left = self.mma_registers - self.registers_needed - self._registers_beside
         return min(left // WORDS_PER_STEP, self.tile_d // 16)
 
     @property
     def polynomial_share(self) -> int:
         """How many of 16 exponentials go by a polynomial where scores are modified by functions:
         the fewer, the longer products take."""
-        return 2 if self.tile_dv <= REPLAYED_DIM else 1
+        return 2 if self.tile_dv <= 64 else 1
 
     @property
     def registers_needed(self) -> int:

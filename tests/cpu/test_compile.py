@@ -92,6 +92,9 @@ FEATURES = {
 MASKS: dict[str, dict[str, Any]] = {
     "columns-1-causal": {"intervals": (1, True), "is_causal": True},
     "columns-2": {"intervals": (2, False)},
+    "columns-1-causal-d64": {
+        "intervals": (1, True), "is_causal": True, "head_dim": 64, "head_dim_v": 64,
+    },
     "columns-4-d64": {"intervals": (4, False), "head_dim": 64, "head_dim_v": 64},
     "columns-varlen": {
         "intervals": (2, True), "is_causal": True, "varlen_q": True, "varlen_k": True,
@@ -118,6 +121,10 @@ VARIANTS = {
 # What a score_mod computes with competes for registers with the second set of P: a flag that a step
 # reads once is spilled, and ALiBi is faster all the same (docs/measured_facts.md, 2026-11-22).
 SPILLED_BESIDE_A_SCORE_MOD = 32
+# Three warpgroups with all of 64 x 128 scores leave the painters 32 registers, and these then spill
+# what they count blocks with. Nothing is spilled where a row's sum is checked before the next row's
+# exponentials, and most masks take 1 % longer (docs/measured_facts.md, 2026-11-22).
+SPILLED_BY_PAINTERS = 256
 
 
 def check_code(
@@ -131,12 +138,19 @@ def check_code(
         assert "LDL" not in counts and "STL" not in counts, facts
 
 
+def most_spilled_at(problem: AttentionProblem) -> int:
+    if problem.score_mod is not None:
+        return SPILLED_BESIDE_A_SCORE_MOD
+    is_masked = problem.mask_kind in ("causal", "other")
+    return SPILLED_BY_PAINTERS if is_masked and problem.head_dim == problem.head_dim_v == 64 else 0
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_compiles_well(name: str, tmp_path: Path) -> None:
     meta, counts = build(VARIANTS[name], tmp_path)
     facts = f"{name}: {meta}, {counts}"
     assert meta["registers"], facts
-    check_code(facts, meta, counts)
+    check_code(facts, meta, counts, most_spilled_at(VARIANTS[name]))
     if counts:
         assert counts["USETMAXREG"] == 2, facts
         assert counts["HGMMA"] and counts["UTMALDG"] and counts["UTMASTG"], facts
@@ -159,7 +173,7 @@ def mods_of(name: str) -> tuple[dict[str, Any], Mods]:
 def test_masks_compile_well(name: str, tmp_path: Path) -> None:
     fields, mods = mods_of(name)
     meta, counts = build(replace(PLAIN, **fields), tmp_path, mods)
-    most_spilled = SPILLED_BESIDE_A_SCORE_MOD if mods.score_mod else 0
+    most_spilled = most_spilled_at(replace(PLAIN, **fields))
     check_code(f"{name}: {meta}, {counts}", meta, counts, most_spilled)
 
 
