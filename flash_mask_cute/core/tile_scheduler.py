@@ -13,7 +13,7 @@ planning warp runs this; everyone else reads its decision from the ring (`work_r
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -52,6 +52,16 @@ class Search(NamedTuple):
     tiles_before: Int32
 
 
+class Claims(Protocol):
+    """How a CTA of several claims work tiles for all of them."""
+
+    def is_leader(self) -> Boolean:
+        """Whether this CTA claims."""
+
+    def share(self, number: Int32, claimed: Int32) -> Int32:
+        """Claim `number` of the leader, in all CTAs."""
+
+
 @dataclass(frozen=True)
 class TileScheduler:
     """Hands out the work tiles of a launch.
@@ -60,8 +70,8 @@ class TileScheduler:
     last_first: start with the last blocks, because their walks are the longest or the others have
     to wait for them.
     varlen: blocks per sequence differ.
-    ctas_per_tile: neighbouring CTAs that take tiles together, by turns only (no counter): a tile is
-    as many blocks for them, one for each.
+    ctas_per_tile: neighbouring CTAs that take tiles together: a tile is as many blocks for them, one
+    for each. claims: how one of them claims for all; without, such CTAs have no counter.
     """
 
     params: ScheduleParams
@@ -69,6 +79,7 @@ class TileScheduler:
     last_first: cutlass.Constexpr[bool]
     varlen: cutlass.Constexpr[bool]
     ctas_per_tile: cutlass.Constexpr[int] = 1
+    claims: Claims | None = None
 
     def start(self) -> Search:
         return Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
@@ -78,11 +89,21 @@ class TileScheduler:
         return block * self.ctas_per_tile + cute.arch.block_idx()[0] % self.ctas_per_tile
 
     @cute.jit
-    def advance(self, search: Search) -> Search:
-        """Claim the next tile; call it early, its index arrives later. Run by a whole warp."""
+    def advance(self, search: Search, number: Int32) -> Search:
+        """Claim the next tile; call it early, its index arrives later. Run by a whole warp.
+
+        number: how many tiles were claimed so before.
+        """
         ctas, _, _ = cute.arch.grid_dim()
         index = search.index + ctas // self.ctas_per_tile
-        if const_expr(self.counter is not None):
+        if const_expr(self.claims is not None):
+            claimed = Int32(0)
+            if self.claims.is_leader():  # noqa: SIM102
+                if cute.arch.lane_idx() == 0:
+                    claimed = cute.arch.atomic_add(self.counter.iterator, Int32(1))
+            claimed = self.claims.share(number, claimed)
+            index = ctas // self.ctas_per_tile + cute.arch.shuffle_sync(claimed, 0)
+        elif const_expr(self.counter is not None):
             claimed = Int32(0)
             if cute.arch.lane_idx() == 0:
                 claimed = cute.arch.atomic_add(self.counter.iterator, Int32(1))

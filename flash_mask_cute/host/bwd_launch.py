@@ -143,7 +143,7 @@ class BwdKernelLaunch:
         self._window_left = resolved.window_left
         self._window_right = resolved.window_right
         self._softcap = resolved.softcap if problem.has_softcap else None
-        self._mask_arguments = BwdMaskArguments(problem, choice.tile_n, resolved.block_size)
+        self._mask_arguments = BwdMaskArguments(problem, choice.walk_n, resolved.block_size)
         q, k, v, out, dout, _ = operands
         self._is_plain = tuple(x.is_contiguous() and tma_strides(x) is None for x in (q, k, v))
         self._copies_dout = not _can_be_read(dout)

@@ -62,7 +62,8 @@ class BwdConfig:
     output gradients in flight. stages_kv: key tiles in flight. All stages are 1 or 2.
     value_cols: columns of the values that stay in registers, a multiple of 16, or 0.
     skip_blocks: as in `FwdConfig`. clears_dq: the sums of dQ are cleared before, and all add to
-    them; otherwise who comes first stores (docs/backward_sm90.md).
+    them; otherwise who comes first stores (docs/backward_sm90.md). cta_pair: two CTAs with
+    neighbouring keys sum dQ together; for head_dim above 192, with clears_dq.
     """
 
     tile_m: int | None = None
@@ -72,6 +73,7 @@ class BwdConfig:
     value_cols: int | None = None
     skip_blocks: bool | None = None
     clears_dq: bool | None = None
+    cta_pair: bool | None = None
 
     @staticmethod
     def of(value: BwdConfig | Mapping[str, Any] | None) -> BwdConfig | None:
@@ -348,17 +350,19 @@ class BwdTiles:
     value_cols: int = 0
     skip_blocks: bool = True
     clears_dq: bool = False
+    cta_pair: bool = False
 
 
 @dataclass(frozen=True)
 class BwdChoice:
     """The tiles of a problem, what the kernel's plan says about them, and why they were chosen.
 
-    tile_n: keys of a work tile. tile_d: columns of the scratch memory that dQ is summed in.
+    tile_n: keys of a CTA at a time, walk_n: of a walk. tile_d: columns of the scratch memory that dQ is summed in.
     """
 
     tiles: BwdTiles
     tile_n: int
+    walk_n: int
     tile_d: int
     smem_bytes: int
     reason: str
@@ -403,7 +407,8 @@ def select_bwd_config(
                 conditions += f", seqlen_k >= {row.min_seqlen_k}"
             changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
             reason = _join_reasons(f"row {conditions}: {row.reason}", given, changed, refusal)
-            return BwdChoice(tiles, plan.tile_n, plan.tile_d, plan.smem_bytes, reason)
+            sizes = plan.tile_n, plan.walk_n, plan.tile_d, plan.smem_bytes
+            return BwdChoice(tiles, *sizes, reason)
         refusal = refusal or why_not
     raise ValueError(
         f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
@@ -434,4 +439,5 @@ def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> Any:
     from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
 
     stages = (tiles.stages_q, tiles.stages_do, tiles.stages_kv)
-    return BwdPlan(BFloat16, head_dim, head_dim_v, tiles.tile_m, *stages, tiles.value_cols)
+    more = tiles.value_cols, tiles.cta_pair
+    return BwdPlan(BFloat16, head_dim, head_dim_v, tiles.tile_m, *stages, *more)

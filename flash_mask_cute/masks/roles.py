@@ -43,7 +43,7 @@ def plan_walks(
         ring.acquire(tiles)
         if const_expr(claims_late):
             walk.wait_until_read(chunks)
-        tile, search = scheduler.locate(scheduler.advance(search), num_blocks_of)
+        tile, search = scheduler.locate(scheduler.advance(search, tiles - 1), num_blocks_of)
     scheduler.finish()
     ring.write(tiles, NO_WORK)
 

@@ -190,6 +190,10 @@ class MaskRules:
         """The same rules for tiles of so many query rows."""
         return replace(self, block_info=replace(self.block_info, tile_m=tile_m))
 
+    def of_keys(self, tile_n: int):
+        """The same rules for tiles of so many keys."""
+        return replace(self, block_info=replace(self.block_info, tile_n=tile_n))
+
     @property
     def _can_ask(self) -> bool:
         args = self.args

@@ -63,11 +63,10 @@ from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import MaskArgs, Share, check_given
-from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90 import key_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, Operands, Scratch
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
 from flash_mask_cute.sm90.flash_bwd_plan import (
-    DS_STAGES,
     NUM_MMA_WARPGROUPS,
     Barrier,
     BwdPlan,
@@ -105,13 +104,15 @@ class BwdScoreArgs(NamedTuple):
 class Fragments(NamedTuple):
     """Shared memory as operands: a letter for the product, one for the operand.
 
-    dv_do, dk_q and dq_k: one for each part of the product's columns.
+    dv_do, dk_q and dq_k: one for each part of the product's columns. peer: of the other CTA.
     """
 
     dv_do: tuple[cute.Tensor, ...]
     dk_q: tuple[cute.Tensor, ...]
     dq_ds: cute.Tensor
     dq_k: tuple[cute.Tensor, ...]
+    peer_ds: cute.Tensor | None
+    peer_k: tuple[cute.Tensor, ...]
 
 
 class FlashAttentionBackwardSm90:
@@ -133,6 +134,7 @@ class FlashAttentionBackwardSm90:
     :param deterministic: dQ is summed in an order that does not depend on the run
     :param clears_dq: dQ is cleared before, and all add to it; otherwise who comes first to a row
         block stores
+    :param cta_pair: see `BwdPlan`; with clears_dq, without score_mod and soft cap
     :param num_sms: CTAs to launch at most
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -158,13 +160,14 @@ class FlashAttentionBackwardSm90:
         skip_blocks: bool = True,
         deterministic: bool = False,
         clears_dq: bool = False,
+        cta_pair: bool = False,
         num_sms: int = 132,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         stages = (stages_q, stages_do, stages_kv)
-        self.plan = BwdPlan(dtype, head_dim, head_dim_v, tile_m, *stages, value_cols)
+        self.plan = BwdPlan(dtype, head_dim, head_dim_v, tile_m, *stages, value_cols, cta_pair)
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)
@@ -174,6 +177,11 @@ class FlashAttentionBackwardSm90:
             )
         if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
+        if cta_pair and (score_mod is not None or not clears_dq or num_sms < key_pairs.CTAS):
+            raise ValueError(
+                "cta_pair needs clears_dq=True, two SMs, and scores that nothing modifies, got "
+                f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
+            )
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -229,6 +237,8 @@ class FlashAttentionBackwardSm90:
         """
         check_given("mTurns", mTurns, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
+        if const_expr(self.plan.cta_pair):
+            check_given("softcap", softcap, False)
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
         varlen_k = const_expr(mCuSeqlensK is not None)
@@ -241,7 +251,7 @@ class FlashAttentionBackwardSm90:
         num_batch = mK.shape[0]
         if const_expr(varlen_k):
             num_batch = mCuSeqlensK.shape[0] - 1
-        num_blocks = cute.ceil_div(lengths.seqlen_k, plan.tile_n)
+        num_blocks = cute.ceil_div(lengths.seqlen_k, plan.walk_n)
         window = (window_size_left, window_size_right)
         masks = MaskArgs.create(
             self, window, column_tensors, heads_q, None, (), block_bits, aux_tensors, stored_bits
@@ -253,7 +263,7 @@ class FlashAttentionBackwardSm90:
             apart = self._blocks_apart(masks, varlen_q)
             heads_per_group = cute.ceil_div(apart * self.num_sms, row_blocks)
         schedule = ScheduleParams(num_blocks, heads_kv, num_batch, heads_per_group)
-        grid = Int32(self.num_sms)
+        grid = Int32(self.num_sms // plan.num_ctas)
         if const_expr(not varlen_k):
             grid = cutlass.min(grid, num_blocks * heads_kv * num_batch)
 
@@ -263,8 +273,9 @@ class FlashAttentionBackwardSm90:
             operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule,
             heads_q // heads_kv, tile_counter, aux_grads,
         ).launch(
-            grid=(grid, 1, 1),
+            grid=(grid * plan.num_ctas, 1, 1),
             block=(plan.num_threads, 1, 1),
+            cluster=(plan.num_ctas, 1, 1) if plan.cta_pair else None,
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -283,11 +294,15 @@ class FlashAttentionBackwardSm90:
             return cpasync.make_tiled_tma_atom(load, view, tma.one_stage(layout), ((1, rows), d))
 
         rows = wgmma.ROWS_PER_WARPGROUP
+        of_peer = ()
+        if plan.cta_pair:
+            of_peer = atom(mK, varlen_k, plan.layout_peer_k(), rows, plan.cols_dq)
         return Operands(
             *atom(mQ, varlen_q, plan.layout_q(), plan.tile_m, plan.tile_d),
             *atom(mdO, varlen_q, plan.layout_do(), plan.tile_m, plan.tile_dv),
             *atom(mK, varlen_k, plan.layout_k(), rows, plan.tile_d),
             *atom(mV, varlen_k, plan.layout_v(), rows, plan.tile_dv),
+            *of_peer,
         )
 
     @cute.kernel
@@ -309,14 +324,18 @@ class FlashAttentionBackwardSm90:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for atom in operands[::2]:
-                cpasync.prefetch_descriptor(atom)
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
         turns = None
         if const_expr(self.deterministic):
             turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
         channels = plan.channels(storage, turns)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if const_expr(plan.cta_pair):
+            key_pairs.sync()
+        else:
+            cute.arch.sync_threads()
         tiles = plan.tiles(storage)
 
         if warp_idx < Role.MMA:
@@ -327,9 +346,16 @@ class FlashAttentionBackwardSm90:
             elif warp_idx == Role.PLAN:
                 # those whose turn comes first, first
                 scheduler = TileScheduler(
-                    schedule, tile_counter, self.deterministic, lengths.cu_seqlens_k is not None
+                    schedule,
+                    tile_counter,
+                    self.deterministic,
+                    lengths.cu_seqlens_k is not None,
+                    plan.num_ctas,
+                    channels.claims,
                 )
                 rules = self._rules(masks, lengths, group)
+                if const_expr(plan.cta_pair):
+                    rules = rules.of_keys(plan.walk_n)
                 rings = (channels.ring, channels.walk)
                 plan_walks(scheduler, rules, lengths, *rings, claims_late=True)
             else:
@@ -341,6 +367,9 @@ class FlashAttentionBackwardSm90:
             cute.arch.setmaxregister_increase(plan.mma_registers)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
             self.mma(gradients, tiles, channels, softmax_scale, score_args)
+        if const_expr(plan.cta_pair):
+            # the other CTA may still arrive here
+            key_pairs.sync()
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
         return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, group, self.deterministic)
@@ -401,20 +430,30 @@ class FlashAttentionBackwardSm90:
                         self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
                         # dQ reads the dS of both
                         sync_both()
+                        if const_expr(plan.cta_pair):
+                            self._send_grads(channels, block)
                         scores.complete(block)
-                        ds_stage = block % DS_STAGES
-                        issue_dQ = partial(self._issue_dq, at, ds_stage, tile)
+                        issue_dQ = partial(self._issue_dq, at, plan.ds_stage(block), tile)
                         stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
-                        acc_dQ = issue_dQ(0)
-                        self._issue_sums(acc_dK, scores.grads, at.dk_q, stage, accumulate)
+                        acc_dQ, rest_dK = None, acc_dK
+                        if const_expr(plan.cta_pair):
+                            acc_dQ, rest_dK = self._sum_with_peer(
+                                channels, at, scores.grads, acc_dK, issue_dQ, block, accumulate
+                            )
+                        else:
+                            acc_dQ = issue_dQ(0)
+                            self._issue_sums(acc_dK, scores.grads, at.dk_q, stage, accumulate)
                         # asked under the products, which hide how long the answer takes
                         known = Known(
                             channels.q.is_full(block + 1),
                             channels.do.is_full(block + 1),
                             channels.bits.is_full(cut) if kind == Kind.CUT else known.bits,
                         )
-                        warpgroup.wait_group(len(acc_dK))
-                        channels.do.release(block)
+                        warpgroup.wait_group(len(rest_dK))
+                        if const_expr(plan.cta_pair):
+                            channels.grads.release(block)
+                        else:
+                            channels.do.release(block)
                         stage_dQ(0, acc_dQ)
                         for i in cutlass.range_constexpr(1, len(plan.parts_dq)):
                             if const_expr(not chain.is_empty):
@@ -432,12 +471,15 @@ class FlashAttentionBackwardSm90:
             work = ring.read(tile)
             for acc in acc_dK:
                 self._scale(acc, softmax_scale)
+            if const_expr(plan.cta_pair):
+                # dS of the last block is where they are sent from
+                channels.grads.acquire(block)
             self._send(acc_dV, gradients.dv, tiles, block, work)
             self._send(acc_dK, gradients.dk, tiles, block, work)
             # in the next block each warp writes dS where others may still send from
             if const_expr(not plan.shares_keys):
                 sync_warpgroup(Barrier.SENT)
-            elif const_expr(not chain.is_empty):
+            elif const_expr(plan.cta_pair or not chain.is_empty):
                 sync_both()
             ring.release(tile)
             tile += 1
@@ -460,12 +502,15 @@ class FlashAttentionBackwardSm90:
     def _fragments(self, tiles: Tiles) -> Fragments:
         plan = self.plan
 
-        def columns(smem, rows: int, parts: tuple, make_mma: Callable, is_shared: bool) -> tuple:
-            """This warpgroup's parts of columns as operands B, of which they are the rows."""
+        def columns(
+            smem, rows: int, parts: tuple, make_mma: Callable, is_shared: bool, skipped: Any = 0
+        ) -> tuple:
+            """This warpgroup's parts of columns as operands B, of which they are the rows; skipped:
+            parts before the first one."""
             across, first, operands = wgmma.transposed(smem), 0, []
             for width in parts:
                 if is_shared:
-                    at = first // width + mma_warpgroup_idx()
+                    at = skipped + first // width + mma_warpgroup_idx()
                     part = cute.local_tile(across, (width, rows), (at, 0, None))
                 operands.append(wgmma.operand_b(make_mma(width), part if is_shared else across))
                 first += NUM_MMA_WARPGROUPS * width
@@ -473,11 +518,20 @@ class FlashAttentionBackwardSm90:
 
         rows, is_shared = wgmma.ROWS_PER_WARPGROUP, plan.shares_keys
         parts_dv, parts_dk = plan.parts_keys(plan.tile_dv), plan.parts_keys(plan.tile_d)
+        skipped = key_pairs.rank() * NUM_MMA_WARPGROUPS if plan.cta_pair else 0
         return Fragments(
             dv_do=columns(tiles.do, plan.tile_m, parts_dv, plan.mma_keys, is_shared),
             dk_q=columns(tiles.q, plan.tile_m, parts_dk, plan.mma_keys, is_shared),
             dq_ds=wgmma.operand_a(plan.mma_dq(plan.parts_dq[0]), tiles.ds),
-            dq_k=columns(tiles.k, rows, plan.parts_dq, plan.mma_dq, plan.num_row_groups == 1),
+            dq_k=columns(
+                tiles.k, rows, plan.parts_dq, plan.mma_dq, plan.num_row_groups == 1, skipped
+            ),
+            peer_ds=wgmma.operand_a(plan.mma_dq(plan.parts_dq[0]), tiles.peer_ds)
+            if plan.cta_pair
+            else None,
+            peer_k=columns(tiles.peer_k, rows, plan.parts_dq, plan.mma_dq, True)
+            if plan.cta_pair
+            else (),
         )
 
     def _issue_sums(self, accs: list, words, operands_b: tuple, stage: Int32, accumulate):
@@ -487,6 +541,38 @@ class FlashAttentionBackwardSm90:
             mma = self.plan.mma_keys(wgmma.num_cols(acc))
             tile = operand_b[None, None, None, stage]
             wgmma.issue(mma, acc, operand_a, tile, accumulate)
+
+    @cute.jit
+    def _send_grads(self, channels: Channels, block: Int32):
+        """dS to the other CTA, by one warp, once all have written it."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == Role.MMA:
+            channels.grads.send(block)
+
+    def _sum_with_peer(
+        self,
+        channels: Channels,
+        at: Fragments,
+        grads: cute.Tensor,
+        acc_dK: list,
+        issue_dQ: Callable,
+        block: Int32,
+        accumulate: Boolean,
+    ) -> tuple[cute.Tensor, list]:
+        """Start dK and this CTA's columns of dQ, in an order in which the other CTA's dS is needed
+        late; returns the accumulator of dQ, and what of dK was begun after it.
+
+        Behind dV, whose dO is released as soon as it is complete.
+        """
+        stage = channels.q.index(block)
+        self._issue_sums(acc_dK[:1], grads, at.dk_q[:1], stage, accumulate)
+        acc_dQ = issue_dQ(0)
+        warpgroup.wait_group(2)
+        channels.do.release(block)
+        channels.grads.wait(block)
+        pair = at.peer_ds[None, None, None, 0], at.peer_k[0][None, None, None, 0]
+        wgmma.issue_sum(self.plan.mma_dq(self.plan.parts_dq[0]), acc_dQ, [pair], True)
+        self._issue_sums(acc_dK[1:], grads, at.dk_q[1:], stage, accumulate)
+        return acc_dQ, acc_dK[1:]
 
     def _issue_dq(self, at: Fragments, ds_stage: Int32, tile: Int32, part: int) -> cute.Tensor:
         """Start this warpgroup's part of dQ = dS K, over all keys; returns the accumulator."""
@@ -543,7 +629,7 @@ class FlashAttentionBackwardSm90:
         """
         plan = self.plan
         rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // plan.column_groups
-        unit = plan.ds_unit(block % DS_STAGES, plan.key_group(), 0)
+        unit = plan.ds_unit(plan.ds_stage(block), plan.key_group(), 0)
         smem = cute.local_tile(tiles.ds[None, None, unit], (rows, cols), (0, plan.column_group()))
         first_key = work.block * plan.tile_n + plan.first_key()
         if cute.rank(target) == 4:

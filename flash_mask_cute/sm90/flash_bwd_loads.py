@@ -22,7 +22,7 @@ from flash_mask_cute.core.turns import THERE, is_first, pass_turn, wait_for_turn
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.key_walks import NO_TURN
-from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90 import key_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_plan import QUERY_WORDS, BwdPlan, Channels, Tiles
 
 
@@ -30,7 +30,7 @@ class Operands(NamedTuple):
     """TMA atoms with their coordinate tensors.
 
     q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...); the last mode is the batch, or,
-    where lengths vary, that of `tma.ragged_rows`.
+    where lengths vary, that of `tma.ragged_rows`. peer_k: k by half of its columns.
     """
 
     q_atom: cute.CopyAtom
@@ -41,6 +41,8 @@ class Operands(NamedTuple):
     k: cute.Tensor
     v_atom: cute.CopyAtom
     v: cute.Tensor
+    peer_k_atom: cute.CopyAtom | None = None
+    peer_k: cute.Tensor | None = None
 
 
 class Scratch(NamedTuple):
@@ -156,12 +158,11 @@ class BwdLoads:
             load()
         # Keys have to wait until the work tile before has been computed, of which parts of dQ may
         # wait for those before them to leave.
-        is_dq_whole = len(plan.parts_dq) == 1
-        if const_expr(is_dq_whole):  # noqa: SIM102 (decided while tracing)
+        if const_expr(plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
         self._send_dq(work.block + 1, number - 1, state.sent, last)
-        if const_expr(not is_dq_whole):  # noqa: SIM102 (decided while tracing)
+        if const_expr(not plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
         return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.turn))
@@ -183,7 +184,7 @@ class BwdLoads:
         if cute.arch.lane_idx() == 0:
             for i in cutlass.range_constexpr(QUERY_WORDS):
                 tiles.words[i, stage] = Int32(words[i])
-        bytes_k = cutlass.select_(at.is_first, Int32(plan.bytes_k), Int32(0))
+        bytes_k = cutlass.select_(at.is_first, Int32(plan.bytes_k + plan.bytes_peer_k), Int32(0))
         channel.expect(at.number, bytes_k + plan.bytes_q + plan.bytes_stats)
         barrier = channel.barrier(at.number)
         cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
@@ -221,12 +222,19 @@ class BwdLoads:
         """
         plan, operands, tiles, channels = self.plan, self.operands, self.tiles, self.channels
         lengths, copies = self.lengths, []
-        for atom, source, smem, d, barrier in (
-            (operands.k_atom, operands.k, tiles.k, plan.tile_d, channels.q.barrier(first)),
-            (operands.v_atom, operands.v, tiles.v, plan.tile_dv, channels.do.barrier(first)),
-        ):
+        with_k, with_v = channels.q.barrier(first), channels.do.barrier(first)
+        kinds = [
+            (operands.k_atom, operands.k, tiles.k, work.block, (0, plan.tile_d), with_k),
+            (operands.v_atom, operands.v, tiles.v, work.block, (0, plan.tile_dv), with_v),
+        ]
+        if plan.cta_pair:
+            cols = (key_pairs.rank() * plan.cols_dq, plan.cols_dq)
+            peer_k = (operands.peer_k_atom, operands.peer_k, tiles.peer_k)
+            # blocks of a pair are numbered as its CTAs are
+            kinds.append((*peer_k, work.block ^ 1, cols, with_k))
+        for atom, source, smem, block, (first_col, d), barrier in kinds:
             for group in range(plan.key_groups):
-                row = work.block * plan.tile_n + group * wgmma.ROWS_PER_WARPGROUP
+                row = block * plan.tile_n + group * wgmma.ROWS_PER_WARPGROUP
                 if const_expr(lengths.cu_seqlens_k is None):
                     gmem = source[None, None, work.batch_idx]
                 else:
@@ -234,14 +242,14 @@ class BwdLoads:
                         source, work.offset_k, work.seqlen_k, lengths.seqlen_k, row
                     )
                 box = ((1, wgmma.ROWS_PER_WARPGROUP), d)
-                src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem)
+                src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem, first_col)
                 copies.append((atom, src, dst[None, plan.keys_unit(tile, group)], barrier))
         if plan.stages_kv == 1:
             with cute.arch.elect_one():
                 for atom, src, _, _ in copies:
                     # brought into L2 meanwhile
                     cute.prefetch(atom, src)
-            last_read = channels.do if len(plan.parts_dq) == 1 else channels.q
+            last_read = channels.do if plan.do_says_dq else channels.q
             last_read.wait_until_released(first - 1)
         for atom, src, dst, barrier in copies:
             cute.copy(atom, src, dst, tma_bar_ptr=barrier)
@@ -276,6 +284,8 @@ class BwdLoads:
                     wait_for_turn(self._turn_of(summed), summed.turn)
             staged = self.tiles.dq.iterator
             target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
+            if const_expr(self.plan.cta_pair):
+                target += key_pairs.rank() * (self.plan.cols_dq * self.plan.tile_m)
             for i in cutlass.range_constexpr(len(parts)):
                 if const_expr(i > 0):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -32,6 +32,8 @@ from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import column_parts
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
+from flash_mask_cute.sm90 import key_pairs
+from flash_mask_cute.sm90.key_pairs import Claims, PeerGrads
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
@@ -49,8 +51,8 @@ COLS_PER_REGISTER = 4
 MAX_DIM = 256
 # words that go with a query block: its flags, number, head and row block
 QUERY_WORDS = 4
-# dS of a block is written while the other warpgroup may still sum that of the block before
-DS_STAGES = 2
+# of dQ, where two CTAs have whole parts of them
+PAIR_DIM = 256
 
 
 class Barrier(IntEnum):
@@ -74,12 +76,14 @@ class Channels(NamedTuple):
     bits: Channel
     ring: WorkRing
     walk: WalkRing
+    grads: PeerGrads | None
+    claims: Claims | None
 
 
 class Tiles(NamedTuple):
     """What lies in shared memory: see `BwdPlan` for the layouts.
 
-    p: P of a block, where the warpgroups share keys. dq: fp32 sums of a part. stats: LSE and delta,
+    p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32 sums of a part. stats: LSE and delta,
     words: `QUERY_WORDS`, of a query block. bits: of a block that is cut.
     """
 
@@ -89,6 +93,8 @@ class Tiles(NamedTuple):
     v: cute.Tensor
     ds: cute.Tensor
     p: cute.Tensor | None
+    peer_k: cute.Tensor | None
+    peer_ds: cute.Tensor | None
     dq: cute.Tensor
     stats: cute.Tensor
     words: cute.Tensor
@@ -106,6 +112,9 @@ class BwdPlan:
     one computes S, the other one dP. stages_kv 2: the next work tile's keys and values arrive while
     this one computes. value_cols: columns of its values that a warpgroup keeps in registers, where
     nothing modifies the scores; the products of dO with these read half as much.
+
+    cta_pair: two CTAs with neighbouring keys sum dQ together (`key_pairs`), half of the columns
+    each. Then P takes the way of dS, of which there is one place, so that nothing modifies scores.
     """
 
     dtype: type[cutlass.Numeric]
@@ -116,6 +125,7 @@ class BwdPlan:
     stages_do: int = 2
     stages_kv: int = 1
     value_cols: int = 0
+    cta_pair: bool = False
 
     # heads of a group pass by one after the other
     packed_heads = 1
@@ -138,6 +148,22 @@ class BwdPlan:
     @property
     def tile_n(self) -> int:
         return self.key_groups * ROWS_PER_WARPGROUP
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs that have a work tile together."""
+        return key_pairs.CTAS if self.cta_pair else 1
+
+    @property
+    def walk_n(self) -> int:
+        """Keys that one walk over the queries is for."""
+        return self.tile_n * self.num_ctas
+
+    @property
+    def ds_stages(self) -> int:
+        """dS of a block is written while the other warpgroup may still sum that of the block
+        before, where there is room for both."""
+        return 1 if self.cta_pair else 2
 
     @property
     def tile_d(self) -> int:
@@ -173,7 +199,19 @@ class BwdPlan:
 
         Where a block has 64 rows, the warpgroups share their columns.
         """
-        return column_parts(self.tile_d) if self.num_row_groups == 1 else (self.tile_d,)
+        parts = column_parts(self.tile_d) if self.num_row_groups == 1 else (self.tile_d,)
+        return parts[: len(parts) // self.num_ctas]
+
+    @property
+    def cols_dq(self) -> int:
+        """Columns of dQ that a CTA sums."""
+        return self.tile_d // self.num_ctas
+
+    @property
+    def do_says_dq(self) -> bool:
+        """Whether dO of a block is released when its dQ is complete, and not before, and Q after
+        that."""
+        return len(self.parts_dq) == 1 and not self.cta_pair
 
     @property
     def num_mma_warps(self) -> int:
@@ -238,7 +276,21 @@ class BwdPlan:
     @property
     def bytes_p(self) -> int:
         """P, which one warpgroup computes for both where they share keys."""
-        return ROWS_PER_WARPGROUP * ROWS_PER_WARPGROUP * 2 if self.shares_keys else 0
+        return ROWS_PER_WARPGROUP * ROWS_PER_WARPGROUP * 2 if self.has_p else 0
+
+    @property
+    def has_p(self) -> bool:
+        """Whether P has a place of its own in shared memory."""
+        return self.shares_keys and not self.cta_pair
+
+    @property
+    def bytes_peer_k(self) -> int:
+        """The peer's keys, in the columns that this CTA sums."""
+        return ROWS_PER_WARPGROUP * self.cols_dq * 2 if self.cta_pair else 0
+
+    @property
+    def bytes_peer_ds(self) -> int:
+        return self.bytes_ds if self.cta_pair else 0
 
     @property
     def bytes_dq(self) -> int:
@@ -259,8 +311,10 @@ class BwdPlan:
         return (
             self.stages_q * (self.bytes_q + self.bytes_stats)
             + self.stages_do * self.bytes_do
-            + DS_STAGES * self.bytes_ds
+            + self.ds_stages * self.bytes_ds
             + self.bytes_p
+            + self.bytes_peer_k
+            + self.bytes_peer_ds
             + self.stages_kv * (self.bytes_k + self.bytes_v)
             + self.bytes_dq
             + self.bytes_bits
@@ -282,6 +336,8 @@ class BwdPlan:
         if len(self.parts_dq) > 1 and self.stages_q == 1:
             # the load warp would wait for a Q that is released after parts of dQ that wait for it
             return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
+        if self.cta_pair and self.tile_d != PAIR_DIM:
+            return f"cta_pair is for head_dim above {PAIR_DIM - 64}, got {self.head_dim}"
         if self.value_cols % 16 != 0:
             return f"value_cols must be a multiple of 16, got {self.value_cols}"
         if self.value_cols > 0 and self.shares_keys:
@@ -350,12 +406,24 @@ class BwdPlan:
 
     def layout_ds(self) -> cute.ComposedLayout:
         """(64 queries, 64 keys, row group * key group * stages), keys contiguous."""
-        count = self.num_row_groups * self.key_groups * DS_STAGES
+        count = self.num_row_groups * self.key_groups * self.ds_stages
         return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, count)
+
+    def ds_stage(self, block: Int32) -> Int32:
+        """The stage of dS of a query block."""
+        return block % self.ds_stages
 
     def ds_unit(self, stage: Int32, key_group: Int32, row_group: Int32 | int) -> Int32:
         """Last coordinate in `layout_ds`."""
         return (stage * self.key_groups + key_group) * self.num_row_groups + row_group
+
+    def layout_peer_k(self) -> cute.ComposedLayout:
+        """(64, cols_dq, 1)."""
+        return self._rows(ROWS_PER_WARPGROUP, self.cols_dq, 1)
+
+    def layout_peer_ds(self) -> cute.ComposedLayout:
+        """(64 queries, 64 keys, 1), keys contiguous."""
+        return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
 
     def layout_p(self) -> cute.ComposedLayout:
         """(64 keys, 64 queries, 1), queries contiguous."""
@@ -399,7 +467,9 @@ class BwdPlan:
             k: elements(self.layout_k())
             v: elements(self.layout_v())
             ds: elements(self.layout_ds())
-            p: elements(self.layout_p(), self.shares_keys)
+            p: elements(self.layout_p(), self.has_p)
+            peer_k: elements(self.layout_peer_k(), self.cta_pair)
+            peer_ds: elements(self.layout_peer_ds(), self.cta_pair)
             dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 1024]
             stats: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Float32, 2 * self.tile_m * self.stages_q], 128
@@ -412,13 +482,17 @@ class BwdPlan:
             ]
             ring: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * RING_STAGES], 16]
             walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
-            turns: cute.struct.MemRange[cutlass.Int32, CHUNK * WALK_STAGES]
+            # in a fixed order, which pairs do not have
+            turns: cute.struct.MemRange[cutlass.Int32, 0 if self.cta_pair else CHUNK * WALK_STAGES]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
             dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
+            grads_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
+            claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
+            claim: cute.struct.MemRange[cutlass.Int32, 2 if self.cta_pair else 0]
 
         return Storage
 
@@ -432,7 +506,9 @@ class BwdPlan:
             k=tensor(storage.k, self.layout_k()),
             v=tensor(storage.v, self.layout_v()),
             ds=tensor(storage.ds, self.layout_ds()),
-            p=tensor(storage.p, self.layout_p()) if self.shares_keys else None,
+            p=tensor(storage.p, self.layout_p()) if self.has_p else None,
+            peer_k=tensor(storage.peer_k, self.layout_peer_k()) if self.cta_pair else None,
+            peer_ds=tensor(storage.peer_ds, self.layout_peer_ds()) if self.cta_pair else None,
             dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
             stats=storage.stats.get_tensor(cute.make_layout((2 * self.tile_m, self.stages_q))),
             words=storage.words.get_tensor(cute.make_layout((QUERY_WORDS, self.stages_q))),
@@ -461,7 +537,21 @@ class BwdPlan:
             bits=channel(storage.bits_barriers, 1, self.num_painters, bit_readers),
             ring=ring,
             walk=walk,
+            grads=self._peer_grads(storage) if self.cta_pair else None,
+            claims=self._claims(storage) if self.cta_pair else None,
         )
+
+    def _peer_grads(self, storage: Any) -> PeerGrads:
+        return PeerGrads.create(
+            storage.grads_barriers.data_ptr(),
+            storage.ds.data_ptr(),
+            storage.peer_ds.data_ptr(),
+            self.bytes_ds,
+            self.num_mma_warps,
+        )
+
+    def _claims(self, storage: Any) -> Claims:
+        return Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr())
 
 
 def _shared_width(dim: int) -> int:

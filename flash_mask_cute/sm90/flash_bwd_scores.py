@@ -29,7 +29,6 @@ from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain, probabilities, score_gradients
 from flash_mask_cute.sm90.flash_bwd_plan import (
-    DS_STAGES,
     NUM_MMA_WARPGROUPS,
     Barrier,
     BwdPlan,
@@ -160,7 +159,7 @@ class BlockScores:
         """Take what the other warpgroup has computed, after `sync_both`."""
         if self.plan.shares_keys:
             # by both, because a branch would serialise the products that are in flight
-            self._load_grads(self.grads, block % DS_STAGES)
+            self._load_grads(self.grads, self.plan.ds_stage(block))
 
     @cute.jit
     def discard_bits(self, cut: Int32) -> None:
@@ -179,7 +178,7 @@ class BlockScores:
         groups = plan.num_row_groups
         size = cute.size(self.grads) // groups
         for i in range(groups):
-            unit = plan.ds_unit(at.block % DS_STAGES, mma_warpgroup_idx(), i)
+            unit = plan.ds_unit(plan.ds_stage(at.block), mma_warpgroup_idx(), i)
             words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
             self._store_grads(words, unit)
 
@@ -238,12 +237,10 @@ class BlockScores:
     def _compute_in_first(self, kind: cutlass.Constexpr[Kind], at: Visit) -> None:
         if mma_warpgroup_idx() == 0:
             self._compute_by_parts(kind, at)
-            self._store_grads(self.grads, at.block % DS_STAGES)
-            self._store_probs()
-            cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
+            self._store_grads(self.grads, self.plan.ds_stage(at.block))
+            self._pass_probs(at.block)
         else:
-            cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
-            self._load_probs()
+            self._take_probs(at.block)
 
     def _compute_probs(self, kind: Kind, at: Visit) -> None:
         acc_S = wgmma.make_accumulator(self.plan.tile_m)
@@ -256,9 +253,8 @@ class BlockScores:
         else:
             # what dS has for P takes the way of dS
             wgmma.round_pairs(self.grads, acc_S, self.plan.dtype)
-            self._store_grads(self.grads, at.block % DS_STAGES)
-        self._store_probs()
-        cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
+            self._store_grads(self.grads, self.plan.ds_stage(at.block))
+        self._pass_probs(at.block)
 
     def _compute_grads(self, at: Visit) -> None:
         plan = self.plan
@@ -267,18 +263,17 @@ class BlockScores:
         self.channels.do.wait_unless(at.known.do, at.block)
         self._issue_dp(acc_dP, at)
         warpgroup.wait_group(0)
-        cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
-        self._load_probs()
+        self._take_probs(at.block)
         words = self.probs
         if not self.chain.is_empty:
             words = self.grads
-            self._load_grads(words, at.block % DS_STAGES)
+            self._load_grads(words, self.plan.ds_stage(at.block))
             cute.arch.sync_warp()
         factors = cute.make_rmem_tensor(acc_dP.layout, Float32)
         factors.store(wgmma.rounded_values(words, plan.dtype).load().to(Float32))
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
-        self._store_grads(self.grads, at.block % DS_STAGES)
+        self._store_grads(self.grads, self.plan.ds_stage(at.block))
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -329,6 +324,25 @@ class BlockScores:
             cute.make_tensor((row + (first + start)).align(8), layout) for start in (0, tile_m)
         )
         return lse, delta
+
+    def _pass_probs(self, block: Int32) -> None:
+        """Give P to the other warpgroup."""
+        if self.plan.has_p:
+            self._store_probs()
+        else:
+            self.channels.grads.acquire(block)
+            self._store_grads(self.probs, self.plan.ds_stage(block))
+        cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
+
+    def _take_probs(self, block: Int32) -> None:
+        """Get P from the other warpgroup."""
+        cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
+        if self.plan.has_p:
+            self._load_probs()
+        else:
+            # dS takes its place, warp by warp
+            self._load_grads(self.probs, self.plan.ds_stage(block))
+            cute.arch.sync_warp()
 
     def _store_probs(self) -> None:
         values = wgmma.rounded_values(self.probs, self.plan.dtype)
