@@ -35,10 +35,14 @@ class KeyWalks(MaskRules):
     query block have an order, from the last keys to the first, and each is told which one comes
     before it. With work tiles handed out in that order nobody waits for one that has not begun; and
     under causal masking a walk starts where its keys are the last, so it does not wait at all.
+
+    is_part: these tiles are one CTA's part of those that walks were planned for, and may lie behind
+    the end of the keys, or have nothing to ask where the whole has.
     """
 
     group: Int32
     takes_turns: cutlass.Constexpr[bool]
+    is_part: cutlass.Constexpr[bool] = False
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence, keys that are not in use included."""
@@ -210,9 +214,22 @@ class KeyWalks(MaskRules):
         return words
 
     def _stored_words(self, work: Work, block: Block, share: Share) -> tuple:
-        tile = stored_tile(self.args.stored, work.batch_idx, block.index, work.block)
+        n_block = work.block
+        if self.is_part:
+            n_block = cutlass.min(n_block, cute.size(self.args.stored, mode=[2]) - 1)
+        tile = stored_tile(self.args.stored, work.batch_idx, block.index, n_block)
         words = share.load(tile)
-        return bit_tile.split_halves(words) if self.has_halves else words
+        if self.has_halves:
+            words = bit_tile.split_halves(words)
+        if self.is_part and self.args.bits is not None:
+            words = self._where_asked(work, block, words)
+        return words
+
+    def _where_asked(self, work: Work, block: Block, words: tuple) -> tuple:
+        """Words that were stored, if these were; what lists say of the whole tile otherwise."""
+        listed, asks = self._judge_listed(work, block.head_idx, block.index, work.block)
+        seen = cutlass.select_(listed, Int32(ALL), Int32(0))
+        return tuple(cutlass.select_(asks, word, Int32(ALL)) & seen for word in words)
 
     @property
     def has_halves(self) -> bool:
