@@ -70,8 +70,8 @@ class TileScheduler:
     last_first: start with the last blocks, because their walks are the longest or the others have
     to wait for them.
     varlen: blocks per sequence differ.
-    ctas_per_tile: neighbouring CTAs that take tiles together: a tile is as many blocks for them, one
-    for each. claims: how one of them claims for all; without, such CTAs have no counter.
+    ctas_per_tile: neighbouring CTAs that take tiles together: a tile is as many blocks for them,
+    one for each. claims: how one of them claims for all; without, such CTAs have no counter.
     """
 
     params: ScheduleParams

@@ -26,7 +26,8 @@ A warpgroup computes S^T and dP^T of its own keys, 64 rows by tile_m columns, so
 lie in registers as dV and dK want them (FlashAttention-3's choice). dS also goes to shared memory,
 where both warpgroups sum dQ over the keys of both, a part of the block's rows or columns each. Of
 wide heads, whose dK and dV are too many registers for that, both have the same keys and half of the
-columns, and share the work on S and dP (`flash_bwd_scores`).
+columns, and share the work on S and dP (`flash_bwd_scores`). There two CTAs with neighbouring keys
+may sum dQ together, half of the columns each (`key_pairs`).
 
 The products of a block, in the order of their issue: S, dP, dV, dQ, dK. The sums of dQ go, in fp32
 and in the order of the accumulators, to shared memory, from where the load warp
@@ -104,15 +105,16 @@ class BwdScoreArgs(NamedTuple):
 class Fragments(NamedTuple):
     """Shared memory as operands: a letter for the product, one for the operand.
 
-    dv_do, dk_q and dq_k: one for each part of the product's columns. peer: of the other CTA.
+    dv_do, dk_q and dq_k: one for each part of the product's columns. peer_ds, peer_k: those of dQ
+    that the other CTA's keys have, in its one part.
     """
 
     dv_do: tuple[cute.Tensor, ...]
     dk_q: tuple[cute.Tensor, ...]
     dq_ds: cute.Tensor
     dq_k: tuple[cute.Tensor, ...]
-    peer_ds: cute.Tensor | None
-    peer_k: tuple[cute.Tensor, ...]
+    peer_ds: cute.Tensor | None = None
+    peer_k: cute.Tensor | None = None
 
 
 class FlashAttentionBackwardSm90:
@@ -134,7 +136,8 @@ class FlashAttentionBackwardSm90:
     :param deterministic: dQ is summed in an order that does not depend on the run
     :param clears_dq: dQ is cleared before, and all add to it; otherwise who comes first to a row
         block stores
-    :param cta_pair: see `BwdPlan`; with clears_dq, without score_mod and soft cap
+    :param cta_pair: two CTAs sum dQ together (`BwdPlan`); with clears_dq, without score_mod and
+        soft cap, and for two SMs at least
     :param num_sms: CTAs to launch at most
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -179,7 +182,7 @@ class FlashAttentionBackwardSm90:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
         if cta_pair and (score_mod is not None or not clears_dq or num_sms < key_pairs.CTAS):
             raise ValueError(
-                "cta_pair needs clears_dq=True, two SMs, and scores that nothing modifies, got "
+                "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
             )
         self.is_causal = is_causal
@@ -333,6 +336,7 @@ class FlashAttentionBackwardSm90:
         channels = plan.channels(storage, turns)
         cute.arch.mbarrier_init_fence()
         if const_expr(plan.cta_pair):
+            # also the other CTA's, on which this one arrives
             key_pairs.sync()
         else:
             cute.arch.sync_threads()
@@ -353,9 +357,7 @@ class FlashAttentionBackwardSm90:
                     plan.num_ctas,
                     channels.claims,
                 )
-                rules = self._rules(masks, lengths, group)
-                if const_expr(plan.cta_pair):
-                    rules = rules.of_keys(plan.walk_n)
+                rules = self._rules(masks, lengths, group).of_keys(plan.walk_n)
                 rings = (channels.ring, channels.walk)
                 plan_walks(scheduler, rules, lengths, *rings, claims_late=True)
             else:
@@ -368,11 +370,12 @@ class FlashAttentionBackwardSm90:
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
             self.mma(gradients, tiles, channels, softmax_scale, score_args)
         if const_expr(plan.cta_pair):
-            # the other CTA may still arrive here
+            # the other CTA may still arrive on mbarriers of this one
             key_pairs.sync()
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
-        return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, group, self.deterministic)
+        more = group, self.deterministic, self.plan.cta_pair
+        return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, *more)
 
     # -- mma ------------------------------------------------------------------------------------
 
@@ -430,30 +433,24 @@ class FlashAttentionBackwardSm90:
                         self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
                         # dQ reads the dS of both
                         sync_both()
-                        if const_expr(plan.cta_pair):
-                            self._send_grads(channels, block)
+                        self._send_grads(channels, block)
                         scores.complete(block)
                         issue_dQ = partial(self._issue_dq, at, plan.ds_stage(block), tile)
                         stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
-                        acc_dQ, rest_dK = None, acc_dK
-                        if const_expr(plan.cta_pair):
-                            acc_dQ, rest_dK = self._sum_with_peer(
-                                channels, at, scores.grads, acc_dK, issue_dQ, block, accumulate
-                            )
-                        else:
-                            acc_dQ = issue_dQ(0)
-                            self._issue_sums(acc_dK, scores.grads, at.dk_q, stage, accumulate)
+                        issue_dK = partial(
+                            self._issue_sums, words=scores.grads, stage=stage, accumulate=accumulate
+                        )
+                        acc_dQ, num_behind = self._issue_dq_and_dk(
+                            channels, at, block, issue_dQ, issue_dK, acc_dK
+                        )
                         # asked under the products, which hide how long the answer takes
                         known = Known(
                             channels.q.is_full(block + 1),
                             channels.do.is_full(block + 1),
                             channels.bits.is_full(cut) if kind == Kind.CUT else known.bits,
                         )
-                        warpgroup.wait_group(len(rest_dK))
-                        if const_expr(plan.cta_pair):
-                            channels.grads.release(block)
-                        else:
-                            channels.do.release(block)
+                        warpgroup.wait_group(num_behind)
+                        self._release_summed(channels, block)
                         stage_dQ(0, acc_dQ)
                         for i in cutlass.range_constexpr(1, len(plan.parts_dq)):
                             if const_expr(not chain.is_empty):
@@ -472,7 +469,7 @@ class FlashAttentionBackwardSm90:
             for acc in acc_dK:
                 self._scale(acc, softmax_scale)
             if const_expr(plan.cta_pair):
-                # dS of the last block is where they are sent from
+                # they are sent from where dS of the last block is
                 channels.grads.acquire(block)
             self._send(acc_dV, gradients.dv, tiles, block, work)
             self._send(acc_dK, gradients.dk, tiles, block, work)
@@ -518,20 +515,18 @@ class FlashAttentionBackwardSm90:
 
         rows, is_shared = wgmma.ROWS_PER_WARPGROUP, plan.shares_keys
         parts_dv, parts_dk = plan.parts_keys(plan.tile_dv), plan.parts_keys(plan.tile_d)
-        skipped = key_pairs.rank() * NUM_MMA_WARPGROUPS if plan.cta_pair else 0
+        of_dq = (rows, plan.parts_dq, plan.mma_dq, plan.num_row_groups == 1)
+        mma_dq = plan.mma_dq(plan.parts_dq[0])
+        skipped, of_peer = 0, ()
+        if plan.cta_pair:
+            skipped = key_pairs.rank() * NUM_MMA_WARPGROUPS
+            of_peer = wgmma.operand_a(mma_dq, tiles.peer_ds), *columns(tiles.peer_k, *of_dq)
         return Fragments(
-            dv_do=columns(tiles.do, plan.tile_m, parts_dv, plan.mma_keys, is_shared),
-            dk_q=columns(tiles.q, plan.tile_m, parts_dk, plan.mma_keys, is_shared),
-            dq_ds=wgmma.operand_a(plan.mma_dq(plan.parts_dq[0]), tiles.ds),
-            dq_k=columns(
-                tiles.k, rows, plan.parts_dq, plan.mma_dq, plan.num_row_groups == 1, skipped
-            ),
-            peer_ds=wgmma.operand_a(plan.mma_dq(plan.parts_dq[0]), tiles.peer_ds)
-            if plan.cta_pair
-            else None,
-            peer_k=columns(tiles.peer_k, rows, plan.parts_dq, plan.mma_dq, True)
-            if plan.cta_pair
-            else (),
+            columns(tiles.do, plan.tile_m, parts_dv, plan.mma_keys, is_shared),
+            columns(tiles.q, plan.tile_m, parts_dk, plan.mma_keys, is_shared),
+            wgmma.operand_a(mma_dq, tiles.ds),
+            columns(tiles.k, *of_dq, skipped),
+            *of_peer,
         )
 
     def _issue_sums(self, accs: list, words, operands_b: tuple, stage: Int32, accumulate):
@@ -542,37 +537,47 @@ class FlashAttentionBackwardSm90:
             tile = operand_b[None, None, None, stage]
             wgmma.issue(mma, acc, operand_a, tile, accumulate)
 
-    @cute.jit
-    def _send_grads(self, channels: Channels, block: Int32):
-        """dS to the other CTA, by one warp, once all have written it."""
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == Role.MMA:
-            channels.grads.send(block)
-
-    def _sum_with_peer(
+    def _issue_dq_and_dk(
         self,
         channels: Channels,
         at: Fragments,
-        grads: cute.Tensor,
-        acc_dK: list,
-        issue_dQ: Callable,
         block: Int32,
-        accumulate: Boolean,
-    ) -> tuple[cute.Tensor, list]:
-        """Start dK and this CTA's columns of dQ, in an order in which the other CTA's dS is needed
-        late; returns the accumulator of dQ, and what of dK was begun after it.
-
-        Behind dV, whose dO is released as soon as it is complete.
-        """
-        stage = channels.q.index(block)
-        self._issue_sums(acc_dK[:1], grads, at.dk_q[:1], stage, accumulate)
+        issue_dQ: Callable,
+        issue_dK: Callable,
+        acc_dK: list,
+    ) -> tuple[cute.Tensor, int]:
+        """Start the first part of dQ, and dK, behind dV; returns the accumulator of dQ, and how
+        many products were begun after it."""
+        if not self.plan.cta_pair:
+            acc_dQ = issue_dQ(0)
+            issue_dK(acc_dK, operands_b=at.dk_q)
+            return acc_dQ, len(acc_dK)
+        # the other CTA's dS is needed late, and dO no longer than for dV
+        issue_dK(acc_dK[:1], operands_b=at.dk_q[:1])
         acc_dQ = issue_dQ(0)
+        # dV is complete when these two are left
         warpgroup.wait_group(2)
         channels.do.release(block)
         channels.grads.wait(block)
-        pair = at.peer_ds[None, None, None, 0], at.peer_k[0][None, None, None, 0]
+        pair = at.peer_ds[None, None, None, 0], at.peer_k[None, None, None, 0]
         wgmma.issue_sum(self.plan.mma_dq(self.plan.parts_dq[0]), acc_dQ, [pair], True)
-        self._issue_sums(acc_dK[1:], grads, at.dk_q[1:], stage, accumulate)
-        return acc_dQ, acc_dK[1:]
+        issue_dK(acc_dK[1:], operands_b=at.dk_q[1:])
+        return acc_dQ, len(acc_dK[1:])
+
+    @cute.jit
+    def _send_grads(self, channels: Channels, block: Int32):
+        """dS to the other CTA, if there is one, by one warp, when all have written it."""
+        if const_expr(self.plan.cta_pair):  # noqa: SIM102 (decided while tracing)
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == Role.MMA:
+                channels.grads.send(block)
+
+    def _release_summed(self, channels: Channels, block: Int32):
+        """What nobody reads when the first part of dQ is complete: dS of both CTAs where dQ is
+        theirs, and where it is not, dO."""
+        if self.plan.cta_pair:
+            channels.grads.release(block)
+        else:
+            channels.do.release(block)
 
     def _issue_dq(self, at: Fragments, ds_stage: Int32, tile: Int32, part: int) -> cute.Tensor:
         """Start this warpgroup's part of dQ = dS K, over all keys; returns the accumulator."""
@@ -625,7 +630,7 @@ class FlashAttentionBackwardSm90:
         They go by way of where this warpgroup has its part of dS of that block. Nobody has used it
         since both met in the last block, having summed the dS before, and only this warpgroup will
         until they meet again. Of a block that was passed over, adding its dQ took both warpgroups'
-        sums of the block before.
+        sums of the block before. Where dS has one place, it has been acquired for that block.
         """
         plan = self.plan
         rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // plan.column_groups

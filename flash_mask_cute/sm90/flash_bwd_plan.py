@@ -51,8 +51,8 @@ COLS_PER_REGISTER = 4
 MAX_DIM = 256
 # words that go with a query block: its flags, number, head and row block
 QUERY_WORDS = 4
-# of dQ, where two CTAs have whole parts of them
-PAIR_DIM = 256
+# the widest heads whose columns of dQ do not come apart into whole parts for two CTAs
+MAX_ALONE_DIM = 192
 
 
 class Barrier(IntEnum):
@@ -83,8 +83,9 @@ class Channels(NamedTuple):
 class Tiles(NamedTuple):
     """What lies in shared memory: see `BwdPlan` for the layouts.
 
-    p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32 sums of a part. stats: LSE and delta,
-    words: `QUERY_WORDS`, of a query block. bits: of a block that is cut.
+    p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32
+    sums of a part. stats: LSE and delta, words: `QUERY_WORDS`, of a query block. bits: of a block
+    that is cut.
     """
 
     q: cute.Tensor
@@ -333,11 +334,14 @@ class BwdPlan:
         for name in ("stages_q", "stages_do", "stages_kv"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        if len(self.parts_dq) > 1 and self.stages_q == 1:
+        if self.cta_pair and self.head_dim <= MAX_ALONE_DIM:
+            return f"cta_pair=True is for head_dim above {MAX_ALONE_DIM}, got {self.head_dim}"
+        if self.cta_pair and self.stages_kv > 1:
+            # of the peer's keys there is one stage
+            return f"stages_kv must be 1 with cta_pair=True, got {self.stages_kv}"
+        if (len(self.parts_dq) > 1 or self.cta_pair) and self.stages_q == 1:
             # the load warp would wait for a Q that is released after parts of dQ that wait for it
             return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
-        if self.cta_pair and self.tile_d != PAIR_DIM:
-            return f"cta_pair is for head_dim above {PAIR_DIM - 64}, got {self.head_dim}"
         if self.value_cols % 16 != 0:
             return f"value_cols must be a multiple of 16, got {self.value_cols}"
         if self.value_cols > 0 and self.shares_keys:
@@ -492,7 +496,7 @@ class BwdPlan:
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
             grads_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
             claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
-            claim: cute.struct.MemRange[cutlass.Int32, 2 if self.cta_pair else 0]
+            claim: cute.struct.MemRange[cutlass.Int32, 1 if self.cta_pair else 0]
 
         return Storage
 
