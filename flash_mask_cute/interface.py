@@ -393,9 +393,13 @@ def _scale(settings: Settings | BwdSettings, shapes: FwdShapes) -> float:
 
 
 def _resolve_bwd(
-    operands: BwdOperands, extras: BwdExtras, masks: Masks, settings: BwdSettings
+    operands: BwdOperands,
+    extras: BwdExtras,
+    masks: Masks,
+    settings: BwdSettings,
+    target: Target | None = None,
 ) -> tuple[ResolvedBwd, ResolvedMasks]:
-    """Validate, and decide everything that comes before compilation."""
+    """Validate, and decide everything that comes before compilation, for a target or for q's."""
     arguments = extras._asdict() | masks._asdict() | settings._asdict()
     config = arguments.pop("config")
     shapes = check_bwd_inputs(*operands, **arguments)
@@ -424,6 +428,8 @@ def _resolve_bwd(
         override=config,
         seqlen_k=shapes.seqlen_k,
         deterministic=settings.deterministic,
+        modifier=problem.score_modifier,
+        num_sms=(target or _target_of(q)).num_sms,
     )
     resolved = ResolvedBwd(
         shapes,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.tables import SM90_BWD, SM90_FWD, SM100_FWD, BwdRow, FwdRow
-from flash_mask_cute.host.target import BLACKWELL, HOPPER
+from flash_mask_cute.host.target import BLACKWELL, H200_SMS, HOPPER
 from flash_mask_cute.host.validate import FwdShapes
 
 # query rows that leave together, which packed heads must fill evenly: a warpgroup's, a warp's
@@ -63,7 +63,8 @@ class BwdConfig:
     value_cols: columns of the values that stay in registers, a multiple of 16, or 0.
     skip_blocks: as in `FwdConfig`. clears_dq: the sums of dQ are cleared before, and all add to
     them; otherwise who comes first stores (docs/backward_sm90.md). cta_pair: two CTAs with
-    neighbouring keys sum dQ together; for head_dim above 192, with clears_dq.
+    neighbouring keys sum dQ together, with cleared sums; for head_dim above 192, where scores are
+    neither modified nor capped.
     """
 
     tile_m: int | None = None
@@ -357,7 +358,8 @@ class BwdTiles:
 class BwdChoice:
     """The tiles of a problem, what the kernel's plan says about them, and why they were chosen.
 
-    tile_n: keys of a CTA at a time, walk_n: of a walk. tile_d: columns of the scratch memory that dQ is summed in.
+    tile_n: keys of a CTA at a time, walk_n: of a walk. tile_d: columns of the scratch memory that
+    dQ is summed in.
     """
 
     tiles: BwdTiles
@@ -376,48 +378,84 @@ def select_bwd_config(
     override: BwdConfig | None = None,
     seqlen_k: int = 0,
     deterministic: bool = False,
+    modifier: str | None = None,
+    num_sms: int = H200_SMS,
 ) -> BwdChoice:
     """Choose tiles: the first row that takes the head dimensions, the `mask_kind` and the keys of a
-    problem, with fewer stages where it does not fit beside the override.
+    problem, with fewer stages where it does not fit beside the override, or without pairs of CTAs.
+
+    modifier: `AttentionProblem.score_modifier`.
 
     Raises:
         ValueError: the override asks for what cannot run.
     """
     given = given_fields(override)
-    row = next(
+    if deterministic and given.get("clears_dq"):
+        raise ValueError("config clears_dq=True is not for deterministic=True: sums have an order")
+    why_alone = _why_alone(given, deterministic, modifier, num_sms)
+    if given.get("cta_pair") and why_alone is not None:
+        raise ValueError(f"config cta_pair=True is not for {why_alone}")
+    rows = [
         r
         for r in SM90_BWD
-        if head_dim <= r.max_dim
+        if r.above_dim < head_dim <= r.max_dim
         and head_dim_v <= r.max_dim_v
         and (r.masks is None or mask_kind in r.masks)
         and seqlen_k >= r.min_seqlen_k
         and not (deterministic and r.clears_dq)
-    )
-    if deterministic and given.get("clears_dq"):
-        raise ValueError("config clears_dq=True is not for deterministic=True: sums have an order")
-    refusal = ""
-    for tiles in _bwd_candidates(row, given):
-        plan = _bwd_plan(head_dim, head_dim_v, tiles)
-        why_not = plan.infeasible()
-        if why_not is None:
-            conditions = f"head_dim <= {row.max_dim}, head_dim_v <= {row.max_dim_v}"
-            if row.masks is not None:
-                conditions += f", masks {'/'.join(row.masks)}"
-            if row.min_seqlen_k:
-                conditions += f", seqlen_k >= {row.min_seqlen_k}"
-            changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
-            reason = _join_reasons(f"row {conditions}: {row.reason}", given, changed, refusal)
-            sizes = plan.tile_n, plan.walk_n, plan.tile_d, plan.smem_bytes
-            return BwdChoice(tiles, *sizes, reason)
-        refusal = refusal or why_not
+        and not (r.cta_pair and why_alone is not None)
+    ]
+    # behind a row with pairs of CTAs the next one, for overrides that leave no room for pairs
+    for row in rows[: 1 + int(rows[0].cta_pair)]:
+        refusal = ""
+        for tiles in _bwd_candidates(row, given):
+            plan = _bwd_plan(head_dim, head_dim_v, tiles)
+            why_not = plan.infeasible()
+            if why_not is None:
+                changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
+                told = f"row {_bwd_conditions(row)}: {row.reason}"
+                reason = _join_reasons(told, given, changed, refusal)
+                sizes = plan.tile_n, plan.walk_n, plan.tile_d, plan.smem_bytes
+                return BwdChoice(tiles, *sizes, reason)
+            refusal = refusal or why_not
     raise ValueError(
         f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
     )
 
 
+def _why_alone(
+    given: dict[str, Any], deterministic: bool, modifier: str | None, num_sms: int
+) -> str | None:
+    """What keeps CTAs from summing dQ in pairs, whatever the table says, or None."""
+    stores_first = given.get("clears_dq") is False
+    reasons = {
+        "config cta_pair=False": given.get("cta_pair") is False,
+        "config clears_dq=False: one CTA would wait for another pair": stores_first,
+        "deterministic=True: sums have an order": deterministic,
+        f"a call with {modifier}: P has no place in shared memory": modifier is not None,
+        f"a device with {num_sms} SM": num_sms < 2,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _bwd_conditions(row: BwdRow) -> str:
+    """What a row is for, in words."""
+    conditions = [f"head_dim <= {row.max_dim}", f"head_dim_v <= {row.max_dim_v}"]
+    if row.above_dim:
+        conditions[0] = f"{row.above_dim} < {conditions[0]}"
+    if row.masks is not None:
+        conditions.append(f"masks {'/'.join(row.masks)}")
+    if row.min_seqlen_k:
+        conditions.append(f"seqlen_k >= {row.min_seqlen_k}")
+    if row.cta_pair:
+        conditions.append("sums without an order, scores that nothing modifies")
+    return ", ".join(conditions)
+
+
 def _of_bwd_row(row: BwdRow) -> BwdTiles:
     stages = (row.stages_q, row.stages_do, row.stages_kv)
-    return BwdTiles(row.tile_m, *stages, row.value_cols, clears_dq=row.clears_dq)
+    of_dq = {"clears_dq": row.clears_dq, "cta_pair": row.cta_pair}
+    return BwdTiles(row.tile_m, *stages, row.value_cols, **of_dq)
 
 
 def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:

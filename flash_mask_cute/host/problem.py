@@ -110,6 +110,13 @@ class AttentionProblem:
         return self.has_window_left or self.has_window_right
 
     @property
+    def score_modifier(self) -> str | None:
+        """What changes scores before masks do, as an argument's name: "score_mod", "softcap"."""
+        if self.score_mod is not None:
+            return "score_mod"
+        return "softcap" if self.has_softcap else None
+
+    @property
     def mask_kind(self) -> str:
         """What masks or modifies: "full" or "causal" and nothing else, "mask_mod", "score_mod"
         (without a mask_mod), or "other"."""

@@ -37,11 +37,13 @@ class FwdRow(NamedTuple):
 
 
 class BwdRow(NamedTuple):
-    """Query rows of a block and buffers of the backward, and why these; keys are 128 in a tile.
+    """Query rows of a block and buffers of the backward, and why these; for head_dim <= max_dim and
+    head_dim_v <= max_dim_v.
 
     masks: the `mask_kind`s of problems that the row is for, None for all. min_seqlen_k: keys that a
-    sequence has at least. value_cols, clears_dq: see `BwdConfig`; rows with the latter are for sums
-    without an order.
+    sequence has at least. above_dim: head_dim is greater. value_cols, clears_dq, cta_pair: see
+    `BwdConfig`; rows with clears_dq are for sums without an order, those with cta_pair also for
+    scores that nothing modifies, and devices with two SMs.
     """
 
     max_dim: int
@@ -54,7 +56,9 @@ class BwdRow(NamedTuple):
     reason: str
     masks: tuple[str, ...] | None = None
     min_seqlen_k: int = 0
+    above_dim: int = 0
     clears_dq: bool = False
+    cta_pair: bool = False
 
 
 SM90_FWD = (
@@ -162,6 +166,13 @@ SM90_BWD = (
         "registers for 64 queries and some values, which leave enough for who plans and paints",
     ),
     BwdRow(*(192, 192, 64, 2, 2, 1, 0), "half of the sums' columns in each warpgroup"),
+    BwdRow(
+        *(256, 256, 64, 2, 1, 1, 0),
+        "two CTAs that sum dQ together add half as much of it to memory",
+        above_dim=192,
+        clears_dq=True,
+        cta_pair=True,
+    ),
     BwdRow(
         *(256, 256, 64, 2, 1, 1, 0),
         "as up to 192; a second query is worth more than a second dO",

@@ -416,7 +416,9 @@ def test_compiles_well(name: str, head_dim: int, tmp_path: Path) -> None:
         "bfloat16", head_dim, head_dim, is_causal=True, needs_lse=False,
         score_mod=callable_key(mod), aux=aux, wants_aux=tuple(range(len(aux))),
     )  # fmt: skip
-    choice = select_bwd_config(head_dim, head_dim, problem.mask_kind)
+    choice = select_bwd_config(
+        *(head_dim, head_dim, problem.mask_kind), modifier=problem.score_modifier
+    )
     options = f"--keep-cubin --dump-dir={tmp_path}"
     with compile_lock():
         compiled = build_bwd(problem, choice, Target.default(), Mods(score_mod=mod), options)

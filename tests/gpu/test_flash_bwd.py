@@ -13,6 +13,7 @@ from random_cases import random_case, random_mask_case
 from support import (
     BF16,
     CASES,
+    FP16,
     FP32,
     MASK_CASES,
     STORED_CASES,
@@ -348,6 +349,38 @@ def test_a_column_mask_serves_many_calls_and_follows_its_tensor() -> None:
             inputs, forward(inputs), dout, dlse, startend_row_indices=mask, causal=False
         )
         assert_gradients_close(gradients, inputs, dout, dlse)
+
+
+# Pairs of CTAs sum dQ of heads as wide as these.
+WIDE_CASES = (
+    Case("d200-dv40", 1, 700, 900, head_dim=200, head_dim_v=40, causal=True),
+    *(replace(case, head_dim=256, head_dim_v=0) for case in (
+        Case("full", 2, 700, 900, 3, 3),
+        Case("full-fp16-sink", 1, 500, 1000, 2, 2, dtype=FP16, sink=FP32),
+        Case("causal-gqa4", 2, 1000, 1300, 8, 2, causal=True),
+        Case("causal-long", 1, 4000, 4000, 8, 4, causal=True),
+        Case("window", 1, 900, 900, 2, 1, window_left=200, window_right=9),
+        Case("varlen-causal", lengths_q=(63, 0, 1029, 1), lengths_k=(63, 9, 1029, 0), causal=True),
+        Case("seqused", 2, 300, 400, seqused_q=(100, 0), seqused_k=(400, 65), causal=True),
+        Case("columns-1", 2, 500, 700, causal=True, column="stepped1"),
+        Case("columns-2", 2, 500, 700, column="stepped2"),
+        Case("asked-lists", 1, 500, 700, 2, 2, mask_mod="eviction", blocks=(48, 80)),
+        *STORED_CASES[:4],
+    )),
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", WIDE_CASES, ids=lambda case: case.id)
+def test_wide_heads(case: Case) -> None:
+    check(make_inputs(case, "cuda"))
+
+
+def test_wide_heads_without_pairs_of_ctas() -> None:
+    inputs = make_inputs(WIDE_CASES[3], "cuda")
+    dout, dlse = make_output_gradients(inputs)
+    gradients = backward(inputs, forward(inputs), dout, dlse, config={"cta_pair": False})
+    assert_gradients_close(gradients, inputs, dout, dlse)
 
 
 DETERMINISTIC = [

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 # None: asynchronous work completes at once. A seed: at random later points, with warps shuffled.
 DELAY_SEEDS = (None, 1)
 
+SMS = 2
 # The software GPU has two SMs, so a case of more than two work tiles (key blocks x KV heads x
 # batch) gives a persistent CTA several.
 CASES = (
@@ -43,7 +44,7 @@ CASES = (
     Case("sink-bf16-gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 99), lengths_k=(0, 70), sink=BF16),
     Case("fp16-d64-causal", 1, 255, 255, head_dim=64, dtype=FP16, causal=True),
     Case("d72-dv40", 1, 127, 129, head_dim=72, head_dim_v=40),
-    Case("d256-causal", 1, 129, 190, head_dim=256, causal=True),
+    Case("d256-causal-softcap", 1, 70, 130, head_dim=256, causal=True, softcap=15.0),
     Case("d192-dv128-gqa2-softcap", 1, 70, 130, 2, 1, head_dim=192, head_dim_v=128, softcap=15.0),
     Case("d40-dv200-varlen", head_dim=40, head_dim_v=200, lengths_q=(65, 0), lengths_k=(70, 9)),
     Case("d136-fp16-window", 1, 129, 129, head_dim=136, dtype=FP16, window_left=20),
@@ -72,8 +73,8 @@ def launch_on_simulator(
 
 def launch(operands: BwdOperands, keywords: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     extras, masks, settings = bundle_bwd(keywords)
-    call, call_masks = _resolve_bwd(operands, extras, masks, settings)
-    target = Target("sm_90a", num_sms=2)
+    target = Target("sm_90a", num_sms=SMS)
+    call, call_masks = _resolve_bwd(operands, extras, masks, settings, target)
     prepared = _bwd_kernel_launch(call, call_masks, target, operands, extras)
     return prepared(operands, extras, None if masks == NO_MASKS else masks)
 
@@ -232,12 +233,14 @@ def test_packed_rows_of_no_sequence(simulator: ModuleType) -> None:
         assert_gradients_close(named, inputs, dout)
 
 
-@pytest.mark.parametrize("poisoned", [0, 2])
-def test_what_other_sequences_hold_does_not_matter(simulator: ModuleType, poisoned: int) -> None:
+@pytest.mark.parametrize(("poisoned", "head_dim"), [(0, 128), (2, 128), (2, 256)])
+def test_what_other_sequences_hold_does_not_matter(
+    simulator: ModuleType, poisoned: int, head_dim: int
+) -> None:
     """NaN in all of a neighbour, also beside a sequence without queries and one without keys."""
     lengths_q, lengths_k = (65, 0, 30, 20), (30, 20, 65, 0)
     case = Case("neighbours", lengths_q=lengths_q, lengths_k=lengths_k, heads_q=1, heads_kv=1)
-    inputs = make_inputs(case)
+    inputs = make_inputs(replace(case, head_dim=head_dim, head_dim_v=0))
     dout, dlse = make_output_gradients(inputs)
     of_poisoned_q, of_poisoned_k = (
         torch.cat([torch.full((n,), i == poisoned) for i, n in enumerate(lengths)])
@@ -280,6 +283,59 @@ def test_what_other_sequences_hold_does_not_matter(simulator: ModuleType, poison
 def test_configurations_that_no_row_has(simulator: ModuleType, config: dict[str, Any]) -> None:
     case = Case("config", 1, 200, 600, 2, 1, head_dim=64, causal=True, column="stepped1")
     run_sim(simulator, make_inputs(case), seeds=(1,), config=config)
+
+
+# Two CTAs with neighbouring keys: the last pair has keys for one of them, or for both.
+PAIR_CASES = (
+    Case("full-fp16-sink", 1, 130, 200, head_dim=256, dtype=FP16, sink=FP32),
+    Case("causal-gqa2", 1, 129, 300, 2, 1, head_dim=256, causal=True),
+    Case("window", 1, 129, 300, 1, 1, head_dim=256, window_left=20, window_right=5),
+    Case(
+        "varlen-causal", heads_q=1, heads_kv=1, head_dim=256,
+        lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True,
+    ),
+    Case("d200-dv40-varlen", head_dim=200, head_dim_v=40, lengths_q=(65, 0), lengths_k=(70, 9)),
+    Case("columns-1", 1, 129, 300, 1, 1, head_dim=256, causal=True, column="stepped1"),
+    Case("columns-2", 1, 129, 200, 1, 1, head_dim=256, column="stepped2"),
+    Case("asked-lists", 1, 129, 300, 1, 1, head_dim=256, mask_mod="eviction", blocks=(48, 80)),
+)  # fmt: skip
+
+
+def cluster_of_main(simulator: ModuleType) -> tuple[int, int, int]:
+    (launch,) = simulator.RESULTS[-2]["launches"]
+    return launch["cluster"]
+
+
+@pytest.mark.parametrize("case", PAIR_CASES, ids=lambda case: case.id)
+def test_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, make_inputs(case), seeds=(1,))
+    assert cluster_of_main(simulator) == (2, 1, 1)
+
+
+def test_two_pairs_of_ctas_at_a_time(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five SMs; the sums of each pair go to the other's row blocks, too."""
+    monkeypatch.setattr(f"{__name__}.SMS", 5)
+    monkeypatch.setitem(simulator.OPTIONS, "resident", 4)
+    case = replace(PAIR_CASES[1], seqlen_k=500)
+    run_sim(simulator, make_inputs(case), seeds=(None, 1, 2, 3))
+    (launch,) = simulator.RESULTS[-2]["launches"]
+    assert (launch["cluster"], launch["grid"]) == ((2, 1, 1), (4, 1, 1))
+
+
+@pytest.mark.parametrize("case", STORED_CASES[2:4], ids=lambda case: case.id)
+def test_answers_stored_for_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
+    """Of logical blocks that have both tiles of a pair, and of some that have one."""
+    inputs = make_inputs(replace(case, batch=1, head_dim=256, head_dim_v=0))
+    run_sim(simulator, inputs, seeds=(1,), launches=4)
+    assert cluster_of_main(simulator) == (2, 1, 1)
+
+
+def test_wide_heads_without_pairs_of_ctas(simulator: ModuleType) -> None:
+    case = Case("alone", 1, 129, 190, 1, 1, head_dim=256, causal=True)
+    run_sim(simulator, make_inputs(case), config={"cta_pair": False})
+    assert cluster_of_main(simulator) == (1, 1, 1)
 
 
 def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
