@@ -78,11 +78,10 @@ def _forwards() -> Iterator[tuple[str, Variant]]:
 
 
 def _backwards() -> Iterator[tuple[str, Variant]]:
-    """Those of the forward at d=64 and d=128, and sums of dQ in a fixed order."""
+    """Those of the forward, and sums of dQ in a fixed order."""
     for name, variant in _forwards():
-        if variant.problem.head_dim <= 128:
-            problem = replace(variant.problem, needs_lse=False)
-            yield f"bwd-{name}", replace(variant, problem=problem, is_backward=True)
+        problem = replace(variant.problem, needs_lse=False)
+        yield f"bwd-{name}", replace(variant, problem=problem, is_backward=True)
     fixed = AttentionProblem(
         "bfloat16", 128, 128, is_causal=True, needs_lse=False, deterministic=True
     )
@@ -150,7 +149,7 @@ def compile_row(name: str) -> Json:
     with tempfile.TemporaryDirectory() as folder, compile_lock():
         options = f"--keep-cubin --keep-ptx --dump-dir={folder}"
         if variant.is_backward:
-            choice = select_bwd_config(*dims, problem.mask_kind)
+            choice = select_bwd_config(*dims, problem.mask_kind, modifier=problem.score_modifier)
             tiles = {"tile_n": choice.tile_n, **asdict(choice.tiles)}
             compiled = build_bwd(problem, choice, target, variant.mods, options)
         else:
