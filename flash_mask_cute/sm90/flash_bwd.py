@@ -22,6 +22,11 @@ Channels (full/empty mbarrier pairs):
     mma ----------dq----> load         a part of a block's dQ, to be added to the others'
     paint --------bits--> mma          the bits of a query block that is cut
 
+and between two CTAs that sum dQ together (`key_pairs`):
+
+    mma ---------grads--> mma          dS of a query block, both ways
+    plan --------claims-> plan         the number of the next work tile, from the leader
+
 A warpgroup computes S^T and dP^T of its own keys, 64 rows by tile_m columns, so that P^T and dS^T
 lie in registers as dV and dK want them (FlashAttention-3's choice). dS also goes to shared memory,
 where both warpgroups sum dQ over the keys of both, a part of the block's rows or columns each. Of
