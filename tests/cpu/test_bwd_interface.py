@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,9 @@ from flash_mask_cute.host.cache import CompileCache, compile_lock
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import NO_MODS
 from flash_mask_cute.host.compile_bwd import BwdKernels, build_bwd, compile_bwd
-from flash_mask_cute.host.config import BwdConfig, BwdTiles, select_bwd_config
+from flash_mask_cute.host.config import BwdConfig, select_bwd_config
 from flash_mask_cute.host.mask_args import Masks
 from flash_mask_cute.host.problem import AttentionProblem, Mods
-from flash_mask_cute.host.tables import SM90_BWD
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import check_bwd_inputs
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -668,76 +666,7 @@ def test_misaligned_data_never_hits(recorder: Recorder) -> None:
 # -- configuration and code ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", SM90_BWD, ids=lambda row: f"{row.max_dim}-{row.tile_m}")
-def test_a_row_runs_as_written(row: Any) -> None:
-    dims, kind = (row.max_dim, row.max_dim_v), (row.masks or ("other",))[0]
-    num_sms = 2 if row.cta_pair else 1
-    choice = select_bwd_config(*dims, kind, seqlen_k=row.min_seqlen_k, num_sms=num_sms)
-    for field in asdict(choice.tiles).keys() - {"skip_blocks"}:
-        assert getattr(choice.tiles, field) == getattr(row, field)
-    assert row.reason in choice.reason and "because" not in choice.reason
-
-
-STAGES = ("stages_q", "stages_do", "stages_kv")
 CLEARS_DQ = BwdConfig(clears_dq=True)
-
-
-def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
-    from cutlass import BFloat16
-
-    from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
-
-    of_plan = ("tile_m", *STAGES, "value_cols", "cta_pair")
-    fields = {name: x for name, x in asdict(tiles).items() if name in of_plan}
-    return BwdPlan(BFloat16, head_dim, head_dim_v, **fields).infeasible() is None
-
-
-def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
-    for head_dim in range(8, 257, 8):
-        for head_dim_v in range(8, 257, 8):
-            choice = select_bwd_config(head_dim, head_dim_v, "other")
-            assert runs(head_dim, head_dim_v, choice.tiles)
-            assert choice.tile_d >= head_dim
-            assert choice.tile_n == (128 if max(head_dim, head_dim_v) <= 128 else 64)
-            assert choice.tiles.cta_pair == choice.tiles.clears_dq == (head_dim > 192)
-            assert choice.walk_n == choice.tile_n * (2 if choice.tiles.cta_pair else 1)
-
-
-OVERRIDES = [
-    {"tile_m": tile_m, "stages_kv": stages}
-    for tile_m in (64, 128)
-    for stages in (1, 2)
-] + [{"stages_q": 1}, {"stages_do": 1, "skip_blocks": False}]  # fmt: skip
-
-
-@pytest.mark.parametrize("given", OVERRIDES, ids=str)
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-def test_an_override_is_kept_and_the_rest_made_to_fit(dim: int, given: dict[str, Any]) -> None:
-    """Refused only if nothing runs that has the given fields."""
-    unchanged = select_bwd_config(dim, dim, "other").tiles
-    free = {name: (1, 2) for name in STAGES if name not in given}
-    free["value_cols"] = (0, unchanged.value_cols)
-    row = {"tile_m": unchanged.tile_m} | given
-    feasible = [
-        tiles
-        for in_pairs in {False, unchanged.cta_pair}
-        for values in itertools.product(*free.values())
-        if runs(
-            *(dim, dim),
-            tiles := BwdTiles(
-                **row,
-                **dict(zip(free, values, strict=True)),
-                **dict.fromkeys(("clears_dq", "cta_pair"), in_pairs),
-            ),
-        )
-    ]
-    try:
-        choice = select_bwd_config(dim, dim, "other", BwdConfig(**given))
-    except ValueError as error:
-        assert not feasible and str(given) in str(error)
-        return
-    assert choice.tiles in feasible
-    assert f"config= sets {next(iter(given))}=" in choice.reason
 
 
 def test_values_stay_in_registers_as_far_as_these_go() -> None:
@@ -769,64 +698,6 @@ def test_dq_is_cleared_for_many_keys_and_sums_without_an_order() -> None:
     assert not (clears_dq(seqlen_k=32767) or clears_dq(dim=64) or clears_dq(deterministic=True))
     with pytest.raises(ValueError, match="clears_dq=True is not for deterministic=True"):
         call(config=CLEARS_DQ, deterministic=True)
-
-
-WIDE = {"head_dim": 256, "head_dim_v": 256, "mask_kind": "full"}
-
-
-def test_wide_heads_are_for_pairs_of_ctas() -> None:
-    def takes_pairs(*dims: int, kind: str = "other", **more: Any) -> bool:
-        return select_bwd_config(*dims, kind, **more).tiles.cta_pair
-
-    assert all(takes_pairs(256, 256, kind=kind) for kind in ("full", "causal", "other", "mask_mod"))
-    assert takes_pairs(200, 40) and takes_pairs(256, 256, num_sms=2)
-    assert not any(takes_pairs(*dims) for dims in ((192, 192), (64, 256), (192, 256), (128, 128)))
-    choice = select_bwd_config(**WIDE)
-    assert (choice.tile_n, choice.walk_n) == (64, 128)
-    for said in ("192 < head_dim <= 256", "without an order", "nothing modifies"):
-        assert said in choice.reason
-
-
-ALONE = {
-    "deterministic=True": {"deterministic": True},
-    "score_mod": {"modifier": "score_mod", "mask_kind": "score_mod"},
-    "softcap": {"modifier": "softcap"},
-    "1 SM": {"num_sms": 1},
-    "clears_dq=False": {"override": BwdConfig(clears_dq=False)},
-    "cta_pair=False": {"override": BwdConfig(cta_pair=False)},
-}
-
-
-@pytest.mark.parametrize("what", ALONE)
-def test_what_keeps_ctas_alone(what: str) -> None:
-    """The last row is theirs, and pairs that a config asks for are refused by name."""
-    call = WIDE | ALONE[what]
-    choice = select_bwd_config(**call)
-    assert choice.tiles == BwdTiles(64, 2, 1, 1) and choice.walk_n == choice.tile_n == 64
-    assert SM90_BWD[-1].reason in choice.reason
-    asks = replace(call.get("override", BwdConfig()), cta_pair=True)
-    if what != "cta_pair=False":
-        with pytest.raises(ValueError, match=f"cta_pair=True is not for .*{what}"):
-            select_bwd_config(**call | {"override": asks})
-
-
-def test_pairs_of_ctas_that_cannot_run() -> None:
-    def select(*dims: int, **given: Any) -> BwdTiles:
-        return select_bwd_config(*dims, "full", BwdConfig(**given)).tiles
-
-    for dims in ((192, 192), (128, 256), (64, 64)):
-        why = f"cta_pair=True is for head_dim above 192, got {dims[0]}"
-        with pytest.raises(ValueError, match=why):
-            select(*dims, cta_pair=True)
-    with pytest.raises(ValueError, match=r"stages_kv must be 1 with cta_pair=True, got 2"):
-        select(256, 64, cta_pair=True, stages_kv=2)
-    with pytest.raises(ValueError, match=r"stages_q must be 2 .* got 1"):
-        select(256, 64, cta_pair=True, stages_q=1)
-    with pytest.raises(ValueError, match=r"bytes of shared memory exceed"):
-        select(256, 256, cta_pair=True, stages_do=2)
-    # who does not ask for pairs gets what is asked for
-    assert not select(256, 64, stages_kv=2).cta_pair
-    assert select(256, 128, stages_do=2).cta_pair
 
 
 def test_what_a_call_says_of_its_scores_decides_on_pairs() -> None:
