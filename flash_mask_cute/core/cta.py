@@ -29,14 +29,18 @@ def swizzled(
     return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
 
 
+def launch_registers(num_warpgroups: int) -> int:
+    """Registers that a thread of a CTA that has an SM for itself is launched with."""
+    return REGISTER_FILE // (THREADS_PER_WARPGROUP * num_warpgroups) // 8 * 8
+
+
 def registers_left(num_warpgroups: int, taken: int) -> int:
     """Registers of a thread of the one warpgroup that gives to the others.
 
     :param taken: what the others have together. Asking for more than the launch gave the CTA would
         block for ever.
     """
-    pool = REGISTER_FILE // (THREADS_PER_WARPGROUP * num_warpgroups) // 8 * 8 * num_warpgroups
-    return pool - taken
+    return launch_registers(num_warpgroups) * num_warpgroups - taken
 
 
 def planning_rings(

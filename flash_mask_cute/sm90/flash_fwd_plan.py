@@ -19,6 +19,7 @@ from flash_mask_cute.core.cta import (
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
+    launch_registers,
     registers_left,
 )
 from flash_mask_cute.core.ring import WORDS
@@ -28,6 +29,9 @@ from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, WORDS_PER_ST
 
 # what a thread needs besides the fragments of S, P and O, or ptxas serialises the products
 SCALAR_REGISTERS = 28
+# What ptxas wants for a product besides its accumulator, of the registers of a launch: it holds each
+# instruction to these, whatever the warpgroup took later.
+PRODUCT_REGISTERS = 30
 # what MMA warpgroups may take, by their number; the more, the less is left for the others
 MMA_REGISTERS = {2: (216, 232), 3: (152, 160), 4: (112,)}
 # the same beside a warpgroup of painters, and what that takes
@@ -263,6 +267,10 @@ class FwdPlan:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
         if self.registers_needed > self.mma_registers:
             return f"{self.registers_needed} registers a thread exceed {self.mma_registers}"
+        widest = max(self.tile_n, self.tile_dv) // 2 + PRODUCT_REGISTERS
+        most = launch_registers(self._num_warpgroups)
+        if widest > most:
+            return f"{widest} registers of a product exceed the {most} of a launch"
         return None
 
     def mma_qk(

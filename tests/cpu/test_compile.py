@@ -177,6 +177,15 @@ def test_masks_compile_well(name: str, tmp_path: Path) -> None:
     check_code(f"{name}: {meta}, {counts}", meta, counts, most_spilled)
 
 
+@pytest.mark.parametrize("dim", [192, 200, 256])
+def test_a_mask_mod_compiles_for_wide_heads(dim: int, tmp_path: Path) -> None:
+    """Above 192 without a warpgroup of painters, beside which a product would be too wide."""
+    fields, mods = mods_of("mask")
+    meta, counts = build(replace(PLAIN, **fields, head_dim=dim, head_dim_v=dim), tmp_path, mods)
+    check_code(f"{dim}: {meta}, {counts}", meta, counts)
+    assert meta["registers"] == (128 if dim == 192 else 168)
+
+
 def test_scores_that_are_equally_far_apart_share_their_bias(tmp_path: Path) -> None:
     """A thread's 64 scores of a whole block have 34 distances, and as many are converted; the code
     has two whole blocks."""

@@ -65,6 +65,20 @@ def test_rows_for_blackwell(row: FwdRow) -> None:
     assert choice.smem_bytes <= 232448
 
 
+@pytest.mark.parametrize(("dim", "is_refused"), [(192, False), (200, True)])
+def test_a_product_that_is_too_wide_for_a_launch(dim: int, is_refused: bool) -> None:
+    """Of 512 threads: ptxas would refuse the kernel."""
+    shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, dim, dim)
+    override = FwdConfig(tile_m=192, tile_n=16, num_stages=1)
+    problem = AttentionProblem("bfloat16", dim, dim)
+    if is_refused:
+        message = "134 registers of a product exceed the 128 of a launch"
+        with pytest.raises(ValueError, match=message):
+            select_fwd_config(problem, shapes, override=override)
+    else:
+        assert select_fwd_config(problem, shapes, override=override).tiles.tile_m == 192
+
+
 @pytest.mark.parametrize("dims", [(72, 72), (64, 128), (128, 64), (192, 192), (256, 256)])
 def test_other_head_dims_are_refused_on_blackwell(dims: tuple[int, int]) -> None:
     shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, *dims)

@@ -166,6 +166,13 @@ def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
+def test_a_mask_mod_that_is_asked_for_wide_heads(simulator: ModuleType) -> None:
+    """By two warps: beside a warpgroup of painters a product would be too wide for the launch."""
+    case = Case("asked", 1, 70, 130, 1, 1, head_dim=256, head_dim_v=256, mask_mod="eviction")
+    run_sim(simulator, make_inputs(case), seeds=(1,))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
 def test_lists_without_full_blocks(simulator: ModuleType) -> None:
     inputs = make_inputs(Case("no-full", 1, 200, 300, 1, 1, mask_mod="causal_offset"))
     idx = torch.tensor([[0, 1, 2], [0, 1, 2]], dtype=torch.int32)[None, None]
