@@ -29,8 +29,8 @@ from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, WORDS_PER_ST
 
 # what a thread needs besides the fragments of S, P and O, or ptxas serialises the products
 SCALAR_REGISTERS = 28
-# What ptxas wants for a product besides its accumulator, of the registers of a launch: it holds each
-# instruction to these, whatever the warpgroup took later.
+# What ptxas wants for a product besides its accumulator, of the registers of a launch: it holds
+# each instruction to these, whatever the warpgroup took later.
 PRODUCT_REGISTERS = 30
 # what MMA warpgroups may take, by their number; the more, the less is left for the others
 MMA_REGISTERS = {2: (216, 232), 3: (152, 160), 4: (112,)}
