@@ -319,7 +319,7 @@ def test_two_pairs_of_ctas_at_a_time(
     monkeypatch.setattr(f"{__name__}.SMS", 5)
     monkeypatch.setitem(simulator.OPTIONS, "resident", 4)
     case = replace(PAIR_CASES[1], seqlen_k=500)
-    run_sim(simulator, make_inputs(case), seeds=(None, 1, 2, 3))
+    run_sim(simulator, make_inputs(case), seeds=(None, 2))
     (launch,) = simulator.RESULTS[-2]["launches"]
     assert (launch["cluster"], launch["grid"]) == ((2, 1, 1), (4, 1, 1))
 
