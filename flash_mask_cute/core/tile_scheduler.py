@@ -95,19 +95,17 @@ class TileScheduler:
         number: how many tiles were claimed so before.
         """
         ctas, _, _ = cute.arch.grid_dim()
-        index = search.index + ctas // self.ctas_per_tile
-        if const_expr(self.claims is not None):
-            claimed = Int32(0)
-            if self.claims.is_leader():  # noqa: SIM102
-                if cute.arch.lane_idx() == 0:
-                    claimed = cute.arch.atomic_add(self.counter.iterator, Int32(1))
-            claimed = self.claims.share(number, claimed)
-            index = ctas // self.ctas_per_tile + cute.arch.shuffle_sync(claimed, 0)
-        elif const_expr(self.counter is not None):
-            claimed = Int32(0)
-            if cute.arch.lane_idx() == 0:
+        step = ctas // self.ctas_per_tile
+        index = search.index + step
+        if const_expr(self.counter is not None):
+            claimed, claims = Int32(0), cute.arch.lane_idx() == 0
+            if const_expr(self.claims is not None):
+                claims = claims & self.claims.is_leader()
+            if claims:
                 claimed = cute.arch.atomic_add(self.counter.iterator, Int32(1))
-            index = ctas + cute.arch.shuffle_sync(claimed, 0)
+            if const_expr(self.claims is not None):
+                claimed = self.claims.share(number, claimed)
+            index = step + cute.arch.shuffle_sync(claimed, 0)
         return search._replace(index=index)
 
     def finish(self) -> None:

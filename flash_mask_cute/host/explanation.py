@@ -89,8 +89,14 @@ def explain_fwd(
     meta: dict[str, Any] = {}
     storing = None
     if resolved.problem.dtype in _COMPILED_DTYPES:
+        asking = resolved.choice.tiles
         resolved, compiled, storing = compile_call(resolved, masks, target)
         meta = dict(compiled.meta)
+        if device == "cpu" and resolved.choice.tiles != asking:
+            notes.append(
+                f"the CPU path asks mask_mod itself, over tiles of {asking.tile_m} x "
+                f"{asking.tile_n}"
+            )
     else:
         notes.append(f"no kernel takes {resolved.problem.dtype}: such tensors run on the CPU only")
     work_tiles = full = cut = skipped = None

@@ -9,7 +9,8 @@ A persistent CTA computes one work tile of tile_m query rows after another. Its 
 | 2, 3 of warpgroup 0 (*) | paint | bits of the scores that count, for blocks that a mask cuts |
 | warpgroups 1..tile_m/64 | mma   | 64 rows each: S = Q K^T, softmax, P V, output              |
 
-(*) or four warps in a warpgroup of their own, after the others, where there is a mask_mod.
+(*) or four warps in a warpgroup of their own, after the others, where there is a mask_mod, and
+registers for it.
 
 Channels (full/empty mbarrier pairs):
 
@@ -25,12 +26,13 @@ is free again as soon as the mma warps hold its bits in registers, a whole block
 the next ones. Where tiles have three warpgroups or more, each passes over the cut blocks of which
 its own 64 rows see nothing, without a product, and so does no more than a tile of 64 rows would.
 
-S of the next key block is issued together with P V of this one, so the tensor cores have P V to do
-while the exponentials of the next block are computed. At the end of a work tile the last P V goes
-out together with the first S of the *next* tile, whose operands the load warp fetched meanwhile;
-the output is scaled, staged in shared memory and stored by TMA under that product. Warpgroups take
-turns to issue (FlashAttention-3's ping-pong), so that one computes exponentials while another
-multiplies.
+S of the next key block is issued together with P V of this one. With two warpgroups S goes first,
+so the tensor cores have P V to do while the exponentials of the next block are computed; with
+three, P V goes first, and they have the others' products to do. At the end of a work tile the last
+P V goes out together with the first S of the *next* tile, whose operands the load warp fetched
+meanwhile; the output is scaled, staged in shared memory and stored by TMA under that product.
+Warpgroups take turns to issue (FlashAttention-3's ping-pong), so that one computes exponentials
+while another multiplies.
 
 The mma warps know no mask: a block is cut or it is not, and if it is, a word of bits per row says
 which scores count (`masks/rules.py`). A walk that sees nothing still visits one block, all of it

@@ -179,6 +179,14 @@ def test_tiles_are_those_of_a_kernel_that_reads() -> None:
     assert storing is None and call.choice.tiles.tile_m == 64
 
 
+def test_explain_says_what_the_cpu_path_walks_instead() -> None:
+    q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
+    told = explain(q, q, q, mask_mod=causal)
+    assert told.tiles.tile_m == 192
+    assert told.note == "the CPU path asks mask_mod itself, over tiles of 128 x 128"
+    assert explain(q, q, q, mask_mod=by_parity_of_head).note == ""
+
+
 def one_list(block: int) -> BlockSparseTensorsTorch:
     """Partial blocks of 384 x 384 scores, all of them."""
     num = 384 // block
