@@ -22,6 +22,9 @@ from flash_mask_cute.masks.rules import MaskRules, Share, both, stored_tile
 NO_TURN = -1
 # as in `query_walks`; what a callable loads for more queries spills in the painters
 ASKED_AT_ONCE = 2
+# where tiles are staggered, neighbours begin so many blocks apart: an odd number, so that each block
+# of a chunk is the first of some tile
+STAGGER = 5
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class KeyWalks(MaskRules):
     before it. With work tiles handed out in that order nobody waits for one that has not begun; and
     under causal masking a walk starts where its keys are the last, so it does not wait at all.
 
+    staggers: each chunk is visited from another block on for another tile, those before it last, so
+    that tiles which visit the same chunk at the same time do not add to the same rows of dQ.
+
     is_part: these tiles are one CTA's part of those that walks were planned for, and may lie behind
     the end of the keys, or have nothing to ask where the whole has.
     """
@@ -43,6 +49,7 @@ class KeyWalks(MaskRules):
     group: Int32
     takes_turns: cutlass.Constexpr[bool]
     is_part: cutlass.Constexpr[bool] = False
+    staggers: cutlass.Constexpr[bool] = False
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence, keys that are not in use included."""
@@ -68,18 +75,26 @@ class KeyWalks(MaskRules):
             chunk_idx = m_block_min // CHUNK
             while chunk_idx * CHUNK < m_block_max:
                 chunk = self._classify(work, first_head + i, chunk_idx * CHUNK)
-                if chunk.visible != 0:
-                    if found_any:
-                        follower = chunk.kind_of(ring.next_bit(chunk.visible))
-                        ring.write(number, pending._replace(follower=follower), turn)
-                        number += 1
-                    pending = chunk
-                    if const_expr(self.takes_turns):
-                        turn = self._turn(work, chunk)
-                    found_any = Boolean(True)
+                for visible in self._portions(work, chunk.visible):
+                    if visible != 0:
+                        if found_any:
+                            follower = chunk.kind_of(ring.next_bit(visible))
+                            ring.write(number, pending._replace(follower=follower), turn)
+                            number += 1
+                        pending = chunk._replace(visible=visible)
+                        if const_expr(self.takes_turns):
+                            turn = self._turn(work, chunk)
+                        found_any = Boolean(True)
                 chunk_idx += 1
         ring.write(number, pending, turn)
         return number + 1
+
+    def _portions(self, work: Work, visible: Int32) -> tuple[Int32, ...]:
+        """The visible blocks of a chunk, in portions to visit one after the other."""
+        if not self.staggers:
+            return (visible,)
+        late = bit_tile.low_bits(work.block * STAGGER % CHUNK)
+        return visible & (late ^ ALL), visible & late
 
     @cute.jit
     def _turn(self, work: Work, chunk: Chunk) -> Int32:

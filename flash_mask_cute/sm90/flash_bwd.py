@@ -289,9 +289,13 @@ class FlashAttentionBackwardSm90:
         )  # fmt: skip
 
     def _blocks_apart(self, masks: MaskArgs, varlen_q: bool) -> int:
-        shorteners = (masks.columns, masks.bits, masks.stored, self.mask_mod)
-        is_short = self.is_local or varlen_q or any(x is not None for x in shorteners)
+        is_short = self.is_local or varlen_q or self._may_be_short(masks)
         return BLOCKS_APART_SHORT if is_short else BLOCKS_APART
+
+    def _may_be_short(self, masks: MaskArgs) -> bool:
+        """Whether intervals, lists or a callable may leave little of a walk."""
+        shorteners = (masks.columns, masks.bits, masks.stored, self.mask_mod)
+        return any(x is not None for x in shorteners)
 
     def _operands(self, mQ, mK, mV, mdO, varlen_q: bool, varlen_k: bool) -> Operands:
         plan = self.plan
@@ -379,7 +383,11 @@ class FlashAttentionBackwardSm90:
             key_pairs.sync()
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
-        more = group, self.deterministic, self.plan.cta_pair
+        # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
+        # apart anyway; where all are long, that was not measured to be of any use.
+        begin_alike = self._may_be_short(masks) and not (self.is_causal or self.is_local)
+        staggers = begin_alike and not (self.deterministic or self.clears_dq)
+        more = group, self.deterministic, self.plan.cta_pair, staggers
         return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, *more)
 
     # -- mma ------------------------------------------------------------------------------------

@@ -150,6 +150,15 @@ def test_work_tiles_that_come_to_a_row_block_together(
     run_sim(simulator, make_inputs(replace(case, seqlen_k=300)), seeds=(1, 2, 3))
 
 
+def test_walks_that_begin_inside_a_chunk(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second work tile visits blocks 5 and 6 of its two heads before 0 to 4."""
+    monkeypatch.setitem(simulator.OPTIONS, "resident", 2)
+    case = Case("staggered", 1, 430, 300, 2, 1, head_dim=72, column="stepped4")
+    run_sim(simulator, make_inputs(case), seeds=(None, 1))
+
+
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     inputs = make_inputs(
         Case("skip", 1, 200, 300, 1, 1, causal=True, column="stepped2", blocks=(64, 64))
