@@ -22,8 +22,8 @@ from flash_mask_cute.masks.rules import MaskRules, Share, both, stored_tile
 NO_TURN = -1
 # as in `query_walks`; what a callable loads for more queries spills in the painters
 ASKED_AT_ONCE = 2
-# where tiles are staggered, neighbours begin so many blocks apart: an odd number, so that each block
-# of a chunk is the first of some tile
+# where tiles are staggered, neighbours begin so many blocks apart: an odd number, so that each of a
+# chunk is the first one of some tile
 STAGGER = 5
 
 
