@@ -71,6 +71,11 @@ def commit_here() -> str:
         return "unknown"
 
 
+def tells_code(commit: str) -> bool:
+    """Whether what `commit_here` found, of two runs, means that they measured the same code."""
+    return commit != "unknown" and not commit.endswith("+")
+
+
 def row_of(
     case: BenchCase, peer: str, variant: str, value: float | None, remarks: Sequence[str]
 ) -> Json:

@@ -2,7 +2,9 @@
 
 Without an option the table of every run. --table paper prints the FlashMask paper's Tables 4 to 9,
 ours and peers side by side (`bench.tables`). --bars compares the figures with what they must
-reach, the latest run that can decide each bar deciding it:
+reach. The latest run that can decide a bar decides it, together with the other runs of its commit
+that can: by the median of their ratios, as equal code in two processes may differ by 7 %. Where a
+run has timed a shape under two names, their mean counts.
 
 forward   ours / flash-attn-4 in the same case, at sustained load
 masks     ours / flash-attn-4 native causal of the same head dimension and length, for the twelve
@@ -22,12 +24,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
+from statistics import fmean, median
 
-from bench import DETERMINISTIC, ROOT, Json, format_table, name_of, peer_of
+from bench import DETERMINISTIC, ROOT, Json, format_table, name_of, peer_of, tells_code
 from bench.linearity import sweeps
 from bench.masks import MASKS
 from bench.paper import DIMS, LENGTHS
@@ -116,30 +119,48 @@ class Figures:
             if row["variant"] in ("loop", "warm", "wall"):
                 self.by_run.setdefault(row["run"], {})[name_of(row), peer_of(row)] = row
 
-    def latest(self, *wanted: tuple[tuple[str, ...], str]) -> list[Json] | None:
-        """Rows of the latest run that has all of them; each wanted is (case names, peer)."""
+    def latest(self, *wanted: tuple[str, str]) -> list[Json] | None:
+        """Rows of the latest run that has all of them; each wanted is (case name, peer)."""
         for known in reversed(self.by_run.values()):
-            found = [
-                next((known[name, peer] for name in names if (name, peer) in known), None)
-                for names, peer in wanted
-            ]
-            rows = [row for row in found if row is not None]
-            if len(rows) == len(found):
-                return rows
+            if all(each in known for each in wanted):
+                return [known[each] for each in wanted]
         return None
 
+    def measured(self, key: str, *wanted: tuple[tuple[str, ...], str]) -> dict[str, list[float]]:
+        """Figures of all runs that have all of them, of the last commit that has any such run; by
+        run, the latest first. Each wanted is (names of one shape, peer)."""
+        found: dict[str, list[float]] = {}
+        commit = None
+        for run, known in reversed(self.by_run.items()):
+            rows = [
+                [known[name, peer] for name in names if (name, peer) in known]
+                for names, peer in wanted
+            ]
+            if not all(rows):
+                continue
+            if found and rows[0][0]["commit"] != commit:
+                continue
+            commit = rows[0][0]["commit"]
+            found[run] = [fmean(row[key] for row in of_shape) for of_shape in rows]
+            if not tells_code(commit):
+                break
+        return found
 
-def _run(rows: list[Json] | None) -> str:
-    return f"run {rows[0]['run']}" if rows else ""
+
+def _runs(measured: Iterable[str]) -> str:
+    runs = list(measured)
+    if len(runs) < 2:
+        return f"run {runs[0]}" if runs else ""
+    return f"median of {len(runs)} runs, {runs[0]} the last"
 
 
 def _ratio(
     figures: Figures, name: str, peer: str, bar: float, key: str = "fwd", most: bool = False
 ) -> Bar:
     """Ours over a peer's figure in the same case."""
-    rows = figures.latest(((name,), "ours"), ((name,), peer))
-    figure = rows[0][key] / rows[1][key] if rows else None
-    return Bar(name, figure, bar, most, _run(rows))
+    found = figures.measured(key, ((name,), "ours"), ((name,), peer))
+    figure = median(ours / other for ours, other in found.values()) if found else None
+    return Bar(name, figure, bar, most, _runs(found))
 
 
 def forward_bars(figures: Figures) -> Iterator[Bar]:
@@ -154,7 +175,7 @@ def cold_bars(rows: Sequence[Json]) -> Iterator[Bar]:
     latest = {row["variant"]: row for row in ours if row["run"] == ours[-1]["run"]}
     for variant, limit in COLD_LIMITS.items():
         row = latest.get(variant)
-        remark = f"torch {latest['torch']['us'] / 1e6:.1f} s, {_run([row])}" if row else ""
+        remark = f"torch {latest['torch']['us'] / 1e6:.1f} s, run {row['run']}" if row else ""
         yield Bar(f"cold-128 {variant}", row["us"] / 1e6 if row else None, limit, True, remark)
 
 
@@ -198,20 +219,23 @@ def _mask_bar(
     names = {name: _names(way, d, size, name) for name in (mask, "causal", "full")}
     name = names[mask][0]
     needed = ((names[mask], "ours"), (names["causal"], "fa4"))
-    rows = figures.latest(*needed, (names["full"], "ours")) or figures.latest(*needed)
+    beside_full = figures.measured(way.key, *needed, (names["full"], "ours"))
+    found = beside_full or figures.measured(way.key, *needed)
     bar = None if level is None else way.factor[d] * level
-    if rows is None:
+    if not found:
         return Bar(name, None, bar), None
-    ours, causal = rows[0][way.key], rows[1][way.key]
-    remarks = [f"{ours:.0f} TFLOP/s", "" if level is None else f"r {level}"]
-    if len(rows) == 3:
-        full = rows[2][way.key]
-        remarks.append(f"{ours / full:.0%} of full")
+    ratio = median(ours / causal for ours, causal, *_ in found.values())
+    remarks = [f"{median(ours for ours, *_ in found.values()):.0f} TFLOP/s"]
+    remarks.append("" if level is None else f"r {level}")
+    if beside_full:
+        of_full = median(ours / full for ours, _, full in beside_full.values())
+        remarks.append(f"{of_full:.0%} of full")
         if bar is not None:
-            bar = min(bar, OF_FULL * full / causal)
-    remark = ", ".join((*filter(None, remarks), _run(rows)))
-    gain = None if level is None else ours / causal / level
-    return Bar(name, ours / causal, bar, remark=remark), gain
+            full_ratio = median(full / causal for _, causal, full in beside_full.values())
+            bar = min(bar, OF_FULL * full_ratio)
+    remark = ", ".join((*filter(None, remarks), _runs(found)))
+    gain = None if level is None else ratio / level
+    return Bar(name, ratio, bar, remark=remark), gain
 
 
 def callable_bars(figures: Figures) -> Iterator[Bar]:
@@ -222,8 +246,8 @@ def callable_bars(figures: Figures) -> Iterator[Bar]:
 def prep_bars(figures: Figures) -> Iterator[Bar]:
     names = {name for known in figures.by_run.values() for name, _ in known}
     for name in sorted(name for name in names if name.startswith("meta-")):
-        rows = figures.latest(((name,), "ours"))
-        beside = figures.latest(((name,), "ours"), ((name,), "flex"))
+        rows = figures.latest((name, "ours"))
+        beside = figures.latest((name, "ours"), (name, "flex"))
         for key, limit in PREP_LIMITS.items():
             flex = beside[1].get(key) if beside else None
             remark = f"FlexAttention {flex:.4g}" if flex is not None else ""

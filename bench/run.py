@@ -26,7 +26,16 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from bench import ROOT, Json, commit_here, format_table, name_of, peer_of, versions
+from bench import (
+    ROOT,
+    Json,
+    commit_here,
+    format_table,
+    name_of,
+    peer_of,
+    tells_code,
+    versions,
+)
 from bench.ahead import compile_ahead, deal, jobs
 from bench.cases import CASES, BenchCase, select
 from bench.flops import listing
@@ -149,7 +158,7 @@ def unmeasured(names: Sequence[str], rows: Sequence[Json], options: Options) -> 
 
     A commit that does not tell the code (none known, or changes on top of it) has measured nothing.
     """
-    if options.commit == "unknown" or options.commit.endswith("+"):
+    if not tells_code(options.commit):
         return tuple(names)
     known = {
         (name_of(row), peer_of(row))

@@ -741,7 +741,9 @@ def test_linearity_figure(tmp_path: Path) -> None:
 
 def rate_row(run_id: str, case: str, peer: str, rate: float) -> bench.Json:
     milliseconds = flops.attention_flops(CASES[case]) / rate / 1e9
-    return {"run": run_id} | bench.row_of(CASES[case], peer, "loop", milliseconds, ())
+    return {"run": run_id, "commit": "abc"} | bench.row_of(
+        CASES[case], peer, "loop", milliseconds, ()
+    )
 
 
 def test_bars() -> None:

@@ -100,6 +100,46 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         report.main(["--table", "paper", "--bars"])
 
 
+def ratios(*rows: bench.Json) -> dict[str, report.Bar]:
+    figures = report.Figures(rows)
+    targets = [{"d": 128, "n": 8192, "mask": "causal", "fwd_rel": 1.0}]
+    found = [*report.forward_bars(figures), *report.mask_bars(figures, targets)]
+    return {bar.name: bar for bar in found}
+
+
+def of_commit(commit: str, run: str, name: str, *rates: float) -> list[bench.Json]:
+    """Ours and flash-attn-4's."""
+    pairs = zip(("ours", "fa4"), rates, strict=True)
+    return [row(run, name, peer, rate) | {"commit": commit} for peer, rate in pairs]
+
+
+def test_runs_of_one_commit_decide_together() -> None:
+    name = "d128-full-8k"
+    runs = [of_commit("new", str(i), name, ours, 100) for i, ours in enumerate((90, 120, 130))]
+    old = of_commit("old", "old", name, 500, 100)
+    bar = ratios(*old, *runs[0], *runs[1], *runs[2])[name]
+    assert bar.figure == pytest.approx(1.2) and bar.remark == "median of 3 runs, 2 the last"
+    # a commit with changes on top of it may be any code
+    changed = [of_commit("new+", str(i), name, ours, 100) for i, ours in enumerate((90, 120, 130))]
+    bar = ratios(*changed[0], *changed[1], *changed[2])[name]
+    assert bar.figure == pytest.approx(1.3) and bar.remark == "run 2"
+    # the last commit that has all that a bar needs
+    bar = ratios(*runs[0], *runs[1], row("3", name, "ours", 10))[name]
+    assert bar.figure == pytest.approx(1.05) and bar.remark == "median of 2 runs, 1 the last"
+    assert ratios()[name].verdict() == "not measured"
+
+
+def test_names_of_one_shape_count_together() -> None:
+    short, long = "d128-causal-8k", "mask-d128-8k-causal"
+    rows = [*of_commit("c", "r", short, 130, 100), *of_commit("c", "r", long, 100, 100)]
+    assert ratios(*rows)[long].figure == pytest.approx(1.15)
+    assert ratios(*rows[2:])[long].figure == pytest.approx(1.0)
+    # 95 % of full attention is less than 1.08 times the best peer
+    full = row("r", "mask-d128-8k-full", "ours", 100) | {"commit": "c"}
+    bar = ratios(*rows, full)[long]
+    assert bar.bar == pytest.approx(0.95) and "115% of full" in bar.remark
+
+
 def test_bars_of_a_cold_start_are_of_the_latest_run() -> None:
     seconds = {"torch": 2.0, "import": 2.9, "first_call": 4.1, "first_call_cached": 0.5}
 
