@@ -405,8 +405,8 @@ def select_bwd_config(
         and not (deterministic and r.clears_dq)
         and not (r.cta_pair and why_alone is not None)
     ]
-    # behind a row with pairs of CTAs the next one, for overrides that leave no room for pairs
-    for row in rows[: 1 + int(rows[0].cta_pair)]:
+    # an override may leave no room for pairs of CTAs: then the row behind theirs
+    for row in rows[:2] if rows[0].cta_pair else rows[:1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
             plan = _bwd_plan(head_dim, head_dim_v, tiles)
