@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from example_modules import ROOT, load_example
 
-ROOT = Path(__file__).resolve().parents[2]
 # dense_check.py is what they import, every other file is an example
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").glob("*.py") if path.name != "dense_check.py"
@@ -23,14 +21,7 @@ NEEDS_GPU = ("07_native_api",)
 def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The example as a module, on a machine that has no GPU as far as it can see."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.syspath_prepend(path.parent)  # as `python examples/NN_name.py` does
-    name = f"example_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+    return load_example(path, monkeypatch)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
