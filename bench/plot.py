@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import ROOT, Json, peer_of
+from bench import ROOT, Json, breakdown, peer_of
 from bench.figure import save, subplots
 from bench.linearity import draw as draw_sweeps
 from bench.linearity import summary, sweeps
@@ -174,6 +174,8 @@ PAGES: dict[str, dict[str, Callable[[Rows], str]]] = {
         "d128": lambda rows: _speed(rows, 128, "figures"),
         "d64": lambda rows: _speed(rows, 64, "figures"),
         "bars": count_bars,
+        "forward-parts": lambda rows: breakdown.table(rows, "fwd"),
+        "backward-parts": lambda rows: breakdown.table(rows, "bwd"),
         "sparsity": _sparsity,
         "tables": paper_tables,
     },

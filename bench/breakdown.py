@@ -1,0 +1,197 @@
+"""python -m bench.breakdown [ROWS]: where a mask's time goes, by a fit over the masks of a run.
+
+The time of a call is taken as
+
+    milliseconds = a * visited tiles + b * cut tiles + c * work tiles
+
+with tiles of the shape that the call uses. Visited ones hold a visible pair, cut ones a hidden one
+as well. A work tile is what a CTA finishes before it goes on: rows of queries in the forward, of
+keys in the backward, where c also has the kernels before and after the main one. a, b and c, none
+below 0, are fitted by relative errors to all masks of a head dimension and direction with that tile
+shape, in the latest run that has nearly all masks. What the fit leaves is told as well: it is what
+no such count explains, noise included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from bench import Json, name_of, peer_of
+from bench.cases import CASES, BenchCase
+from bench.flops import touched
+from bench.masks import MASKS
+from bench.paper import DIMS, table_name
+from bench.report import RESULTS
+from bench.tables import DIRECTIONS, NOTHING, markdown
+
+SIZES = ("8k", "32k")
+# fewer masks of a tile shape than that are not fitted, and runs with fewer masks not used
+LEAST_CASES = 6
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A mask's time in shares of itself, which add up to 1.
+
+    ideal: what its operations take at the rate of our own full attention. tiles: visited tiles
+    beyond that, those with little to see and those of a slower shape. cut, ends: cut tiles and work
+    tiles. rest: what the fit leaves.
+    """
+
+    ideal: float
+    tiles: float
+    cut: float
+    ends: float
+    rest: float
+
+
+def tile_shape(case: BenchCase) -> tuple[int, int]:
+    """Queries and keys of a tile of ours."""
+    from flash_mask_cute.host.config import select_bwd_config, select_fwd_config
+    from flash_mask_cute.host.problem import AttentionProblem
+    from flash_mask_cute.host.validate import FwdShapes
+
+    is_native = case.form == "native"
+    problem = AttentionProblem(
+        case.dtype,
+        case.d,
+        case.d_v,
+        is_causal=case.causal,
+        has_window_left=case.window is not None,
+        intervals=None if is_native else (1, case.causal),
+    )
+    if case.kind == "backward":
+        choice = select_bwd_config(case.d, case.d_v, problem.mask_kind, seqlen_k=case.n)
+        return choice.tiles.tile_m, choice.tile_n
+    sizes = (case.n,) * 4
+    shapes = FwdShapes(case.batch, *sizes, case.heads, case.heads_kv, case.d, case.d_v)
+    tiles = select_fwd_config(problem, shapes, window=case.window if is_native else None).tiles
+    return tiles.tile_m, tiles.tile_n
+
+
+def counts(case: BenchCase) -> tuple[int, int, int]:
+    """Visited tiles, cut tiles and work tiles of a call."""
+    tile_m, tile_n = tile_shape(case)
+    mask = case.mask_of(case.n)
+    visited = touched(*mask.visible_rows(), tile_m, tile_n)
+    cut = visited & touched(*mask.hidden_rows(), tile_m, tile_n)
+    work_tiles = visited.shape[int(case.kind == "backward")]
+    times = case.batch * case.heads
+    return int(visited.sum()) * times, int(cut.sum()) * times, work_tiles * times
+
+
+def fit(counted: Floats, milliseconds: Floats) -> Floats:
+    """Costs of at least 0 by least squares of relative errors."""
+    scaled = counted / milliseconds[:, None]
+    best, least = np.zeros(counted.shape[1]), float("inf")
+    # a solution is that of the columns whose cost is not 0
+    for size in range(1, counted.shape[1] + 1):
+        for chosen in map(list, combinations(range(counted.shape[1]), size)):
+            found = np.linalg.lstsq(scaled[:, chosen], np.ones(len(scaled)), rcond=None)[0]
+            error = float(np.square(scaled[:, chosen] @ found - 1).sum())
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(counted.shape[1]), error
+                best[chosen] = found
+    return best
+
+
+def latest_run(rows: Sequence[Json], d: int, way: str) -> dict[str, Json]:
+    """Rows of ours by case, of the latest run with nearly all masks of a head dimension."""
+    wanted = {
+        table_name(d, size, mask, is_backward=way == "bwd") for size in SIZES for mask in MASKS
+    }
+    runs: dict[str, dict[str, Json]] = {}
+    for row in rows:
+        if row["variant"] == "loop" and peer_of(row) == "ours" and name_of(row) in wanted:
+            runs.setdefault(row["run"], {})[name_of(row)] = row
+    enough = len(MASKS) // 2 + LEAST_CASES // 2
+    return next((found for found in reversed(runs.values()) if len(found) >= enough), {})
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Of a run: the costs of a visited, a cut and a work tile in milliseconds, by tile shape, and
+    the parts of each case of such a shape whose full attention was timed. Empty without a run."""
+
+    run: str
+    costs: dict[tuple[int, int], tuple[float, ...]]
+    parts: dict[str, Parts]
+
+    @staticmethod
+    def of(rows: Sequence[Json], d: int, way: str) -> Breakdown:
+        found = latest_run(rows, d, way)
+        run = next((row["run"] for row in found.values()), "")
+        shapes: dict[tuple[int, int], list[str]] = {}
+        for name in found:
+            shapes.setdefault(tile_shape(CASES[name]), []).append(name)
+        costs, parts = {}, {}
+        for shape, names in shapes.items():
+            if len(names) < LEAST_CASES:
+                continue
+            counted = np.array([counts(CASES[name]) for name in names], dtype=float)
+            milliseconds = np.array([found[name][f"{way}_ms"] for name in names])
+            fitted = fit(counted, milliseconds)
+            costs[shape] = tuple(fitted.tolist())
+            shares = counted * fitted / milliseconds[:, None]
+            for name, (visited, cut, ends) in zip(names, shares.tolist(), strict=True):
+                full = name.replace(CASES[name].mask, "full")
+                if full in found:
+                    ideal = found[name][way] / found[full][way]
+                    rest = 1 - visited - cut - ends
+                    parts[name] = Parts(ideal, visited - ideal, cut, ends, rest)
+        return Breakdown(run, costs, parts)
+
+    def told(self) -> str:
+        costs = (
+            f"{m} x {n} tiles, a cut one {1 + cut / visited:.2f} and a work tile "
+            f"{end / visited:.2f} of a whole one"
+            for (m, n), (visited, cut, end) in self.costs.items()
+        )
+        return f"run {self.run}: {'; '.join(costs)}"
+
+
+def _told(parts: Parts | None) -> str:
+    if parts is None:
+        return NOTHING
+    others = (parts.tiles, parts.cut, parts.ends, parts.rest)
+    return f"{100 * parts.ideal:.0f} ({' '.join(f'{100 * x:+.0f}' for x in others)})"
+
+
+def table(rows: Sequence[Json], way: str) -> str:
+    """Markdown: percent of our own full attention, and of the time, by mask, d and length."""
+    found = {d: Breakdown.of(rows, d, way) for d in DIMS}
+    header = ("mask", *(f"d={d}, {size[:-1]}K" for d in DIMS for size in SIZES))
+    lines = []
+    for mask in MASKS:
+        cells = [
+            _told(found[d].parts.get(table_name(d, size, mask, is_backward=way == "bwd")))
+            for d in DIMS
+            for size in SIZES
+        ]
+        lines.append([mask.replace("_", " "), *cells])
+    notes = "\n".join(f"- d={d}, {each.told()}" for d, each in found.items() if each.costs)
+    return f"{markdown(header, lines, 1)}\n\n{notes or 'No run has enough masks.'}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m bench.breakdown", description="A mask's time.")
+    parser.add_argument("rows", nargs="?", default=str(RESULTS), help="default: %(default)s")
+    args = parser.parse_args(argv)
+    rows = [json.loads(line) for line in Path(args.rows).read_text().splitlines()]
+    for way in DIRECTIONS:
+        sys.stdout.write(f"{way}\n\n{table(rows, way)}\n\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
