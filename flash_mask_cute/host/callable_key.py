@@ -21,9 +21,11 @@ own modules                           the attributes whose names the function me
 ====================================  =========================================================
 
 Own means: neither in the standard library, nor in a site-packages folder with a known version, nor
-part of this package. Tensors and anything else without a known structure raise TypeError. Names
-reached by a computed string (``getattr(module, "a" + "b")``) or passed to another function as a
-module object are not followed.
+part of this package. Tensors and anything else without a known structure raise TypeError, and so
+does what would reach names that the code does not tell: ``globals()``, ``eval`` and the like, the
+environment, and an own module that a function returns, passes on or puts into a container. Names
+reached by a computed string (``getattr(module, "a" + "b")``), and what a library's function returns
+by the state of the process, are not followed.
 
 The result depends neither on object addresses, nor on hash randomisation, nor on file or line
 positions, so it is equal in two processes; it contains the Python minor version because bytecode
@@ -102,10 +104,17 @@ class _CodeFacts(NamedTuple):
     global_names: tuple[str, ...]
     imports: tuple[tuple[int, str], ...]  # (level, dotted name) of import statements in the body
     mentioned: tuple[str, ...]  # attribute names, and string constants that could be one
+    escaping: frozenset[str]  # variables whose value is not only stored or asked for an attribute
 
 
 _FACTS: weakref.WeakKeyDictionary[types.CodeType, _CodeFacts] = weakref.WeakKeyDictionary()
 _GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_CELL_LOADS = frozenset({"LOAD_DEREF", "LOAD_CLOSURE"})
+_ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+# By which code reaches what it does not name: builtins, and attributes of modules that hold the
+# state of the process.
+_OPAQUE_BUILTINS = frozenset({"globals", "vars", "eval", "exec", "__import__"})
+_PROCESS_STATE = {"sys": frozenset({"modules", "argv"}), "os": frozenset({"environ", "getenv"})}
 
 
 def _code_facts(code: types.CodeType) -> _CodeFacts:
@@ -118,6 +127,7 @@ def _code_facts(code: types.CodeType) -> _CodeFacts:
 def _analyse(code: types.CodeType) -> _CodeFacts:
     global_names: set[str] = set()
     imports: set[tuple[int, str]] = set()
+    escaping: set[str] = set()
     mentioned = set(code.co_names)
     parts: list[bytes] = [
         _frame(b"code", code.co_code),
@@ -144,15 +154,20 @@ def _analyse(code: types.CodeType) -> _CodeFacts:
             global_names.update(nested.global_names)
             imports.update(nested.imports)
             mentioned.update(nested.mentioned)
+            escaping.update(nested.escaping)
             parts.append(_frame(b"nested", nested.digest))
         else:
             if isinstance(constant, str) and constant.isidentifier():
                 mentioned.add(constant)
             parts.append(_constant(constant))
 
-    level = 0
+    level, loaded = 0, ""
     for instruction in dis.get_instructions(code):
-        if instruction.opname in _GLOBAL_LOADS:
+        if loaded and not _stays(instruction, code.co_names):
+            escaping.add(loaded)
+        is_global = instruction.opname in _GLOBAL_LOADS
+        loaded = instruction.argval if is_global or instruction.opname in _CELL_LOADS else ""
+        if is_global:
             global_names.add(instruction.argval)
         elif instruction.opname == "IMPORT_NAME":
             imports.add((level, instruction.argval))
@@ -164,7 +179,15 @@ def _analyse(code: types.CodeType) -> _CodeFacts:
         tuple(sorted(global_names)),
         tuple(sorted(imports)),
         tuple(sorted(name for name in mentioned if not name.startswith("__"))),
+        frozenset(escaping),
     )
+
+
+def _stays(following: dis.Instruction, names: tuple[str, ...]) -> bool:
+    """Whether a value that was just loaded is stored or asked for an attribute of a known name."""
+    if following.opname == "LOAD_CONST" and isinstance(following.argval, str):
+        return "getattr" in names or "hasattr" in names
+    return following.opname.startswith((*_ATTRIBUTE_LOADS, "STORE_"))
 
 
 def _frame(tag: bytes, payload: bytes) -> bytes:
@@ -343,13 +366,22 @@ class _Walk:
         return True
 
     def _refuse(self, obj: object) -> TypeError:
-        where = " of ".join(f"{label} {name!r}".strip() for label, name in reversed(self._trail))
         kind = type(obj)
         return TypeError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which has no identity that could "
-            f"be part of a compile key. Pass tensors through aux_tensors; for anything else set "
-            f"fn.{OVERRIDE_ATTRIBUTE} = '...' to a string that identifies the callable."
+            f"{self._where()} is a {kind.__module__}.{kind.__qualname__}, which has no identity "
+            f"that could be part of a compile key. Pass tensors through aux_tensors; for anything "
+            f"else set fn.{OVERRIDE_ATTRIBUTE} = '...' to a string that identifies the callable."
         )
+
+    def _refuse_reach(self, what: str) -> TypeError:
+        return TypeError(
+            f"{self._where()} {what}, by which it may reach what no compile key can follow. Use "
+            f"names instead, or set fn.{OVERRIDE_ATTRIBUTE} = '...' to a string that identifies "
+            f"the callable."
+        )
+
+    def _where(self) -> str:
+        return " of ".join(f"{label} {name!r}".strip() for label, name in reversed(self._trail))
 
     # Values.
 
@@ -454,12 +486,14 @@ class _Walk:
             self._attributes(attributes)
 
     def _state(self, fn: types.FunctionType, code: types.CodeType) -> None:
+        escaping = _code_facts(code).escaping
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             try:
                 contents = cell.cell_contents
             except ValueError:
                 self._emit(b"empty cell", name)
             else:
+                self._check_module(name, contents, escaping)
                 self._named("closure variable", name, contents)
         defaults = fn.__defaults__ or ()
         positional = code.co_varnames[: code.co_argcount]
@@ -473,10 +507,22 @@ class _Walk:
     def _globals(self, fn: types.FunctionType, facts: _CodeFacts) -> None:
         namespace = fn.__globals__
         for name in facts.global_names:
-            if name in namespace:  # else a builtin, and the code names it already
+            if name in namespace:
+                self._check_module(name, namespace[name], facts.escaping)
                 self._named("global", name, namespace[name])
+            elif name in _OPAQUE_BUILTINS:  # the code names the others already
+                raise self._refuse_reach(f"uses {name}")
         for level, name in facts.imports:
             self._import(namespace, level, name)
+
+    def _check_module(self, name: str, value: object, escaping: frozenset[str]) -> None:
+        """Refuse an own module that goes where the names of its attributes are not seen."""
+        if (
+            isinstance(value, types.ModuleType)
+            and name in escaping
+            and not _release(value.__name__)
+        ):
+            raise self._refuse_reach(f"hands on the module {name!r}")
 
     def _import(self, namespace: dict[str, Any], level: int, name: str) -> None:
         package = namespace.get("__package__") or namespace.get("__name__", "")
@@ -576,6 +622,10 @@ class _Walk:
     def _module(self, module: types.ModuleType) -> None:
         release = _release(module.__name__)
         if release is not None:
+            for state in _PROCESS_STATE.get(module.__name__, frozenset()).intersection(
+                self._mentioned
+            ):
+                raise self._refuse_reach(f"uses {module.__name__}.{state}")
             self._emit(b"module", module.__name__, release)
             return
         if self._first_visit(module):

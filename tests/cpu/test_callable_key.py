@@ -508,6 +508,60 @@ def test_refusals_name_the_variable(import_source: Import, source: str, words: s
     assert words in str(caught.value)
 
 
+OWN = "import types\nm = types.ModuleType('own_settings')\nm.w = 3\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            OWN + "def get():\n    return m\ndef mod(q):\n    return q + get().w\n",
+            "global 'get' of",
+        ),
+        (OWN + "def get(x):\n    return x.w\ndef mod(q):\n    return get(m)\n", "module 'm'"),
+        (OWN + "def mod(q):\n    return [m][0].w\n", "module 'm'"),
+        (OWN + "def make(c):\n    return lambda q: list((c,))\nmod = make(m)\n", "module 'c'"),
+        ("W = 1\ndef mod(q):\n    return globals()['W']\n", "'mod' uses globals"),
+        ("W = 1\ndef mod(q):\n    return (lambda: eval('W'))()\n", "'mod' uses eval"),
+        ("def mod(q):\n    return __import__('os').name\n", "'mod' uses __import__"),
+        ("import sys\ndef mod(q):\n    return sys.modules['own'].w\n", "uses sys.modules"),
+        ("import os\ndef mod(q):\n    return int(os.environ['W'])\n", "uses os.environ"),
+        ("def mod(q):\n    import os\n    return os.getenv('W')\n", "uses os.getenv"),
+    ],
+)
+def test_what_no_key_can_follow_is_refused(import_source: Import, source: str, words: str) -> None:
+    mod = import_source(source).mod
+    with pytest.raises(TypeError, match="no compile key can follow") as caught:
+        callable_key(mod)
+    assert words in str(caught.value) and "__flash_mask_key__" in str(caught.value)
+    mod.__flash_mask_key__ = "mine"
+    assert callable_key(mod) == "key:mine"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return m.w",
+        "c = m\n    return c.w",
+        "return getattr(m, 'w')",
+        "return m.w if hasattr(m, 'w') else 0",
+        "return (lambda: m.w)()",
+    ],
+)
+def test_attributes_that_the_code_names_are_followed(import_source: Import, body: str) -> None:
+    module = import_source(OWN + f"def mod(q):\n    {body}\n")
+    before = callable_key(module.mod)
+    module.m.w = 9
+    assert callable_key(module.mod) != before
+    module.m.w = 3
+    assert callable_key(module.mod) == before
+
+
+def test_modules_of_libraries_may_be_handed_on(import_source: Import) -> None:
+    source = "import math\ndef call(f):\n    return f.pi\ndef mod(q):\n    return call(math)\n"
+    assert callable_key(import_source(source).mod)
+
+
 def test_not_callable() -> None:
     with pytest.raises(TypeError, match="expected a callable, got int"):
         callable_key(3)  # type: ignore[arg-type]
