@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from flash_mask_cute.host.cache import compile_count
 
 if TYPE_CHECKING:
-    from flash_mask_cute import plot
     from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
     from flash_mask_cute.compute_block_sparsity import create_block_mask
     from flash_mask_cute.functional import (
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from flash_mask_cute.interface import explain
     from flash_mask_cute.masks import builders
     from flash_mask_cute.masks.column_mask import ColumnMask
+    from flash_mask_cute.plotting import plot
 
 __all__ = [
     "BlockSparseTensorsTorch",
@@ -37,7 +37,7 @@ __all__ = [
     "plot",
 ]
 
-_MODULES = {"builders": "flash_mask_cute.masks.builders", "plot": "flash_mask_cute.plot"}
+_MODULES = {"builders": "flash_mask_cute.masks.builders"}
 _HOME = {
     "BlockSparseTensorsTorch": "flash_mask_cute.block_sparsity",
     "ColumnMask": "flash_mask_cute.masks.column_mask",
@@ -46,6 +46,7 @@ _HOME = {
     "flash_attn_func": "flash_mask_cute.functional",
     "flash_attn_varlen_func": "flash_mask_cute.functional",
     "flashmask_attention": "flash_mask_cute.functional",
+    "plot": "flash_mask_cute.plotting",
 }
 
 

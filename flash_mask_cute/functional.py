@@ -71,7 +71,8 @@ def flash_attn_func(
     derivative of score_mod is taken from its trace.
     block_sparse_tensors: a `BlockSparseTensorsTorch`, or a torch `BlockMask` with its mask as
     mask_mod.
-    deterministic: gradients have the same bits in every run.
+    deterministic: gradients have the same bits in every run; so they have where
+    `torch.use_deterministic_algorithms` is on.
     config: a mapping of fields of both `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
     for both directions; or a pair, (forward, backward), of what the two host calls take.
 
@@ -156,12 +157,14 @@ def flashmask_attention(
     return_softmax_lse: bool = False,
     training: bool = True,
     softmax_scale: float | None = None,
+    deterministic: bool = False,
 ) -> Any:
     """Attention under column intervals, called as PaddlePaddle's function of this name.
 
     q, k, v: as in `flash_attn_func`. startend_row_indices: int32 (batch or 1, heads, seqlen_k, n),
     heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: an int stands for both sides;
-    None or -1 leaves a side open. It and the intervals may be given together.
+    None or -1 leaves a side open. It and the intervals may be given together. deterministic: as in
+    `flash_attn_func`.
 
     Returns:
         out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
@@ -181,6 +184,7 @@ def flashmask_attention(
         softmax_scale,
         causal,
         window_size,
+        deterministic=deterministic,
         startend_row_indices=startend_row_indices,
         return_lse=return_softmax_lse,
     )
@@ -289,6 +293,8 @@ def _window_sides(window_size: WindowSize) -> WindowSize:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, return_lse: bool
 ) -> Any:
+    if torch.are_deterministic_algorithms_enabled():
+        call = call._replace(deterministic=True)
     wants_aux = _aux_that_require_grad(call)
     if torch.compiler.is_compiling() or _is_intercepted(q):
         out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *_to_operator(call))

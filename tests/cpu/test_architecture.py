@@ -70,7 +70,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "host.compile_scan": ("host", "kernels"),
     "host.host_mods": ("host", "core.mods", "core.derivative"),
     "host.compile_bounds": ("host", "kernels"),
-    "plot": ("masks.column_mask",),
+    "plotting": ("masks.column_mask",),
     "block_sparsity": (),
     "compute_block_sparsity": ("block_sparsity", "host"),
     "interface": ("host", "masks.column_mask"),
@@ -92,7 +92,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "compute_block_sparsity",
         "masks.builders",
         "masks.column_mask",
-        "plot",
+        "plotting",
         *INDEX_RULES,
     ),
 }
@@ -143,7 +143,7 @@ WITHOUT_TORCH = (
 WITH_TORCH = ("masks.column_mask", "masks.builders")
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Dependencies of an extra, imported when a function of that module needs them.
-EXTRAS = {"plot": "matplotlib"}
+EXTRAS = {"plotting": "matplotlib"}
 
 
 class Import(NamedTuple):
@@ -247,7 +247,7 @@ def test_imports_follow_the_layers(path: Path) -> None:
         ("masks.intervals", "import torch"),
         ("masks.column_mask", "from flash_mask_cute.kernels import key_block_bounds"),
         ("masks.builders", "from flash_mask_cute.host import compile_bounds"),
-        ("plot", "import matplotlib"),
+        ("plotting", "import matplotlib"),
         ("host.launch", "def f():\n    import matplotlib"),
         ("block_sparsity", "from cutlass.cute.runtime import from_dlpack"),
         ("newcomer", "import math"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from flash_mask_cute import (
     explain,
     flash_attn_func,
     flash_attn_varlen_func,
+    flashmask_attention,
     functional,
 )
 from flash_mask_cute.interface import BwdConfig, FwdConfig
@@ -133,6 +134,31 @@ def test_a_sink_without_gradient_costs_none(
     expected = torch.autograd.grad(attend(*qkv, other).sum(), qkv)
     for x, gradient in zip(qkv, expected, strict=True):
         assert x.grad is not None and torch.equal(x.grad, gradient)
+
+
+@pytest.fixture
+def fixed_order() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@WAYS
+@pytest.mark.parametrize("function", [flash_attn_func, flashmask_attention])
+def test_the_setting_of_torch_asks_for_a_fixed_order(
+    found: Found, fixed_order: None, way: Any, function: Callable[..., Any]
+) -> None:
+    way(lambda q, k, v: function(q, k, v))(*leaves()).sum().backward()
+    assert found[-1]["deterministic"] is True
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("function", [flash_attn_func, flashmask_attention])
+def test_without_it_the_argument_decides(
+    found: Found, function: Callable[..., Any], deterministic: bool
+) -> None:
+    function(*leaves(), deterministic=deterministic).sum().backward()
+    assert found[-1]["deterministic"] is deterministic
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_what_the_package_exports() -> None:
     assert flash_mask_cute.BlockSparseTensorsTorch is BlockSparseTensorsTorch
     assert flash_mask_cute.create_block_mask is compute_block_sparsity.create_block_mask
     assert flash_mask_cute.builders is builders
-    assert callable(flash_mask_cute.plot.plot)
+    assert callable(flash_mask_cute.plot)
     assert all(getattr(flash_mask_cute, name) is not None for name in flash_mask_cute.__all__)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from flash_mask_cute import plot as plotting
+from flash_mask_cute import plotting
 from flash_mask_cute.masks import builders
-from flash_mask_cute.plot import FULL, PARTIAL, SKIPPED, classify_tiles, plot
+from flash_mask_cute.plotting import FULL, PARTIAL, SKIPPED, classify_tiles, plot
 
 
 def test_classes() -> None:
