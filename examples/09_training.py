@@ -2,6 +2,7 @@
 
     python examples/09_training.py
     python examples/09_training.py --task dpo --steps 200 --compare
+    python examples/09_training.py --seqlen 2048 --deterministic --compare
     python examples/09_training.py --seqlen 32768 --report
 
 Data is made as for the FlashMask paper's training runs (Wang et al. 2024, appendix A.2.1): up to
@@ -9,7 +10,8 @@ ten documents fill a sequence, the last one being padding. SFT documents are a q
 answer, under a causal document mask; DPO documents a question with a chosen and a rejected answer,
 which share it but do not see each other. A rule to learn: each token repeats the one `LOOK_BACK`
 before it, but for some noise; rejected answers do not. Data and initial weights depend on --seed
-only, so the loss curves of different kinds of attention can be laid upon each other (--compare).
+only, so the loss curves of different kinds of attention can be laid upon each other (--compare):
+also, with --deterministic, one with block skipping off, which has to be the same bit for bit.
 
 Before the training, the gradients of one step are checked against dense attention in float64. Runs
 on a Hopper GPU where there is one, else on the CPU, tiny. Ends with an error if a gradient is
@@ -20,12 +22,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -533,6 +536,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--compare", action="store_true", help="train with sdpa, too, and compare the losses")
     add("--report", action="store_true", help="only measure speed and memory of each attention")
     add("--plot", type=Path, default=Path(tempfile.gettempdir()) / f"{EXAMPLE}.png")
+    add("--curves", type=Path, help="a file for the losses as JSON")
     add("--seed", type=int, default=0)
     settings = parser.parse_args(arguments)
     settings.device = torch.device(settings.device) if settings.device else pick_device()
@@ -570,9 +574,16 @@ def run(settings: argparse.Namespace) -> dict[str, Curves]:
     if attention.name != "sdpa":
         check_gradients(settings, attention)
     curves = {attention.name: train(settings, attention)}
+    if settings.compare and attention.name == "ours" and attention.deterministic:
+        other = train(settings, replace(attention, skip_blocks=not attention.skip_blocks))
+        if other != curves[attention.name]:
+            raise SystemExit(f"{EXAMPLE}: block skipping changes the loss curves")
+        print("loss curves with block skipping on and off: equal bit for bit")
     if settings.compare:
         curves["sdpa"] = train(settings, Attention("sdpa"))
         compare_curves(settings, curves[attention.name], curves["sdpa"])
+    if settings.curves is not None:
+        settings.curves.write_text(json.dumps(curves))
     plot_losses(settings.plot, curves, settings.tasks)
     return curves
 

@@ -62,8 +62,8 @@ def compute_blocksparse_tensors(
     Raises:
         TypeError: mask_mod is no callable or reaches a value without an identity (a tensor belongs
             into aux_tensors); an aux tensor is no tensor.
-        ValueError: a negative extent, an empty tile, an aux tensor on another device or of a dtype
-            that mods do not read.
+        ValueError: a negative extent, an empty tile, a device that is not there, an aux tensor on
+            another device or of a dtype that mods do not read.
         NotImplementedError: there are no kernels for this GPU; or, on the CPU, the mod uses an
             instruction that only a GPU has.
     """
@@ -131,6 +131,8 @@ def _scan(
             raise TypeError(f"{name} must be an int, got {extent!r}")
         if extent < 0:
             raise ValueError(f"{name} must not be negative, got {extent}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, and torch sees no GPU; device='cpu' works anywhere")
     blocks = tuple(-(-seqlen // block) for seqlen, block in zip(seqlens, block_size, strict=True))
     # also within inference mode: only ordinary tensors tell whether they changed
     with torch.inference_mode(False):

@@ -39,8 +39,8 @@ class ColumnMask:
     The tensor may be changed in place, between calls; its values are never read by the host.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: another dtype, rank or n, or n=1 without causal.
+        TypeError: an argument of another type or dtype.
+        ValueError: another rank or n, or n=1 without causal.
     """
 
     startend_row_indices: Tensor
@@ -54,7 +54,7 @@ class ColumnMask:
         if not isinstance(self.causal, bool):
             raise TypeError(f"causal={self.causal!r} is not a bool")
         if indices.dtype != torch.int32:
-            raise ValueError(f"startend_row_indices has dtype {indices.dtype}, not torch.int32")
+            raise TypeError(f"startend_row_indices has dtype {indices.dtype}, not torch.int32")
         if indices.dim() != 4 or indices.shape[3] not in NUM_VECTORS:
             raise ValueError(
                 f"startend_row_indices has shape {tuple(indices.shape)}, not "

@@ -68,7 +68,7 @@ def test_facts() -> None:
     [
         (lambda: ColumnMask([[0]], True), TypeError, "startend_row_indices is a list"),
         (lambda: ColumnMask(draw_indices(0, 1, 1, 4, 1), 1), TypeError, "causal=1 is not a bool"),
-        (lambda: ColumnMask(draw_indices(0, 1, 1, 4, 1).long(), True), ValueError, "torch.int64"),
+        (lambda: ColumnMask(draw_indices(0, 1, 1, 4, 1).long(), True), TypeError, "torch.int64"),
         (lambda: ColumnMask(draw_indices(0, 1, 4, 1), True), ValueError, r"shape \(1, 4, 1\)"),
         (lambda: ColumnMask(draw_indices(0, 1, 1, 4, 3), True), ValueError, r"\(1, 1, 4, 3\)"),
         (lambda: ColumnMask(draw_indices(0, 1, 1, 4, 1), False), ValueError, "1 vector needs"),

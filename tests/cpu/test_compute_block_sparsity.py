@@ -369,3 +369,9 @@ def test_lists_of_inference_mode_are_found_again() -> None:
         lists = create_block_mask(plain_batch_mod, None, None, 500, 500, "cpu", 96)
         first = retile_lists(lists, 128, 128, 500, 500)
         assert retile_lists(lists, 128, 128, 500, 500) is first
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device is cuda.*device='cpu'"):
+        create_block_mask(lambda b, h, q, k, aux: k <= q, 1, 1, 300, 300)

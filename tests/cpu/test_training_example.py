@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -196,6 +198,33 @@ def test_compare(
     said = capsys.readouterr().out
     assert said.count("largest error") == said.count("largest difference") == 2
     assert f"ours in {dtype}, dpo: step 10/10" in said
+    assert "bit for bit" not in said
+
+
+def test_compare_in_a_fixed_order(
+    training: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(training, "plot_losses", lambda *_: None)
+    arguments = [*SMALL, "--steps", "2", "--deterministic", "--compare"]
+    path = tmp_path / "curves"
+    training.main([*arguments, "--curves", str(path)])
+    assert "skipping on and off: equal bit for bit" in capsys.readouterr().out
+    written = json.loads(path.read_text())
+    assert sorted(written) == ["ours", "sdpa"] and len(written["ours"]["dpo"]) == 2
+    # a curve that depends on what is skipped
+    train = training.train
+
+    def depends(settings: Any, attention: Any, *dtype: Any) -> Any:
+        found = train(settings, attention, *dtype)
+        found["sft"][-1] += 1e-6 * attention.skip_blocks
+        return found
+
+    monkeypatch.setattr(training, "train", depends)
+    with pytest.raises(SystemExit, match="skipping changes the loss curves"):
+        training.main(arguments)
 
 
 def test_report(training: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,7 @@ def test_curves_are_those_of_dense_attention(
     training.main([*SMALL, "--deterministic", "--compare"])
     said = capsys.readouterr().out
     assert said.count("largest error") == said.count("largest difference") == 2
+    assert "skipping on and off: equal bit for bit" in said
 
 
 @pytest.mark.slow
