@@ -8,8 +8,9 @@ with tiles of the shape that the call uses. Visited ones hold a visible pair, cu
 as well. A work tile is what a CTA finishes before it goes on: rows of queries in the forward, of
 keys in the backward, where c also has the kernels before and after the main one. a, b and c, none
 below 0, are fitted by relative errors to all masks of a head dimension and direction with that tile
-shape, in the latest run that has nearly all masks. What the fit leaves is told as well: it is what
-no such count explains, noise included.
+shape, in the latest run with at least as many cases as there are masks. What the fit leaves is told
+as well: it is what no such count explains, noise included. Shapes are those that the package
+chooses now, so a run of before a change of its tables may be read wrongly.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from bench.report import RESULTS
 from bench.tables import DIRECTIONS, NOTHING, markdown
 
 SIZES = ("8k", "32k")
-# fewer masks of a tile shape than that are not fitted, and runs with fewer masks not used
+# fewer cases of a tile shape than that are not fitted
 LEAST_CASES = 6
 Floats = npt.NDArray[np.float64]
 
@@ -106,7 +107,7 @@ def fit(counted: Floats, milliseconds: Floats) -> Floats:
 
 
 def latest_run(rows: Sequence[Json], d: int, way: str) -> dict[str, Json]:
-    """Rows of ours by case, of the latest run with nearly all masks of a head dimension."""
+    """Rows of ours by case, of the latest run with as many cases as there are masks, or more."""
     wanted = {
         table_name(d, size, mask, is_backward=way == "bwd") for size in SIZES for mask in MASKS
     }
@@ -114,8 +115,7 @@ def latest_run(rows: Sequence[Json], d: int, way: str) -> dict[str, Json]:
     for row in rows:
         if row["variant"] == "loop" and peer_of(row) == "ours" and name_of(row) in wanted:
             runs.setdefault(row["run"], {})[name_of(row)] = row
-    enough = len(MASKS) // 2 + LEAST_CASES // 2
-    return next((found for found in reversed(runs.values()) if len(found) >= enough), {})
+    return next((found for found in reversed(runs.values()) if len(found) >= len(MASKS)), {})
 
 
 @dataclass(frozen=True)

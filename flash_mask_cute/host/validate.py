@@ -309,7 +309,8 @@ def check_differentiable_by_aux(
     if deterministic:
         raise NotImplementedError(
             f"{reason}, but gradients of aux tensors are summed in no fixed order: they are not "
-            "supported with deterministic=True; detach the tensor"
+            "supported with deterministic=True or torch.use_deterministic_algorithms(True); detach "
+            "the tensor"
         )
 
 

@@ -152,6 +152,15 @@ def test_the_setting_of_torch_asks_for_a_fixed_order(
     assert found[-1]["deterministic"] is True
 
 
+def test_what_has_no_fixed_order_is_refused_by_the_setting_too(fixed_order: None) -> None:
+    def biased(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return score + aux[0][h[0]]
+
+    bias = torch.zeros(2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="requires grad.*use_deterministic_algorithms"):
+        flash_attn_func(*leaves(), score_mod=biased, aux_tensors=[bias])
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("function", [flash_attn_func, flashmask_attention])
 def test_without_it_the_argument_decides(
