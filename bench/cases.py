@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import masks
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 HIDDEN = 4096
 TOKENS = 131072
-KINDS = ("attention", "backward", "host", "cold", "prep", "sweep", "memory")
+KINDS = (
+    *("attention", "backward", "host", "host_train", "cold", "prep", "sweep"),
+    *("memory", "memory_backward"),
+)
 # Masks that a kernel can be asked for by flags and lengths.
 NATIVE = ("full", "causal", "sliding_window", "varlen_causal")
 MASKS = (*masks.MASKS, "varlen_causal")
@@ -25,6 +28,7 @@ DTYPES = ("bfloat16", "float16")
 SWEPT = ("causal_document", "share_question", "document")
 # Sequence lengths at which memory is measured.
 REMEMBERED = (8192, 32768, 131072, 524288, 1048576)
+REMEMBERED_BACKWARD = REMEMBERED[:3]
 PREPARED = (*SWEPT, "global_sliding_window", "random_eviction")
 SCORE_MODS = ("", "alibi", "t5_bias", "softcap")
 # Masks that are also told by mask_mod and block lists.
@@ -43,8 +47,10 @@ class BenchCase:
         block lists. Peers have one way each.
     draw: the documents and the like of a mask that has them; every sequence of the batch has these.
     kind: "attention" (device time of the forward), "backward" (that of the backward alone), "host"
-        (host time of a warm call), "cold" (start-up seconds), "prep" (preparing the metadata of the
-        mask), "sweep" (latency over many draws), "memory" (bytes beyond inputs and outputs).
+        (host time of a warm call), "host_train" (that of a forward and its backward by autograd),
+        "cold" (start-up seconds), "prep" (preparing the metadata of the mask), "sweep" (latency
+        over many draws), "memory" (bytes of a forward beyond inputs and outputs), "memory_backward"
+        (those of the backward alone).
     deterministic: a backward that is measured with sums in a fixed order as well.
     Raises ValueError where the fields contradict each other.
     """
@@ -112,9 +118,19 @@ class BenchCase:
     def varlen(self) -> bool:
         return bool(self.doc_lengths)
 
+    @property
+    def is_backward(self) -> bool:
+        """Whether a call is a backward alone, over what a forward saved."""
+        return self.kind in ("backward", "memory_backward")
+
+    @property
+    def returns_gradients(self) -> bool:
+        """Whether a call returns (dq, dk, dv), else what a forward does."""
+        return self.is_backward or self.kind == "host_train"
+
 
 class Saved(NamedTuple):
-    """What a backward is given besides the inputs: out and lse of the forward, and dout."""
+    """What gradients need besides the inputs: out and lse of the forward, and dout."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -124,7 +140,8 @@ class Saved(NamedTuple):
 class CaseTensors(NamedTuple):
     """q (batch, n, heads, d), k and v with heads_kv and d_v; varlen: (tokens, heads, d).
 
-    cu_seqlens: int32 (documents + 1,), or None where the batch is dense. saved: of a backward.
+    cu_seqlens: int32 (documents + 1,), or None where the batch is dense. saved: where gradients are
+    returned.
     """
 
     q: torch.Tensor
@@ -251,6 +268,14 @@ def _memory(n: int) -> BenchCase:
     )
 
 
+def _memory_backwards() -> Iterator[BenchCase]:
+    """Also of a mask that peers have a flag for."""
+    for case in map(_memory, REMEMBERED_BACKWARD):
+        name = case.name.replace("memory-", "memory-bwd-")
+        yield replace(case, name=name, kind="memory_backward")
+    yield _masked("memory-bwd-128k-causal", 128, "causal", TOKENS, kind="memory_backward")
+
+
 def _backwards() -> Iterator[BenchCase]:
     """The backward of the cases above."""
 
@@ -283,6 +308,7 @@ _ALL = (
     _varlen(8),
     *(_dense(128, "causal", n) for n in (512, 1024, 2048)),
     _tiny("host-128", "host"),
+    _tiny("host-128-train", "host_train"),
     _dense(192, "causal", 8192, d_v=128, name="extra-d192v128-causal-8k"),
     _dense(128, "causal", 8192, heads_kv=8, name="extra-d128-gqa8-causal-8k"),
     _dense(128, "causal", 8192, dtype="float16", name="extra-d128-fp16-causal-8k"),
@@ -299,6 +325,7 @@ _ALL = (
     *(_masked(f"sweep-32k-{mask}", 128, mask, 32768, kind="sweep") for mask in SWEPT),
     *_backwards(),
     *map(_memory, REMEMBERED),
+    *_memory_backwards(),
 )
 CASES: dict[str, BenchCase] = {case.name: case for case in _ALL}
 

@@ -3,10 +3,10 @@
 operations = 2 * (d + d_v) * heads * 128 * 128 * (visible tiles of all sequences)
 
 which is 4 * heads * d * ... where d == d_v: two products (scores, output), a multiply and an add
-each. The backward has five and is charged 2.5 times as much. A tile is visible when it holds at
-least one visible (query, key) pair; it is charged whole, also where a sequence ends inside it.
-Tiles are counted from each sequence's own start. The counting is interval arithmetic on numpy
-arrays and shares nothing with the package that it measures.
+each. The backward has five and is charged 2.5 times as much, both together 3.5 times. A tile is
+visible when it holds at least one visible (query, key) pair; it is charged whole, also where a
+sequence ends inside it. Tiles are counted from each sequence's own start. The counting is interval
+arithmetic on numpy arrays and shares nothing with the package that it measures.
 """
 
 from __future__ import annotations
@@ -88,10 +88,13 @@ def tile_counts(case: BenchCase) -> tuple[int, int]:
 
 
 def attention_flops(case: BenchCase) -> int:
-    """Operations of one call: a forward pass, or its backward alone."""
+    """Operations of one call: a forward pass, its backward alone, or both."""
     visible, _ = tile_counts(case)
     forward = 2 * (case.d + case.d_v) * case.heads * TILE * TILE * visible
-    return forward * 5 // 2 if case.kind == "backward" else forward
+    backward = forward * 5 // 2
+    if case.is_backward:
+        return backward
+    return forward + backward if case.returns_gradients else forward
 
 
 def sparsity(case: BenchCase) -> float:
@@ -109,7 +112,7 @@ def listing() -> str:
     """One line for each case."""
     lines = []
     for case in CASES.values():
-        shape = f"{case.kind:9} {case.mask:21} d {case.d:3}/{case.d_v:3} n {case.n:6}"
+        shape = f"{case.kind:15} {case.mask:21} d {case.d:3}/{case.d_v:3} n {case.n:6}"
         heads = f"batch {case.batch:3} heads {case.heads:2}/{case.heads_kv:2} {case.dtype}"
         lines.append(f"{case.name:40} {shape} {heads} {attention_flops(case) / 1e12:8.4f} TFLOP")
     return "\n".join(lines)

@@ -80,15 +80,20 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def given(case: BenchCase, options: Options, inputs: Inputs) -> CaseTensors:
+    """What the calls of a case are made of."""
+    tensors = inputs.of(case, options.seed)
+    return save_forward(case, tensors, options.seed) if case.returns_gradients else tensors
+
+
 def admit(
     case: BenchCase, options: Options, inputs: Inputs
 ) -> tuple[dict[str, Call], dict[str, Verdict]]:
     """Ready calls of the peers that compute this case. Raises Refused where ours does not."""
     import torch
 
-    tensors = inputs.of(case, options.seed)
-    if case.kind == "backward":
-        tensors = save_forward(case, tensors, options.seed)
+    tensors = given(case, options, inputs)
+    if case.returns_gradients:
         judge = gradient_judge(case, tensors, options.seed)
     else:
         judge = forward_judge(case, tensors, options.seed, options.gate_rows)
@@ -146,7 +151,7 @@ def gradient_judge(case: BenchCase, tensors: CaseTensors, seed: int) -> Judge:
 
 
 def measure_calls(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
-    """Kinds attention, backward, host and cold."""
+    """Kinds attention, backward, host, host_train and cold."""
     calls, verdicts = admit(case, options, inputs)
     if case.kind == "cold":
         for name in calls:
@@ -158,7 +163,7 @@ def measure_calls(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
         "loop": lambda: timing.time_loop(calls, options.repeats, options.burst_s, least),
         "single": lambda: timing.time_single(calls, options.singles),
     }
-    if case.kind == "host":
+    if case.kind in ("host", "host_train"):
         modes = {"warm": lambda: timing.time_host(calls)}
     for variant, take in modes.items():
         for name, values in take().items():
@@ -219,13 +224,14 @@ def measure_prep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[
 
 
 def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
-    """The most bytes allocated from making the mask to the end of a forward, beyond q, k, v and
-    what the call returned."""
+    """The most bytes allocated from making the mask to the end of a call, a forward or a backward,
+    beyond what it was given and what it returned."""
     import torch
 
     calls, verdicts = admit(case, options, inputs)
     names = list(calls)
     calls.clear()
+    tensors = given(case, options, inputs)
     for name in names:
         column_mask.cache_clear()
         torch.cuda.empty_cache()
@@ -233,7 +239,9 @@ def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterato
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         peer = PEERS[name]
-        results = peer.unpack(peer.prepare(case, inputs.of(case, options.seed))())
+        results = peer.prepare(case, tensors)()
+        if not case.returns_gradients:
+            results = peer.unpack(results)
         torch.cuda.synchronize()
         returned = sum(x.numel() * x.element_size() for x in results if x is not None)
         extra = torch.cuda.max_memory_allocated() - before - returned
@@ -243,5 +251,10 @@ def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterato
 
 def measure(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
     """Gate and time one case; each row as soon as it is known. `inputs` goes from case to case."""
-    kinds = {"sweep": measure_sweep, "prep": measure_prep, "memory": measure_memory}
+    kinds = {
+        "sweep": measure_sweep,
+        "prep": measure_prep,
+        "memory": measure_memory,
+        "memory_backward": measure_memory,
+    }
     return kinds.get(case.kind, measure_calls)(case, options, inputs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -48,8 +48,9 @@ class Peer(Protocol):
         """Why the case cannot be measured, or None where it can."""
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
-        """A callable without arguments that enqueues one pass: of a case of kind "backward", that
-        of `tensors.saved`, which returns (dq, dk, dv), else the forward."""
+        """A callable without arguments that enqueues one pass: the forward, or where the case
+        returns gradients, (dq, dk, dv) of `tensors.saved`, the backward, of kind "host_train" with
+        a forward before it."""
 
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out (.., heads, d_v) as q is laid out; lse (batch, heads, n) or (heads, tokens)."""
@@ -115,7 +116,7 @@ class CutePeer:
             return "no order of sums is compared"
         if self.form and case.deterministic:
             return "ours is compared with itself"
-        if self.form and case.kind == "backward":
+        if self.form and case.returns_gradients:
             if case.score_mod:
                 return "no derivative of the score_mod is written for it"
             if self.form == "mask_mod" and case.form != "mask_mod":
@@ -125,7 +126,10 @@ class CutePeer:
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
         interface = importlib.import_module(f"{self.package}.interface")
         options = self._options(case, tensors)
-        if case.kind != "backward":
+        if case.kind == "host_train":
+            attention = importlib.import_module(self.package).flash_attn_func
+            return autograd_call(case, tensors, partial(attention, **options), heads_first=False)
+        if not case.is_backward:
             return partial(interface._flash_attn_fwd, *tensors[:3], return_lse=True, **options)
         if tensors.saved is None:
             raise ValueError(f"{case.name}: tensors without what its forward saved")
@@ -143,7 +147,7 @@ class CutePeer:
             options["causal"] = case.causal
             if case.window is not None:
                 options["window_size_left"] = case.window
-                if self.form and case.kind == "backward":
+                if self.form and case.is_backward:
                     options |= {"causal": False, "window_size_right": 0}
         elif form == "columns":
             mask = case.mask_of(case.n)
@@ -164,7 +168,7 @@ class CutePeer:
 
     def _mask_mod(self, case: BenchCase, device: torch.device) -> dict[str, Any]:
         mask = case.mask_of(case.n)
-        by_key = bool(self.form) and case.kind == "backward"
+        by_key = bool(self.form) and case.is_backward
         tile = (self.list_rows_64 if case.d == 64 and not by_key else TILE, TILE)
         lists = importlib.import_module(f"{self.package}.block_sparsity").BlockSparseTensorsTorch
         told = list_tensors(mask, *tile, device=device, by_key=by_key)
@@ -180,21 +184,35 @@ class CutePeer:
         return raw[0], raw[1]
 
 
-def autograd_backward(case: BenchCase, tensors: CaseTensors, attention: Callable[..., Any]) -> Call:
-    """Autograd's backward over a forward of (batch, heads, n, d) operands that runs here, once."""
+def autograd_call(
+    case: BenchCase,
+    tensors: CaseTensors,
+    attention: Callable[..., Any],
+    *,
+    heads_first: bool = True,
+) -> Call:
+    """Autograd's backward over a forward that runs in each call of kind "host_train", else here,
+    once. heads_first: operands of `attention` are (batch, heads, n, d), else laid out as q."""
     import torch
 
     if tensors.saved is None:
         raise ValueError(f"{case.name}: tensors without what its forward saved")
-    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in tensors[:3]]
-    out = attention(*leaves)
-    dout = tensors.saved.dout.transpose(1, 2)
 
-    def call() -> list[torch.Tensor]:
-        found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        return [x.transpose(1, 2) for x in found]
+    def turned(of_q: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [x.transpose(1, 2) for x in of_q] if heads_first else of_q
 
-    return call
+    def forward() -> torch.Tensor:
+        found = attention(*leaves)
+        # flash-attn-4 returns lse as well
+        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return out
+
+    leaves = [x.requires_grad_() for x in turned([x.detach() for x in tensors[:3]])]
+    (dout,) = turned([tensors.saved.dout])
+    if case.kind == "host_train":
+        return lambda: turned(torch.autograd.grad(forward(), leaves, dout))
+    out = forward()
+    return lambda: turned(torch.autograd.grad(out, leaves, dout, retain_graph=True))
 
 
 @dataclass(frozen=True)
@@ -215,7 +233,8 @@ class FlexPeer:
         of_masks = ("prep", "memory") if self.backend is None else ()
         kinds = ("attention", "backward", *of_masks)
         measured = case.kind in kinds and not case.varlen and not case.softcap
-        return None if measured else "not measured for varlen, softcap, host time and sweeps"
+        left_out = "varlen, softcap, host time, sweeps and the memory of a backward"
+        return None if measured else f"not measured for {left_out}"
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
         import torch
@@ -242,7 +261,7 @@ class FlexPeer:
             # The buffers of the forward are read again by the next call.
             functorch: Any = importlib.import_module("torch._functorch.config")
             functorch.donated_buffer = False
-            return autograd_backward(case, tensors, partial(attention, **options))
+            return autograd_call(case, tensors, partial(attention, **options))
         return partial(attention, *operands, return_aux=AuxRequest(lse=True), **options)
 
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -298,8 +317,8 @@ class SdpaPeer:
                     q, k, v, enable_gqa=case.heads != case.heads_kv, **options
                 )
 
-        if case.kind == "backward":
-            return autograd_backward(case, tensors, attention)
+        if case.returns_gradients:
+            return autograd_call(case, tensors, attention)
         return partial(attention, *(t.transpose(1, 2) for t in tensors[:3]))
 
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -314,7 +333,7 @@ _ALL: tuple[Peer, ...] = (
     CutePeer("fa4", "flash_attn.cute", "native", "block_sparse_tensors"),
     CutePeer("fa4_mask_mod", "flash_attn.cute", "mask_mod", "block_sparse_tensors", 192),
     SdpaPeer("cudnn", "CUDNN_ATTENTION", ("attention", "backward")),
-    SdpaPeer("sdpa", None, ("host",)),
+    SdpaPeer("sdpa", None, ("host", "host_train")),
     SdpaPeer("sdpa_dense", None, ("attention", "backward", "memory"), dense=True),
     FlexPeer("flex"),
     FlexPeer("flex_flash", "FLASH"),
@@ -325,7 +344,7 @@ DEFAULT_PEERS = ("ours", DETERMINISTIC, "fa4", "fa4_mask_mod", "cudnn", "sdpa")
 
 
 def save_forward(case: BenchCase, tensors: CaseTensors, seed: int) -> CaseTensors:
-    """`tensors` with what a backward needs: out and lse of our forward, and a random dout."""
+    """`tensors` with what gradients need: out and lse of our forward, and a random dout."""
     import torch
 
     ours = PEERS["ours"]

@@ -95,7 +95,7 @@ def _bars(panel: Any, found: Sequence[Mapping[str, Json]], way: str) -> dict[str
 
 
 def remembered(rows: Rows) -> dict[str, dict[int, int]]:
-    """Measured bytes by peer and length, of rows of kind memory; the latest count."""
+    """Bytes measured of a forward by peer and length, of rows of kind memory; the latest count."""
     found: dict[str, dict[int, int]] = {}
     for row in rows:
         if row["kind"] == "memory" and "bytes" in row:
@@ -144,8 +144,7 @@ def draw_all(rows: Rows, folder: Path) -> None:
 
 
 def count_bars(rows: Rows) -> str:
-    """Markdown: of each group of bars, how many are met, short, not measured and without a level
-    of a peer."""
+    """Markdown: of each group of bars, how many are met, short, not measured and without a bar."""
     targets = json.loads(TARGETS.read_text())["rows"]
     kinds = ("met", "short", "not measured", "no bar")
     lines = []

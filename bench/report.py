@@ -16,7 +16,8 @@ metadata  microseconds, launches and bytes at 131072 tokens
 linearity R^2 and intercept of latency against block sparsity
 backward  dense and masks as above, with 1.06 r for both head dimensions and 1.15 for the mean; the
           time of a deterministic backward over that of the default; ours / flash-attn-4 with the
-          same mask_mod and block lists
+          same mask_mod and block lists. Without a bar, where there are rows: the host time of a
+          forward and its backward, ours / flash-attn-4; the bytes that a backward needs
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Figures:
     def __init__(self, rows: Sequence[Json]) -> None:
         self.by_run: dict[str, dict[tuple[str, str], Json]] = {}
         for row in rows:
-            if row["variant"] in ("loop", "warm", "wall"):
+            if row["variant"] in ("loop", "warm", "wall", "peak"):
                 self.by_run.setdefault(row["run"], {})[name_of(row), peer_of(row)] = row
 
     def latest(self, *wanted: tuple[str, str]) -> list[Json] | None:
@@ -155,7 +156,7 @@ def _runs(measured: Iterable[str]) -> str:
 
 
 def _ratio(
-    figures: Figures, name: str, peer: str, bar: float, key: str = "fwd", most: bool = False
+    figures: Figures, name: str, peer: str, bar: float | None, key: str = "fwd", most: bool = False
 ) -> Bar:
     """Ours over a peer's figure in the same case."""
     found = figures.measured(key, ((name,), "ours"), ((name,), peer))
@@ -187,6 +188,22 @@ def backward_bars(figures: Figures) -> Iterator[Bar]:
     for name, bar in DETERMINISTIC_SHARE.items():
         share = _ratio(figures, name, DETERMINISTIC, bar, "bwd", most=True)
         yield replace(share, remark=", ".join(filter(None, ("time / default", share.remark))))
+    train = _ratio(figures, "host-128-train", "fa4", None, "us", most=True)
+    if train.figure is not None:
+        yield replace(train, remark=f"host time, {train.remark}")
+    yield from memory_bars(figures)
+
+
+def memory_bars(figures: Figures) -> Iterator[Bar]:
+    """Bytes beyond inputs and gradients for each element of q, and beside them flash-attn-4's."""
+    names = dict.fromkeys(name for known in figures.by_run.values() for name, _ in known)
+    for name in (name for name in names if name.startswith("memory-bwd-")):
+        ours = (name, "ours")
+        if rows := figures.latest(ours, (name, "fa4")) or figures.latest(ours):
+            figure, *beside = (r["bytes"] / (r["tokens"] * r["heads"] * r["d"]) for r in rows)
+            peer = [f"flash-attn-4 {other:.4g}" for other in beside]
+            remark = ", ".join(("bytes / element of q", *peer, f"run {rows[0]['run']}"))
+            yield Bar(name, figure, None, most=True, remark=remark)
 
 
 def _names(way: Direction, d: int, size: str, mask: str) -> tuple[str, ...]:

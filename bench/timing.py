@@ -17,7 +17,8 @@ loop    Sustained, the power limit included. A round gives each peer a burst of 
 single  One call after an idle gap of `idle_s`, clocks high. A spin kernel of about a millisecond
         holds the device while the host enqueues event, call, event; so the host is not timed.
 host    Wall time of a warm call without synchronisation, in chunks of 100 calls; the device is
-        drained between chunks, outside the timed part, so that the launch queue never fills.
+        drained between chunks, outside the timed part, so that the launch queue never fills. In
+        training a call is a forward and its backward by autograd.
 sweep   Milliseconds of one call of two that follow an untimed one, in turns over all draws.
 wall    Microseconds from a call on an idle device until the device is idle again.
 cold    Seconds in fresh processes: importing torch, importing the peer, the first call up to its

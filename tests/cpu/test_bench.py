@@ -109,6 +109,8 @@ def test_published_operation_counts() -> None:
     assert flops.attention_flops(unequal) == 2 * (192 + 128) * 32 * 16 * (64 * 65 // 2) * 128 * 128
     forward = flops.attention_flops(CASES["d128-full-8k"])
     assert flops.attention_flops(CASES["bwd-d128-full-8k"]) == 2.5 * forward
+    forward = flops.attention_flops(CASES["host-128"])
+    assert flops.attention_flops(CASES["host-128-train"]) == 3.5 * forward
 
 
 def test_the_table_of_cases() -> None:
@@ -116,7 +118,7 @@ def test_the_table_of_cases() -> None:
     long += [f"d{d}-window-{n}k" for d in (128, 64) for n in (8, 32)]
     short = [f"d128-causal-{n}" for n in ("512", "1k", "2k")]
     varlen = ["d128-varlen-kv32", "d128-varlen-kv8"]
-    other = ["d256-full-8k", "d256-causal-8k", "host-128", "cold-128"]
+    other = ["d256-full-8k", "d256-causal-8k", "host-128", "host-128-train", "cold-128"]
     assert {*long, *short, *varlen, *other} <= set(CASES)
     for case in CASES.values():
         if case.kind in ("attention", "backward"):
@@ -164,7 +166,8 @@ def test_contradictory_cases_are_refused(changes: dict[str, object], text: str) 
 
 
 def test_select() -> None:
-    assert cases.select(["host*", "d256*"]) == ("d256-full-8k", "d256-causal-8k", "host-128")
+    assert cases.select(["host-128", "d256*"]) == ("d256-full-8k", "d256-causal-8k", "host-128")
+    assert cases.select(["host*"]) == ("host-128", "host-128-train")
     assert cases.select(["*"]) == tuple(CASES)
     with pytest.raises(ValueError, match="no case matches 'd512"):
         cases.select(["d128*", "d512*"])
@@ -180,7 +183,9 @@ def test_select() -> None:
         ("cudnn", "d128-varlen-kv8", "no cu_seqlens"),
         ("cudnn", "extra-d128-softcap-causal-8k", "no softcap"),
         ("cudnn", "host-128", "kind attention and backward only"),
-        ("sdpa", "d128-full-8k", "kind host only"),
+        ("sdpa", "d128-full-8k", "kind host and host_train only"),
+        ("flex", "host-128-train", "host time"),
+        ("flex", "memory-bwd-8k-causal_document", "the memory of a backward"),
         ("sdpa_dense", "bwd-mask-d128-32k-document", "up to 8192 tokens"),
         (DETERMINISTIC, "bwd-d128-full-8k", "no order of sums"),
         (DETERMINISTIC, "d128-full-8k", "no order of sums"),
@@ -193,6 +198,7 @@ def test_peers_say_what_they_cannot_do(peer: str, case: str, text: str) -> None:
 def test_peers_take_what_they_can() -> None:
     assert peers.PEERS["cudnn"].supports(CASES["d128-causal-8k"]) is None
     assert peers.PEERS["sdpa"].supports(CASES["host-128"]) is None
+    assert peers.PEERS["sdpa"].supports(CASES["host-128-train"]) is None
     assert peers.PEERS["sdpa_dense"].supports(CASES["mask-d128-8k-document"]) is None
     absent = peers.CutePeer("absent", "no_such_package.cute", None, "lists")
     assert absent.supports(CASES["host-128"]) == "no_such_package is not installed"
@@ -207,6 +213,11 @@ def test_peers_take_what_they_can() -> None:
     assert peers.PEERS["ours"].supports(CASES["bwd-det-d128-8k-document"]) is None
     assert native.supports(CASES["bwd-d128-window-8k"]) is None
     assert native.supports(CASES["bwd-mask-d64-8k-document"]) == "no flag means document"
+    assert native.supports(CASES["host-128-train"]) is None
+    assert native.supports(CASES["memory-bwd-128k-causal"]) is None
+    remembered = CASES["memory-bwd-8k-causal_document"]
+    assert native.supports(remembered) == "no flag means causal_document"
+    assert "where ours is told so" in (by_mod.supports(remembered) or "")
     assert native.supports(CASES["bwd-det-d128-8k-causal"]) == "ours is compared with itself"
     assert by_mod.supports(CASES["bwd-mod-d128-8k-document"]) is None
     assert "where ours is told so" in (by_mod.supports(CASES["bwd-mask-d64-8k-document"]) or "")

@@ -155,6 +155,53 @@ def test_rows_of_a_backward_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("; bursts of 0.1 s; " in row["note"] for row in rows)
 
 
+TRAINING = replace(CASES["host-128-train"], n=70, tokens=70, heads=4, heads_kv=2)
+
+
+def test_host_time_of_training_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        measure, "make_tensors", lambda case, device, s: make_tensors(case, "cpu", s)
+    )
+
+    def time_host(calls: dict[str, peers.Call]) -> object:
+        for call in calls.values():
+            first, second = call(), call()
+            assert len(first) == 3 and all(map(torch.equal, first, second))
+        return {name: [9.0] for name in calls}
+
+    monkeypatch.setattr(timing, "time_host", time_host)
+    options = replace(backward_options((TRAINING.name,)), peers=("sdpa", "cudnn", "ours"))
+    rows = list(measure.measure(TRAINING, options, measure.Inputs()))
+    assert [row["peer"] for row in rows] == ["ours", "sdpa"]
+    for row in rows:
+        assert (row["kind"], row["variant"], row["us"]) == ("host_train", "warm", 9.0)
+        assert "of the allowed error: dQ" in row["note"] and not {"fwd", "bwd"} & row.keys()
+
+
+def test_a_call_of_training_makes_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> object:
+        told.append(options)
+        return q * k.sum() + v.sum(), None  # and lse, as flash-attn-4 does
+
+    monkeypatch.setattr(
+        peers.importlib, "import_module", lambda name: SimpleNamespace(flash_attn_func=attention)
+    )
+    tensors = make_tensors(TRAINING, "cpu", 0)
+    peer = peers.CutePeer("theirs", "fake", "native", "lists")
+    with pytest.raises(ValueError, match="saved"):
+        peer.prepare(TRAINING, tensors)
+    saved = cases.Saved(tensors.q, tensors.q, torch.ones_like(tensors.q))
+    call = peer.prepare(TRAINING, tensors._replace(saved=saved))
+    assert not told
+    assert [x.shape for x in call()] == [x.shape for x in tensors[:3]]
+    call()
+    assert told == [{"causal": True}] * 2
+    assert not any(x.requires_grad for x in tensors[:3])
+
+
 @pytest.mark.parametrize("wrong", ["ours", DETERMINISTIC])
 def test_a_wrong_backward_makes_no_row(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     case = masked("document", 200, kind="backward", deterministic=True)

@@ -89,11 +89,18 @@ class Allocator:
             monkeypatch.setattr(torch.cuda, name, result)
 
 
-def test_memory_is_what_a_forward_needs_beyond_inputs_and_outputs(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("name", "returned", "judged"),
+    [
+        ("memory-8k-causal_document", 96 * 2 * (128 * 2 + 4), "O"),
+        ("memory-bwd-8k-causal_document", 3 * 96 * 2 * 128 * 2, "dQ"),
+    ],
+)
+def test_memory_is_what_a_call_needs_beyond_inputs_and_outputs(
+    monkeypatch: pytest.MonkeyPatch, name: str, returned: int, judged: str
 ) -> None:
     small = replace(
-        CASES["memory-8k-causal_document"],
+        CASES[name],
         n=96,
         tokens=96,
         heads=2,
@@ -108,7 +115,9 @@ def test_memory_is_what_a_forward_needs_beyond_inputs_and_outputs(
     prepare = peers.CutePeer.prepare
 
     def noted(peer: peers.CutePeer, case: BenchCase, tensors: cases.CaseTensors) -> peers.Call:
-        memory.peak = 1000 + 777 + 96 * 2 * (128 * 2 + 4)
+        # the forward of a backward is no part of it
+        peak = 1000 + 777 + returned if case.kind == small.kind else 10**9
+        memory.peak = max(memory.peak, peak)
         return prepare(peer, case, tensors)
 
     monkeypatch.setattr(peers.CutePeer, "prepare", noted)
@@ -116,21 +125,28 @@ def test_memory_is_what_a_forward_needs_beyond_inputs_and_outputs(
     options = measure.Options((), ("cudnn", "ours"), 1, 0, 0.1, 0.0, 9.0, 9.0, 3, "", "", "")
     (row,) = measure.measure(small, options, measure.Inputs())
     assert (row["kind"], row["peer"], row["variant"], row["bytes"]) == (
-        "memory",
+        small.kind,
         "ours",
         "peak",
         777,
     )
-    assert not {"fwd", "us"} & row.keys() and "of the allowed error: O" in row["note"]
-    assert plot.remembered([row, row | {"n": 4, "bytes": 5}]) == {"ours": {96: 777, 4: 5}}
+    assert not {"fwd", "us"} & row.keys() and f"of the allowed error: {judged} " in row["note"]
+    drawn = {} if small.is_backward else {"ours": {96: 777, 4: 5}}
+    assert plot.remembered([row, row | {"n": 4, "bytes": 5}]) == drawn
 
 
 def test_who_takes_part_in_memory() -> None:
-    names = [name for name in CASES if name.startswith("memory-")]
+    names = [name for name in CASES if CASES[name].kind == "memory"]
     assert [CASES[name].n for name in names] == list(cases.REMEMBERED)
     dense = [peers.PEERS["sdpa_dense"].supports(CASES[name]) for name in names]
     assert [reason is None for reason in dense] == [True, True, False, False, False]
     assert {len((CASES[name].draw or cases.Draw(())).documents) for name in names} == {15}
+    *backward, causal = (case for case in CASES.values() if case.kind == "memory_backward")
+    assert [case.n for case in backward] == list(cases.REMEMBERED_BACKWARD)
+    for case in backward:
+        twin = CASES[case.name.replace("-bwd", "")]
+        assert case == replace(twin, name=case.name, kind="memory_backward")
+    assert (causal.name, causal.n, causal.batch) == ("memory-bwd-128k-causal", 131072, 1)
 
 
 def test_command_without_matplotlib(

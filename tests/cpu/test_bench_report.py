@@ -140,6 +140,29 @@ def test_names_of_one_shape_count_together() -> None:
     assert bar.bar == pytest.approx(0.95) and "115% of full" in bar.remark
 
 
+def test_figures_without_a_bar_stand_where_there_are_rows() -> None:
+    def of_kind(name: str, peer: str, variant: str, figure: bench.Json) -> bench.Json:
+        made = bench.row_of(CASES[name], peer, variant, None, ())
+        return {"run": "r", "commit": "c"} | made | figure
+
+    document, causal = "memory-bwd-8k-causal_document", "memory-bwd-128k-causal"
+    rows = [
+        of_kind("host-128-train", "ours", "warm", {"us": 60.0}),
+        of_kind("host-128-train", "fa4", "warm", {"us": 240.0}),
+        of_kind(document, "ours", "peak", {"bytes": 4 * 8192 * 4096}),
+        of_kind(causal, "ours", "peak", {"bytes": 3 * 131072 * 4096}),
+        of_kind(causal, "fa4", "peak", {"bytes": 5 * 131072 * 4096}),
+    ]
+    found = {bar.name: bar for bar in report.backward_bars(report.Figures(rows))}
+    expected = {"host-128-train": 0.25, document: 4.0, causal: 3.0}
+    assert {name: found[name].figure for name in expected} == expected
+    assert {found[name].verdict() for name in expected} == {"no bar"}
+    assert found[document].remark == "bytes / element of q, run r"
+    assert found[causal].remark == "bytes / element of q, flash-attn-4 5, run r"
+    assert found["host-128-train"].remark == "host time, run r"
+    assert not {*expected} & {bar.name for bar in report.backward_bars(report.Figures([]))}
+
+
 def test_bars_of_a_cold_start_are_of_the_latest_run() -> None:
     seconds = {"torch": 2.0, "import": 2.9, "first_call": 4.1, "first_call_cached": 0.5}
 
