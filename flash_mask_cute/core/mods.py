@@ -17,9 +17,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import scf, vector
+from cutlass.base_dsl.common import DSLRuntimeError
 
 from flash_mask_cute.core.work_ring import Work
 
+_NEGATES = "negates a vector by `not` or `~`: write the opposite, or (...) == False"
 # What the pipe of the exponentials computes in an instruction, by `_fast_function`.
 _FUNCTIONS = {"cos", "ex2", "exp", "exp2", "lg2", "log", "log2", "rcp", "rsqrt", "sin", "tanh"}
 
@@ -42,7 +44,7 @@ def call_score_mod(
 ) -> Float32:
     """The modified score; aux_tensors is the list the callable expects, or None."""
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
-    with _no_truth_values():
+    with _tracing(score_mod, aux_tensors):
         result = score_mod(_vector(score, Float32), *indices, aux_tensors)
     return Float32(_scalar(result))
 
@@ -122,7 +124,7 @@ def call_mask_mod(
 ) -> Boolean:
     """Whether the callable lets the score count."""
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
-    with _no_truth_values():
+    with _tracing(mask_mod, aux_tensors):
         result = mask_mod(*indices, aux_tensors)
     return Boolean(_scalar(result))
 
@@ -152,7 +154,7 @@ def find_reliance(
     # what there is of an argument before the call is all that the callable can get hold of
     watched = [_made_of(vector.ir_value()) for vector in indices[:2]]
     before = [_count_uses(values) for values in watched]
-    with _no_truth_values():
+    with _tracing(mask_mod, aux_tensors):
         mask_mod(*indices, aux_tensors)
     after = (_count_uses(values) for values in watched)
     return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
@@ -173,11 +175,30 @@ def _scalar(result: Any) -> Any:
         raise TypeError("a mod returned None: it must return a score, or whether the score counts")
     if isinstance(result, str | list | tuple | dict):
         raise TypeError(f"a mod must return one value, got {result!r}")
+    if isinstance(result, cutlass.Vector) and not isinstance(result, cute.TensorSSA):
+        # what the compiler makes of `~`, and of `not` in a @cute.jit function
+        raise TypeError(f"a mod {_NEGATES}")
     if not isinstance(result, cute.TensorSSA):
         return result
     if cute.size(result.shape) != 1:
         raise TypeError(f"a mod must return one value, got a vector of shape {result.shape}")
     return result[0]
+
+
+@contextmanager
+def _tracing(mod: Callable[..., Any], aux_tensors: Any) -> Iterator[None]:
+    """`_no_truth_values`, and errors that say what a mod does wrong."""
+    name = getattr(mod, "__name__", repr(mod))
+    try:
+        with _no_truth_values():
+            yield
+    except TypeError as error:
+        if aux_tensors is None and "'NoneType'" in str(error):
+            raise ValueError(f"{name} reads aux_tensors, and the call passes none") from error
+        raise
+    except DSLRuntimeError as error:
+        text = f"the compiler has no code for {name}, which perhaps {_NEGATES}"
+        raise TypeError(text) from error
 
 
 @contextmanager

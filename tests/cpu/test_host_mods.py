@@ -228,6 +228,31 @@ def test_a_lost_condition_is_refused(mod: Any) -> None:
         eval_mask_mod(mod, None, 0, 0, torch.arange(4), torch.arange(4))
 
 
+def test_negation_of_a_vector_is_refused() -> None:
+    @cute.jit
+    def by_not(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return not (q < k)
+
+    def by_tilde(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return ~(q < k)
+
+    def beside_another(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return ~(q < k) & (k > 1)
+
+    for mod in (by_not, by_tilde, beside_another):
+        with pytest.raises(TypeError, match="negates a vector by `not` or `~`: write the opposite"):
+            eval_mask_mod(mod, None, 0, 0, torch.arange(4), torch.arange(4))
+
+
+def test_aux_tensors_that_are_missing() -> None:
+    @cute.jit
+    def documents(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return aux[0][q[0]] == aux[0][k[0]]
+
+    with pytest.raises(ValueError, match="documents reads aux_tensors, and the call passes none"):
+        eval_mask_mod(documents, None, 0, 0, torch.arange(4), torch.arange(4))
+
+
 def test_a_mod_must_return_one_value() -> None:
     with pytest.raises(TypeError, match="returned None"):
         eval_mask_mod(lambda b, h, q, k, aux: None, None, 0, 0, torch.arange(2), torch.arange(2))
