@@ -1,5 +1,7 @@
-"""Backward kernels, for use with `cute.compile` directly."""
+"""The Hopper backward and the kernels around it, for use with `cute.compile` directly."""
 
+from flash_mask_cute.kernels.bwd_postprocess import BwdPostprocess
+from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess
 from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
 
-__all__ = ["FlashAttentionBackwardSm90"]
+__all__ = ["BwdPostprocess", "BwdPreprocess", "FlashAttentionBackwardSm90"]

@@ -82,7 +82,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "masks.column_mask",
     ),
     "flash_fwd": ("sm90", "sm100"),
-    "flash_bwd": ("sm90",),
+    "flash_bwd": ("sm90", "kernels"),
     "utils": (),
     "": (
         "interface",

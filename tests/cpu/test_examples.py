@@ -15,7 +15,7 @@ from example_modules import ROOT, load_example
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").glob("*.py") if path.name != "dense_check.py"
 )
-NEEDS_GPU = ("07_native_api",)
+NEEDS_GPU = ("07_native_api", "10_native_backward")
 
 
 def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
