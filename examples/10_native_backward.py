@@ -38,9 +38,9 @@ class Kernels(NamedTuple):
 
 def rows(d: int) -> Any:
     """Stands for (batch, seqlen, heads, d) in 16 bits, rows contiguous, all else free."""
-    strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
-    shape = (*(cute.sym_int() for _ in range(3)), d)
-    return make_fake_tensor(DTYPE, shape, (*strides, 1), assumed_align=16)
+    extents = tuple(cute.sym_int() for _ in range(3))
+    strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+    return make_fake_tensor(DTYPE, (*extents, d), (*strides, 1), assumed_align=16)
 
 
 def contiguous(dtype: type[cutlass.Numeric], rank: int, *inner: int) -> Any:
@@ -48,10 +48,10 @@ def contiguous(dtype: type[cutlass.Numeric], rank: int, *inner: int) -> Any:
     strides = [1]
     for extent in reversed(inner):
         strides.insert(0, strides[0] * extent)
-    free = [cute.sym_int64(divisibility=strides[0]) for _ in range(rank - 1)]
-    shape = (*(cute.sym_int() for _ in range(rank)), *inner)
+    extents = tuple(cute.sym_int() for _ in range(rank))
+    free = tuple(cute.sym_int64(divisibility=strides[0]) for _ in range(rank - 1))
     align = 16 if inner else 4
-    return make_fake_tensor(dtype, shape, (*free, *strides), assumed_align=align)
+    return make_fake_tensor(dtype, (*extents, *inner), (*free, *strides), assumed_align=align)
 
 
 def compile_kernels(d: int) -> Kernels:
@@ -103,10 +103,10 @@ def written_out(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv by autograd through causal attention in dtype."""
-    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
     visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
-    out, _ = attend(*leaves, visible)
-    return torch.autograd.grad(out, leaves, dout.to(dtype))
+    out, _ = attend(q, k, v, visible)
+    return torch.autograd.grad(out, (q, k, v), dout.to(dtype))
 
 
 def main() -> None:
@@ -122,6 +122,7 @@ def main() -> None:
         shapes = ((batch, seqlen, heads, d) for heads in (heads_q, heads_kv, heads_kv, heads_q))
         q, k, v, dout = (torch.randn(s, dtype=torch.bfloat16, device="cuda") for s in shapes)
         out, lse = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+        assert lse is not None
         found = backward(kernels, q, k, v, out, lse, dout)
         print(f"q {tuple(q.shape)}, {heads_kv} KV heads, bfloat16, causal")
         exact, eager = (written_out(q, k, v, dout, x) for x in (torch.float64, q.dtype))
