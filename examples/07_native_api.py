@@ -15,7 +15,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
-from dense_check import check
+from dense_check import check, has_hopper
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensors
@@ -102,10 +102,9 @@ def arguments(
 
 
 def main() -> None:
-    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
+    if not has_hopper():
         print("07_native_api needs a Hopper GPU, and there is none here: nothing was run")
         return
-    print(f"device: {torch.cuda.get_device_name()}")
     torch.manual_seed(0)
     heads, d = 8, 128
     kernel = FlashAttentionForwardSm90(

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from dense_check import attend, compare
+from dense_check import attend, compare, has_hopper
 from torch import Tensor
 
 from flash_mask_cute.flash_bwd import BwdPostprocess, BwdPreprocess, FlashAttentionBackwardSm90
@@ -110,10 +110,9 @@ def written_out(
 
 
 def main() -> None:
-    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
+    if not has_hopper():
         print("10_native_backward needs a Hopper GPU, and there is none here: nothing was run")
         return
-    print(f"device: {torch.cuda.get_device_name()}")
     torch.manual_seed(0)
     d = 128
     kernels = compile_kernels(d)

@@ -188,7 +188,8 @@ def _scalar(result: Any) -> Any:
 @contextmanager
 def _tracing(mod: Callable[..., Any], aux_tensors: Any) -> Iterator[None]:
     """`_no_truth_values`, and errors that say what a mod does wrong."""
-    name = getattr(mod, "__name__", repr(mod))
+    # a score_mod_bwd comes bound to its first argument
+    name = getattr(getattr(mod, "func", mod), "__name__", repr(mod))
     try:
         with _no_truth_values():
             yield

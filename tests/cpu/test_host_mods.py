@@ -16,7 +16,7 @@ from mask_cases import MASK_MODS, SCORE_MODS, Extents, MaskRecipe, ScoreRecipe
 from torch import Tensor
 
 from flash_mask_cute.host import host_mods
-from flash_mask_cute.host.host_mods import eval_mask_mod, eval_score_mod
+from flash_mask_cute.host.host_mods import eval_mask_mod, eval_score_mod, eval_score_mod_bwd
 
 EXTENTS = Extents(batch=2, heads_q=3, seqlen_q=70, seqlen_k=90)
 GENERATOR = torch.Generator().manual_seed(0)
@@ -249,8 +249,15 @@ def test_aux_tensors_that_are_missing() -> None:
     def documents(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         return aux[0][q[0]] == aux[0][k[0]]
 
+    def scaled(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return grad * aux[0][h[0]]
+
+    indices = torch.arange(4), torch.arange(4)
     with pytest.raises(ValueError, match="documents reads aux_tensors, and the call passes none"):
-        eval_mask_mod(documents, None, 0, 0, torch.arange(4), torch.arange(4))
+        eval_mask_mod(documents, None, 0, 0, *indices)
+    grads = scores = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match="^scaled reads aux_tensors"):
+        eval_score_mod_bwd(scaled, grads, scores, None, 0, 0, *indices)
 
 
 def test_a_mod_must_return_one_value() -> None:

@@ -23,6 +23,8 @@ def test_example(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None
         out, lse = inputs.reference[0].to(inputs.q.dtype), inputs.reference[1].float().contiguous()
         dout, _ = make_output_gradients(inputs)
         simulator.OPTIONS["delay"] = 1
+        simulator.RESULTS.clear()
         found = example.backward(kernels, inputs.q, inputs.k, inputs.v, out, lse, dout)
+        assert [result["warnings"] for result in simulator.RESULTS] == [{}] * 3
         gradients = dict(zip(("dq", "dk", "dv"), found, strict=True))
         assert_gradients_close(gradients, inputs, dout, None)
