@@ -34,29 +34,41 @@ class Columns(Protocol):
         ...
 
 
+def bits_from(first: Int32) -> Int32:
+    """A word with the bits i >= first set, first being any number.
+
+    As PTX, whose shifts clamp their amount, which the compiler would do again for one of its own.
+    """
+    return cute.arch.inline_ptx(
+        "shl.b32 {$w0}, -1, {$r0};",
+        write_only_types=[Int32],
+        read_only_args=[cutlass.max(first, 0)],
+    )
+
+
 def low_bits(count: Int32) -> Int32:
     """A word with its lowest `count` bits set, count clamped into 0..32."""
-    shift = WORD - cutlass.min(cutlass.max(count, 1), WORD)
-    ones = Int32(Uint32(0xFFFFFFFF) >> Uint32(shift))
-    return cutlass.select_(count > 0, ones, Int32(0))
+    return bits_from(count) ^ ALL
 
 
 def bit_range(first: Int32, end: Int32) -> Int32:
     """A word with the bits first <= i < end set; none if end <= first."""
-    return low_bits(end) & (low_bits(first) ^ ALL)
+    return bits_from(first) & (bits_from(end) ^ ALL)
 
 
 def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
     """Transpose 32 x 32 bits held by a warp: bit i of lane j becomes bit j of lane i.
 
     Each of `words` is a square of its own. Method: five butterfly steps that exchange ever smaller
-    off-diagonal blocks (Warren, Hacker's Delight, section 7-3), a shuffle, a rotation and a blend
-    each.
+    off-diagonal blocks (Warren, Hacker's Delight, section 7-3): of bytes by a byte permutation, of
+    bits by a rotation and a blend.
     """
     squares = [Uint32(word) for word in words]
-    for step, low_half in (
-        (16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555),
-    ):  # fmt: skip
+    for step, of_lower, of_upper in ((16, 0x5410, 0x3276), (8, 0x6240, 0x3715)):
+        bytes_taken = cutlass.select_((lane & step) != 0, Uint32(of_upper), Uint32(of_lower))
+        others = [Uint32(cute.arch.shuffle_sync_bfly(x, offset=step)) for x in squares]
+        squares = [_permute_bytes(x, y, bytes_taken) for x, y in zip(squares, others, strict=True)]
+    for step, low_half in ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
         is_upper = (lane & step) != 0
         turn = cutlass.select_(is_upper, Uint32(WORD - step), Uint32(step))
         keep = cutlass.select_(is_upper, Uint32(low_half ^ 0xFFFFFFFF), Uint32(low_half))
@@ -65,6 +77,27 @@ def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
         turned = [(x << turn) | (x >> (Uint32(WORD) - turn)) for x in others]
         squares = [(x & keep) | (y & take) for x, y in zip(squares, turned, strict=True)]
     return [Int32(x) for x in squares]
+
+
+def _permute_bytes(x: Uint32, y: Uint32, selector: Uint32) -> Uint32:
+    """A word of the bytes that the digits of the selector name: 0 to 3 of x, 4 to 7 of y."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Uint32],
+        read_only_args=[x, y, selector],
+    )
+
+
+@cute.jit
+def transpose_sparse(words: tuple, lane: Int32) -> tuple:
+    """`transpose`; where each lane's words are all ones or all zeros, by asking who has which."""
+    is_mixed = Boolean(False)
+    for word in words:
+        is_mixed = is_mixed | ((word != 0) & (word != ALL))
+    rows = tuple(Int32(cute.arch.vote_ballot_sync(word != 0)) for word in words)
+    if cute.arch.vote_any_sync(is_mixed):
+        rows = tuple(transpose(words, lane))
+    return rows
 
 
 def set_if(condition: Boolean, word: Int32, bit: int) -> Int32:

@@ -14,7 +14,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, TypeAlias
 
-from flash_mask_cute.masks.band import IntLike
+from flash_mask_cute.masks.band import IntLike, imax, imin
 
 BoolLike: TypeAlias = Any
 """A bool, a `cutlass.Boolean`, or a bool torch tensor; results follow the operands."""
@@ -58,6 +58,24 @@ class Intervals:
             (0 if start is None else c[start], seqlen_q if end is None else c[end])
             for start, end in self._edges()
         )
+
+    def seen_rows(
+        self, c: Sequence[IntLike], lo: IntLike | None = None, hi: IntLike | None = None
+    ) -> tuple[IntLike | None, IntLike | None, tuple[tuple[IntLike, IntLike], ...]]:
+        """Which rows of [lo, hi), None being open, see a key with the values `c`: those of a range
+        [lo, hi) except for holes (start, end), of which there are as few as can be.
+
+        Rows from seqlen_q on, if they are in the range, may get either answer.
+        """
+        holes = []
+        for start, end in self._edges():
+            if start is not None and end is not None:
+                holes.append((c[start], c[end]))
+            elif start is not None:
+                hi = c[start] if hi is None else imin(hi, c[start])
+            elif end is not None:
+                lo = c[end] if lo is None else imax(lo, c[end])
+        return lo, hi, tuple(holes)
 
     def classify(
         self, bounds: Sequence[IntLike], first_row: IntLike, end_row: IntLike, seqlen_q: IntLike

@@ -201,12 +201,13 @@ class KeyWalks(MaskRules):
             k_idx = share.line(work, group)
             lo, hi = band.q_range(k_idx)
             hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
-            hidden = ()
+            holes = ()
             if self.args.columns is not None:
-                hidden = self._hidden_rows(work, block.head_idx, k_idx)
+                values = self._column_values(work, block.head_idx, k_idx)
+                lo, hi, holes = self.intervals.seen_rows(values, lo, hi)
             for w in range(self.columns.num_words):
                 word = self._range_bits(w, lo - first_q_idx, hi - first_q_idx)
-                for start, end in hidden:
+                for start, end in holes:
                     word = word & (
                         self._range_bits(w, start - first_q_idx, end - first_q_idx) ^ ALL
                     )

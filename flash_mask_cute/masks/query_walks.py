@@ -161,10 +161,11 @@ class QueryWalks(MaskRules):
         if block.is_hidden:
             words = share.fill(0)
         else:
-            if block.is_columns:
-                words = self._column_words(work, block.index, share)
-            elif block.is_band:
-                words = self._band_words(work, block.index, share)
+            if const_expr(self.args.columns is not None):  # noqa: SIM102 (decided while tracing)
+                if block.is_columns:
+                    words = self._column_words(work, block.index, share)
+            if block.is_band:
+                words = both(words, self._band_words(work, block.index, share))
             if const_expr(self._can_ask):  # noqa: SIM102 (decided while tracing)
                 if block.asks:
                     words = both(words, self.asked_words(work, block.index, share))
@@ -180,37 +181,26 @@ class QueryWalks(MaskRules):
             for w in range(self.columns.num_words):
                 word = bit_tile.low_bits(self.columns.count_below(w, hi - first_k_idx))
                 if band.window_left is not None:
-                    hidden = bit_tile.low_bits(self.columns.count_below(w, lo - first_k_idx))
-                    word = word & (hidden ^ ALL)
+                    word = word & bit_tile.bits_from(self.columns.count_below(w, lo - first_k_idx))
                 words.append(word)
         return tuple(words)
 
     def _column_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
-        """Bits that the intervals leave to each row, and the band, as one more interval of rows."""
-        if self.args.columns is None:
-            return share.fill(ALL)
+        """Bits that the intervals leave to each row."""
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
         first_k_idx = n_block * self.block_info.tile_n
-        band = self.block_info.band(work.seqlen)
-        seen, hidden = [], []
+        seen = []
         for w in range(self.columns.num_words):
             k_idx = first_k_idx + self.columns.col_of(w, lane)
-            lo, hi = band.q_range(k_idx)
-            # past the end of the keys, no row
-            seen.append((lo, cutlass.select_(k_idx < work.seqlen_k, hi, Int32(0))))
-            hidden.append(self._hidden_rows(work, work.head_idx, k_idx))
-        words = []
+            values = self._column_values(work, work.head_idx, k_idx)
+            seen.append(self.intervals.seen_rows([value * heads for value in values]))
+        words: tuple = ()
         for group in range(share.num_groups):
             first_row = share.line(work, group) - lane
-            for w in range(self.columns.num_words):
-                lo, hi = seen[w]
-                word = bit_range(lo * heads - first_row, hi * heads - first_row)
-                for start, end in hidden[w]:
-                    rows = bit_range(start * heads - first_row, end * heads - first_row)
-                    word = word & (rows ^ ALL)
-                words.append(word)
-        return tuple(bit_tile.transpose(words, lane))
+            by_column = tuple(_rows_seen(*rows, first_row) for rows in seen)
+            words += bit_tile.transpose_sparse(by_column, lane)
+        return words
 
     @cute.jit
     def asked_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
@@ -282,6 +272,18 @@ class QueryWalks(MaskRules):
 
     def _query(self, row: Int32) -> Int32:
         return row // self.block_info.qhead_per_kvhead_packgqa
+
+
+def _rows_seen(lo: Int32 | None, hi: Int32 | None, holes: tuple, first_row: Int32) -> Int32:
+    """The bits of the rows [lo, hi) but for the holes, bit 0 being first_row."""
+    word = Int32(ALL)
+    if lo is not None:
+        word = bit_tile.bits_from(lo - first_row)
+    if hi is not None:
+        word = word & bit_tile.low_bits(hi - first_row)
+    for start, end in holes:
+        word = word & (bit_range(start - first_row, end - first_row) ^ ALL)
+    return word
 
 
 @cute.jit

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Uint32, const_expr
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core.lengths import Lengths
@@ -230,22 +230,23 @@ class MaskRules:
         )
         return self.intervals.classify(bounds, first_row, end_row, work.seqlen_q)
 
-    def _hidden_rows(self, work: Work, head_idx: Int32, k_idx: Int32) -> tuple:
-        """Intervals (start, end) of the query positions that the column of a key hides."""
+    def _column_values(self, work: Work, head_idx: Int32, k_idx: Int32) -> tuple[Int32, ...]:
+        """What the intervals' vectors say of a key, which may lie past the end of the keys."""
         batch_idx, mask_head, k_start = self._column_place(work, head_idx)
         at = k_start + cutlass.min(k_idx, work.seqlen_k - 1)
-        values = [
+        return tuple(
             self.args.columns.indices[batch_idx, mask_head, at, i]
             for i in range(self.intervals.num_vectors)
-        ]
-        return self.intervals.hidden_rows(values, work.seqlen_q)
+        )
 
     def _column_place(self, work: Work, head_idx: Int32) -> tuple[Int32, Int32, Int32]:
         """Batch, head and first key of a sequence in the interval tensors."""
         args = self.args.columns
         batch_idx = cutlass.min(work.batch_idx, cute.size(args.indices, mode=[0]) - 1)
         k_start = work.offset_k if self.keys_are_packed else Int32(0)
-        return batch_idx, head_idx // args.heads_per_mask_head, k_start
+        # unsigned, for which it takes half as many instructions
+        mask_head = Int32(Uint32(head_idx) // Uint32(args.heads_per_mask_head))
+        return batch_idx, mask_head, k_start
 
     def _ask_mod(self, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32) -> Boolean:
         """mask_mod's answer. Positions past the ends are hidden by others, but it may index tensors

@@ -74,8 +74,9 @@ class QuadColumns:
         return bit // 2 * 8 + word * 2 + bit % 2
 
     def count_below(self, word: int, distance: Int32) -> Int32:
-        distance = distance - word * 2
-        return (distance // 8) * 2 + cutlass.min(distance & 7, 2)
+        # of each 8 columns, two
+        inside = cutlass.min(cutlass.max((distance & 7) - word * 2, 0), 2)
+        return (distance >> 3) * 2 + inside
 
 
 COLUMNS = QuadColumns()

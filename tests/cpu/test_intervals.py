@@ -52,6 +52,26 @@ def test_hidden_rows_on_ints_and_tensors(n: int, causal: bool) -> None:
     assert hidden.tolist() == expected
 
 
+@pytest.mark.parametrize("edges", [(None, None), (1, 3)], ids=["open", "range"])
+@pytest.mark.parametrize(("n", "causal"), FORMS, ids=ids)
+def test_seen_rows_are_those_that_nothing_hides(
+    n: int, causal: bool, edges: tuple[int | None, int | None]
+) -> None:
+    seqlen_q = 4
+    first, last = (0, seqlen_q) if edges == (None, None) else edges
+    for c in itertools.product(range(-1, seqlen_q + 2), repeat=n):
+        lo, hi, holes = Intervals(n, causal).seen_rows(c, *edges)
+        seen = [
+            (lo is None or row >= lo)
+            and (hi is None or row < hi)
+            and not any(start <= row < end for start, end in holes)
+            for row in range(seqlen_q)
+        ]
+        assert seen == [first <= row < last and not hides(n, causal, c, row) for row in range(4)]
+        # what is told by the range needs no hole
+        assert len(holes) == {1: 0, 2: int(causal), 4: 2}[n]
+
+
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[int, bool, list[tuple[int, ...]], int, int, int]:
     """(n, causal, the keys of a block, first_row, end_row, seqlen_q)."""
