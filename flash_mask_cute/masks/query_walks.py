@@ -171,18 +171,33 @@ class QueryWalks(MaskRules):
                     words = both(words, self.asked_words(work, block.index, share))
         return words
 
+    @cute.jit
     def _band_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
-        """Bits that the band, the end of the keys included, leaves to each row."""
+        """Bits that the band, the end of the keys included, leaves to each row.
+
+        Of its two edges those are painted that cross the block, for which a row of the tile tells.
+        """
+        info = self.block_info
+        band = info.band(work.seqlen)
+        first, end = info.query_range(work.seqlen, work.block)
+        first_k_idx = n_block * info.tile_n
+        words = share.fill(ALL)
+        if band.k_range(first)[1] < first_k_idx + info.tile_n:
+            words = self._edge_words(work, first_k_idx, share, is_upper=True)
+        if const_expr(band.window_left is not None):  # noqa: SIM102 (decided while tracing)
+            if band.k_range(end - 1)[0] > first_k_idx:
+                words = both(words, self._edge_words(work, first_k_idx, share, is_upper=False))
+        return words
+
+    def _edge_words(self, work: Work, first_k_idx: Int32, share: Share, is_upper: bool) -> tuple:
+        """Bits of the keys below each row's upper edge of the band, or from its lower one on."""
         band = self.block_info.band(work.seqlen)
-        first_k_idx = n_block * self.block_info.tile_n
+        bits = bit_tile.low_bits if is_upper else bit_tile.bits_from
         words = []
         for group in range(share.num_groups):
-            lo, hi = band.k_range(self._query(share.line(work, group)))
+            edge = band.k_range(self._query(share.line(work, group)))[is_upper]
             for w in range(self.columns.num_words):
-                word = bit_tile.low_bits(self.columns.count_below(w, hi - first_k_idx))
-                if band.window_left is not None:
-                    word = word & bit_tile.bits_from(self.columns.count_below(w, lo - first_k_idx))
-                words.append(word)
+                words.append(bits(self.columns.count_below(w, edge - first_k_idx)))
         return tuple(words)
 
     def _column_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
