@@ -209,7 +209,10 @@ class QueryWalks(MaskRules):
         for w in range(self.columns.num_words):
             k_idx = first_k_idx + self.columns.col_of(w, lane)
             values = self._column_values(work, work.head_idx, k_idx)
-            seen.append(self.intervals.seen_rows([value * heads for value in values]))
+            if heads > 1:
+                # a row that is never reached may be any number
+                values = tuple(cutlass.min(value, work.seqlen_q) * heads for value in values)
+            seen.append(self.intervals.seen_rows(values))
         words: tuple = ()
         for group in range(share.num_groups):
             first_row = share.line(work, group) - lane

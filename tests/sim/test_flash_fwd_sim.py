@@ -94,6 +94,20 @@ def test_answers_by_head_are_not_stored(simulator: ModuleType) -> None:
     assert len(simulator.RESULTS) == 1
 
 
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("pack_gqa", [False, True])
+def test_rows_that_are_never_reached_may_be_any_number(
+    simulator: ModuleType, pack_gqa: bool
+) -> None:
+    case = Case("far", 1, 150, 300, 4, 1, column="documents2", pack_gqa=pack_gqa)
+    inputs = make_inputs(case)
+    indices = inputs.mask_keywords["startend_row_indices"]
+    far = indices >= case.seqlen_q
+    assert far.any()
+    indices[far] = torch.iinfo(torch.int32).max
+    run_sim(simulator, inputs, seeds=(None,))
+
+
 VISIT_CASES = (
     Case("columns", 1, 200, 300, 1, 1, column="stepped2"),
     Case("lists-mask", 1, 200, 300, 1, 1, causal=True, mask_mod="documents", blocks=(64, 64)),
