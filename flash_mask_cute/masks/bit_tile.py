@@ -56,6 +56,18 @@ def bit_range(first: Int32, end: Int32) -> Int32:
     return bits_from(first) & (bits_from(end) ^ ALL)
 
 
+def bits_of(seen: tuple[Int32 | None, Int32 | None], *holes: tuple[Int32, Int32]) -> Int32:
+    """A word with the bits of a range (first, end), each side of which may be None, open; without
+    those of the holes in it."""
+    first, end = seen
+    word = Int32(ALL) if first is None else bits_from(first)
+    if end is not None:
+        word = word & low_bits(end)
+    for hole in holes:
+        word = word & (bit_range(*hole) ^ ALL)
+    return word
+
+
 def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
     """Transpose 32 x 32 bits held by a warp: bit i of lane j becomes bit j of lane i.
 
@@ -89,7 +101,7 @@ def _permute_bytes(x: Uint32, y: Uint32, selector: Uint32) -> Uint32:
 
 
 @cute.jit
-def transpose_sparse(words: tuple, lane: Int32) -> tuple:
+def transpose_if_mixed(words: tuple, lane: Int32) -> tuple:
     """`transpose`; where each lane's words are all ones or all zeros, by asking who has which."""
     is_mixed = Boolean(False)
     for word in words:

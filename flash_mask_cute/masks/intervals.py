@@ -61,11 +61,12 @@ class Intervals:
 
     def seen_rows(
         self, c: Sequence[IntLike], lo: IntLike | None = None, hi: IntLike | None = None
-    ) -> tuple[IntLike | None, IntLike | None, tuple[tuple[IntLike, IntLike], ...]]:
-        """Which rows of [lo, hi), None being open, see a key with the values `c`: those of a range
-        [lo, hi) except for holes (start, end), of which there are as few as can be.
+    ) -> tuple[tuple[IntLike | None, IntLike | None], ...]:
+        """Which rows of [lo, hi), None being open, see a key with the values `c`.
 
-        Rows from seqlen_q on, if they are in the range, may get either answer.
+        They are those of a range (start, end), the first that is returned, except for the holes in
+        it, the others, of which there are as few as can be. Rows from seqlen_q on, if they are in
+        the range, may get either answer. Rows may be counted from any one, in `c` and the others.
         """
         holes = []
         for start, end in self._edges():
@@ -75,7 +76,7 @@ class Intervals:
                 hi = c[start] if hi is None else imin(hi, c[start])
             elif end is not None:
                 lo = c[end] if lo is None else imax(lo, c[end])
-        return lo, hi, tuple(holes)
+        return (lo, hi), *holes
 
     def classify(
         self, bounds: Sequence[IntLike], first_row: IntLike, end_row: IntLike, seqlen_q: IntLike

@@ -200,23 +200,19 @@ class KeyWalks(MaskRules):
         for group in range(share.num_groups):
             k_idx = share.line(work, group)
             lo, hi = band.q_range(k_idx)
-            hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
-            holes = ()
+            holes: list[Any] = []
             if self.args.columns is not None:
                 values = self._column_values(work, block.head_idx, k_idx)
-                lo, hi, holes = self.intervals.seen_rows(values, lo, hi)
+                (lo, hi), *holes = self.intervals.seen_rows(values, lo, hi)
+            # after the intervals: before them, painters spill more
+            hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
             for w in range(self.columns.num_words):
-                word = self._range_bits(w, lo - first_q_idx, hi - first_q_idx)
-                for start, end in holes:
-                    word = word & (
-                        self._range_bits(w, start - first_q_idx, end - first_q_idx) ^ ALL
-                    )
-                words.append(word)
+                ranges = [
+                    tuple(self.columns.count_below(w, q_idx - first_q_idx) for q_idx in edges)
+                    for edges in ((lo, hi), *holes)
+                ]
+                words.append(bit_tile.bits_of(*ranges))
         return tuple(words)
-
-    def _range_bits(self, w: int, first: Int32, end: Int32) -> Int32:
-        """Bits of word w for the queries first <= q < end, counted in the tile."""
-        return bit_range(self.columns.count_below(w, first), self.columns.count_below(w, end))
 
     def asked_words(self, work: Work, block: Block, share: Share) -> tuple:
         """Bits that mask_mod and logical blocks leave to each key."""
@@ -304,7 +300,10 @@ class KeyWalks(MaskRules):
             k_idx = cutlass.min(share.line(work, group), work.seqlen_k - 1)
             is_listed, is_full = self._block_bits(work, block.head_idx, qb, k_idx // args.block_k)
             for w in range(self.columns.num_words):
-                bits = self._range_bits(w, start, start + args.block_q)
+                bits = bit_range(
+                    self.columns.count_below(w, start),
+                    self.columns.count_below(w, start + args.block_q),
+                )
                 i = len(added)
                 # 0 - 1 is a word of ones
                 added.append(result[i] | (bits & (0 - is_listed) & (words[i] | (0 - is_full))))

@@ -205,19 +205,22 @@ class QueryWalks(MaskRules):
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
         first_k_idx = n_block * self.block_info.tile_n
-        seen = []
+        columns = []
         for w in range(self.columns.num_words):
             k_idx = first_k_idx + self.columns.col_of(w, lane)
             values = self._column_values(work, work.head_idx, k_idx)
             if heads > 1:
                 # a row that is never reached may be any number
                 values = tuple(cutlass.min(value, work.seqlen_q) * heads for value in values)
-            seen.append(self.intervals.seen_rows(values))
+            columns.append(values)
         words: tuple = ()
         for group in range(share.num_groups):
             first_row = share.line(work, group) - lane
-            by_column = tuple(_rows_seen(*rows, first_row) for rows in seen)
-            words += bit_tile.transpose_sparse(by_column, lane)
+            by_column = []
+            for values in columns:
+                rows = self.intervals.seen_rows([value - first_row for value in values])
+                by_column.append(bit_tile.bits_of(*rows))
+            words += bit_tile.transpose_if_mixed(tuple(by_column), lane)
         return words
 
     @cute.jit
@@ -290,18 +293,6 @@ class QueryWalks(MaskRules):
 
     def _query(self, row: Int32) -> Int32:
         return row // self.block_info.qhead_per_kvhead_packgqa
-
-
-def _rows_seen(lo: Int32 | None, hi: Int32 | None, holes: tuple, first_row: Int32) -> Int32:
-    """The bits of the rows [lo, hi) but for the holes, bit 0 being first_row."""
-    word = Int32(ALL)
-    if lo is not None:
-        word = bit_tile.bits_from(lo - first_row)
-    if hi is not None:
-        word = word & bit_tile.low_bits(hi - first_row)
-    for start, end in holes:
-        word = word & (bit_range(start - first_row, end - first_row) ^ ALL)
-    return word
 
 
 @cute.jit
