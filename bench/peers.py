@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 Call = Callable[[], Any]
+# masks of tokens that only see each other
+DOCUMENT_MASKS = ("causal_document", "document", "share_question", "prefix_lm_document")
 DENSE_TOKENS = {"attention": 8192, "backward": 8192, "memory": 32768}
 
 
@@ -78,7 +80,8 @@ def column_mask(mask: Mask, device: torch.device) -> Any:
     """The package's object that owns the intervals and what is computed from them: one for the
     forward and the backward of a mask, as in training."""
     module = importlib.import_module("flash_mask_cute.masks.column_mask")
-    return module.ColumnMask(column_tensor(mask, device), mask.causal)
+    documents = mask.name in DOCUMENT_MASKS
+    return module.ColumnMask(column_tensor(mask, device), mask.causal, documents)
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,10 @@ class CutePeer:
             attention = importlib.import_module(self.package).flash_attn_func
             return autograd_call(case, tensors, partial(attention, **options), heads_first=False)
         if not case.is_backward:
+            if getattr(options.get("startend_row_indices"), "documents", False):
+                # what the public function makes of such masks, the host call does not
+                attention = importlib.import_module(self.package).flash_attn_func
+                return partial(attention, *tensors[:3], return_lse=True, **options)
             return partial(interface._flash_attn_fwd, *tensors[:3], return_lse=True, **options)
         if tensors.saved is None:
             raise ValueError(f"{case.name}: tensors without what its forward saved")

@@ -14,7 +14,7 @@ from typing import Any
 from bench.cases import BenchCase
 from bench.flops import TILE
 from bench.mods import mask_tables, torch_mask_mod
-from bench.peers import column_tensor
+from bench.peers import DOCUMENT_MASKS, column_tensor
 
 INDEX_BYTES = 4
 # The finest key blocks that a kernel asks for; coarser ones are less work.
@@ -54,12 +54,24 @@ def prepare_ours(case: BenchCase, device: str) -> Preparation:
     import torch
 
     from flash_mask_cute.masks.column_mask import ColumnMask
+    from flash_mask_cute.masks.documents import BOUNDS_TILE
 
     mask = case.mask_of(case.n)
     indices = column_tensor(mask, torch.device(device))
+
+    def by_documents() -> tuple[torch.Tensor, ...]:
+        made = ColumnMask(indices, mask.causal, documents=True)
+        documents = made.split(1)
+        bounds = documents.mask.bounds(BLOCK_KEYS, documents.cu_seqlens)
+        rows = documents.mask.startend_row_indices
+        return rows, documents.cu_seqlens, made.bounds(BOUNDS_TILE), bounds
+
+    def by_keys() -> tuple[torch.Tensor, ...]:
+        return (ColumnMask(indices, mask.causal).bounds(BLOCK_KEYS),)
+
     return Preparation(
-        lambda: ColumnMask(indices, mask.causal).bounds(BLOCK_KEYS),
-        lambda bounds: _bytes((indices, bounds)),
+        by_documents if mask.name in DOCUMENT_MASKS else by_keys,
+        lambda made: _bytes((indices, *made)),
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flash_mask_cute import packing
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.validate import (
@@ -28,7 +29,8 @@ from flash_mask_cute.host.validate import (
     refuse_transforms,
 )
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
-from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.column_mask import ColumnMask, Documents
+from flash_mask_cute.masks.documents import Split
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
@@ -297,7 +299,9 @@ def _attend(
         call = call._replace(deterministic=True)
     wants_aux = _aux_that_require_grad(call)
     if torch.compiler.is_compiling() or _is_intercepted(q):
-        out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *_to_operator(call))
+        batch = q.shape[0] if _packs(q, k, v, call) else None
+        arguments = _to_operator(call, batch)
+        out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
         return (out, lse) if return_lse else out
     refuse_transforms()
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
@@ -340,9 +344,22 @@ def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
         return False  # what is no tensor is refused by the host path, by name
 
 
+def _packs(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> bool:
+    """Whether a forward computes the documents of its mask as packed sequences."""
+    others = (*call[:4], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch)
+    return packing.holds_documents(q, k, v, call.startend_row_indices, call.causal) and all(
+        x is None for x in others
+    )
+
+
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, return_lse: bool = True
 ) -> tuple[Tensor, Any]:
+    if _packs(q, k, v, call):
+        mask: Any = call.startend_row_indices
+        operands, keywords = packing.by_documents(q, k, v, mask)
+        out, lse = _run_forward(*operands, sink, call._replace(**keywords), return_lse)
+        return packing.by_sequences(out, lse, *q.shape[:2])
     return _flash_attn_fwd(
         q,
         k,
@@ -564,6 +581,7 @@ _CALL_SCHEMA = (
     "Tensor? mask_block_cnt, Tensor? mask_block_idx, Tensor? full_block_cnt, "
     "Tensor? full_block_idx, SymInt? block_q, SymInt? block_k, "
     "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
+    "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
     "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config"
 )
 # where aux_tensors are in that
@@ -571,6 +589,10 @@ _AUX_POSITION = _Call._fields.index("aux_tensors")
 _library = torch.library.Library("flash_mask_cute", "DEF")
 _library.define(
     "column_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
+)
+_library.define(
+    "column_documents(Tensor startend_row_indices, bool causal, SymInt batch) "
+    "-> (Tensor cu_seqlens, Tensor rows)"
 )
 _library.define(
     f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {_CALL_SCHEMA}) "
@@ -584,25 +606,40 @@ _library.define(
 
 
 class _BoundedMask(ColumnMask):
-    """A mask of one call whose bounds for `_TILE_N` an operator has computed."""
+    """A mask of one call whose bounds for `_TILE_N` operators have computed, and its documents."""
 
-    def __init__(self, startend_row_indices: Tensor, causal: bool, given: Tensor) -> None:
-        super().__init__(startend_row_indices, causal)
+    def __init__(
+        self,
+        startend_row_indices: Tensor,
+        causal: bool,
+        given: Tensor,
+        documents: Documents | None = None,
+    ) -> None:
+        super().__init__(startend_row_indices, causal, documents is not None)
         object.__setattr__(self, "given", given)
+        object.__setattr__(self, "given_documents", documents)
 
     def bounds(self, tile_n: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
         given: Tensor = vars(self)["given"]
         return given if tile_n == _TILE_N else super().bounds(tile_n, cu_seqlens_k)
 
+    def split(self, batch: int) -> Documents:
+        given: Documents = vars(self)["given_documents"]
+        return given
 
-def _to_operator(call: _Call) -> tuple[Any, ...]:
-    """The arguments of an operator by `_CALL_SCHEMA`."""
+
+def _to_operator(call: _Call, batch: int | None = None) -> tuple[Any, ...]:
+    """The arguments of an operator by `_CALL_SCHEMA`.
+
+    batch: of sequences, where the operator is to pack the documents of its mask.
+    """
     lists: tuple[Any, ...] = (None,) * 6
     if call.block_sparse_tensors_torch is not None:
         *tensors, block_size = from_block_mask(call.block_sparse_tensors_torch)
         lists = (*tensors, *((None, None) if block_size is None else block_size))
     mask: Any = call.startend_row_indices
     columns: tuple[Any, ...] = (None, None, False)
+    documents: tuple[Any, ...] = (None, None, None)
     if isinstance(mask, _BoundedMask):
         columns = mask.startend_row_indices, mask.bounds(_TILE_N), mask.causal
     elif mask is not None:
@@ -611,24 +648,32 @@ def _to_operator(call: _Call) -> tuple[Any, ...]:
             indices, causal = mask.startend_row_indices, mask.causal
         bounds = torch.ops.flash_mask_cute.column_bounds(indices, causal, call.cu_seqlens_k)
         columns = indices, bounds, causal
+        if batch is not None:
+            starts, rows = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
+            row_bounds = torch.ops.flash_mask_cute.column_bounds(rows, causal, starts)
+            documents = starts, rows, row_bounds
     aux_tensors = None if call.aux_tensors is None else list(call.aux_tensors)
     return (
         *call[:11], _optional_name(call.score_mod), _optional_name(call.mask_mod), aux_tensors,
-        *lists, *columns, _optional_name(call.score_mod_bwd), call.deterministic, call.pack_gqa,
-        _config_text(call.config),
+        *lists, *columns, *documents, _optional_name(call.score_mod_bwd), call.deterministic,
+        call.pack_gqa, _config_text(call.config),
     )  # fmt: skip
 
 
 def _from_operator(arguments: Sequence[Any]) -> _Call:
     """The call with these arguments of an operator by `_CALL_SCHEMA`."""
     score_mod, mask_mod, aux_tensors, *rest = arguments[11:]
-    *list_tensors, block_q, block_k, indices, bounds, columns_causal = rest[:9]
-    score_mod_bwd, deterministic, pack_gqa, config = rest[9:]
+    *list_tensors, block_q, block_k, indices, bounds, causal, starts, rows, row_bounds = rest[:12]
+    score_mod_bwd, deterministic, pack_gqa, config = rest[12:]
     lists = None
     if list_tensors[0] is not None:
         lists = BlockSparseTensorsTorch(*list_tensors)
         lists = lists._replace(block_size=None if block_q is None else (block_q, block_k))
-    mask = None if indices is None else _BoundedMask(indices, columns_causal, bounds)
+    mask = documents = None
+    if starts is not None:
+        documents = Documents(starts, _BoundedMask(rows, causal, row_bounds))
+    if indices is not None:
+        mask = _BoundedMask(indices, causal, bounds, documents)
     mods = _optional_mod(score_mod), _optional_mod(mask_mod)
     configs = None if config is None else _Configs.of(tuple(json.loads(config)))
     others = _optional_mod(score_mod_bwd), deterministic, pack_gqa, configs
@@ -674,6 +719,17 @@ def _(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
     else:
         num_blocks = seqlen_k // _TILE_N + cu_seqlens_k.shape[0] - 1
     return indices.new_empty((batch, heads, 2 * num_vectors, num_blocks))
+
+
+@torch.library.impl(_library, "column_documents", "CompositeExplicitAutograd")
+def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, Tensor]:
+    documents = ColumnMask(indices, causal).split(batch)
+    return documents.cu_seqlens, documents.mask.startend_row_indices
+
+
+@torch.library.register_fake("flash_mask_cute::column_documents", lib=_library)
+def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, Tensor]:
+    return Split.empty_like(indices, batch)[1:]
 
 
 @torch.library.impl(_library, "attention_fwd", "CompositeExplicitAutograd")

@@ -139,7 +139,7 @@ def prefix_lm_document(
     indices = _look_up(segment_ends, table, seqlen, device)
     own = indices[..., 1]
     own.copy_(torch.where(own < 0, _positions(seqlen, device), own))
-    return ColumnMask(indices, causal=False)
+    return ColumnMask(indices, causal=False, documents=True)
 
 
 def share_question(
@@ -156,7 +156,7 @@ def share_question(
     row_ends = ends.view(sizes.shape).clone()
     row_ends[..., 0] = row_ends[..., -1]
     indices = _look_up(ends[:, :-1], row_ends.flatten(1)[..., None], seqlen, device)
-    return ColumnMask(indices, causal=True)
+    return ColumnMask(indices, causal=True, documents=True)
 
 
 def causal_blockwise(
@@ -522,12 +522,13 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _causal_segments(ends: Tensor, seqlen: int, device: torch.device) -> ColumnMask:
     """Tokens past the last segment count as its own: they are hidden from where it ends."""
-    return ColumnMask(_look_up(ends[:, :-1], ends[..., None], seqlen, device), causal=True)
+    indices = _look_up(ends[:, :-1], ends[..., None], seqlen, device)
+    return ColumnMask(indices, causal=True, documents=True)
 
 
 def _full_segments(ends: Tensor, seqlen: int, device: torch.device) -> ColumnMask:
     table = _table(ends, F.pad(ends, (1, 0))[:, :-1], seqlen)
-    return ColumnMask(_look_up(ends, table, seqlen, device), causal=False)
+    return ColumnMask(_look_up(ends, table, seqlen, device), causal=False, documents=True)
 
 
 def _table(ends: Tensor, starts: Tensor, seqlen: int) -> Tensor:
@@ -542,7 +543,8 @@ def _from_starts(starts_anew: Tensor, is_causal: bool) -> ColumnMask:
     is_last = F.pad(starts_anew, (0, 1), value=True)
     ends = torch.where(is_last, positions + 1, seqlen).flip(1).cummin(1).values.flip(1)
     if is_causal:
-        return ColumnMask(ends[:, None, :, None].int(), causal=True)
+        return ColumnMask(ends[:, None, :, None].int(), causal=True, documents=True)
     is_first = F.pad(starts_anew, (1, 0), value=True)
     starts = torch.where(is_first, positions, 0).cummax(1).values
-    return ColumnMask(torch.stack((ends, starts), dim=-1)[:, None].int(), causal=False)
+    indices = torch.stack((ends, starts), dim=-1)[:, None].int()
+    return ColumnMask(indices, causal=False, documents=True)

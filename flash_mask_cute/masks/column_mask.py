@@ -10,11 +10,12 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from flash_mask_cute.masks.documents import BOUNDS_TILE, Split
 from flash_mask_cute.masks.intervals import Intervals
 
 NUM_VECTORS = (1, 2, 4)
@@ -36,6 +37,11 @@ class ColumnMask:
     counted inside the sequence; a range that ends before it starts is empty. causal hides the keys
     after a query as well, bottom-right aligned (k > q + seqlen_k - seqlen_q).
 
+    documents: a sequence is expected to hold documents, tokens that only see each other. They are
+    found on the device (`split`), and the forward of dense self-attention by `flash_attn_func`
+    computes each as a sequence of its own, where one mask is for all heads and the call has no mods
+    or block lists. Where there are none, that is right, too, but no faster.
+
     The tensor may be changed in place, between calls; its values are never read by the host.
 
     Raises:
@@ -45,14 +51,17 @@ class ColumnMask:
 
     startend_row_indices: Tensor
     causal: bool
+    documents: bool = False
     _bounds: dict[object, _Bounds] = field(default_factory=dict, init=False, repr=False)
+    _documents: dict[int, _Found] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         indices = self.startend_row_indices
         if not isinstance(indices, Tensor):
             raise TypeError(f"startend_row_indices is a {type(indices).__name__}, not a tensor")
-        if not isinstance(self.causal, bool):
-            raise TypeError(f"causal={self.causal!r} is not a bool")
+        for name, flag in (("causal", self.causal), ("documents", self.documents)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}={flag!r} is not a bool")
         if indices.dtype != torch.int32:
             raise TypeError(f"startend_row_indices has dtype {indices.dtype}, not torch.int32")
         if indices.dim() != 4 or indices.shape[3] not in NUM_VECTORS:
@@ -67,10 +76,14 @@ class ColumnMask:
 
     def __getstate__(self) -> dict[str, Any]:
         # bounds are kept by identity of tensors, which a copy in another process does not share
-        return {"startend_row_indices": self.startend_row_indices, "causal": self.causal}
+        return {
+            "startend_row_indices": self.startend_row_indices,
+            "causal": self.causal,
+            "documents": self.documents,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in (state | {"_bounds": {}}).items():
+        for name, value in (state | {"_bounds": {}, "_documents": {}}).items():
             object.__setattr__(self, name, value)
 
     @property
@@ -143,14 +156,54 @@ class ColumnMask:
             self._compute(kept)
         return kept.values
 
+    def split(self, batch: int) -> Documents:
+        """The documents of a batch of so many sequences, as a packed batch.
+
+        Kept, and computed again after changes, like `bounds`: two launches, and one for bounds.
+
+        Raises:
+            ValueError: heads_mask is not 1, there are no keys, or the mask has another batch.
+            NotImplementedError: no kernel for this GPU.
+        """
+        kept = self._documents.get(batch)
+        if kept is None:
+            indices = self.startend_row_indices
+            of_mask, heads, seqlen, _ = indices.shape
+            if heads != 1 or seqlen == 0 or of_mask not in (1, batch):
+                raise ValueError(
+                    f"startend_row_indices has shape {tuple(indices.shape)}; documents are found "
+                    f"where it is (1 or {batch}, 1, seqlen, n)"
+                )
+            # not inference tensors, which could not be written later
+            with torch.inference_mode(False):
+                split = Split.empty_like(indices, batch)
+            documents = Documents(split.cu_seqlens, ColumnMask(split.rows, self.causal))
+            kept = self._documents[batch] = _Found(split, documents)
+        if kept.version != _version(self.startend_row_indices):
+            self._find_documents(kept)
+        return kept.documents
+
     def refresh(self) -> None:
-        """Compute again, in place, all bounds that were asked for: one launch for each.
+        """Compute again, in place, all bounds and documents that were asked for: a launch or two
+        for each.
 
         In a CUDA graph, each replay then computes them from what the tensors hold at that time.
         """
         for kept in self._bounds.values():
             if not kept.is_orphan():
                 self._compute(kept)
+        for found in self._documents.values():
+            self._find_documents(found)
+            found.documents.mask.refresh()
+
+    @torch.inference_mode(False)
+    def _find_documents(self, kept: _Found) -> None:
+        kept.split.fill(self.startend_row_indices, self.causal, self.bounds(BOUNDS_TILE))
+        # so that bounds of them are computed again
+        for tensor in (kept.split.cu_seqlens, kept.split.rows):
+            torch.autograd.graph.increment_version(tensor)
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            kept.version = _version(self.startend_row_indices)
 
     def _versions(self, cu_seqlens_k: Tensor | None) -> Versions:
         indices = self.startend_row_indices
@@ -215,6 +268,26 @@ class ColumnMask:
                     )
                 )
         kept.versions = versions
+
+
+class Documents(NamedTuple):
+    """The documents of a mask as sequences of a packed batch.
+
+    cu_seqlens: int32 (sequences + 1,), of queries and keys; many sequences may be empty. mask: of
+    the packed batch.
+    """
+
+    cu_seqlens: Tensor
+    mask: ColumnMask
+
+
+@dataclass
+class _Found:
+    """Documents, the tensors that they are in, and the version of the intervals they are of."""
+
+    split: Split
+    documents: Documents
+    version: int | None = None
 
 
 @dataclass

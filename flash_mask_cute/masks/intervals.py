@@ -78,6 +78,29 @@ class Intervals:
                 lo = c[end] if lo is None else imax(lo, c[end])
         return (lo, hi), *holes
 
+    def seen_span(
+        self, starts: Sequence[IntLike], ends: Sequence[IntLike], seqlen_q: IntLike
+    ) -> tuple[IntLike, IntLike]:
+        """Rows (first, last) outside of which no row sees a key; last < first if none does.
+
+        starts, ends: the key's values where they start and where they end an interval; of several
+        keys, the largest and the smallest ones. The span may be wider than it has to be.
+        """
+        first: IntLike = 0
+        last = seqlen_q - 1
+        for start_vector, end_vector in self._edges():
+            start: IntLike = 0
+            end = seqlen_q
+            if start_vector is not None:
+                start = imin(imax(starts[start_vector], 0), seqlen_q)
+            if end_vector is not None:
+                end = imin(imax(ends[end_vector], 0), seqlen_q)
+            # 0 where the interval begins with the first row, or ends with the last one, else 1
+            is_late, is_early = imin(start, 1), imin(seqlen_q - end, 1)
+            first = imax(first, (1 - is_late) * end)
+            last = imin(last, imax(start, is_early * seqlen_q) - 1)
+        return first, last
+
     def classify(
         self, bounds: Sequence[IntLike], first_row: IntLike, end_row: IntLike, seqlen_q: IntLike
     ) -> tuple[BoolLike, BoolLike]:

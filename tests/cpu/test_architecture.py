@@ -34,10 +34,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "masks.key_walks": ("masks", "core"),
     "masks.stored_bits": ("masks", "core"),
     "masks.column_mask": ("masks", "host.compile_bounds"),
+    "masks.documents": ("masks.intervals", "host.compile_documents"),
     "core": ("core", "seqlen_info", BAND),
     "sm90": ("sm90", "core", "masks", *INDEX_RULES),
     "sm100": ("sm100", "core", "masks", *INDEX_RULES),
     "kernels": ("kernels", "core"),
+    "kernels.document_split": ("masks.intervals",),
     "cpu_path": (
         "host.host_mods",
         "block_sparsity",
@@ -70,6 +72,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "host.compile_scan": ("host", "kernels"),
     "host.host_mods": ("host", "core.mods", "core.derivative"),
     "host.compile_bounds": ("host", "kernels"),
+    "host.compile_documents": ("host", "kernels", "masks.documents"),
     "plotting": ("masks.column_mask",),
     "block_sparsity": (),
     "compute_block_sparsity": ("block_sparsity", "host"),
@@ -80,7 +83,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "host.validate",
         "block_sparsity",
         "masks.column_mask",
+        "masks.documents",
+        "packing",
     ),
+    "packing": ("masks.column_mask", "masks.documents"),
     "flash_fwd": ("sm90", "sm100"),
     "flash_bwd": ("sm90", "kernels"),
     "utils": (),
@@ -119,6 +125,7 @@ LAZY = (
     "host.bit_store",
     "host.compile_scan",
     "host.compile_bounds",
+    "host.compile_documents",
     "host.compile",
     "host.compile_bwd",
     "host.stand_ins",
@@ -140,7 +147,7 @@ WITHOUT_TORCH = (
     "host.tables",
 )
 # Objects of the host in a folder of such modules.
-WITH_TORCH = ("masks.column_mask", "masks.builders")
+WITH_TORCH = ("masks.column_mask", "masks.documents", "masks.builders")
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}

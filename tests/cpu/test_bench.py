@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ from bench import (
     timing,
 )
 from bench.cases import CASES, BenchCase, make_tensors
+from flash_mask_cute import flash_attn_func
 
 ROW_KEYS = {
     *("run", "date", "gpu", "commit", "versions", "kind", "peer", "mask", "d", "n", "tokens"),
@@ -622,20 +624,22 @@ def test_cute_peer_tells_masks_and_mods(monkeypatch: pytest.MonkeyPatch) -> None
 
     module = SimpleNamespace(
         _flash_attn_fwd=lambda q, k, v, **options: options,
-        ColumnMask=lambda indices, causal: (indices, causal),
+        ColumnMask=lambda indices, causal, documents: (indices, causal, documents),
         BlockSparseTensorsTorch=lists,
     )
     monkeypatch.setattr(peers.importlib, "import_module", lambda name: module)
     ours = peers.CutePeer("ours", "fake", None, "lists")
     theirs = peers.CutePeer("theirs", "fake", "mask_mod", "their_lists", 192)
-    case = masked("document")
+    case = masked("global_sliding_window")
     tensors = make_tensors(case, "cpu", 0)
     peers.column_mask.cache_clear()
     told = ours.prepare(case, tensors)()
     peers.column_mask.cache_clear()
-    (indices, causal) = told.pop("startend_row_indices")
-    assert told == {"return_lse": True, "causal": False} and causal is False
-    assert indices.shape == (1, 1, ODD, 2) and indices.dtype == torch.int32
+    (indices, causal, documents) = told.pop("startend_row_indices")
+    assert told == {"return_lse": True, "causal": False} and causal is documents is False
+    assert indices.shape == (1, 1, ODD, 4) and indices.dtype == torch.int32
+    case = masked("document")
+    tensors = make_tensors(case, "cpu", 0)
     told = theirs.prepare(case, tensors)()
     assert told["their_lists"] == ([(1, 1, 4), (1, 1, 4, 6)] * 2, (192, 128))
     assert [t.shape for t in told["aux_tensors"]] == [(ODD,)]
@@ -645,6 +649,15 @@ def test_cute_peer_tells_masks_and_mods(monkeypatch: pytest.MonkeyPatch) -> None
     biased = small("causal", score_mod="t5_bias")
     told = ours.prepare(biased, make_tensors(biased, "cpu", 0))()
     assert told["causal"] and callable(told["score_mod"]) and len(told["aux_tensors"]) == 1
+
+
+def test_masks_of_documents_are_told_to_the_public_function() -> None:
+    for name in ("causal_document", "qk_sparse"):
+        case = masked(name, 600)
+        call = peers.PEERS["ours"].prepare(case, make_tensors(case, "cpu", 0))
+        is_public = name == "causal_document"
+        assert isinstance(call, partial) and (call.func is flash_attn_func) == is_public
+        assert call.keywords["startend_row_indices"].documents == is_public
 
 
 class FakeEvent:
@@ -704,8 +717,9 @@ def test_preparation_counts_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     case = masked("share_question", 256, kind="prep")
     ours, flex = prep.prepare_ours(case, "cpu"), prep.prepare_flex(case, "cpu")
-    bounds = ours.call()
-    assert ours.size(bounds) == 4 * 256 + 4 * bounds.numel()
+    # intervals as given and by documents, where these begin, bounds twice: 2 x 2 blocks of 128 and
+    # 2 x (4 + 1) of 64
+    assert ours.size(ours.call()) == 4 * (2 * 256 + 2 + 2 * 2 + 2 * (4 + 1))
     # Two tables of 256, and lists of 2 x 2 blocks: counts and indices, partial and full, both ways.
     assert flex.size(flex.call()) == 4 * (2 * 256 + 4 * (2 + 4))
 

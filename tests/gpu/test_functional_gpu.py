@@ -32,6 +32,9 @@ CASES = (
     Case("everything-packed", heads_q=4, heads_kv=2, lengths_q=(129, 63), lengths_k=(200, 129),
          causal=True, window_left=150, softcap=15.0, sink=BF16, column="random1",
          column_heads="kv", mask_mod="checks", score_mod="t5", blocks=(64, 64)),
+    Case("documents1-gqa2", 2, 1300, 1300, 4, 2, causal=True, column="documents1", sink=FP32),
+    Case("documents2-d64", 2, 1111, 1111, head_dim=64, column="documents2"),
+    Case("documents4-window", 1, 1500, 1500, 4, 1, window_left=90, column="documents4"),
 )  # fmt: skip
 by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
@@ -42,6 +45,9 @@ def arguments_of(inputs: Inputs) -> tuple[Callable[..., Any], dict[str, Any]]:
     keywords["window_size"] = keywords.pop("window_size_left"), keywords.pop("window_size_right")
     if "block_sparse_tensors_torch" in keywords:
         keywords["block_sparse_tensors"] = keywords.pop("block_sparse_tensors_torch")
+    if (inputs.case.column or "").startswith("documents"):
+        indices = keywords["startend_row_indices"]
+        keywords["startend_row_indices"] = ColumnMask(indices, inputs.case.causal, documents=True)
     for name in ("q", "k", "v", "learnable_sink"):
         if keywords[name] is not None:
             keywords[name] = keywords[name].detach().clone().requires_grad_()

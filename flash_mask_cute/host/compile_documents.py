@@ -1,0 +1,84 @@
+"""Compile and launch the kernels that split the documents of a mask of column intervals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.host.cache import CompileCache, Compiled
+from flash_mask_cute.host.compile import CACHE, compile_object
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT
+
+KERNEL_NAME = "document_split"
+
+
+def launch_split(
+    indices: Tensor,
+    causal: bool,
+    bounds: Tensor,
+    begins: Tensor,
+    cu_seqlens: Tensor,
+    rows: Tensor,
+) -> None:
+    """Fill begins, cu_seqlens and rows, which are not empty, on the current stream: two launches.
+
+    `masks.documents.Split` tells what they are.
+
+    Raises:
+        NotImplementedError: there is no kernel for the device.
+    """
+    compiled = compile_split(indices.shape[3], causal, Target.of(indices.device).arch)
+    arguments = indices, bounds, begins, cu_seqlens, rows
+    if indices.get_device() == torch.cuda.current_device():
+        compiled.function(*arguments)
+    else:
+        with torch.cuda.device(indices.device):
+            compiled.function(*arguments)
+
+
+def compile_split(
+    num_vectors: int, causal: bool, arch: str, cache: CompileCache = CACHE
+) -> Compiled:
+    """The compiled kernels, from the cache or built now; extents and strides are run-time values.
+
+    `function` takes, by position: indices, bounds, begins, cu_seqlens, rows.
+    """
+    return cache.get(
+        KERNEL_NAME,
+        lambda: {"num_vectors": num_vectors, "causal": causal},
+        lambda: _build(num_vectors, causal, arch),
+        arch=arch,
+        options=_options(arch),
+        token=(num_vectors, causal),
+    )
+
+
+def _options(arch: str) -> str:
+    return f"--enable-tvm-ffi --gpu-arch {arch}"
+
+
+def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from flash_mask_cute.kernels.document_split import DocumentSplit
+
+    def int32_tensor(*shape: Any) -> Any:
+        strides = tuple(cute.sym_int64() for _ in shape)
+        return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
+
+    batch = cute.sym_int()
+    arguments = [
+        int32_tensor(batch, 1, cute.sym_int(), num_vectors),
+        int32_tensor(batch, 1, 2 * num_vectors, cute.sym_int()),
+        int32_tensor(batch, cute.sym_int()),
+        int32_tensor(cute.sym_int()),
+        int32_tensor(1, 1, cute.sym_int(), num_vectors),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    ]
+    kernels = DocumentSplit(num_vectors, causal, SLOT, BOUNDS_TILE)
+    return compile_object(kernels, arguments, _options(arch))

@@ -1,0 +1,65 @@
+"""Dense forwards whose mask holds documents, as forwards of packed sequences.
+
+Tiles of a packed batch begin where documents begin. Under the mask of a whole sequence they begin
+anywhere, and a tile that two documents share visits the keys of both. A backward takes the mask as
+it is: it gains little where documents are long, and loses where they are short.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.documents import SLOT
+
+
+def holds_documents(q: Any, k: Any, v: Any, mask: Any, causal: bool) -> bool:
+    """Whether a mask is said to hold documents, and these operands can be packed by them.
+
+    Other operands, wrong ones among them, are for the call with the mask as it is. causal: of the
+    call, which must not hide more than the mask does.
+    """
+    if not isinstance(mask, ColumnMask) or not mask.documents or (causal and not mask.causal):
+        return False
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+        return False
+    batch, seqlen = q.shape[:2]
+    of_mask, heads, num_keys, _ = mask.startend_row_indices.shape
+    return (
+        k.shape[:2] == v.shape[:2] == (batch, seqlen)
+        and batch > 0
+        and seqlen > SLOT
+        and of_mask in (1, batch)
+        and heads == 1
+        and num_keys == seqlen
+        and mask.device == q.device
+        # the rows of the batch follow each other
+        and all(batch == 1 or x.stride(0) == seqlen * x.stride(1) for x in (q, k, v))
+    )
+
+
+def by_documents(
+    q: Tensor, k: Tensor, v: Tensor, mask: ColumnMask
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Packed views of operands for which `holds_documents`, and the keywords of their call."""
+    documents = mask.split(q.shape[0])
+    keywords = {
+        "startend_row_indices": documents.mask,
+        "causal": mask.causal,
+        "cu_seqlens_q": documents.cu_seqlens,
+        "cu_seqlens_k": documents.cu_seqlens,
+        "max_seqlen_q": q.shape[1],
+        "max_seqlen_k": q.shape[1],
+    }
+    return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), keywords
+
+
+def by_sequences(
+    out: Tensor, lse: Tensor | None, batch: int, seqlen: int
+) -> tuple[Tensor, Tensor | None]:
+    """What a packed forward returned, as a dense one returns it; lse is copied."""
+    if lse is not None:
+        lse = lse.unflatten(1, (batch, seqlen)).transpose(0, 1).contiguous()
+    return out.unflatten(0, (batch, seqlen)), lse

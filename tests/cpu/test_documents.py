@@ -1,0 +1,281 @@
+"""Documents of a mask as packed sequences: what is found, and what calls make of it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flash_mask_cute import functional
+from flash_mask_cute.functional import flash_attn_func, flashmask_attention
+from flash_mask_cute.masks import builders
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.documents import SLOT
+
+LENGTHS = [700, 600, 300, 448]
+MASKS: dict[str, Callable[[], ColumnMask]] = {
+    "causal_document": lambda: builders.causal_document(LENGTHS),
+    "document": lambda: builders.document([LENGTHS, [100, 1000, 500]], 2048),
+    "share_question": lambda: builders.share_question([[300, 200, 400], [600, 100, 50]]),
+    "prefix_lm_document": lambda: builders.prefix_lm_document([900, 700], [300, 10]),
+    "from_cu_seqlens": lambda: builders.from_cu_seqlens([0, 600, 1300], causal=False),
+    "from_document_ids": lambda: builders.from_document_ids(
+        torch.tensor([[1] * 600 + [2] * 700]), causal=True
+    ),
+}
+WITHOUT = {
+    "full": lambda: builders.full(1300),
+    "sliding_window": lambda: builders.sliding_window(1300, 100),
+    "causal_blockwise": lambda: builders.causal_blockwise([500, 500, 300]),
+    "random_eviction": lambda: builders.random_eviction(1300, 600),
+}
+
+
+def begins(mask: ColumnMask, batch: int) -> list[int]:
+    return sorted(set(mask.split(batch).cu_seqlens.tolist()))
+
+
+def by_documents(mask: ColumnMask, batch: int) -> Tensor:
+    """What the packed batch lets see, bool (batch * seqlen, batch * seqlen)."""
+    documents = mask.split(batch)
+    rows = documents.mask.startend_row_indices
+    starts = documents.cu_seqlens.tolist()
+    assert starts[0] == 0 and starts[-1] == rows.shape[2] and starts == sorted(starts)
+    visible = torch.zeros(rows.shape[2], rows.shape[2], dtype=torch.bool)
+    for start, end in zip(starts, starts[1:], strict=False):
+        of_document = ColumnMask(rows[:, :, start:end], mask.causal)
+        visible[start:end, start:end] = of_document.dense(end - start)[0, 0]
+    return visible
+
+
+def whole(mask: ColumnMask, batch: int) -> Tensor:
+    dense = mask.dense(mask.startend_row_indices.shape[2])[:, 0].expand(batch, -1, -1)
+    return torch.block_diag(*dense.int().unbind()).bool()
+
+
+# -- what is found ------------------------------------------------------------------------------
+
+
+def test_each_document_begins_a_sequence() -> None:
+    assert begins(MASKS["causal_document"](), 1) == [0, 700, 1300, 1600, 2048]
+    assert begins(MASKS["document"](), 2) == [0, 700, 1300, 1600, 2048, 3148, 3648, 4096]
+    assert begins(MASKS["share_question"](), 2) == [0, 900, 1650, 2550, 3300]
+    assert begins(MASKS["prefix_lm_document"](), 1) == [0, 900, 1600]
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_masks_without_documents_stay_whole(name: str) -> None:
+    mask = WITHOUT[name]()
+    assert not mask.documents and begins(mask, 2) == [0, 1300, 2600]
+
+
+def test_of_documents_in_one_slot_the_first_begins() -> None:
+    mask = builders.causal_document([520, 30, 100, 650])
+    assert begins(mask, 1) == [0, 520, 1300] and mask.split(1).cu_seqlens.shape == (4,)
+    assert torch.equal(by_documents(mask, 1), whole(mask, 1))
+
+
+@pytest.mark.parametrize("name", [*MASKS, *WITHOUT])
+def test_packed_documents_see_what_the_mask_shows(name: str) -> None:
+    mask = (MASKS | WITHOUT)[name]()
+    batch = max(2, mask.startend_row_indices.shape[0])
+    assert torch.equal(by_documents(mask, batch), whole(mask, batch))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    form=st.sampled_from([(1, True), (2, True), (2, False), (4, True), (4, False)]),
+    seqlen=st.integers(1, 1400),
+    cuts=st.lists(st.integers(1, 1400), max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_any_intervals(form: tuple[int, bool], seqlen: int, cuts: list[int], seed: int) -> None:
+    """Random intervals, cut into documents where hidden rows can be said besides."""
+    num_vectors, causal = form
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, 1, seqlen, num_vectors)
+    indices = torch.randint(-5, seqlen + 5, shape, generator=generator).int()
+    keys = torch.arange(seqlen)
+    edges = torch.tensor([0, *sorted(x for x in cuts if x < seqlen), seqlen])
+    number = torch.searchsorted(edges, keys, right=True)
+    start, end = edges[number - 1], edges[number]
+    if num_vectors == 1:
+        indices[0, 0, :, 0] = torch.minimum(indices[0, 0, :, 0], end)
+    elif not causal and num_vectors == 2:
+        indices[0, 0, :, 0] = torch.minimum(indices[0, 0, :, 0], end)
+        indices[0, 0, :, 1] = torch.maximum(indices[0, 0, :, 1], start)
+    elif num_vectors == 4:
+        indices[0, 0, :, 2], indices[0, 0, :, 3] = end.int(), seqlen
+    mask = ColumnMask(indices, causal)
+    assert torch.equal(by_documents(mask, 2), whole(mask, 2))
+    if num_vectors == 1:
+        first_of_slot = {int(edge) // SLOT: int(edge) for edge in reversed(edges[:-1])}
+        assert set(first_of_slot.values()) <= set(begins(mask, 1))
+
+
+def test_kept_and_found_again_after_a_change() -> None:
+    mask = builders.causal_document([600, 700])
+    documents = mask.split(2)
+    bounds = documents.mask.bounds(128, documents.cu_seqlens)
+    assert mask.split(2) is documents and mask.split(1) is not documents
+    assert begins(mask, 2) == [0, 600, 1300, 1900, 2600]
+    mask.startend_row_indices.copy_(builders.causal_document([900, 400]).startend_row_indices)
+    again = mask.split(2)
+    assert again is documents and begins(mask, 2) == [0, 900, 1300, 2200, 2600]
+    assert documents.mask.bounds(128, documents.cu_seqlens) is bounds
+    fresh = ColumnMask(documents.mask.startend_row_indices, True).bounds(128, documents.cu_seqlens)
+    used = documents.mask.startend_row_indices.shape[2] // 128
+    assert torch.equal(bounds[..., :used], fresh[..., :used])
+
+
+def test_refresh_finds_them_without_a_counted_change() -> None:
+    mask = builders.causal_document([600, 700])
+    documents = mask.split(1)
+    mask.startend_row_indices.data.copy_(builders.causal_document([900, 400]).startend_row_indices)
+    assert begins(mask, 1) == [0, 600, 1300]
+    mask.refresh()
+    assert documents.cu_seqlens.unique().tolist() == [0, 900, 1300]
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch"), [((1, 2, 600, 1), 1), ((2, 1, 600, 1), 3), ((1, 1, 0, 1), 1)]
+)
+def test_refused(shape: tuple[int, ...], batch: int) -> None:
+    mask = ColumnMask(torch.zeros(shape, dtype=torch.int32), causal=True, documents=True)
+    with pytest.raises(ValueError, match="documents are found where it is"):
+        mask.split(batch)
+
+
+def test_the_flag_is_a_bool_and_survives_pickling() -> None:
+    mask = builders.causal_document([600, 700])
+    with pytest.raises(TypeError, match="documents=1 is not a bool"):
+        ColumnMask(mask.startend_row_indices, True, documents=1)  # type: ignore[arg-type]
+    mask.split(1)
+    copy = pickle.loads(pickle.dumps(mask))
+    assert copy.documents and begins(copy, 1) == [0, 600, 1300]
+
+
+# -- what calls make of it ----------------------------------------------------------------------
+
+
+def operands(seqlen: int, batch: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seqlen)
+    shapes = [(batch, seqlen, heads, 8) for heads in (2, 1, 1)]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The keywords of calls of the host path from now on."""
+    seen: list[dict[str, Any]] = []
+    inner = functional._flash_attn_fwd
+    monkeypatch.setattr(
+        functional, "_flash_attn_fwd", lambda *a, **k: seen.append(k) or inner(*a, **k)
+    )
+    return seen
+
+
+def results(attention: Callable[..., Any], mask: ColumnMask, **more: Any) -> list[Tensor]:
+    batch, _, seqlen, _ = mask.startend_row_indices.shape
+    q, k, v = operands(seqlen, batch)
+    sink = torch.linspace(-1, 1, 2).requires_grad_()
+    out, lse = attention(
+        q, k, v, startend_row_indices=mask, learnable_sink=sink, return_lse=True, **more
+    )
+    loss = (out * out).sum() + lse.sum()
+    return [out, lse, *torch.autograd.grad(loss, (q, k, v, sink))]
+
+
+SMALL = {
+    "causal_document": lambda: builders.causal_document([330, 300]),
+    "document": lambda: builders.document([[520, 80], [30, 500, 60]], 600),
+    "share_question": lambda: builders.share_question([[200, 100, 240], [60]]),
+    "prefix_lm_document": lambda: builders.prefix_lm_document([540, 60], [300, 10]),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_results_are_those_of_the_whole_mask(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    mask = SMALL[name]()
+    assert mask.documents
+    plain = ColumnMask(mask.startend_row_indices, mask.causal)
+    seen = calls(monkeypatch)
+    found, expected = results(flash_attn_func, mask), results(flash_attn_func, plain)
+    assert ["packed" if x["cu_seqlens_q"] is not None else "whole" for x in seen] == [
+        "packed",
+        "whole",
+    ]
+    for result, other in zip(found, expected, strict=True):
+        assert result.shape == other.shape
+        torch.testing.assert_close(result, other, rtol=1e-9, atol=1e-9)
+
+
+def test_beside_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = SMALL["prefix_lm_document"]()
+    plain = ColumnMask(mask.startend_row_indices, mask.causal)
+    seen = calls(monkeypatch)
+    options = {"window_size": (200, 30), "softcap": 20.0}
+    found = results(flash_attn_func, mask, **options)
+    for result, other in zip(found, results(flash_attn_func, plain, **options), strict=True):
+        torch.testing.assert_close(result, other, rtol=1e-9, atol=1e-9)
+    assert seen[0]["cu_seqlens_q"] is not None
+
+
+def test_compiled() -> None:
+    mask = SMALL["causal_document"]()
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
+    found, expected = results(compiled, mask), results(flash_attn_func, mask)
+    for result, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=1e-9, atol=1e-9)
+
+
+def test_the_operator_passes_opcheck() -> None:
+    indices = MASKS["document"]().startend_row_indices
+    operator = torch.ops.flash_mask_cute.column_documents.default
+    torch.library.opcheck(operator, (indices, False, 2))
+
+
+def test_out_alone() -> None:
+    mask = SMALL["causal_document"]()
+    q, k, v = operands(630, 2)
+    out = flashmask_attention(q, k, v, mask)
+    assert torch.equal(out, flash_attn_func(q, k, v, startend_row_indices=mask))
+
+
+ELSEWHERE: dict[str, Callable[[ColumnMask, list[Tensor]], tuple[list[Tensor], dict[str, Any]]]] = {
+    "a score_mod": lambda mask, qkv: (qkv, {"score_mod": lambda s, b, h, q, k, aux: s}),
+    "causal of the call alone": lambda mask, qkv: (qkv, {"causal": True}),
+    "fewer queries": lambda mask, qkv: ([qkv[0][:, :520], *qkv[1:]], {}),
+    "heads before rows": lambda mask, qkv: (
+        [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("why", ELSEWHERE)
+def test_where_calls_keep_the_mask_whole(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    mask = builders.from_cu_seqlens([0, 330, 600], causal=False)
+    plain = ColumnMask(mask.startend_row_indices, mask.causal)
+    qkv, options = ELSEWHERE[why](mask, [x.detach() for x in operands(600, 2)])
+    seen = calls(monkeypatch)
+    found = flash_attn_func(*qkv, startend_row_indices=mask, **options)
+    assert torch.equal(found, flash_attn_func(*qkv, startend_row_indices=plain, **options))
+    assert all(x["cu_seqlens_q"] is None for x in seen)
+
+
+def test_wrong_operands_get_their_error() -> None:
+    mask = MASKS["causal_document"]()
+    q, k, v = operands(2048, 1)
+    with pytest.raises(ValueError, match="startend_row_indices"):
+        flash_attn_func(q[:, :900], k[:, :900], v[:, :900], startend_row_indices=mask)
+    with pytest.raises(TypeError, match="q"):
+        flash_attn_func(None, k, v, startend_row_indices=mask)  # type: ignore[arg-type]

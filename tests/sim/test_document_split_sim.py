@@ -1,0 +1,60 @@
+"""The kernels that split the documents of a mask, on the software GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from flash_mask_cute.host.compile_documents import compile_split
+from flash_mask_cute.masks import builders
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.documents import BOUNDS_TILE, Split
+
+pytestmark = pytest.mark.sim
+
+# None: warps take turns; a seed: shuffled.
+DELAY_SEEDS = (None, 1)
+POISON = 7777
+
+
+def random_mask(num_vectors: int, causal: bool, batch: int, seqlen: int) -> ColumnMask:
+    generator = torch.Generator().manual_seed(num_vectors + seqlen)
+    shape = (batch, 1, seqlen, num_vectors)
+    return ColumnMask(torch.randint(-9, seqlen + 9, shape, generator=generator).int(), causal)
+
+
+MASKS = {
+    "causal_document": lambda: builders.causal_document([[700, 600, 300], [20, 1000, 580]]),
+    "document": lambda: builders.document([511, 1, 512, 700]),
+    "share_question": lambda: builders.share_question([[300, 200, 400], [600, 100, 50]]),
+    "prefix_lm_document": lambda: builders.prefix_lm_document([900, 700], [300, 10], 1700),
+    "full": lambda: builders.full(1030),
+    "short": lambda: builders.causal_document([3, 2]),
+    "random-1": lambda: random_mask(1, True, 1, 700),
+    "random-2": lambda: random_mask(2, False, 2, 1025),
+    "random-4": lambda: random_mask(4, True, 1, 513),
+}
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize("name", MASKS)
+def test_as_torch_finds_them(simulator: ModuleType, name: str, batch: int) -> None:
+    mask = MASKS[name]()
+    if mask.startend_row_indices.shape[0] > 1:
+        batch = mask.startend_row_indices.shape[0]
+    indices, bounds = mask.startend_row_indices, mask.bounds(BOUNDS_TILE)
+    expected = Split.empty_like(indices, batch)
+    expected.fill(indices, mask.causal, bounds)
+    results = [torch.full_like(x, POISON) for x in expected]
+    compiled = compile_split(indices.shape[3], mask.causal, "sm_90a")
+    for seed in DELAY_SEEDS:
+        simulator.OPTIONS.pop("delay", None)
+        if seed is not None:
+            simulator.OPTIONS["delay"] = seed
+        simulator.RESULTS.clear()
+        compiled.function(indices, bounds, *results)
+        assert not simulator.RESULTS[0]["warnings"]
+        for result, values in zip(results, expected, strict=True):
+            assert torch.equal(result, values)
