@@ -53,7 +53,9 @@ def by_documents(
         "max_seqlen_q": q.shape[1],
         "max_seqlen_k": q.shape[1],
     }
-    return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), keywords
+    rows = q.shape[0] * q.shape[1]
+    q, k, v = (x.view(rows, *x.shape[2:]) for x in (q, k, v))
+    return (q, k, v), keywords
 
 
 def by_sequences(
@@ -61,5 +63,5 @@ def by_sequences(
 ) -> tuple[Tensor, Tensor | None]:
     """What a packed forward returned, as a dense one returns it; lse is copied."""
     if lse is not None:
-        lse = lse.unflatten(1, (batch, seqlen)).transpose(0, 1).contiguous()
-    return out.unflatten(0, (batch, seqlen)), lse
+        lse = lse.view(-1, batch, seqlen).transpose(0, 1).contiguous()
+    return out.view(batch, seqlen, *out.shape[1:]), lse
