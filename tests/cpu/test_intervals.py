@@ -149,6 +149,27 @@ def test_verdicts_agree_on_ints_tensors_and_int32(n: int, causal: bool) -> None:
     assert set(by_ints) == {0, 1, 3}
 
 
+@pytest.mark.parametrize("num_keys", [1, 2])
+@pytest.mark.parametrize(("n", "causal"), FORMS, ids=ids)
+def test_no_row_outside_of_a_span_sees_a_key(n: int, causal: bool, num_keys: int) -> None:
+    """Of one key, and of two by the largest and smallest of their values."""
+    seqlen_q, intervals = 3, Intervals(n, causal)
+    values = list(itertools.product((-9, 0, 1, 2, 3, 7), repeat=n))
+    groups = [values[i::num_keys] for i in range(num_keys)]
+    exact = 0
+    for keys in zip(*groups, strict=True):
+        starts = [max(c[v] for c in keys) for v in range(n)]
+        ends = [min(c[v] for c in keys) for v in range(n)]
+        first, last = intervals.seen_span(starts, ends, seqlen_q)
+        seen = [row for row in range(seqlen_q) if not all(hides(n, causal, c, row) for c in keys)]
+        assert all(first <= row <= last for row in seen)
+        exact += bool(seen) and (first, last) == (min(seen), max(seen))
+        tensors = ([torch.tensor([x]) for x in side] for side in (starts, ends))
+        assert [int(x) for x in intervals.seen_span(*tensors, seqlen_q)] == [first, last]
+    # where intervals reach an end of the rows, the span says so
+    assert exact > len(groups[0]) // 8
+
+
 @pytest.mark.parametrize(("n", "causal"), [(1, False), (3, True), (0, True), (8, False)])
 def test_unknown_forms_are_refused(n: int, causal: bool) -> None:
     with pytest.raises(ValueError, match=rf"got {n} with causal={causal}"):
