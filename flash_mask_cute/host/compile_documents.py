@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.compile import CACHE, compile_object
 from flash_mask_cute.host.target import Target
@@ -61,24 +60,8 @@ def _options(arch: str) -> str:
 
 
 def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
     from flash_mask_cute.kernels.document_split import DocumentSplit
 
-    def int32_tensor(*shape: Any) -> Any:
-        strides = tuple(cute.sym_int64() for _ in shape)
-        return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
-
-    batch = cute.sym_int()
-    arguments = [
-        int32_tensor(batch, 1, cute.sym_int(), num_vectors),
-        int32_tensor(batch, 1, 2 * num_vectors, cute.sym_int()),
-        int32_tensor(batch, cute.sym_int()),
-        int32_tensor(cute.sym_int()),
-        int32_tensor(1, 1, cute.sym_int(), num_vectors),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    ]
     kernels = DocumentSplit(num_vectors, causal, SLOT, BOUNDS_TILE)
-    return compile_object(kernels, arguments, _options(arch))
+    tensors = [stand_ins.strided(rank) for rank in (4, 4, 2, 1, 4)]
+    return compile_object(kernels, [*tensors, stand_ins.stream()], _options(arch))
