@@ -346,10 +346,10 @@ def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
 
 def _packs(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> bool:
     """Whether a forward computes the documents of its mask as packed sequences."""
+    if not packing.holds_documents(q, k, v, call.startend_row_indices, call.causal):
+        return False
     others = (*call[:4], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch)
-    return packing.holds_documents(q, k, v, call.startend_row_indices, call.causal) and all(
-        x is None for x in others
-    )
+    return all(x is None for x in others)
 
 
 def _run_forward(

@@ -113,7 +113,12 @@ def _kernel_class(target: Target) -> Any:
 
 def options_of(target: Target) -> str:
     """What the compiler is told for kernels of this target."""
-    return f"--enable-tvm-ffi --gpu-arch {target.arch}"
+    return options_for(target.arch)
+
+
+def options_for(arch: str) -> str:
+    """`options_of` a target of this architecture, such as "sm_90a"."""
+    return f"--enable-tvm-ffi --gpu-arch {arch}"
 
 
 def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.compile import CACHE, compile_object
+from flash_mask_cute.host.compile import CACHE, compile_object, options_for
 from flash_mask_cute.host.target import Target
 
 KERNEL_NAME = "key_block_bounds"
@@ -51,13 +51,9 @@ def compile_bounds(
         lambda: {"num_vectors": num_vectors, "is_packed": is_packed},
         lambda: _build(num_vectors, is_packed, arch),
         arch=arch,
-        options=_options(arch),
+        options=options_for(arch),
         token=(num_vectors, is_packed),
     )
-
-
-def _options(arch: str) -> str:
-    return f"--enable-tvm-ffi --gpu-arch {arch}"
 
 
 def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
@@ -79,4 +75,4 @@ def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
         int32_tensor(cute.sym_int()) if is_packed else None,
         make_fake_stream(use_tvm_ffi_env_stream=True),
     ]
-    return compile_object(KeyBlockBounds(num_vectors), arguments, _options(arch))
+    return compile_object(KeyBlockBounds(num_vectors), arguments, options_for(arch))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.compile import CACHE, compile_object
+from flash_mask_cute.host.compile import CACHE, compile_object, options_for
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT
 
@@ -50,13 +50,9 @@ def compile_split(
         lambda: {"num_vectors": num_vectors, "causal": causal},
         lambda: _build(num_vectors, causal, arch),
         arch=arch,
-        options=_options(arch),
+        options=options_for(arch),
         token=(num_vectors, causal),
     )
-
-
-def _options(arch: str) -> str:
-    return f"--enable-tvm-ffi --gpu-arch {arch}"
 
 
 def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:
@@ -64,4 +60,4 @@ def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:
 
     kernels = DocumentSplit(num_vectors, causal, SLOT, BOUNDS_TILE)
     tensors = [stand_ins.strided(rank) for rank in (4, 4, 2, 1, 4)]
-    return compile_object(kernels, [*tensors, stand_ins.stream()], _options(arch))
+    return compile_object(kernels, [*tensors, stand_ins.stream()], options_for(arch))
