@@ -162,11 +162,14 @@ class ColumnMask:
         Kept, and computed again after changes, like `bounds`: two launches, and one for bounds.
 
         Raises:
-            ValueError: heads_mask is not 1, there are no keys, or the mask has another batch.
+            ValueError: batch is not positive, or the mask has another one, heads_mask is not 1, or
+                there are no keys.
             NotImplementedError: no kernel for this GPU.
         """
         kept = self._documents.get(batch)
         if kept is None:
+            if batch < 1:
+                raise ValueError(f"batch={batch} is not positive")
             indices = self.startend_row_indices
             of_mask, heads, seqlen, _ = indices.shape
             if heads != 1 or seqlen == 0 or of_mask not in (1, batch):

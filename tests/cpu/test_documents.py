@@ -152,6 +152,11 @@ def test_refused(shape: tuple[int, ...], batch: int) -> None:
         mask.split(batch)
 
 
+def test_a_batch_of_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch=0 is not positive"):
+        builders.causal_document([600, 700]).split(0)
+
+
 def test_the_flag_is_a_bool_and_survives_pickling() -> None:
     mask = builders.causal_document([600, 700])
     with pytest.raises(TypeError, match="documents=1 is not a bool"):
