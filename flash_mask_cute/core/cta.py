@@ -48,13 +48,14 @@ def planning_rings(
     num_walkers: int | Int32,
     num_others: int,
     ascending: bool,
+    uncut_first: bool,
     turns: cute.Tensor | None = None,
 ) -> tuple[WorkRing, WalkRing]:
     """What the planning warp writes: work tiles, for all others, and walks, for some of them.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
     :param num_walkers: warps that go through walks; num_others: those that only know work tiles
-    :param ascending, turns: see `WalkRing`
+    :param ascending, uncut_first, turns: see `WalkRing`
     """
     work = Ring.create(
         storage.ring.data_ptr(),
@@ -65,4 +66,4 @@ def planning_rings(
     walk = Ring.create(
         storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, num_walkers
     )
-    return WorkRing(work), WalkRing(walk, ascending, turns)
+    return WorkRing(work), WalkRing(walk, ascending, uncut_first, turns)

@@ -3,7 +3,7 @@
 Blocks of keys in the forward; in the backward blocks of queries, of one query head after another. A
 walk is sent as chunks of up to 32 neighbouring blocks, a bit each: finding the visible ones of a
 chunk is one vote of a warp, and iterating over them is counting leading zeros. Walks over keys go
-down, so that masked ends come first; walks over queries go up, which `KeyWalks` explains.
+down from chunk to chunk, walks over queries up, which `KeyWalks` explains.
 Chunks without a visible block are not sent, but a walk has at least one block.
 """
 
@@ -51,16 +51,17 @@ class Block(NamedTuple):
 class Chunk(NamedTuple):
     """Words of one bit per block, of which bit 0 is block `base`, and the head of their scores.
 
-    visible: blocks to visit. The others say what cuts them: hidden (nothing of the block is
-    visible), band (an edge of it, or the end of the keys), columns (an edge of an interval), asks
-    (mask_mod decides). follower: the `Kind` of the first block of the walk's next chunk.
+    visible: blocks to visit. uncut: those of them that no mask cuts, the same with skipping on and
+    off. The others say what cuts a block: band (an edge of it, or the end of the keys), columns (an
+    edge of an interval), asks (mask_mod decides). A block without any of these four is hidden.
+    follower: the `Kind` of the first block of the walk's next chunk.
     """
 
     base: Int32
     head_idx: Int32
     follower: Int32
     visible: Int32
-    hidden: Int32
+    uncut: Int32
     band: Int32
     columns: Int32
     asks: Int32
@@ -68,7 +69,7 @@ class Chunk(NamedTuple):
     @staticmethod
     def hidden_block(index: Int32, head_idx: Int32) -> "Chunk":
         """A whole walk that visits one block, of which nothing is visible."""
-        words = (index, head_idx, Kind.END, 1, 1, 0, 0, 0)
+        words = (index, head_idx, Kind.END, 1, 0, 0, 0, 0)
         return Chunk(*(Int32(word) for word in words))
 
     @staticmethod
@@ -77,29 +78,30 @@ class Chunk(NamedTuple):
         asks: Int32,
     ) -> "Chunk":  # fmt: skip
         """The last chunk of a walk, from what each lane of a warp says about its block."""
-        band, columns = (cute.arch.vote_ballot_sync(x) for x in (is_band, is_columns))
-        return Chunk(base, head_idx, Int32(Kind.END), visible, Int32(0), band, columns, asks)
+        band, columns = (cute.arch.vote_ballot_sync(x) & visible for x in (is_band, is_columns))
+        asks = asks & visible
+        uncut = visible ^ (band | columns | asks)
+        return Chunk(base, head_idx, Int32(Kind.END), visible, uncut, band, columns, asks)
 
     def without_skipping(self, exists: Boolean, has_columns: bool) -> "Chunk":
         """The chunk that visits and paints all blocks for which a lane says that they exist."""
-        every = Int32(-1)
         return self._replace(
             visible=cute.arch.vote_ballot_sync(exists),
-            hidden=self.visible ^ every,
-            band=every,
-            columns=every if has_columns else Int32(0),
+            band=self.visible,
+            columns=self.visible if has_columns else Int32(0),
         )
 
     @property
     def cut(self) -> Int32:
-        return self.hidden | self.band | self.columns | self.asks
+        return (self.uncut ^ -1) | self.band
 
     def kind_of(self, bit: Int32) -> Int32:
         return Int32(Kind.WHOLE) + ((self.cut >> bit) & 1)
 
     def block(self, bit: Int32, follower: Int32, turn: Int32) -> Block:
         """The block of a bit."""
-        cuts = (self.hidden, self.band, self.columns, self.asks)
+        hidden = (self.uncut | self.band | self.columns | self.asks) ^ -1
+        cuts = (hidden, self.band, self.columns, self.asks)
         return Block(
             self.base + bit,
             self.head_idx,
@@ -114,12 +116,15 @@ class Chunk(NamedTuple):
 class WalkRing:
     """A ring of `Chunk`.
 
-    ascending: the lowest block of a chunk comes first, not the highest. turns (CHUNK, stages) int32
-    or None: one more word for each block of a chunk.
+    ascending: a chunk's blocks are visited from the lowest one on, not from the highest one down.
+    uncut_first: those that nothing cuts before the others. A walk's first product is issued before
+    bits could tell that its rows need none of it, and needs no bits then, which come late there.
+    turns (CHUNK, stages) int32 or None: one more word for each block of a chunk.
     """
 
     ring: Ring
     ascending: cutlass.Constexpr[bool]
+    uncut_first: cutlass.Constexpr[bool]
     turns: cute.Tensor | None = None
 
     @cute.jit
@@ -134,9 +139,12 @@ class WalkRing:
         """Wait until all chunks before `number` have been read, by the warp that writes them."""
         self.ring.channel.acquire(number - 1 + self.ring.channel.stages)
 
-    def next_bit(self, word: Int32) -> Int32:
-        """The bit of a word, which is not 0, that a walk visits first."""
-        return highest_bit(word & -word if const_expr(self.ascending) else word)
+    def next_bit(self, chunk: Chunk, remaining: Int32) -> Int32:
+        """The bit of a chunk's remaining blocks, one at least, that a walk visits first."""
+        if self.uncut_first:
+            uncut = remaining & chunk.uncut
+            remaining = Int32(cutlass.select_(uncut != 0, uncut, remaining))
+        return highest_bit(remaining & -remaining if self.ascending else remaining)
 
     @cute.jit
     def visit(
@@ -157,11 +165,11 @@ class WalkRing:
             chunk = Chunk(*self.ring.read(number, len(Chunk._fields)))
             remaining = chunk.visible & (chunk.cut if const_expr(only_cut) else Int32(-1))
             while remaining != 0:
-                bit = self.next_bit(remaining)
+                bit = self.next_bit(chunk, remaining)
                 remaining = remaining ^ (Int32(1) << bit)
                 follower = chunk.follower
                 if remaining != 0:
-                    follower = chunk.kind_of(self.next_bit(remaining))
+                    follower = chunk.kind_of(self.next_bit(chunk, remaining))
                 turn = Int32(0)
                 if const_expr(self.turns is not None):
                     turn = self.turns[bit, self.ring.channel.index(number)]

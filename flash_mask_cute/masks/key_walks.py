@@ -78,7 +78,7 @@ class KeyWalks(MaskRules):
                 for visible in self._portions(work, chunk.visible):
                     if visible != 0:
                         if found_any:
-                            follower = chunk.kind_of(ring.next_bit(visible))
+                            follower = chunk.kind_of(ring.next_bit(chunk, visible))
                             ring.write(number, pending._replace(follower=follower), turn)
                             number += 1
                         pending = chunk._replace(visible=visible)

@@ -71,7 +71,7 @@ class QueryWalks(MaskRules):
             chunk, position = self._classify(work, chunk_idx * CHUNK, position)
             if chunk.visible != 0:
                 if found_any:
-                    follower = chunk.kind_of(ring.next_bit(chunk.visible))
+                    follower = chunk.kind_of(ring.next_bit(chunk, chunk.visible))
                     ring.write(number, pending._replace(follower=follower))
                     number += 1
                 pending = chunk

@@ -60,7 +60,7 @@ def paint_walks(
 ) -> None:
     """One of the painting warps: its share of the bits of every block that something cuts.
 
-    seen: int32, a word for 32 lines, which is 0 where none of their bits is set.
+    seen: int32, a word for 32 lines: the bits that some word of theirs has set.
     """
     # work tiles, chunks and cut blocks so far
     tile, chunk, cuts = Int32(0), Int32(0), Int32(0)

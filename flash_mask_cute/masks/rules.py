@@ -306,14 +306,14 @@ class Share:
 
     @cute.jit
     def store_seen(self, seen: cute.Tensor, words: tuple) -> None:
-        """Write into seen, int32, whether any bit of each group of lines is set: 1 or 0."""
+        """Write into seen, int32, the bits that some word of each group of lines has set."""
         for group in cutlass.range_constexpr(self.num_groups):
             word = words[group * self.num_words]
             for w in cutlass.range_constexpr(1, self.num_words):
                 word = word | words[group * self.num_words + w]
-            is_seen = cute.arch.vote_any_sync(word != 0)
+            word = Int32(cute.arch.warp_redux_sync(word, "or"))
             if cute.arch.lane_idx() == 0:
-                seen[self.painter * self.num_groups + group] = Int32(is_seen)
+                seen[self.painter * self.num_groups + group] = word
 
     def load(self, tile: cute.Tensor) -> tuple:
         """The words that `store` wrote."""

@@ -357,7 +357,9 @@ class FwdPlan:
         # load, mma (the leader's) and softmax and painting warps go through walks, those of the
         # output do not
         num_walkers = 2 + SOFTMAX_WARPS + NUM_PAINTERS - group.rank()
-        ring, walk = planning_rings(storage, num_walkers, OUTPUT_WARPS, ascending=False)
+        ring, walk = planning_rings(
+            storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False
+        )
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)

@@ -24,7 +24,8 @@ Channels (full/empty mbarrier pairs):
 A stage of k is released when its S is complete, one of v when its P V is. There is one bit tile: it
 is free again as soon as the mma warps hold its bits in registers, a whole block before they need
 the next ones. Where tiles have three warpgroups or more, each passes over the cut blocks of which
-its own 64 rows see nothing, without a product, and so does no more than a tile of 64 rows would.
+its own 64 rows see nothing, without a product, and multiplies one half of those of which they see
+no key of the other.
 
 S of the next key block is issued together with P V of this one. With two warpgroups S goes first,
 so the tensor cores have P V to do while the exponentials of the next block are computed; with
@@ -272,7 +273,11 @@ class FlashAttentionForwardSm90:
         mma_warps = plan.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
         loads = 1
-        ring, walk = planning_rings(storage, 1 + plan.num_painters, mma_warps, ascending=False)
+        # otherwise the end of the keys may cut a block, for which only a walk's first is ready
+        uncut_first = self._has_cutters(masks)
+        ring, walk = planning_rings(
+            storage, 1 + plan.num_painters, mma_warps, ascending=False, uncut_first=uncut_first
+        )
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             k=Channel.create(storage.k_barriers.data_ptr(), plan.stages_k, loads, mma_warps),
@@ -433,10 +438,14 @@ class FlashAttentionForwardSm90:
 
     def _can_be_cut(self, masks: MaskArgs) -> bool:
         """Whether blocks after a walk's first may be cut."""
+        return not self.skip_blocks or self._has_cutters(masks)
+
+    def _has_cutters(self, masks: MaskArgs) -> bool:
+        """Whether something may cut blocks besides the end of the keys."""
         callables = (self.score_mod, self.mask_mod)
         lists = (masks.columns, masks.bits, masks.stored)
         cutters = (self.is_causal, self.is_local, *callables, *lists)
-        return not self.skip_blocks or any(x is not None and x is not False for x in cutters)
+        return any(x is not None and x is not False for x in cutters)
 
     @cute.jit
     def _first_scores(

@@ -36,8 +36,9 @@ from flash_mask_cute.core.softmax import OnlineSoftmax, QuadRows, ScoreScales
 from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.masks import bit_tile
+from flash_mask_cute.masks.bit_tile import HALF_WORD, LOW_HALF
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_fwd_plan import Barrier, FwdPlan
+from flash_mask_cute.sm90.flash_fwd_plan import HALF_KEYS, Barrier, FwdPlan
 from flash_mask_cute.sm90.warpgroups import keep_columns, mma_warpgroup_idx, take_bits
 
 
@@ -182,12 +183,20 @@ class KeyBlocks:
             smem = self.tiles.q[None, None, self._query_stage(tile)]
             keep_columns(self.kept_q, self.plan.mma_qk(warpgroup.OperandSource.RMEM), smem)
 
-    def issue_scores(self, acc_S: cute.Tensor, tile: Int32, block: Int32) -> None:
-        """Start S = Q K^T of this warpgroup's rows of a work tile and a key block."""
-        mma = self.plan.mma_qk()
+    def issue_scores(
+        self, acc_S: cute.Tensor, tile: Int32, block: Int32, half: Int32 | None = None
+    ) -> None:
+        """Start S = Q K^T of this warpgroup's rows of a work tile and a key block.
+
+        half: of the keys, 0 or 1, or None for all.
+        """
+        keys = self.tiles.k
+        if half is not None:
+            keys = cute.local_tile(keys, (HALF_KEYS, self.plan.tile_d), (half, 0, None))
+        mma = self.plan.mma_qk(num_keys=None if half is None else HALF_KEYS)
         q_tile = wgmma.operand_a(mma, self.tiles.q)[None, None, None, self._query_stage(tile)]
         k_stage = self.channels.k.index(block)
-        k_tile = wgmma.operand_b(mma, self.tiles.k)[None, None, None, k_stage]
+        k_tile = wgmma.operand_b(mma, keys)[None, None, None, k_stage]
         if self.kept_q is None:
             wgmma.issue(mma, acc_S, q_tile, k_tile, False)
         else:
@@ -243,7 +252,7 @@ class KeyBlocks:
         if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
             channels.bits.wait(cut)
             if const_expr(self.may_pass_over):
-                sees = self._sees()
+                sees = self._seen() != 0
             bit_tile.hide_unset(scores, self._bits(cut, Boolean(True)))
             cut += 1
         channels.k.release(at.block)
@@ -271,20 +280,32 @@ class KeyBlocks:
         Without products in flight before and afterwards. Returns the position, and the kind of the
         block after it.
         """
-        channels = self.channels
-        channels.k.wait_unless(at.knows_k, at.block + 1)
+        self.channels.k.wait_unless(at.knows_k, at.block + 1)
         word = self._word(at.block + 1)
         if const_expr(kind == Kind.CUT and self.may_pass_over):
-            channels.bits.wait_unless(at.knows_bits, at.cut)
-            at = at._replace(knows_bits=Boolean(True))
-            # P V is due where this block's values need its stage: the next keys come after them
-            if self._sees() | (at.passed + 1 == self.plan.stages_kv):
-                at = self._multiply(kind, tile, word, at, probs, target)
-            else:
-                at = self._pass_over(at)
+            at = self._multiply_seen(tile, word, at, probs, target)
         else:
             at = self._multiply(kind, tile, word, at, probs, target)
         return at, word & KIND_MASK
+
+    @cute.jit
+    def _multiply_seen(
+        self, tile: Int32, word: Int32, at: Position, probs: cute.Tensor, target: cute.Tensor
+    ) -> Position:
+        """Take a cut block, of which this warpgroup's rows may see nothing, or one half only."""
+        self.channels.bits.wait_unless(at.knows_bits, at.cut)
+        at = at._replace(knows_bits=Boolean(True))
+        seen = self._seen()
+        is_low_seen, is_high_seen = (seen & LOW_HALF) != 0, (seen >> HALF_WORD) != 0
+        # P V is due where this block's values need its stage: the next keys come after them
+        if (seen == 0) & (at.passed + 1 < self.plan.stages_kv):
+            at = self._pass_over(at)
+        elif const_expr(not self.plan.halves_blocks) or is_low_seen == is_high_seen:
+            at = self._multiply(Kind.CUT, tile, word, at, probs, target)
+        else:
+            half = cutlass.select_(is_low_seen, Int32(0), Int32(1))
+            at = self._multiply(Kind.CUT, tile, word, at, probs, target, half)
+        return at
 
     @cute.jit
     def _multiply(
@@ -295,21 +316,28 @@ class KeyBlocks:
         at: Position,
         probs: cute.Tensor,
         target: cute.Tensor,
+        half: Int32 | None = None,
     ) -> Position:
+        """half: of the keys, 0 or 1, if no row sees the other one; P of that is 0."""
         plan, channels = self.plan, self.channels
         block, cut, bits = at.block + 1, at.cut, None
         if const_expr(kind == Kind.CUT):
             bits = self._bits(cut, at.knows_bits)
+            if const_expr(half is not None):
+                bits = tuple(word_of_row >> (half * HALF_WORD) for word_of_row in bits)
             cut += 1
         # tensors of their own: if they lived on from step to step, they would cost as many
         # registers again
         acc_S, fresh = wgmma.make_accumulator(plan.tile_n), target
+        if const_expr(half is not None):
+            acc_S = wgmma.make_accumulator(HALF_KEYS)
+            fresh = wgmma.make_operand_words(HALF_KEYS // 16)
         if const_expr(plan.values_first):
             self.wait_for_values(at)
             self.wait_turn()
             self.issue_values(probs, at)
-            self.issue_scores(acc_S, tile, block)
-            places = self._places(tile, word, kind == Kind.CUT)
+            self.issue_scores(acc_S, tile, block, half)
+            places = self._places(tile, word, kind == Kind.CUT, half)
             self.pass_turn()
             warpgroup.wait_group(0)
             self.release_values(at)
@@ -331,6 +359,8 @@ class KeyBlocks:
             bit_tile.hide_unset(scores, bits)
         may_be_first = kind == Kind.CUT and self.may_pass_over
         factors = self._exponentials(may_be_first, scores, fresh)
+        if const_expr(half is not None):
+            wgmma.place_half(target, fresh, half)
         # asked now, as the answer takes a while
         knows_k, knows_v = channels.k.is_full(block + 1), channels.v.is_full(block)
         knows_bits = at.knows_bits
@@ -410,10 +440,10 @@ class KeyBlocks:
         first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
         return take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_known)
 
-    def _sees(self) -> Boolean:
-        """Whether a row of this warpgroup sees a key of the block whose bits have arrived."""
+    def _seen(self) -> Int32:
+        """Bits that some row of this warpgroup has in the block whose bits have arrived."""
         first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
-        return (self.tiles.seen[first] | self.tiles.seen[first + 1]) != 0
+        return self.tiles.seen[first] | self.tiles.seen[first + 1]
 
     @cute.jit
     def _modify(self, places: tuple | None, scores: cute.Tensor):
@@ -428,7 +458,9 @@ class KeyBlocks:
             for r, row in enumerate(rows):
                 modify_row(self.score_mod, scores, r, scales.scale_mod, row, *told)
 
-    def _places(self, tile: Int32, word: Int32, is_cut: bool) -> tuple | None:
+    def _places(
+        self, tile: Int32, word: Int32, is_cut: bool, half: Int32 | None = None
+    ) -> tuple | None:
         """Where the rows of a thread's scores lie, and the key of a column as a function.
 
         None where nobody asks. Rows and keys past the end are in cut blocks only.
@@ -438,6 +470,8 @@ class KeyBlocks:
         work, n_block = self.channels.ring.read(tile), word >> N_BLOCK_SHIFT
         rows, heads = tile_rows(self.plan, work, thread_in_warpgroup()), self.plan.packed_heads
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
+        if half is not None:
+            first_k_idx += half * HALF_KEYS
         places = [RowPlace.of(work, row, heads) for row in rows]
         if is_cut:
             return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)

@@ -40,6 +40,8 @@ PAINTER_REGISTERS = 56
 # Columns of the query are kept in registers at this head_dim_v, where that was timed; with 96 and
 # 256 columns registers spill.
 KEPT_QUERY_DIM = 128
+# keys whose bits are the lower half of a word of a bit tile
+HALF_KEYS = 64
 
 
 class Barrier(IntEnum):
@@ -273,10 +275,17 @@ class FwdPlan:
             return f"{widest} registers of a product exceed the {most} of a launch"
         return None
 
+    @property
+    def halves_blocks(self) -> bool:
+        """Whether a warpgroup computes half of S in a cut block of which its rows see no more."""
+        return self.passes_over and self.tile_n == 2 * HALF_KEYS
+
     def mma_qk(
-        self, source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM
+        self,
+        source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
+        num_keys: int | None = None,
     ) -> cute.TiledMma:
-        """S = Q K^T; source: of Q."""
+        """S = Q K^T of a key block, or of num_keys of its keys; source: of Q."""
         return hopper.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -284,7 +293,7 @@ class FwdPlan:
             OperandMajorMode.K,
             cutlass.Float32,
             (1, 1, 1),
-            (ROWS_PER_WARPGROUP, self.tile_n),
+            (ROWS_PER_WARPGROUP, self.tile_n if num_keys is None else num_keys),
             source,
         )
 

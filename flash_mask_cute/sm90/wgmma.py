@@ -152,6 +152,14 @@ def copy_words(target: cute.Tensor, source: cute.Tensor, opaque_one: Int32) -> N
         target[i] = source[i] * opaque_one if i % 2 else source[i] ^ opaque_zero
 
 
+def place_half(target: cute.Tensor, source: cute.Tensor, half: Int32) -> None:
+    """Copy operand words into one half of `target`, 0 or 1, and zeros into the other one."""
+    count = cute.size(source)
+    for i in range(count):
+        target[i] = cutlass.select_(half == 0, source[i], Int32(0))
+        target[count + i] = cutlass.select_(half == 0, Int32(0), source[i])
+
+
 def issue(
     tiled_mma: cute.TiledMma,
     acc: cute.Tensor,
