@@ -9,7 +9,8 @@ from cutlass import Int32
 
 from flash_mask_cute.core.channel import Channel
 
-WORDS = 8
+# a multiple of 4, so that entries are read 16 bytes at a time
+WORDS = 12
 
 
 @dataclass(frozen=True)

@@ -51,25 +51,27 @@ class Block(NamedTuple):
 class Chunk(NamedTuple):
     """Words of one bit per block, of which bit 0 is block `base`, and the head of their scores.
 
-    visible: blocks to visit. uncut: those of them that no mask cuts, the same with skipping on and
-    off. The others say what cuts a block: band (an edge of it, or the end of the keys), columns (an
-    edge of an interval), asks (mask_mod decides). A block without any of these four is hidden.
-    follower: the `Kind` of the first block of the walk's next chunk.
+    visible: blocks to visit. The next four say what cuts them: hidden (nothing of the block is
+    visible), band (an edge of it, or the end of the keys), columns (an edge of an interval), asks
+    (mask_mod decides). uncut: visible blocks that nothing cuts, the same with skipping on and off,
+    as the order is that they are visited in. follower: the `Kind` of the first block of the walk's
+    next chunk.
     """
 
     base: Int32
     head_idx: Int32
     follower: Int32
     visible: Int32
-    uncut: Int32
+    hidden: Int32
     band: Int32
     columns: Int32
     asks: Int32
+    uncut: Int32
 
     @staticmethod
     def hidden_block(index: Int32, head_idx: Int32) -> "Chunk":
         """A whole walk that visits one block, of which nothing is visible."""
-        words = (index, head_idx, Kind.END, 1, 0, 0, 0, 0)
+        words = (index, head_idx, Kind.END, 1, 1, 0, 0, 0, 0)
         return Chunk(*(Int32(word) for word in words))
 
     @staticmethod
@@ -78,30 +80,31 @@ class Chunk(NamedTuple):
         asks: Int32,
     ) -> "Chunk":  # fmt: skip
         """The last chunk of a walk, from what each lane of a warp says about its block."""
-        band, columns = (cute.arch.vote_ballot_sync(x) & visible for x in (is_band, is_columns))
-        asks = asks & visible
-        uncut = visible ^ (band | columns | asks)
-        return Chunk(base, head_idx, Int32(Kind.END), visible, uncut, band, columns, asks)
+        band, columns = (cute.arch.vote_ballot_sync(x) for x in (is_band, is_columns))
+        cuts = Int32(0), band, columns, asks
+        uncut = visible & ((band | columns | asks) ^ -1)
+        return Chunk(base, head_idx, Int32(Kind.END), visible, *cuts, uncut)
 
     def without_skipping(self, exists: Boolean, has_columns: bool) -> "Chunk":
         """The chunk that visits and paints all blocks for which a lane says that they exist."""
+        every = Int32(-1)
         return self._replace(
             visible=cute.arch.vote_ballot_sync(exists),
-            band=self.visible,
-            columns=self.visible if has_columns else Int32(0),
+            hidden=self.visible ^ every,
+            band=every,
+            columns=every if has_columns else Int32(0),
         )
 
     @property
     def cut(self) -> Int32:
-        return (self.uncut ^ -1) | self.band
+        return self.hidden | self.band | self.columns | self.asks
 
     def kind_of(self, bit: Int32) -> Int32:
         return Int32(Kind.WHOLE) + ((self.cut >> bit) & 1)
 
     def block(self, bit: Int32, follower: Int32, turn: Int32) -> Block:
         """The block of a bit."""
-        hidden = (self.uncut | self.band | self.columns | self.asks) ^ -1
-        cuts = (hidden, self.band, self.columns, self.asks)
+        cuts = (self.hidden, self.band, self.columns, self.asks)
         return Block(
             self.base + bit,
             self.head_idx,

@@ -300,11 +300,14 @@ class KeyBlocks:
         # P V is due where this block's values need its stage: the next keys come after them
         if (seen == 0) & (at.passed + 1 < self.plan.stages_kv):
             at = self._pass_over(at)
-        elif const_expr(not self.plan.halves_blocks) or is_low_seen == is_high_seen:
-            at = self._multiply(Kind.CUT, tile, word, at, probs, target)
+        elif const_expr(self.plan.halves_blocks):
+            if is_low_seen != is_high_seen:
+                half = cutlass.select_(is_low_seen, Int32(0), Int32(1))
+                at = self._multiply(Kind.CUT, tile, word, at, probs, target, half)
+            else:
+                at = self._multiply(Kind.CUT, tile, word, at, probs, target)
         else:
-            half = cutlass.select_(is_low_seen, Int32(0), Int32(1))
-            at = self._multiply(Kind.CUT, tile, word, at, probs, target, half)
+            at = self._multiply(Kind.CUT, tile, word, at, probs, target)
         return at
 
     @cute.jit
