@@ -120,8 +120,8 @@ class WalkRing:
     """A ring of `Chunk`.
 
     ascending: a chunk's blocks are visited from the lowest one on, not from the highest one down.
-    uncut_first: those that nothing cuts before the others. A walk's first product is issued before
-    bits could tell that its rows need none of it, and needs no bits then, which come late there.
+    uncut_first: those that nothing cuts before the others, as a walk's first product is issued
+    before bits could tell which rows need none of it.
     turns (CHUNK, stages) int32 or None: one more word for each block of a chunk.
     """
 

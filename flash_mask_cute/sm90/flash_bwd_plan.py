@@ -529,7 +529,10 @@ class BwdPlan:
         loads = 1
         # of two warpgroups with the same keys one computes S
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
-        ring, walk = planning_rings(storage, 1 + self.num_painters, mma_warps, True, False, turns)
+        num_walkers = 1 + self.num_painters
+        ring, walk = planning_rings(
+            storage, num_walkers, mma_warps, ascending=True, uncut_first=False, turns=turns
+        )
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)

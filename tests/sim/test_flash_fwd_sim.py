@@ -163,13 +163,17 @@ def test_blocks_that_a_warpgroup_does_not_see(
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-def test_a_warpgroup_computes_what_its_rows_see(simulator: ModuleType) -> None:
-    """Of 192 x 192 causal scores, 6 of the 9 squares of 64 rows and 64 keys are seen."""
+@pytest.mark.parametrize("tile_n, num_squares", [(64, 6), (128, 7)])
+def test_a_warpgroup_computes_what_its_rows_see(
+    simulator: ModuleType, tile_n: int, num_squares: int
+) -> None:
+    """Of 192 x 192 causal scores, 6 of the 9 squares of 64 rows and 64 keys are seen; one more is
+    past the end of the keys, in the first block of a walk, which has no halves."""
     inputs = make_inputs(Case("squares", 1, 192, 192, 1, 1, head_dim=64, causal=True))
-    run_sim(simulator, inputs, seeds=(None,), config={"tile_m": 192, "tile_n": 64})
+    run_sim(simulator, inputs, seeds=(None,), config={"tile_m": 192, "tile_n": tile_n})
     computed = simulator.RESULTS[-1]["ops"]["ex2.approx.ftz.f32"]
     square = 64 * 64 // 32  # a warp's instruction is 32 exponentials
-    assert 6 * square <= computed < 7 * square
+    assert num_squares * square <= computed < (num_squares + 1) * square
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
@@ -375,3 +379,15 @@ def test_score_mod_is_told_every_position(
         "places", 1, queries, 300, heads, 1, head_dim=head_dim, score_mod="place", pack_gqa=True
     )
     run_sim(simulator, make_inputs(case), seeds=(None, 1))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_score_mod_is_told_the_positions_of_half_a_block(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(mask_cases.SCORE_MODS, "place", PLACE_BIAS)
+    case = Case(
+        "half", 1, 400, 400, 1, 1, head_dim=64, causal=True, window_left=150, score_mod="place"
+    )
+    tiles = {"tile_m": 192, "tile_n": 128, "num_stages": 3, "stages_q": 1}
+    run_sim(simulator, make_inputs(case), seeds=(None,), config=tiles)
