@@ -7,10 +7,12 @@ every call that uses it shares them.
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,26 @@ from flash_mask_cute.masks.intervals import Intervals
 NUM_VECTORS = (1, 2, 4)
 
 Versions: TypeAlias = tuple[int, int]
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def _outside_inference_mode(
+    function: Callable[_Parameters, _Result],
+) -> Callable[_Parameters, _Result]:
+    """The function, whose tensors are to be written again later, which inference tensors cannot be.
+
+    Asking first is cheaper than to leave a mode that nobody is in.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **keywords)
+        with torch.inference_mode(False):
+            return function(*args, **keywords)
+
+    return call
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +174,9 @@ class ColumnMask:
         kept = self._bounds.get(key)
         if kept is None or not kept.is_for(cu_seqlens_k):
             kept = self._bounds[key] = self._allocate(tile_n, cu_seqlens_k)
-        if kept.versions != self._versions(cu_seqlens_k):
-            self._compute(kept)
+        versions = self._versions(cu_seqlens_k)
+        if kept.versions != versions:
+            self._compute(kept, cu_seqlens_k, versions)
         return kept.values
 
     def split(self, batch: int) -> Documents:
@@ -177,9 +200,7 @@ class ColumnMask:
                     f"startend_row_indices has shape {tuple(indices.shape)}; documents are found "
                     f"where it is (1 or {batch}, 1, seqlen, n)"
                 )
-            # not inference tensors, which could not be written later
-            with torch.inference_mode(False):
-                split = Split.empty_like(indices, batch)
+            split = _outside_inference_mode(Split.empty_like)(indices, batch)
             documents = Documents(split.cu_seqlens, ColumnMask(split.rows, self.causal))
             kept = self._documents[batch] = _Found(split, documents)
         if kept.version != _version(self.startend_row_indices):
@@ -194,12 +215,13 @@ class ColumnMask:
         """
         for kept in self._bounds.values():
             if not kept.is_orphan():
-                self._compute(kept)
+                cu_seqlens_k = None if kept.cu_seqlens_k is None else kept.cu_seqlens_k()
+                self._compute(kept, cu_seqlens_k, self._versions(cu_seqlens_k))
         for found in self._documents.values():
             self._find_documents(found)
             found.documents.mask.refresh()
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def _find_documents(self, kept: _Found) -> None:
         kept.split.fill(self.startend_row_indices, self.causal, self.bounds(BOUNDS_TILE))
         # so that bounds of them are computed again
@@ -212,6 +234,7 @@ class ColumnMask:
         indices = self.startend_row_indices
         return _version(indices), 0 if cu_seqlens_k is None else _version(cu_seqlens_k)
 
+    @_outside_inference_mode
     def _allocate(self, tile_n: int, cu_seqlens_k: Tensor | None) -> _Bounds:
         if not isinstance(tile_n, int) or isinstance(tile_n, bool):
             raise TypeError(f"tile_n={tile_n!r} is not an int")
@@ -227,11 +250,9 @@ class ColumnMask:
             reference = weakref.ref(cu_seqlens_k)
             for old in [key for key, kept in self._bounds.items() if kept.is_orphan()]:
                 del self._bounds[old]
-        # not an inference tensor, which could not be written later
-        with torch.inference_mode(False):
-            values = torch.empty(
-                (batch, heads, 2 * num_vectors, num_blocks), dtype=torch.int32, device=self.device
-            )
+        values = torch.empty(
+            (batch, heads, 2 * num_vectors, num_blocks), dtype=torch.int32, device=self.device
+        )
         return _Bounds(tile_n, reference, values)
 
     def _check_cu_seqlens(self, cu_seqlens_k: Tensor) -> None:
@@ -250,10 +271,8 @@ class ColumnMask:
                 "cu_seqlens_k it is (1, heads_mask, total_k, n)"
             )
 
-    @torch.inference_mode(False)
-    def _compute(self, kept: _Bounds) -> None:
-        cu_seqlens_k = None if kept.cu_seqlens_k is None else kept.cu_seqlens_k()
-        versions = self._versions(cu_seqlens_k)
+    @_outside_inference_mode
+    def _compute(self, kept: _Bounds, cu_seqlens_k: Tensor | None, versions: Versions) -> None:
         if kept.values.numel() and self.startend_row_indices.numel():
             if self.device.type == "cuda":
                 from flash_mask_cute.host.compile_bounds import launch_bounds
