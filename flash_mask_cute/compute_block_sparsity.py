@@ -108,6 +108,7 @@ def create_block_mask(
         as_block_size(BLOCK_SIZE, "BLOCK_SIZE"),
         aux_tensors,
         torch.device(device),
+        names=("B", "H"),
     )
 
 
@@ -121,12 +122,14 @@ def _scan(
     *,
     has_full: bool = True,
     samples: bool = False,
+    names: tuple[str, str] = ("batch", "heads"),
 ) -> BlockSparseTensorsTorch:
-    names = ("batch", "heads", "seqlen_q", "seqlen_k")
+    """names: what the caller calls batch_heads."""
     if mask_mod is None:
         raise TypeError("mask_mod must be a callable, got None")
     check_mod("mask_mod", mask_mod)
-    for name, extent in zip(names, (*batch_heads, *seqlens), strict=True):
+    extents = zip((*names, "seqlen_q", "seqlen_k"), (*batch_heads, *seqlens), strict=True)
+    for name, extent in extents:
         if isinstance(extent, bool) or not isinstance(extent, int):
             raise TypeError(f"{name} must be an int, got {extent!r}")
         if extent < 0:

@@ -24,8 +24,11 @@ from flash_mask_cute import packing
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.validate import (
+    check_bool,
     check_differentiable_by_aux,
     check_gradient_settings,
+    check_mod,
+    check_unsupported,
     refuse_transforms,
 )
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
@@ -87,7 +90,7 @@ def flash_attn_func(
             A second differentiation is not supported, nor, where an aux tensor requires grad and
             there is a score_mod, deterministic=True or a score_mod_bwd.
     """
-    _refuse_unsupported(num_splits, None)
+    check_unsupported(num_splits, None)
     left, right = _window_sides(window_size)
     call = _Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
@@ -137,7 +140,7 @@ def flash_attn_varlen_func(
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; page_table is not
             supported yet.
     """
-    _refuse_unsupported(num_splits, page_table)
+    check_unsupported(num_splits, page_table)
     left, right = _window_sides(window_size)
     call = _Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
@@ -261,15 +264,6 @@ _NO_LENGTHS: dict[str, Any] = dict.fromkeys(_LENGTHS)
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
-def _refuse_unsupported(num_splits: int, page_table: Tensor | None) -> None:
-    if num_splits != 1:
-        raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
-    if page_table is not None:
-        raise NotImplementedError(
-            f"page_table is not supported yet, got a {type(page_table).__name__}"
-        )
-
-
 def _aux_that_require_grad(call: _Call) -> tuple[int, ...]:
     """Their numbers; none where no graph is recorded."""
     aux_tensors = call.aux_tensors
@@ -297,6 +291,8 @@ def _attend(
 ) -> Any:
     if torch.are_deterministic_algorithms_enabled():
         call = call._replace(deterministic=True)
+    check_bool("return_lse", return_lse)
+    check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     wants_aux = _aux_that_require_grad(call)
     if torch.compiler.is_compiling() or _is_intercepted(q):
         batch = q.shape[0] if _packs(q, k, v, call) else None
@@ -304,7 +300,8 @@ def _attend(
         out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
         return (out, lse) if return_lse else out
     refuse_transforms()
-    check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
+    if call.score_mod_bwd is not None:
+        check_mod("score_mod_bwd", call.score_mod_bwd)
     if call.config is not None:
         call = call._replace(config=call.configs)
     if isinstance(call.startend_row_indices, Tensor):
@@ -569,8 +566,8 @@ class _AttentionBackward(torch.autograd.Function):
 # -- operators ----------------------------------------------------------------------------------
 
 # Bounds of column intervals are an operand of the operators, so that a graph computes them once for
-# all calls with a mask. All tiles that both directions use for head dimensions up to 128 have as
-# many keys; the forward computes others by itself.
+# all calls with a mask. Tiles of both directions have as many keys for head dimensions up to 128,
+# but for those of a forward with a score_mod up to 64; what it lacks, the forward computes itself.
 _TILE_N = 128
 
 _CALL_SCHEMA = (

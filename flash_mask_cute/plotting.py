@@ -124,7 +124,7 @@ def _check_dense(mask: Any) -> None:
 
 
 def _check_tile(tile_m: Any, tile_n: Any) -> None:
-    if not isinstance(tile_m, int) or not isinstance(tile_n, int):
+    if any(isinstance(x, bool) or not isinstance(x, int) for x in (tile_m, tile_n)):
         raise TypeError(f"tile_m={tile_m!r}, tile_n={tile_n!r} are not ints")
     if tile_m <= 0 or tile_n <= 0:
         raise ValueError(f"tile_m={tile_m}, tile_n={tile_n} are not positive")

@@ -22,6 +22,7 @@ from cutlass.base_dsl.common import DSLRuntimeError
 from flash_mask_cute.core.work_ring import Work
 
 _NEGATES = "negates a vector by `not` or `~`: write the opposite, or (...) == False"
+_SHIFTS = "shifts one by `<<` or `>>`: write a product or `//`, or shift the number, q_idx[0] >> 2"
 # What the pipe of the exponentials computes in an instruction, by `_fast_function`.
 _FUNCTIONS = {"cos", "ex2", "exp", "exp2", "lg2", "log", "log2", "rcp", "rsqrt", "sin", "tanh"}
 
@@ -176,8 +177,8 @@ def _scalar(result: Any) -> Any:
     if isinstance(result, str | list | tuple | dict):
         raise TypeError(f"a mod must return one value, got {result!r}")
     if isinstance(result, cutlass.Vector) and not isinstance(result, cute.TensorSSA):
-        # what the compiler makes of `~`, and of `not` in a @cute.jit function
-        raise TypeError(f"a mod {_NEGATES}")
+        # what the compiler makes of `~` and shifts, and of `not` in a @cute.jit function
+        raise TypeError(f"a mod {_NEGATES}; or {_SHIFTS}")
     if not isinstance(result, cute.TensorSSA):
         return result
     if cute.size(result.shape) != 1:
@@ -198,7 +199,7 @@ def _tracing(mod: Callable[..., Any], aux_tensors: Any) -> Iterator[None]:
             raise ValueError(f"{name} reads aux_tensors, and the call passes none") from error
         raise
     except DSLRuntimeError as error:
-        text = f"the compiler has no code for {name}, which perhaps {_NEGATES}"
+        text = f"the compiler has no code for {name}, which perhaps {_NEGATES}; or {_SHIFTS}"
         raise TypeError(text) from error
 
 

@@ -354,7 +354,7 @@ def find_bwd_launch(
     *tensors, daux = extras
     dq, dk, dv = extras[6:9]
     try:
-        starts = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()
+        starts = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()]
         address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
         for gradient in (dq, dk, dv):
             if gradient is not None:
@@ -362,7 +362,14 @@ def find_bwd_launch(
                 if start in starts:
                     # to be refused, however a call with the same metadata went
                     return None, None
+                starts.append(start)
                 address |= start
+        for gradient in (extras.dsink, *(daux or ())):
+            if gradient is not None:
+                start = gradient.data_ptr()
+                if start in starts:
+                    return None, None
+                starts.append(start)
         if address & ADDRESS_MASK:
             return None, None
         *others, score_mod_bwd, deterministic, config = settings

@@ -109,12 +109,7 @@ def check_fwd_inputs(
     Raises:
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
-    if page_table is not None:
-        raise NotImplementedError(
-            f"page_table is not supported yet, got {_brief(page_table)}; it must be None"
-        )
-    if _check_int("num_splits", num_splits, "an int") != 1:
-        raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
+    check_unsupported(num_splits, page_table)
     _check_tensor("q", q)
     _check_tensor("k", k)
     _check_tensor("v", v)
@@ -172,10 +167,10 @@ def check_fwd_inputs(
         _check_finite("softmax_scale", softmax_scale)
         if softmax_scale <= 0:
             raise ValueError(f"softmax_scale must be positive or None, got {softmax_scale}")
-    _check_bool("causal", causal)
-    _check_bool("return_lse", return_lse)
+    check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
     if pack_gqa is not None:
-        _check_bool("pack_gqa", pack_gqa, "True, False or None (choose for me)")
+        check_bool("pack_gqa", pack_gqa, "True, False or None (choose for me)")
     if window_size_left is not None:
         _check_window("window_size_left", window_size_left)
     if window_size_right is not None:
@@ -250,10 +245,13 @@ def check_bwd_inputs(
     _check_fp32("lse", lse, lse_shape, device)
     if dlse is not None:
         _check_fp32("dlse", dlse, lse_shape, device)
+    more: dict[str, torch.Tensor] = {}
     if dsink is not None:
         _check_dsink(dsink, forward.get("learnable_sink"))
+        more["dsink"] = dsink
     if daux is not None:
         _check_daux(daux, forward.get("aux_tensors"))
+        more |= {f"daux[{i}]": x for i, x in enumerate(daux) if x is not None}
         if forward.get("score_mod") is not None and any(x is not None for x in daux):
             check_differentiable_by_aux("daux is given", score_mod_bwd, deterministic)
     inputs = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
@@ -261,7 +259,9 @@ def check_bwd_inputs(
         if gradient is not None:
             _check_output(name, gradient, tuple(like.shape), f"the shape of {name[1:]}", q)
             _check_apart(name, gradient, inputs)
-    _check_gradients_apart({"dq": dq, "dk": dk, "dv": dv})
+    for name, gradient in more.items():
+        _check_apart(name, gradient, inputs)
+    _check_gradients_apart({"dq": dq, "dk": dk, "dv": dv, **more})
     return shapes
 
 
@@ -270,6 +270,21 @@ def refuse_transforms() -> None:
     a kernel does."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
+
+
+def check_unsupported(num_splits: int, page_table: object) -> None:
+    """Refuse arguments that are known, and not supported yet.
+
+    Raises:
+        TypeError: num_splits is no int.
+        NotImplementedError: num_splits is not 1, or page_table not None.
+    """
+    if page_table is not None:
+        raise NotImplementedError(
+            f"page_table is not supported yet, got {_brief(page_table)}; it must be None"
+        )
+    if _check_int("num_splits", num_splits, "an int") != 1:
+        raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
 
 
 def check_gradient_settings(
@@ -282,7 +297,7 @@ def check_gradient_settings(
         TypeError: deterministic is no bool, or score_mod_bwd neither None nor callable.
         ValueError: score_mod_bwd without score_mod.
     """
-    _check_bool("deterministic", deterministic)
+    check_bool("deterministic", deterministic)
     if score_mod_bwd is None:
         return
     _as_callable("score_mod_bwd", score_mod_bwd)
@@ -522,7 +537,7 @@ def _slot_lengths(name: str, offsets: list[int], total: int) -> list[int]:
     return lengths
 
 
-def _check_bool(name: str, value: object, expected: str = "True or False") -> None:
+def check_bool(name: str, value: object, expected: str = "True or False") -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be {expected}, got {_brief(value)}")
 
@@ -675,6 +690,10 @@ def _check_output(
     """A tensor like q, k, v or out that the call writes."""
     _check_shaped(name, tensor, shape, shape_name, q)
     check_memory_layout(name, tensor, aligned=q.device.type == "cuda")
+    _check_own_memory(name, tensor)
+
+
+def _check_own_memory(name: str, tensor: torch.Tensor) -> None:
     if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
             f"{name} must not overlap itself (an expanded tensor does), got strides "
@@ -759,6 +778,7 @@ def _check_like(name: str, gradient: torch.Tensor, of: str, tensor: torch.Tensor
             f"{tuple(gradient.shape)}"
         )
     _check_device(name, gradient, tensor.device)
+    _check_own_memory(name, gradient)
 
 
 def _check_daux(daux: object, aux_tensors: Sequence[torch.Tensor] | None) -> None:

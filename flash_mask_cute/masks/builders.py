@@ -130,7 +130,8 @@ def prefix_lm_document(
         )
     ends = _ends(sizes, seqlen)
     starts = F.pad(ends, (1, 0))[:, :-1]
-    prefix_ends = torch.minimum(starts + prefix_sizes, ends)
+    # not the smaller of two ends: a prefix may be as long as an int32 can tell
+    prefix_ends = starts + torch.minimum(prefix_sizes, ends - starts)
     # each document is two segments; -1 stands for a key's own position
     row_ends = torch.stack((ends, ends), dim=-1).flatten(1)
     row_starts = torch.stack((starts, torch.full_like(starts, -1)), dim=-1).flatten(1)
@@ -281,7 +282,8 @@ def from_position_ids(position_ids: Tensor, *, causal: bool = True) -> ColumnMas
     An integer tensor (seqlen,) or (batch, seqlen). The form is that of `causal_document` or
     `document`.
     """
-    positions = _rows("position_ids", position_ids)
+    # in the dtype that is given, the position after the largest one might be the smallest one
+    positions = _rows("position_ids", position_ids).long()
     return _from_starts(positions[:, 1:] != positions[:, :-1] + 1, _check_bool("causal", causal))
 
 
@@ -429,6 +431,8 @@ def _sizes(
     needed = int((flat.sum(1) if adds_up else flat.amax(1)).max())
     if seqlen is None:
         seqlen = needed
+        if seqlen > MAX_INT32:
+            raise ValueError(f"{name} adds up to {needed}, more than {MAX_INT32}")
     elif adds_up and needed > seqlen:
         raise ValueError(f"{name} adds up to {needed}, more than seqlen={seqlen}")
     return sizes, seqlen, _device(device)

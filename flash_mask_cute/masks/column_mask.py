@@ -170,6 +170,8 @@ class ColumnMask:
             TypeError, ValueError: unusable arguments.
             NotImplementedError: no kernel for this GPU.
         """
+        if not isinstance(tile_n, int) or isinstance(tile_n, bool):
+            raise TypeError(f"tile_n={tile_n!r} is not an int")
         key = tile_n if cu_seqlens_k is None else (tile_n, id(cu_seqlens_k))
         kept = self._bounds.get(key)
         if kept is None or not kept.is_for(cu_seqlens_k):
@@ -191,6 +193,8 @@ class ColumnMask:
         """
         kept = self._documents.get(batch)
         if kept is None:
+            if not isinstance(batch, int):
+                raise TypeError(f"batch={batch!r} is not an int")
             if batch < 1:
                 raise ValueError(f"batch={batch} is not positive")
             indices = self.startend_row_indices
@@ -236,8 +240,6 @@ class ColumnMask:
 
     @_outside_inference_mode
     def _allocate(self, tile_n: int, cu_seqlens_k: Tensor | None) -> _Bounds:
-        if not isinstance(tile_n, int) or isinstance(tile_n, bool):
-            raise TypeError(f"tile_n={tile_n!r} is not an int")
         if tile_n <= 0:
             raise ValueError(f"tile_n={tile_n} is not positive")
         batch, heads, seqlen_k, num_vectors = self.startend_row_indices.shape
@@ -258,7 +260,7 @@ class ColumnMask:
     def _check_cu_seqlens(self, cu_seqlens_k: Tensor) -> None:
         if not isinstance(cu_seqlens_k, Tensor):
             raise TypeError(f"cu_seqlens_k is a {type(cu_seqlens_k).__name__}, not a tensor")
-        if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.dim() != 1 or len(cu_seqlens_k) < 2:
+        if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.dim() != 1 or len(cu_seqlens_k) < 1:
             raise ValueError(
                 f"cu_seqlens_k has shape {tuple(cu_seqlens_k.shape)} and dtype "
                 f"{cu_seqlens_k.dtype}, not (num_sequences + 1,) and torch.int32"
@@ -273,7 +275,8 @@ class ColumnMask:
 
     @_outside_inference_mode
     def _compute(self, kept: _Bounds, cu_seqlens_k: Tensor | None, versions: Versions) -> None:
-        if kept.values.numel() and self.startend_row_indices.numel():
+        is_used = cu_seqlens_k is None or len(cu_seqlens_k) > 1
+        if is_used and kept.values.numel() and self.startend_row_indices.numel():
             if self.device.type == "cuda":
                 from flash_mask_cute.host.compile_bounds import launch_bounds
 

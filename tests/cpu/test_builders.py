@@ -347,6 +347,19 @@ def test_ids_of_a_batch() -> None:
     assert torch.equal(builders.from_position_ids(positions).dense(5), expected.dense(5))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int64])
+def test_positions_may_fill_their_dtype(dtype: torch.dtype) -> None:
+    positions = torch.cat([torch.arange(256), torch.arange(5)])
+    mask = builders.from_position_ids(positions.to(dtype))
+    expected = builders.causal_document([256, 5])
+    assert torch.equal(mask.startend_row_indices, expected.startend_row_indices)
+
+
+def test_a_prefix_of_all_that_an_int32_tells() -> None:
+    mask = builders.prefix_lm_document([3, 3], [2**31 - 1] * 2)
+    assert torch.equal(mask.dense(6), builders.document([3, 3]).dense(6))
+
+
 def test_seqlen_is_what_lists_add_up_to() -> None:
     assert builders.document([[3, 4], [2]]).startend_row_indices.shape == (2, 1, 7, 2)
     assert builders.from_cu_seqlens([0, 3, 5]).startend_row_indices.shape == (1, 1, 5, 1)

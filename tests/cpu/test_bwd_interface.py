@@ -314,6 +314,28 @@ def test_a_gradient_in_an_inputs_memory_is_refused(output: str, name: str) -> No
         _flash_attn_bwd(**given, **{output: given[name]})
 
 
+def test_gradients_of_aux_tensors_and_sinks_have_memory_of_their_own() -> None:
+    """Also after a call of the same metadata went well."""
+
+    def scaled(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return score * aux[0][q[0]] * aux[1][k[0]]
+
+    given = {x: torch.zeros(1, 8, 2, 16) for x in ("q", "k", "v", "out", "dout")}
+    given["lse"] = torch.zeros(1, 2, 8)
+    with_aux = {"score_mod": scaled, "aux_tensors": [torch.ones(8), torch.ones(8)]}
+    one, other = torch.empty(8), torch.empty(8)
+    _flash_attn_bwd(**given, **with_aux, daux=[one, other])
+    with pytest.raises(ValueError, match=r"daux\[1\] must not share memory with daux\[0\]"):
+        _flash_attn_bwd(**given, **with_aux, daux=[one, one])
+    with pytest.raises(ValueError, match=r"daux\[0\] must not share memory with dout"):
+        _flash_attn_bwd(**given, **with_aux, daux=[given["dout"].flatten()[:8], other])
+    with pytest.raises(ValueError, match=r"daux\[1\] must not overlap itself"):
+        _flash_attn_bwd(**given, **with_aux, daux=[one, torch.empty(1).expand(8)])
+    with pytest.raises(ValueError, match="dsink must not overlap itself"):
+        sinks = {"learnable_sink": torch.zeros(2), "dsink": torch.empty(1).expand(2)}
+        _flash_attn_bwd(**given, **sinks)
+
+
 @pytest.mark.parametrize(("output", "other"), [("dk", "dq"), ("dv", "dq"), ("dv", "dk")])
 def test_gradients_in_the_same_memory_are_refused(output: str, other: str) -> None:
     given = {x: torch.zeros(1, 8, 2, 16) for x in ("q", "k", "v", "out", "dout")}

@@ -79,7 +79,7 @@ def test_facts() -> None:
         (lambda: some_mask().bounds(4.0), TypeError, r"tile_n=4\.0 is not an int"),
         (lambda: some_mask().bounds(4, [0, 7]), TypeError, "cu_seqlens_k is a list"),
         (lambda: some_mask().bounds(4, torch.tensor([0, 7])), ValueError, "torch.int64"),
-        (lambda: some_mask().bounds(4, torch.tensor([0]).int()), ValueError, r"\(1,\)"),
+        (lambda: some_mask().bounds(4, torch.tensor([]).int()), ValueError, r"\(0,\)"),
         (lambda: some_mask().bounds(4, torch.empty(2, device="meta").int()), ValueError, "meta"),
         (lambda: some_mask(2).bounds(4, torch.tensor([0, 7]).int()), ValueError, "has batch 2"),
     ],
@@ -268,6 +268,13 @@ def test_inference_mode() -> None:
         unversioned.startend_row_indices.fill_(5)
     unversioned.refresh()
     assert (unversioned.bounds(4) == 5).all()
+
+
+@pytest.mark.parametrize("total", [0, 9])
+def test_no_sequences(total: int) -> None:
+    mask = ColumnMask(torch.zeros((1, 1, total, 1), dtype=torch.int32), True)
+    bounds = mask.bounds(4, torch.zeros(1, dtype=torch.int32))
+    assert bounds.shape == (1, 1, 2, total // 4)
 
 
 # -- the kernel ---------------------------------------------------------------------------------

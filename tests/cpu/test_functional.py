@@ -289,7 +289,8 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
         dsink.fill_(7.0)
         return tuple(torch.full_like(x, i) for i, x in enumerate(tensors[:3]))
 
-    monkeypatch.setattr(functional, "check_gradient_settings", lambda *told: None)
+    for check in ("check_gradient_settings", "check_mod"):
+        monkeypatch.setattr(functional, check, lambda *told: None)
     monkeypatch.setattr(functional, "_flash_attn_fwd", forward)
     monkeypatch.setattr(functional, "_flash_attn_bwd", backward)
     out = flash_attn_varlen_func(
@@ -836,6 +837,14 @@ def test_other_derivatives_are_refused() -> None:
     ("keywords", "error", "message"),
     [
         ({"num_splits": 2}, NotImplementedError, "num_splits.*got 2"),
+        ({"num_splits": True}, TypeError, "num_splits must be an int, got True"),
+        ({"return_lse": "no"}, TypeError, "return_lse must be True or False, got 'no'"),
+        ({"score_mod_bwd": lambda g, s, b, h, i, j, a: g}, ValueError, "score_mod, which is None"),
+        (
+            {"score_mod": lambda s, b, h, i, j, a: s, "score_mod_bwd": lambda g, s: g},
+            TypeError,
+            "score_mod_bwd must take the arguments",
+        ),
         ({"window_size": 3}, ValueError, "window_size must be .left, right., got 3"),
         ({"window_size": (-2, 0)}, ValueError, "window_size_left.*got -2"),
         ({"causal": 1}, TypeError, "causal"),
@@ -873,3 +882,4 @@ def test_exports() -> None:
     for name in functional.__all__:
         assert getattr(flash_mask_cute, name) is getattr(functional, name)
         assert name in flash_mask_cute.__all__
+    assert set(flash_mask_cute.__all__) <= set(dir(flash_mask_cute))

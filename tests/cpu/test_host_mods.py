@@ -244,6 +244,20 @@ def test_negation_of_a_vector_is_refused() -> None:
             eval_mask_mod(mod, None, 0, 0, torch.arange(4), torch.arange(4))
 
 
+def test_shifts_of_vectors_are_refused() -> None:
+    def shifted(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return (q >> 1) == (k >> 1)
+
+    def of_numbers(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return (q[0] >> 1) == (k[0] >> 1)
+
+    indices = torch.arange(4).int(), torch.arange(4).int()
+    with pytest.raises(TypeError, match="shifts one by `<<` or `>>`.*q_idx\\[0\\] >> 2"):
+        eval_mask_mod(shifted, None, 0, 0, *indices)
+    seen = eval_mask_mod(of_numbers, None, 0, 0, *indices)
+    assert torch.equal(seen, indices[0][:, None] // 2 == indices[1] // 2)
+
+
 def test_aux_tensors_that_are_missing() -> None:
     @cute.jit
     def documents(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
