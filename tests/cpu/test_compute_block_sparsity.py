@@ -319,7 +319,7 @@ def test_aux_tensors_that_are_refused(aux: Any, error: type[Exception], message:
     ("changes", "error", "message"),
     [
         ({"seqlen_q": -1}, ValueError, "seqlen_q must not be negative, got -1"),
-        ({"B": -2}, ValueError, "batch must not be negative, got -2"),
+        ({"B": -2}, ValueError, "B must not be negative, got -2"),
         ({"BLOCK_SIZE": 0}, ValueError, "BLOCK_SIZE must be positive, got 0"),
         ({"BLOCK_SIZE": (1, 2, 3)}, ValueError, "BLOCK_SIZE must be .queries, keys., got"),
         ({"mask_mod": 3}, TypeError, "mask_mod must be callable or None, got 3"),

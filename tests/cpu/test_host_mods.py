@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -256,6 +257,25 @@ def test_shifts_of_vectors_are_refused() -> None:
         eval_mask_mod(shifted, None, 0, 0, *indices)
     seen = eval_mask_mod(of_numbers, None, 0, 0, *indices)
     assert torch.equal(seen, indices[0][:, None] // 2 == indices[1] // 2)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda aux, b, k: aux[0][k],
+        lambda aux, b, k: aux[1][k[0]],
+        lambda aux, b, k: aux[0][b[0], k[0]],
+    ],
+    ids=["a vector", "no such tensor", "too many numbers"],
+)
+def test_wrong_indices_of_aux_tensors(index: Any) -> None:
+    def looked_up(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return index(aux, b, k) == 0
+
+    indices = torch.arange(4).int(), torch.arange(4).int()
+    text = r"^looked_up: .*as many numbers as it has dimensions: aux_tensors\[0\]\[kv_idx\[0\]\]"
+    with pytest.raises(ValueError, match=re.compile(text, re.DOTALL)):
+        eval_mask_mod(looked_up, [torch.zeros(4)], 0, 0, *indices)
 
 
 def test_aux_tensors_that_are_missing() -> None:
