@@ -300,8 +300,8 @@ def _attend(
         out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
         return (out, lse) if return_lse else out
     refuse_transforms()
-    if call.score_mod_bwd is not None:
-        check_mod("score_mod_bwd", call.score_mod_bwd)
+    # now, and not when the backward runs
+    check_mod("score_mod_bwd", call.score_mod_bwd)
     if call.config is not None:
         call = call._replace(config=call.configs)
     if isinstance(call.startend_row_indices, Tensor):

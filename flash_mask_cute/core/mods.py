@@ -23,9 +23,7 @@ from flash_mask_cute.core.work_ring import Work
 
 _NEGATES = "negates a vector by `not` or `~`: write the opposite, or (...) == False"
 _SHIFTS = "shifts one by `<<` or `>>`: write a product or `//`, or shift the number, q_idx[0] >> 2"
-_INDEXED = (
-    " (an aux tensor is indexed by as many numbers as it has dimensions: aux_tensors[0][kv_idx[0]])"
-)
+_INDEXED = "if it indexes an aux tensor: by as many numbers as that has dimensions, aux_tensors[0][kv_idx[0]]"
 # What the pipe of the exponentials computes in an instruction, by `_fast_function`.
 _FUNCTIONS = {"cos", "ex2", "exp", "exp2", "lg2", "log", "log2", "rcp", "rsqrt", "sin", "tanh"}
 
@@ -204,7 +202,7 @@ def _tracing(mod: Callable[..., Any], aux_tensors: Any) -> Iterator[None]:
     except (IndexError, ValueError, ir.MLIRError) as error:
         if aux_tensors is None:
             raise
-        raise ValueError(f"{name}: {error}{_INDEXED}") from error
+        raise ValueError(f"{name}: {error} ({_INDEXED})") from error
     except DSLRuntimeError as error:
         text = f"the compiler has no code for {name}, which perhaps {_NEGATES}; or {_SHIFTS}"
         raise TypeError(text) from error

@@ -187,26 +187,16 @@ class ColumnMask:
         Kept, and computed again after changes, like `bounds`: two launches, and one for bounds.
 
         Raises:
+            TypeError: batch is no int.
             ValueError: batch is not positive, or the mask has another one, heads_mask is not 1, or
                 there are no keys.
             NotImplementedError: no kernel for this GPU.
         """
+        if not isinstance(batch, int) or isinstance(batch, bool):
+            raise TypeError(f"batch={batch!r} is not an int")
         kept = self._documents.get(batch)
         if kept is None:
-            if not isinstance(batch, int):
-                raise TypeError(f"batch={batch!r} is not an int")
-            if batch < 1:
-                raise ValueError(f"batch={batch} is not positive")
-            indices = self.startend_row_indices
-            of_mask, heads, seqlen, _ = indices.shape
-            if heads != 1 or seqlen == 0 or of_mask not in (1, batch):
-                raise ValueError(
-                    f"startend_row_indices has shape {tuple(indices.shape)}; documents are found "
-                    f"where it is (1 or {batch}, 1, seqlen, n)"
-                )
-            split = _outside_inference_mode(Split.empty_like)(indices, batch)
-            documents = Documents(split.cu_seqlens, ColumnMask(split.rows, self.causal))
-            kept = self._documents[batch] = _Found(split, documents)
+            kept = self._documents[batch] = self._allocate_documents(batch)
         if kept.version != _version(self.startend_row_indices):
             self._find_documents(kept)
         return kept.documents
@@ -224,6 +214,21 @@ class ColumnMask:
         for found in self._documents.values():
             self._find_documents(found)
             found.documents.mask.refresh()
+
+    @_outside_inference_mode
+    def _allocate_documents(self, batch: int) -> _Found:
+        if batch < 1:
+            raise ValueError(f"batch={batch} is not positive")
+        indices = self.startend_row_indices
+        of_mask, heads, seqlen, _ = indices.shape
+        if heads != 1 or seqlen == 0 or of_mask not in (1, batch):
+            raise ValueError(
+                f"startend_row_indices has shape {tuple(indices.shape)}; documents are found "
+                f"where it is (1 or {batch}, 1, seqlen, n)"
+            )
+        split = Split.empty_like(indices, batch)
+        documents = Documents(split.cu_seqlens, ColumnMask(split.rows, self.causal))
+        return _Found(split, documents)
 
     @_outside_inference_mode
     def _find_documents(self, kept: _Found) -> None:

@@ -520,6 +520,7 @@ def test_a_cache_that_never_fills_may_have_any_size() -> None:
         (lambda: builders.document("12"), TypeError, "lengths='12' is no list"),
         (lambda: builders.document([[[7]]]), ValueError, "is not 1 or 2 lists deep"),
         (lambda: builders.document([2**31]), ValueError, "lengths=2147483648 is more than"),
+        (lambda: builders.document([2**31 - 1, 5]), ValueError, "lengths adds up to 2147483652"),
         (lambda: builders.document(torch.tensor([3])), ValueError, "seqlen is needed"),
         (lambda: builders.document(torch.tensor([3.0]), 3), TypeError, "torch.float32"),
         (lambda: builders.document(torch.ones(1, 1, 1).int(), 3), ValueError, r"\(1, 1, 1\)"),

@@ -273,7 +273,7 @@ def test_wrong_indices_of_aux_tensors(index: Any) -> None:
         return index(aux, b, k) == 0
 
     indices = torch.arange(4).int(), torch.arange(4).int()
-    text = r"^looked_up: .*as many numbers as it has dimensions: aux_tensors\[0\]\[kv_idx\[0\]\]"
+    text = r"^looked_up: .*as many numbers as that has dimensions, aux_tensors\[0\]\[kv_idx\[0\]\]"
     with pytest.raises(ValueError, match=re.compile(text, re.DOTALL)):
         eval_mask_mod(looked_up, [torch.zeros(4)], 0, 0, *indices)
 

@@ -31,6 +31,7 @@ def test_classes() -> None:
         (torch.ones(3, 3, dtype=torch.bool), {"seqlen_q": 4}, ValueError, "seqlen_q=4"),
         (torch.ones(3, 3, dtype=torch.bool), {"tile_n": 0}, ValueError, "tile_n=0"),
         (torch.ones(3, 3, dtype=torch.bool), {"tile_m": 2.5}, TypeError, r"tile_m=2\.5"),
+        (torch.ones(3, 3, dtype=torch.bool), {"tile_n": True}, TypeError, "tile_n=True"),
         (builders.causal(3), {"seqlen_q": 2.5}, TypeError, r"seqlen_q=2\.5"),
         (torch.ones(0, 3, dtype=torch.bool), {}, ValueError, "0 queries and 3 keys"),
     ],
