@@ -23,7 +23,10 @@ from flash_mask_cute.core.work_ring import Work
 
 _NEGATES = "negates a vector by `not` or `~`: write the opposite, or (...) == False"
 _SHIFTS = "shifts one by `<<` or `>>`: write a product or `//`, or shift the number, q_idx[0] >> 2"
-_INDEXED = "if it indexes an aux tensor: by as many numbers as that has dimensions, aux_tensors[0][kv_idx[0]]"
+_INDEXED = (
+    "if it indexes an aux tensor: by as many numbers as that has dimensions, "
+    "aux_tensors[0][kv_idx[0]]"
+)
 # What the pipe of the exponentials computes in an instruction, by `_fast_function`.
 _FUNCTIONS = {"cos", "ex2", "exp", "exp2", "lg2", "log", "log2", "rcp", "rsqrt", "sin", "tanh"}
 
