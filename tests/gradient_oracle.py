@@ -190,8 +190,9 @@ def assert_gradients_close(
     and the RMS error at most twice the eager one plus 0.3 ulp; or, with `rtol`, the largest error
     is at most that. A unit is at least FLUSHED: an exponential below 2**-126 is 0 on a GPU, so what
     a row of smaller terms (a key that only far queries see, with ALiBi) comes to is a matter of
-    chance. Where there is no term (rows that see nothing, keys that nobody sees, what lies past
-    seqused_*), a gradient is exactly 0.
+    chance; and at least the smallest normal number of its dtype, below which fp16 has fewer bits
+    for a value than an ulp counts. Where there is no term (rows that see nothing, keys that nobody
+    sees, what lies past seqused_*), a gradient is exactly 0.
     """
     reference, squares = _float64_gradients(inputs, dout, dlse)
     eager = None if rtol is not None else eager_gradients(inputs, dout, dlse)
@@ -209,7 +210,8 @@ def assert_gradients_close(
         if name != "dsink":
             unit = unit.amax(dim=-1, keepdim=True).expand_as(expected)
         has_terms = unit > 0
-        unit = torch.where(has_terms, unit.clamp(min=least), unit)
+        smallest = max(least, torch.finfo(gradient.dtype).smallest_normal)
+        unit = torch.where(has_terms, unit.clamp(min=smallest), unit)
         assert (gradient[~has_terms] == 0).all(), f"{label} is not 0 where nothing is seen"
         if not has_terms.any():
             continue
