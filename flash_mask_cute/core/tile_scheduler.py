@@ -7,10 +7,8 @@ atomic counter), or, without a counter, every grid-th one.
 
 Linear order: heads in groups, in the forward those whose keys and values fit the L2 cache together;
 inside a group the blocks, from the last one where the launch wants that; inside a block the heads.
-Dense, the heads are those of all sequences; varlen, sequence by sequence, those of one. Where a
-launch wants its last heads in a group of their own, the longest walks of the last head begin as
-early as those of the others in it, and nobody is left alone with one at the end. Only the planning
-warp runs this; everyone else reads its decision from the ring (`work_ring`).
+Dense, the heads are those of all sequences; varlen, sequence by sequence, those of one. Only the
+planning warp runs this; everyone else reads its decision from the ring (`work_ring`).
 """
 
 from collections.abc import Callable
@@ -72,8 +70,6 @@ class TileScheduler:
     last_first: start with the last blocks, because their walks are the longest or the others have
     to wait for them.
     varlen: blocks per sequence differ.
-    last_group: dense, how many of the last heads are a group, 0 if they are no different from
-    others.
     ctas_per_tile: neighbouring CTAs that take tiles together: a tile is as many blocks for them,
     one for each. claims: how one of them claims for all; without, such CTAs have no counter.
     """
@@ -82,7 +78,6 @@ class TileScheduler:
     counter: cute.Tensor | None
     last_first: cutlass.Constexpr[bool]
     varlen: cutlass.Constexpr[bool]
-    last_group: cutlass.Constexpr[int] = 0
     ctas_per_tile: cutlass.Constexpr[int] = 1
     claims: Claims | None = None
 
@@ -153,15 +148,8 @@ class TileScheduler:
         """Block and row (a head of a sequence) of a tile among num_rows rows of num_blocks."""
         rows_per_group = self.params.heads_per_group
         first_row = index // (rows_per_group * num_blocks) * rows_per_group
-        if not self.last_group:
-            group_size = cutlass.min(rows_per_group, cutlass.max(num_rows - first_row, 1))
-        else:
-            last_row = cutlass.max(num_rows - self.last_group, 0)
-            is_last = index >= last_row * num_blocks
-            group_size = cutlass.min(rows_per_group, cutlass.max(last_row - first_row, 1))
-            group_size = cutlass.select_(is_last, num_rows - last_row, group_size)
-            first_row = cutlass.select_(is_last, last_row, first_row)
         in_group = index - first_row * num_blocks
+        group_size = cutlass.min(rows_per_group, cutlass.max(num_rows - first_row, 1))
         block = in_group // group_size
         row = first_row + in_group - block * group_size
         return self._walk_order(block, num_blocks), row

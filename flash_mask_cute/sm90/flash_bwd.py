@@ -90,10 +90,6 @@ from flash_mask_cute.sm90.warpgroups import (
 # where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
 # walks are as long as the sequence, and if masks may make them shorter
 BLOCKS_APART, BLOCKS_APART_SHORT = 3, 8
-# Work tiles of one head are handed out after those of another, so that the sums of dQ of few heads
-# are in use at a time; but so many of the last heads come together where masks make some walks much
-# longer than others, or the last head's longest walks would end when all others have.
-LAST_GROUP = 8
 
 
 class KeyGradients(NamedTuple):
@@ -361,16 +357,12 @@ class FlashAttentionBackwardSm90:
                 scheme = (self.deterministic, self.clears_dq)
                 BwdLoads(plan, *scheme, operands, tiles, channels, scratch, lengths).run()
             elif warp_idx == Role.PLAN:
-                varlen_k = lengths.cu_seqlens_k is not None
-                in_order = self.deterministic or varlen_k
-                gathers_last = not in_order and (self.is_local or self._may_be_short(masks))
                 # those whose turn comes first, first
                 scheduler = TileScheduler(
                     schedule,
                     tile_counter,
                     self.deterministic,
-                    varlen_k,
-                    LAST_GROUP if gathers_last else 0,
+                    lengths.cu_seqlens_k is not None,
                     plan.num_ctas,
                     channels.claims,
                 )

@@ -160,12 +160,6 @@ def test_walks_that_begin_inside_a_chunk(
     run_sim(simulator, make_inputs(case), seeds=(None, 1))
 
 
-def test_the_last_heads_come_together(simulator: ModuleType) -> None:
-    """Of 11, three come one after the other and then eight block by block."""
-    case = Case("heads", 1, 65, 300, 11, 11, head_dim=64, causal=True, column="stepped1")
-    run_sim(simulator, make_inputs(case), seeds=(1,))
-
-
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     inputs = make_inputs(
         Case("skip", 1, 200, 300, 1, 1, causal=True, column="stepped2", blocks=(64, 64))
