@@ -1,12 +1,15 @@
-"""python -m bench.compare --base REF [PATTERN ...]: this tree against another commit, in turns.
+"""python -m bench.compare --base REF [PATTERN ...]: this tree against other commits, in turns.
 
-Each side is a process of its own with its own copy of the package, this tree's bench, and the same
-inputs. Only one works at a time: after both passed the gate of a case, they take turns burst by
-burst, and the order rotates by one each round, so that clocks and temperature drift over both
-alike. A figure is the median of the rounds' ratios. Nothing is appended to the rows: a row is of
-one commit.
+Each side, this tree and every REF, is a few processes (--processes, 2) of their own with the side's
+copy of the package, this tree's bench, and the same inputs. Only one works at a time: after all
+passed the gate of a case, they take turns burst by burst, and the order rotates by one each round,
+so that clocks and temperature drift over all alike. A figure is the median of the rounds' ratios,
+in which a side counts by the mean of its processes. How far these are apart is told beside it: the
+same machine code differs by up to 3 % between processes, and no smaller difference between sides
+means anything if each is only one. Nothing is appended to the rows: a row is of one commit.
 
-Exit status: 1 where this tree is slower by more than --limit, or a case could not be compared.
+Exit status: 1 where this tree is slower than a REF by more than --limit, or a case could not be
+compared.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +34,7 @@ from bench.cases import CASES, BenchCase, select
 from bench.flops import tflops
 from bench.history import PACKAGE, environment, unpacked
 
-BASE, HERE = "base", "here"
+HERE = "here"
 KINDS = ("attention", "backward")
 DEFAULT = ("*d128-8k-causal*", "*d128-8k-document", "*d64-8k-document", "bwd-d*-8k")
 PROGRAM = "import sys; from bench.compare import serve; serve(sys.argv[1])"
@@ -40,8 +44,8 @@ class Failed(Exception):
     """A side could not do what it was asked."""
 
 
-class Side(Protocol):
-    """A commit that can be timed."""
+class Process(Protocol):
+    """A process of a side, which can be timed."""
 
     def prepare(self, name: str) -> None:
         """Make inputs, compile, pass the gate; returns at once. A failure is told by `first`."""
@@ -55,51 +59,68 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Milliseconds a call by side, a sample a round."""
+    """Milliseconds a call by side, of each of its processes a sample a round."""
 
     name: str
-    samples: Mapping[str, Sequence[float]]
+    samples: Mapping[str, Sequence[Sequence[float]]]
 
-    def ratios(self) -> list[float]:
-        """Time of this tree over that of the base, round by round."""
-        both = zip(self.samples[HERE], self.samples[BASE], strict=True)
-        return [here / base for here, base in both]
+    @property
+    def bases(self) -> list[str]:
+        return [side for side in self.samples if side != HERE]
 
-    def ratio(self) -> float:
-        return timing.median(self.ratios())
+    def rounds(self, side: str) -> list[float]:
+        """The mean of a side's processes, round by round."""
+        return [statistics.fmean(samples) for samples in zip(*self.samples[side], strict=True)]
 
-    def line(self, limit: float) -> str:
-        case = CASES[self.name]
-        rates = (tflops(case, timing.median(self.samples[side])) for side in (HERE, BASE))
+    def ratios(self, base: str) -> list[float]:
+        """Time of this tree over that of a base, round by round."""
+        both = zip(self.rounds(HERE), self.rounds(base), strict=True)
+        return [here / there for here, there in both]
+
+    def ratio(self, base: str) -> float:
+        return timing.median(self.ratios(base))
+
+    def apart(self, base: str) -> float:
+        """How far processes are apart: of this tree or of a base, whichever is more."""
+        return max(
+            timing.spread([timing.median(samples) for samples in self.samples[side]])
+            for side in (HERE, base)
+        )
+
+    def line(self, base: str, limit: float) -> str:
+        case, ratio = CASES[self.name], self.ratio(base)
+        rates = (tflops(case, timing.median(self.rounds(side))) for side in (HERE, base))
         shown = " / ".join(f"{rate:.1f}" for rate in rates)
-        word = "slower" if self.ratio() > 1 + limit else "ok"
-        if self.ratio() < 1 - limit:
-            word = "faster"
-        spread = f"spread {timing.spread(self.ratios()):.1%}"
-        return f"{self.name:40} {shown} TFLOP/s, time x {self.ratio():.4f}, {spread}: {word}"
+        word = "slower" if ratio > 1 + limit else "faster" if ratio < 1 - limit else "ok"
+        spread = f"spread {timing.spread(self.ratios(base)):.1%}"
+        apart = f"processes {self.apart(base):.1%} apart"
+        name = f"{self.name:40} {shown} TFLOP/s of {HERE} / {base}"
+        return f"{name}, time x {ratio:.4f}, {spread}, {apart}: {word}"
 
 
 def compare(
-    name: str, sides: Mapping[str, Side], rounds: int, burst_s: float, least: int
+    name: str, sides: Mapping[str, Sequence[Process]], rounds: int, burst_s: float, least: int
 ) -> Comparison:
-    """Time a case on both sides in turns. Raises Failed."""
-    for side in sides.values():
-        side.prepare(name)
-    first = {key: side.first(least) for key, side in sides.items()}
+    """Time a case on all sides in turns. Raises Failed."""
+    # neighbours in a round are of different sides; all have as many processes
+    places = [(side, i) for i in range(len(sides[HERE])) for side in sides]
+    for side, i in places:
+        sides[side][i].prepare(name)
+    slowest = max(sides[side][i].first(least) for side, i in places)
     few = min(2, least)
-    # As many calls on both sides, so that a burst means the same.
-    count = timing.calls_in(burst_s, max(first.values()), least)
-    samples: dict[str, list[float]] = {key: [] for key in sides}
-    for order in timing.rotations(list(sides), rounds):
-        for key in order:
-            samples[key].append(sides[key].burst(count, max(few, count // 8)))
+    # As many calls on all sides, so that a burst means the same.
+    count = timing.calls_in(burst_s, slowest, least)
+    samples: dict[str, list[list[float]]] = {side: [[] for _ in sides[side]] for side in sides}
+    for order in timing.rotations(places, rounds):
+        for side, i in order:
+            samples[side][i].append(sides[side][i].burst(count, max(few, count // 8)))
     return Comparison(name, samples)
 
 
-# -- a side in a process of its own -------------------------------------------------------------
+# -- a process of a side ------------------------------------------------------------------------
 
 
-class ChildSide:
+class Child:
     """The package in `folder`, in a process that is spoken to in lines of JSON."""
 
     def __init__(self, label: str, folder: Path, seed: int, gate_rows: int) -> None:
@@ -114,7 +135,7 @@ class ChildSide:
             text=True,
         )
 
-    def __enter__(self) -> ChildSide:
+    def __enter__(self) -> Child:
         return self
 
     def __exit__(
@@ -158,7 +179,7 @@ class ChildSide:
 
 
 class Server:
-    """What a side's process does. prepare: makes a ready call of a case, that passed its gate."""
+    """What such a process does. prepare: makes a ready call of a case, that passed its gate."""
 
     def __init__(self, prepare: Callable[[BenchCase], Callable[[], Any]]) -> None:
         self._prepare = prepare
@@ -197,7 +218,7 @@ def admitting(seed: int, gate_rows: int) -> Callable[[BenchCase], Callable[[], A
 
 
 def serve(told: str) -> None:
-    """Body of a side's process. What anybody prints there goes to the standard error."""
+    """Body of such a process. What anybody prints there goes to the standard error."""
     options = json.loads(told)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -212,12 +233,16 @@ def serve(told: str) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    about = "Speed of this tree against another commit's."
+    about = "Speed of this tree against other commits'."
     parser = argparse.ArgumentParser("python -m bench.compare", description=about)
     add = parser.add_argument
     add("patterns", nargs="*", default=DEFAULT, help=f"globs over case names; default: {DEFAULT}")
-    add("--base", required=True, help="a commit, or a folder that holds its package")
+    add(
+        "--base", required=True, action="append", help="a commit, or a folder that holds its "
+        "package; may be given several times",
+    )  # fmt: skip
     add("--repeats", type=int, default=7, help="rounds; default: %(default)s")
+    add("--processes", type=int, default=2, help="of each side; default: %(default)s")
     add("--burst", type=float, default=0.2, help="seconds of one burst; default: %(default)s")
     add("--limit", type=float, default=0.02, help="share of time that is too much (%(default)s)")
     add("--gate-rows", type=int, default=16, help="random rows that the gate of a forward samples")
@@ -228,21 +253,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     args.names = tuple(name for name in names if CASES[name].kind in KINDS)
-    if not args.names or args.repeats < 1:
-        parser.error(f"no case of kind {' or '.join(KINDS)}, or no round: nothing to compare")
+    if not args.names or args.repeats < 1 or args.processes < 1:
+        kinds = " or ".join(KINDS)
+        parser.error(f"no case of kind {kinds}, no round or no process: nothing to compare")
+    if len(set(args.base)) < len(args.base) or HERE in args.base:
+        parser.error(f"--base: each once, and not {HERE}, got {args.base}")
     return args
 
 
 def compare_all(
     names: Sequence[str],
-    launch: Callable[[], AbstractContextManager[Mapping[str, Side]]],
+    launch: Callable[[], AbstractContextManager[Mapping[str, Sequence[Process]]]],
     rounds: int,
     burst_s: float,
     limit: float,
 ) -> bool:
-    """Whether no case is slower than the base by more than `limit`; a line is said for each.
+    """Whether no case is slower than a base by more than `limit`; a line is said for each.
 
-    launch: starts both sides. They are started again after a failure, since an error of the device
+    launch: starts all sides. They are started again after a failure, since an error of the device
     stays with its process.
     """
     left, good = list(names), True
@@ -256,8 +284,9 @@ def compare_all(
                     good = False
                     measure.say(f"{name}: {failure}")
                     break
-                good &= found.ratio() <= 1 + limit
-                measure.say(f"{found.line(limit)} ({time.monotonic() - begin:.0f} s)")
+                for base in found.bases:
+                    good &= found.ratio(base) <= 1 + limit
+                    measure.say(f"{found.line(base, limit)} ({time.monotonic() - begin:.0f} s)")
     return good
 
 
@@ -269,19 +298,27 @@ def least_calls(case: BenchCase) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
 
-    @contextmanager
-    def launch() -> Iterator[Mapping[str, Side]]:
-        how = args.seed, args.gate_rows
-        with ChildSide(BASE, base, *how) as old, ChildSide(HERE, ROOT, *how) as new:
-            yield {BASE: old, HERE: new}
+    folders = {HERE: ROOT}
 
-    try:
-        with unpacked(args.base, PACKAGE) as base:
-            good = compare_all(args.names, launch, args.repeats, args.burst, args.limit)
-    except ValueError as error:
-        measure.say(f"--base: {error}")
-        return 2
-    return int(not good)
+    @contextmanager
+    def launch() -> Iterator[Mapping[str, Sequence[Process]]]:
+        with ExitStack() as running:
+            yield {
+                side: [
+                    running.enter_context(Child(side, folder, args.seed, args.gate_rows))
+                    for _ in range(args.processes)
+                ]
+                for side, folder in folders.items()
+            }
+
+    with ExitStack() as unpacking:
+        try:
+            for ref in args.base:
+                folders[ref] = unpacking.enter_context(unpacked(ref, PACKAGE))
+        except ValueError as error:
+            measure.say(f"--base: {error}")
+            return 2
+        return int(not compare_all(args.names, launch, args.repeats, args.burst, args.limit))
 
 
 if __name__ == "__main__":

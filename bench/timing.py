@@ -40,12 +40,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from bench import ROOT
 from bench.cases import CASES, make_tensors
 from bench.peers import PEERS, Call
 
+T = TypeVar("T")
 CHUNK = 100
 SPIN_CYCLES = 2_000_000
 COLD_LIMIT_S = 60
@@ -53,7 +54,7 @@ LONG_ROUNDS = 3
 Samples = dict[str, list[float]]
 
 
-def rotations(names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
+def rotations(names: Sequence[T], rounds: int) -> Iterator[tuple[T, ...]]:
     """The order of the peers in each round: one step further round by round."""
     for number in range(rounds):
         shift = number % len(names)

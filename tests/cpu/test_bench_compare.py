@@ -1,11 +1,11 @@
-"""Two commits in turns: who is timed when, what a side's process answers, what is called slower."""
+"""Commits in turns: who is timed when, what a side's process answers, what is called slower."""
 
 from __future__ import annotations
 
 import io
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,13 @@ import torch
 
 from bench import ROOT, compare, history, masks, measure, timing
 from bench.cases import CASES, BenchCase, CaseTensors, make_tensors
-from bench.compare import BASE, HERE, Failed
+from bench.compare import HERE, Failed
+
+BASE, OLD = "base", "old"
 
 
-class FakeSide:
-    """Takes `ms` a call times a factor that drifts with each burst of either side."""
+class FakeProcess:
+    """Takes `ms` a call times a factor that drifts with each burst of any process."""
 
     def __init__(self, label: str, ms: float, log: list[tuple[str, object]]) -> None:
         self.label, self.ms, self.log = label, ms, log
@@ -40,7 +42,7 @@ class FakeSide:
 
 def test_sides_take_turns_with_bursts_of_one_size() -> None:
     log: list[tuple[str, object]] = []
-    sides = {BASE: FakeSide(BASE, 4.0, log), HERE: FakeSide(HERE, 5.0, log)}
+    sides = {BASE: [FakeProcess(BASE, 4.0, log)], HERE: [FakeProcess(HERE, 5.0, log)]}
     found = compare.compare("d128-full-8k", sides, 4, 0.2, 3)
     assert log[:4] == [
         (BASE, "d128-full-8k"),
@@ -53,8 +55,38 @@ def test_sides_take_turns_with_bursts_of_one_size() -> None:
     turns = [BASE, HERE, HERE, BASE, BASE, HERE, HERE, BASE]
     assert log[4:] == [(label, (count, count // 8)) for label in turns]
     # drift of the clocks goes into both sides, now one first and now the other
-    assert found.ratio() == pytest.approx(1.25, rel=1e-3)
-    assert found.ratios() == pytest.approx([1.2625, 1.25 / 1.01, 1.2625, 1.25 / 1.01])
+    assert found.ratio(BASE) == pytest.approx(1.25, rel=1e-3)
+    assert found.ratios(BASE) == pytest.approx([1.2625, 1.25 / 1.01, 1.2625, 1.25 / 1.01])
+    assert found.apart(BASE) == 0
+
+
+class Steady(FakeProcess):
+    """Always takes `ms`."""
+
+    def burst(self, count: int, untimed: int) -> float:
+        self.log.append((self.label, (count, untimed)))
+        return self.ms
+
+
+def test_processes_of_a_side_count_by_their_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    """One process of the base is slow: this tree is no faster for that, and it is told."""
+    log: list[tuple[str, object]] = []
+
+    @contextmanager
+    def launch() -> Iterator[Mapping[str, Sequence[compare.Process]]]:
+        yield {
+            HERE: [Steady("here 1", 5.0, log), Steady("here 2", 5.0, log)],
+            BASE: [Steady("base 1", 5.0, log), Steady("base 2", 5.2, log)],
+            OLD: [Steady("old 1", 5.5, log), Steady("old 2", 5.5, log)],
+        }
+
+    assert compare.compare_all(["d128-full-8k"], launch, 2, 0.1, 0.03)
+    of_base, of_old = capsys.readouterr().out.splitlines()
+    assert "of here / base, time x 0.9804, spread 0.0%, processes 3.9% apart: ok (" in of_base
+    assert "of here / old, time x 0.9091, spread 0.0%, processes 0.0% apart: faster (" in of_old
+    labels = [label for label, told in log if isinstance(told, tuple)]
+    round_of_all = ["here 1", "base 1", "old 1", "here 2", "base 2", "old 2"]
+    assert labels == [*round_of_all, *round_of_all, *round_of_all[1:], round_of_all[0]]
 
 
 @pytest.mark.parametrize(
@@ -63,12 +95,12 @@ def test_sides_take_turns_with_bursts_of_one_size() -> None:
 )
 def test_verdict(ms: float, word: str, good: bool, capsys: pytest.CaptureFixture[str]) -> None:
     @contextmanager
-    def launch() -> Iterator[Mapping[str, compare.Side]]:
-        yield {BASE: FakeSide(BASE, 5.0, []), HERE: FakeSide(HERE, ms, [])}
+    def launch() -> Iterator[Mapping[str, Sequence[compare.Process]]]:
+        yield {BASE: [FakeProcess(BASE, 5.0, [])], HERE: [FakeProcess(HERE, ms, [])]}
 
     assert compare.compare_all(["d128-full-8k"], launch, 2, 0.1, 0.02) is good
     said = capsys.readouterr().out
-    assert f": {word} (" in said and "TFLOP/s, time x" in said
+    assert f": {word} (" in said and "TFLOP/s of here / base, time x" in said
 
 
 def test_after_a_failure_both_sides_start_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,11 +108,11 @@ def test_after_a_failure_both_sides_start_again(capsys: pytest.CaptureFixture[st
     starts = []
 
     @contextmanager
-    def launch() -> Iterator[Mapping[str, compare.Side]]:
+    def launch() -> Iterator[Mapping[str, Sequence[compare.Process]]]:
         starts.append(len(log))
         yield {
-            BASE: FakeSide(BASE, 5.0, log),
-            HERE: FakeSide(HERE, -1.0 if len(starts) == 1 else 5.0, log),
+            BASE: [FakeProcess(BASE, 5.0, log)],
+            HERE: [FakeProcess(HERE, -1.0 if len(starts) == 1 else 5.0, log)],
         }
 
     names = ["d128-full-8k", "d128-causal-8k", "bwd-d128-full-8k"]
@@ -179,7 +211,7 @@ def test_a_process_serves_the_package_of_its_folder(
     (tmp_path / "flash_mask_cute" / "interface.py").write_text("print('noise'); from . import old")
     program = f"{ON_CPU}{compare.PROGRAM}"
     monkeypatch.setattr(compare, "PROGRAM", program)
-    with compare.ChildSide(BASE, tmp_path, 0, 1) as side:
+    with compare.Child(BASE, tmp_path, 0, 1) as side:
         side.prepare("no such case")
         with pytest.raises(Failed, match="base: KeyError"):
             side.first(1)
@@ -213,7 +245,15 @@ def test_earlier_commits_are_unpacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["d128-full-8k"], ["--base", "HEAD", "host-128"], ["--base", "HEAD", "d512*"]]
+    "arguments",
+    [
+        ["d128-full-8k"],
+        ["--base", "HEAD", "host-128"],
+        ["--base", "HEAD", "d512*"],
+        ["--base", "HEAD", "--base", "HEAD"],
+        ["--base", "here"],
+        ["--base", "HEAD", "--processes", "0"],
+    ],
 )
 def test_wrong_arguments_stop_before_any_work(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -225,4 +265,4 @@ def test_default_cases() -> None:
     names = compare.parse(["--base", "HEAD"]).names
     assert {CASES[name].kind for name in names} == {"attention", "backward"}
     assert {CASES[name].n for name in names} == {8192} and 8 <= len(names) <= 24
-    assert compare.main(["--base", "no-such-commit"]) == 2
+    assert compare.main(["--base", str(ROOT), "--base", "no-such-commit"]) == 2
