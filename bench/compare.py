@@ -5,8 +5,8 @@ copy of the package, this tree's bench, and the same inputs. Only one works at a
 passed the gate of a case, they take turns burst by burst, and the order rotates by one each round,
 so that clocks and temperature drift over all alike. A figure is the median of the rounds' ratios,
 in which a side counts by the mean of its processes. How far these are apart is told beside it: the
-same machine code differs by up to 3 % between processes, and no smaller difference between sides
-means anything if each is only one. Nothing is appended to the rows: a row is of one commit.
+same machine code differs between processes, by 3 % in some cases, and a smaller difference between
+sides means nothing if each is only one. Nothing is appended to the rows: a row is of one commit.
 
 Exit status: 1 where this tree is slower than a REF by more than --limit, or a case could not be
 compared.
@@ -93,9 +93,10 @@ class Comparison:
         shown = " / ".join(f"{rate:.1f}" for rate in rates)
         word = "slower" if ratio > 1 + limit else "faster" if ratio < 1 - limit else "ok"
         spread = f"spread {timing.spread(self.ratios(base)):.1%}"
-        apart = f"processes {self.apart(base):.1%} apart"
+        if len(self.samples[base]) > 1:
+            spread += f", processes {self.apart(base):.1%} apart"
         name = f"{self.name:40} {shown} TFLOP/s of {HERE} / {base}"
-        return f"{name}, time x {ratio:.4f}, {spread}, {apart}: {word}"
+        return f"{name}, time x {ratio:.4f}, {spread}: {word}"
 
 
 def compare(
@@ -297,7 +298,6 @@ def least_calls(case: BenchCase) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-
     folders = {HERE: ROOT}
 
     @contextmanager

@@ -101,6 +101,7 @@ def test_verdict(ms: float, word: str, good: bool, capsys: pytest.CaptureFixture
     assert compare.compare_all(["d128-full-8k"], launch, 2, 0.1, 0.02) is good
     said = capsys.readouterr().out
     assert f": {word} (" in said and "TFLOP/s of here / base, time x" in said
+    assert "apart" not in said  # one process of each
 
 
 def test_after_a_failure_both_sides_start_again(capsys: pytest.CaptureFixture[str]) -> None:
