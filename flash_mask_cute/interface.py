@@ -28,6 +28,7 @@ from flash_mask_cute.host.bwd_launch import (
 )
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import preload
+from flash_mask_cute.host.compile_bwd import Tails
 from flash_mask_cute.host.config import (
     BwdConfig,
     FwdConfig,
@@ -441,6 +442,11 @@ def _resolve_bwd(
         float(settings.softcap),
         has_dlse=extras.dlse is not None,
         sink_dtype=None if extras.dsink is None else dtype_name(extras.dsink.dtype),
+        tails=Tails(
+            problem.varlen_q and extras.dq is None,
+            problem.varlen_k and extras.dk is None,
+            problem.varlen_k and extras.dv is None,
+        ),
         score_mod_bwd=mod_bwd,
         choose=choose,
         block_size=resolved_masks.block_size,

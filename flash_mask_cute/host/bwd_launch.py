@@ -1,7 +1,8 @@
 """A backward call with everything resolved that its metadata decide, like `launch` for the forward.
 
 On a GPU a launch is three kernels: statistics of the query rows, the main one, and the conversion
-of dQ. What they share lives in scratch memory that each call allocates.
+of dQ; and a fourth one where new gradients are packed. What they share lives in scratch memory that
+each call allocates.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from flash_mask_cute.cpu_backward import flash_attn_bwd_cpu
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile_bwd import BwdKernels, num_row_blocks
+from flash_mask_cute.host.compile_bwd import BwdKernels, Tails, num_row_blocks
 from flash_mask_cute.host.config import BwdChoice, BwdConfig
 from flash_mask_cute.host.launch import (
     ADDRESS_MASK,
@@ -79,7 +80,7 @@ class ResolvedBwd:
 
     Window sides are None where they are open. sink_dtype: that of the sink whose gradient is asked
     for, a name of a torch dtype. choose: the tiles of another `mask_kind` with the same arguments.
-    block_size: that of block lists, (queries, keys).
+    tails: see there. block_size: that of block lists, (queries, keys).
     """
 
     shapes: FwdShapes
@@ -93,6 +94,7 @@ class ResolvedBwd:
     sink_dtype: str | None
     score_mod_bwd: Callable[..., Any] | None
     choose: Callable[[str], BwdChoice]
+    tails: Tails
     block_size: tuple[int, int] | None = None
 
 
@@ -108,10 +110,9 @@ class BwdKernelLaunch:
     """
 
     __slots__ = (
-        "_accum_shape", "_copies_dout", "_has_aux", "_clears_dq", "_is_packed_k",
-        "_is_packed_q", "_is_plain", "_kernels", "_mask_arguments", "_parts_shape", "_restrides",
-        "_scale", "_softcap", "_stats_shape", "_store_bits", "_wants_aux", "_window_left",
-        "_window_right",
+        "_accum_shape", "_copies_dout", "_has_aux", "_clears_dq", "_is_plain", "_kernels",
+        "_mask_arguments", "_parts_shape", "_restrides", "_scale", "_softcap", "_stats_shape",
+        "_store_bits", "_tails", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -136,7 +137,7 @@ class BwdKernelLaunch:
         self._stats_shape = shapes.heads_q, row_blocks, 2, tile_m
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
-        self._is_packed_q, self._is_packed_k = problem.varlen_q, problem.varlen_k
+        self._tails = resolved.tails
         self._clears_dq = choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
         self._scale = resolved.softmax_scale
@@ -164,11 +165,11 @@ class BwdKernelLaunch:
         ) = extras  # fmt: skip
         of_q, of_k, of_v = self._is_plain
         if dq is None:
-            dq = _new_gradient(q, of_q, self._is_packed_q)
+            dq = _new_gradient(q, of_q)
         if dk is None:
-            dk = _new_gradient(k, of_k, self._is_packed_k)
+            dk = _new_gradient(k, of_k)
         if dv is None:
-            dv = _new_gradient(v, of_v, self._is_packed_k)
+            dv = _new_gradient(v, of_v)
         result = dq, dk, dv
         if self._copies_dout:
             dout = dout.clone(memory_format=torch.contiguous_format)
@@ -198,7 +199,7 @@ class BwdKernelLaunch:
         if daux is not None:
             aux_sums = _aux_sums(daux, self._wants_aux, torch.float32)
             aux_grads = tuple(aux_sums.values()) or None
-        preprocess, main, postprocess = self._kernels
+        preprocess, main, postprocess, clear_tails = self._kernels
         preprocess(
             out, dout, lse, dlse, stats, cleared, turns, sink, parts, cu_seqlens_q, seqused_q,
         )  # fmt: skip
@@ -208,6 +209,12 @@ class BwdKernelLaunch:
             self._softcap, tile_counter(q, index), columns, bits, aux_grads, stored,
         )  # fmt: skip
         postprocess(dq_accum, turns, dq, self._scale, cu_seqlens_q, seqused_q)
+        if clear_tails is not None:
+            has_dq, has_dk, has_dv = self._tails
+            clear_tails(
+                dq if has_dq else None, dk if has_dk else None, dv if has_dv else None,
+                cu_seqlens_q if has_dq else None, cu_seqlens_k if has_dk or has_dv else None,
+            )  # fmt: skip
         if dsink is not None and parts is not None:
             dsink.copy_(parts.sum(dim=1))
         if daux is not None and aux_sums is not None:
@@ -297,11 +304,9 @@ class BwdCpuLaunch:
         return dq, dk, dv
 
 
-def _new_gradient(like: Tensor, is_plain: bool, is_packed: bool) -> Tensor:
-    """Zeros where there may be rows that belong to no sequence, which no kernel writes."""
-    if is_plain:  # the same, but half the time
-        return torch.zeros_like(like) if is_packed else torch.empty_like(like)
-    return like.new_zeros(like.shape) if is_packed else like.new_empty(like.shape)
+def _new_gradient(like: Tensor, is_plain: bool) -> Tensor:
+    # the same, but half the time
+    return torch.empty_like(like) if is_plain else like.new_empty(like.shape)
 
 
 def _aux_sums(

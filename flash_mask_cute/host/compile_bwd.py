@@ -1,10 +1,10 @@
-"""Compile the three kernels of a backward from its problem, without ever seeing a real tensor."""
+"""Compile the kernels of a backward from its problem, without ever seeing a real tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import CompileCache, Compiled
@@ -23,6 +23,7 @@ from flash_mask_cute.host.target import Target
 KERNEL_NAME = "flash_bwd_sm90"
 PREPROCESS_NAME = "bwd_preprocess"
 POSTPROCESS_NAME = "bwd_postprocess"
+CLEAR_TAILS_NAME = "bwd_clear_tails"
 
 
 class BwdKernels(NamedTuple):
@@ -36,11 +37,33 @@ class BwdKernels(NamedTuple):
     column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
     gradients of aux tensors (a tuple), stored bits.
     postprocess: dq_accum, turns, dq, softmax_scale, cu_seqlens_q, seqused_q.
+    clear_tails, where there may be tails: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
 
     preprocess: Callable[..., Any]
     main: Callable[..., Any]
     postprocess: Callable[..., Any]
+    clear_tails: Callable[..., Any] | None = None
+
+
+class Tails(NamedTuple):
+    """Which gradients may have rows behind their last sequence, to be zeroed: new packed ones."""
+
+    dq: bool = False
+    dk: bool = False
+    dv: bool = False
+
+
+class TailFacts(NamedTuple):
+    """What decides the code of the kernel that zeroes tails."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    tails: Tails
+
+
+NO_TAILS = Tails()
 
 
 class RowFacts(NamedTuple):
@@ -60,6 +83,9 @@ class RowFacts(NamedTuple):
     sink_dtype: str | None = None
 
 
+_Facts = TypeVar("_Facts", RowFacts, TailFacts)
+
+
 def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
     """Row blocks of a head in scratch tensors; rows: seqlen_q, or total_q where it is packed."""
     from flash_mask_cute.core import row_blocks
@@ -74,6 +100,7 @@ def compile_bwd(
     mods: Mods = NO_MODS,
     has_dlse: bool = False,
     sink_dtype: str | None = None,
+    tails: Tails = NO_TAILS,
     cache: CompileCache = CACHE,
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys.
@@ -87,9 +114,7 @@ def compile_bwd(
     before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype)
     after = RowFacts(problem.dtype, problem.head_dim, *rows)
 
-    def by_rows(
-        name: str, facts: RowFacts, build: Callable[[RowFacts, Target], Compiled]
-    ) -> Compiled:
+    def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
         return cache.get(
             name,
             facts._asdict,
@@ -99,7 +124,7 @@ def compile_bwd(
             token=facts,
         )
 
-    preprocess = by_rows(PREPROCESS_NAME, before, build_preprocess)
+    preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess)
     main = cached_attention(
         KERNEL_NAME,
         problem,
@@ -108,8 +133,12 @@ def compile_bwd(
         lambda: build_bwd(problem, choice, target, mods),
         cache,
     )
-    postprocess = by_rows(POSTPROCESS_NAME, after, build_postprocess)
-    return BwdKernels(preprocess.function, main.function, postprocess.function)
+    postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess)
+    clear_tails = None
+    if any(tails):
+        facts = TailFacts(problem.dtype, problem.head_dim, problem.head_dim_v, tails)
+        clear_tails = by_facts(CLEAR_TAILS_NAME, facts, build_clear_tails).function
+    return BwdKernels(preprocess.function, main.function, postprocess.function, clear_tails)
 
 
 def build_bwd(
@@ -218,3 +247,19 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
         int32_vector(facts.has_seqused_q),
     ]
     return compile_object(kernel, arguments, options_of(target))
+
+
+def build_clear_tails(facts: TailFacts, target: Target) -> Compiled:
+    """Compile the kernel that zeroes tails now."""
+    from flash_mask_cute.kernels.clear_tails import ClearTails
+
+    of_q, of_k, of_v = facts.tails
+    arguments = [
+        operand(facts.dtype, 3, facts.head_dim) if of_q else None,
+        operand(facts.dtype, 3, facts.head_dim) if of_k else None,
+        operand(facts.dtype, 3, facts.head_dim_v) if of_v else None,
+        int32_vector(of_q),
+        int32_vector(of_k or of_v),
+        stand_ins.stream(),
+    ]
+    return compile_object(ClearTails(), arguments, options_of(target))

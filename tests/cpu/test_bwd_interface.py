@@ -394,16 +394,19 @@ class Recorder:
         resolved, _ = interface._resolve_bwd(operands, extras, masks, settings)
         self.prepared.append(resolved)
         kernels = BwdKernels._make(map(self._kernel, BwdKernels._fields))
+        if not any(resolved.tails):
+            kernels = kernels._replace(clear_tails=None)
         return BwdKernelLaunch(resolved, kernels, operands, extras)
 
     def _kernel(self, name: str) -> Callable[..., None]:
         return lambda *args: self.calls.append((name, args))
 
     def last(self) -> tuple[tuple[Any, ...], ...]:
-        """The arguments of the last call's kernels."""
-        names, args = zip(*self.calls[-3:], strict=True)
-        assert names == ("preprocess", "main", "postprocess")
-        return args
+        """The arguments of the last call's kernels, but the one that clears tails."""
+        names, args = zip(*self.calls[-4:], strict=False)
+        begin = names.index("preprocess")
+        assert names[begin:] in (BwdKernels._fields[:3], BwdKernels._fields)
+        return args[begin : begin + 3]
 
 
 @pytest.fixture
@@ -442,6 +445,11 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(found[name] is x for name, x in given.items()) and found["config"] is config
 
 
+def same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
+    pairs = zip(found, expected, strict=True)
+    return all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in pairs)
+
+
 def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     given = arguments()
     used_q, used_k, dlse = int32(5, 24), int32(6, 40), torch.zeros(2, 6, 24)
@@ -458,10 +466,6 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     assert parts.shape == turns.shape == (6, 2)
     assert {x.dtype for x in (stats, dq_accum, parts)} == {FP32} and turns.dtype == torch.int32
 
-    def same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-        pairs = zip(found, expected, strict=True)
-        return all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in pairs)
-
     assert same(before, (out, dout, lse, dlse, stats, None, turns, SINK, parts, None, used_q))
     counter = main[18]
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
@@ -475,19 +479,38 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     assert same(after, (dq_accum, turns, dq, 0.5, None, used_q))
 
 
-def test_what_is_packed_is_zeroed(recorder: Recorder) -> None:
-    """Rows that belong to no sequence are nobody's to write."""
+def test_packed_sequences(recorder: Recorder) -> None:
+    """New gradients are zeroed where they have rows that belong to no sequence."""
     edges_q, edges_k = int32(0, 9, 40), int32(0, 5, 70)
     shapes = {"q": (48, 6, 64), "k": (80, 2, 64), "v": (80, 2, 32), "out": (48, 6, 32)}
-    given = {name: torch.zeros(shape, dtype=BF16) for name, shape in shapes.items()}
-    given |= {"dout": given["out"].clone(), "lse": torch.zeros(6, 48)}
-    gradients = _flash_attn_bwd(**given, cu_seqlens_q=edges_q, cu_seqlens_k=edges_k)
-    assert all((x == 0).all() for x in gradients)
+    tensors = {name: torch.zeros(shape, dtype=BF16) for name, shape in shapes.items()}
+    tensors |= {"dout": tensors["out"].clone(), "lse": torch.zeros(6, 48)}
+
+    def run(**more: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _flash_attn_bwd(**tensors, cu_seqlens_q=edges_q, **more)
+
+    dq, dk, dv = run(cu_seqlens_k=edges_k)
     before, main, after = recorder.last()
     tile_m = recorder.prepared[0].choice.tiles.tile_m
     assert main[4].shape == (6, 48 // tile_m + 2, 2, tile_m)
     assert before[9] is main[10] is after[4] is edges_q and main[11] is edges_k
     assert before[7:9] == (None, None)
+    assert recorder.calls[-1][0] == "clear_tails"
+    assert same(recorder.calls[-1][1], (dq, dk, dv, edges_q, edges_k))
+
+    # what is the caller's stays as it is
+    dq, _, dv = run(cu_seqlens_k=edges_k, dk=torch.zeros_like(tensors["k"]))
+    assert same(recorder.calls[-1][1], (dq, None, dv, edges_q, edges_k))
+    run(cu_seqlens_k=edges_k, dk=dk, dv=dv)
+    assert same(recorder.calls[-1][1][1:], (None, None, edges_q, None))
+    run(cu_seqlens_k=edges_k, dq=dq, dk=dk, dv=dv)
+    assert recorder.calls[-1][0] == "postprocess"
+
+    # slots of one length have no tail
+    for name in ("k", "v"):
+        tensors[name] = tensors[name].view(2, 40, 2, -1)
+    dq, _, _ = run()
+    assert same(recorder.calls[-1][1], (dq, None, None, edges_q, None))
 
 
 def test_the_sink_goes_nowhere_without_dsink(recorder: Recorder) -> None:
@@ -852,7 +875,7 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
         operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out, lse)
         call, _ = interface._resolve_bwd(operands, extras, masks, settings)
         problem, has_dlse, sink = call.problem, call.has_dlse, call.sink_dtype
-        return compile_bwd(problem, call.choice, TARGET, Mods(), has_dlse, sink, cache)
+        return compile_bwd(problem, call.choice, TARGET, Mods(), has_dlse, sink, call.tails, cache)
 
     first = Case("first", 1, 60, 70, 4, 2, causal=True, window_left=20, sink=BF16)
     before = compile_count()
@@ -870,6 +893,10 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
     # what the kernels around the main one do not depend on compiles the main one only
     assert kernels_of(replace(first, causal=False))[::2] == kernels[::2]
     assert compile_count() == before + 4
+    # new gradients of packed sequences are cleared by one more
+    packed = replace(first, id="packed", lengths_q=(30, 7), lengths_k=(20, 50))
+    assert kernels.clear_tails is None and kernels_of(packed).clear_tails is not None
+    assert compile_count() == before + 8
 
 
 def test_public_paths() -> None:

@@ -1,4 +1,4 @@
-"""The kernels before and after the backward's main one, on the software GPU."""
+"""The kernels around the backward's main one, on the software GPU."""
 
 from __future__ import annotations
 
@@ -412,3 +412,18 @@ def test_postprocess_strides(
 @pytest.mark.parametrize("seqs", [LONE, EXACT, PACKED._replace(used=None), MANY])
 def test_postprocess_lengths(simulator: ModuleType, seqs: Sequences) -> None:
     check_postprocess(simulator, seqs, 8, 64)
+
+
+@pytest.mark.parametrize(("tail", "heads", "head_dim"), [(0, 3, 64), (9, 3, 72), (150, 2, 2048)])
+def test_clear_tails(simulator: ModuleType, tail: int, heads: int, head_dim: int) -> None:
+    """More rows than CTAs, and rows of more vectors than threads."""
+    from flash_mask_cute.kernels.clear_tails import ClearTails
+
+    rows = (Fakes.rows("BFloat16", 3, head_dim) for _ in range(2))
+    starts = (Fakes.strided("Int32", 1) for _ in range(2))
+    function = compile_for_sim(ClearTails(), next(rows), None, next(rows), *starts, fake_stream())
+    dq, dv = (torch.empty(n + tail, heads, head_dim, dtype=torch.bfloat16) for n in (6, 4))
+    of_q, of_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 6, 6], [0, 1, 4]))
+    for _ in run(simulator, function, [dq, dv], dq, None, dv, of_q, of_k):
+        for gradient, end in ((dq, 6), (dv, 4)):
+            assert gradient[:end].isnan().all() and (gradient[end:] == 0).all()
