@@ -224,8 +224,8 @@ def measure_prep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[
 
 
 def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
-    """The most bytes allocated from making the mask to the end of a call, a forward or a backward,
-    beyond what it was given and what it returned."""
+    """The most bytes allocated until a call ended, beyond what it was given and what it returned:
+    by a forward since its mask was made, by a backward since it began."""
     import torch
 
     calls, verdicts = admit(case, options, inputs)
@@ -239,13 +239,16 @@ def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterato
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         peer = PEERS[name]
-        results = peer.prepare(case, tensors)()
-        if not case.returns_gradients:
-            results = peer.unpack(results)
+        call = peer.prepare(case, tensors)
+        if case.returns_gradients:
+            before = torch.cuda.memory_allocated()
+            results = call()
+        else:
+            results = peer.unpack(call())
         torch.cuda.synchronize()
         returned = sum(x.numel() * x.element_size() for x in results if x is not None)
         extra = torch.cuda.max_memory_allocated() - before - returned
-        del results
+        del call, results
         yield row_of(case, name, "peak", None, (verdicts[name].text,)) | {"bytes": extra}
 
 

@@ -129,20 +129,20 @@ class CutePeer:
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
         interface = importlib.import_module(f"{self.package}.interface")
         options = self._options(case, tensors)
-        if case.kind == "host_train":
+        if self.deterministic:
+            options["deterministic"] = True
+        # what the public function makes of masks with documents, the host calls do not
+        is_public = getattr(options.get("startend_row_indices"), "documents", False)
+        if is_public or case.kind == "host_train":
             attention = importlib.import_module(self.package).flash_attn_func
+            if not case.returns_gradients:
+                return partial(attention, *tensors[:3], return_lse=True, **options)
             return autograd_call(case, tensors, partial(attention, **options), heads_first=False)
         if not case.is_backward:
-            if getattr(options.get("startend_row_indices"), "documents", False):
-                # what the public function makes of such masks, the host call does not
-                attention = importlib.import_module(self.package).flash_attn_func
-                return partial(attention, *tensors[:3], return_lse=True, **options)
             return partial(interface._flash_attn_fwd, *tensors[:3], return_lse=True, **options)
         if tensors.saved is None:
             raise ValueError(f"{case.name}: tensors without what its forward saved")
         out, lse, dout = tensors.saved
-        if self.deterministic:
-            options["deterministic"] = True
         return partial(interface._flash_attn_bwd, *tensors[:3], out, dout, lse, **options)
 
     def _options(self, case: BenchCase, tensors: CaseTensors) -> dict[str, Any]:

@@ -342,7 +342,7 @@ def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
 
 
 def _packs(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> bool:
-    """Whether a forward computes the documents of its mask as packed sequences."""
+    """Whether a call computes the documents of its mask as packed sequences."""
     if not packing.holds_documents(q, k, v, call.startend_row_indices, call.causal):
         return False
     others = (*call[:4], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch)
@@ -397,6 +397,14 @@ def _run_backward(
     call: _Call,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv, dsink, and the gradients of the aux tensors that wants_aux numbers."""
+    if _packs(q, k, v, call):
+        mask: Any = call.startend_row_indices
+        operands, keywords = packing.by_documents(q, k, v, mask)
+        out, lse, dout, dlse = packing.outputs_by_documents(out, lse, dout, dlse)
+        call = call._replace(**keywords)
+        found: Any = _run_backward(*operands, sink, out, lse, dout, dlse, wants_aux, call)
+        pairs = zip(found[:3], (q, k, v), strict=True)
+        return *(gradient.view(x.shape) for gradient, x in pairs), *found[3:]
     dsink = None if sink is None else torch.empty_like(sink)
     daux: list[Tensor | None] | None = None
     if wants_aux and call.aux_tensors is not None:
@@ -624,6 +632,14 @@ class _BoundedMask(ColumnMask):
         given: Documents = vars(self)["given_documents"]
         return given
 
+    def operator_documents(self) -> tuple[Tensor | None, ...]:
+        """Starts of the documents, their rows and the bounds of these, if there are any."""
+        documents: Documents | None = vars(self)["given_documents"]
+        if documents is None:
+            return None, None, None
+        of_rows = documents.mask
+        return documents.cu_seqlens, of_rows.startend_row_indices, of_rows.bounds(_TILE_N)
+
 
 def _to_operator(call: _Call, batch: int | None = None) -> tuple[Any, ...]:
     """The arguments of an operator by `_CALL_SCHEMA`.
@@ -639,6 +655,7 @@ def _to_operator(call: _Call, batch: int | None = None) -> tuple[Any, ...]:
     documents: tuple[Any, ...] = (None, None, None)
     if isinstance(mask, _BoundedMask):
         columns = mask.startend_row_indices, mask.bounds(_TILE_N), mask.causal
+        documents = mask.operator_documents()
     elif mask is not None:
         indices, causal = mask, call.causal
         if not isinstance(mask, Tensor):

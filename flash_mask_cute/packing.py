@@ -1,8 +1,7 @@
-"""Dense forwards whose mask holds documents, as forwards of packed sequences.
+"""Dense calls whose mask holds documents, as calls of packed sequences, in both directions.
 
 Tiles of a packed batch begin where documents begin. Under the mask of a whole sequence they begin
-anywhere, and a tile that two documents share visits the keys of both. A backward takes the mask as
-it is: it gains little where documents are long, and loses where they are short.
+anywhere, and a tile that two documents share visits the keys of both.
 """
 
 from __future__ import annotations
@@ -65,3 +64,17 @@ def by_sequences(
     if lse is not None:
         lse = lse.view(-1, batch, seqlen).transpose(0, 1).contiguous()
     return out.view(batch, seqlen, *out.shape[1:]), lse
+
+
+def outputs_by_documents(
+    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What a dense forward returned, and the gradients by it, as a packed backward takes them."""
+    if dlse is not None:
+        dlse = _by_head(dlse)
+    return out.flatten(0, 1), _by_head(lse), dout.flatten(0, 1), dlse
+
+
+def _by_head(of_rows: Tensor) -> Tensor:
+    """(heads, batch * seqlen) of (batch, heads, seqlen)."""
+    return of_rows.transpose(0, 1).flatten(1)

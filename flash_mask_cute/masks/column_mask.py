@@ -60,9 +60,9 @@ class ColumnMask:
     after a query as well, bottom-right aligned (k > q + seqlen_k - seqlen_q).
 
     documents: a sequence is expected to hold documents, tokens that only see each other. They are
-    found on the device (`split`), and the forward of dense self-attention by `flash_attn_func`
-    computes each as a sequence of its own, where one mask is for all heads and the call has no mods
-    or block lists. Where there are none, that is right, too, but no faster.
+    found on the device (`split`), and dense self-attention by `flash_attn_func` computes each as a
+    sequence of its own, in both directions, where one mask is for all heads and the call has no
+    mods or block lists. Where there are none, that is right, too, but no faster.
 
     The tensor may be changed in place, between calls; its values are never read by the host.
 

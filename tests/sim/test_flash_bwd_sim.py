@@ -12,6 +12,7 @@ from gradient_oracle import assert_gradients_close, make_output_gradients, refer
 from support import BF16, FP16, FP32, MASK_CASES, STORED_CASES, Case, Inputs, make_inputs
 from torch import Tensor
 
+from flash_mask_cute import functional
 from flash_mask_cute.host.bwd_launch import BwdOperands
 from flash_mask_cute.host.mask_args import NO_MASKS
 from flash_mask_cute.host.target import Target
@@ -128,6 +129,37 @@ SIM_MASK_CASES = tuple(case for case in MASK_CASES if case.id not in LEFT_OUT)
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(replace(SIM_MASK_CASES[position], pack_gqa=None))
     run_sim(simulator, inputs, seeds=((1,), (None,))[position % 2])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal-gqa2", 1, 1100, 1100, 2, 1, head_dim=64, causal=True, column="documents1"),
+        Case("both-ways", 2, 600, 600, 1, 1, column="documents2"),
+    ],
+    ids=lambda case: case.id,
+)
+def test_documents_of_a_mask(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    """As packed sequences, many of them empty, by the public function."""
+    inputs = make_inputs(case)
+    dout, _ = make_output_gradients(inputs)
+    mask = ColumnMask(inputs.keywords["startend_row_indices"], case.causal, documents=True)
+    assert len(mask.split(case.batch).cu_seqlens.unique()) > case.batch + 1
+    monkeypatch.setattr(
+        functional, "_flash_attn_bwd", lambda *args, **more: launch(BwdOperands(*args), more)
+    )
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = functional.flash_attn_func(*leaves, startend_row_indices=mask, causal=case.causal)
+    simulator.OPTIONS["delay"] = 1
+    simulator.RESULTS.clear()
+    gradients = torch.autograd.grad(out, leaves, dout)
+    assert len(simulator.RESULTS) == 4
+    named = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    assert_gradients_close(named, inputs, dout)
 
 
 @pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
