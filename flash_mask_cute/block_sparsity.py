@@ -105,8 +105,12 @@ def to_cute_block_sparse_tensors(lists: Any) -> BlockSparseTensors | None:
     return BlockSparseTensors(*(to_cute(x) for x in from_block_mask(lists)[:4]))
 
 
-def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
+def from_block_mask(
+    lists: Any, name: str = "block_sparse_tensors_torch"
+) -> BlockSparseTensorsTorch:
     """Block lists of a `BlockSparseTensorsTorch` (itself) or of a torch `BlockMask`.
+
+    name: of the argument, for the error.
 
     Of a `BlockMask` only the lists and the block size are taken: its mask_mod is a torch function
     that no kernel can call, so pass a CuTe one beside it.
@@ -127,8 +131,8 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
         )
     except AttributeError:
         raise TypeError(
-            "block_sparse_tensors_torch must be a BlockSparseTensorsTorch or a torch BlockMask, "
-            f"got {type(lists).__name__}"
+            f"{name} must be a BlockSparseTensorsTorch or a torch BlockMask, got "
+            f"{type(lists).__name__}"
         ) from None
 
 
@@ -160,7 +164,7 @@ def check_block_lists(
     else:
         block_size = as_block_size(lists.block_size, "block_size")
         expected = tuple(
-            _ceil_div(seqlen, block) for seqlen, block in zip(seqlens, block_size, strict=True)
+            ceil_div(seqlen, block) for seqlen, block in zip(seqlens, block_size, strict=True)
         )
         if counts != expected:
             raise ValueError(
@@ -245,7 +249,7 @@ def _check_entries(lists: BlockSparseTensorsTorch) -> None:
 
 def _infer_block_size(counts: Sequence[int], seqlens: Sequence[int]) -> tuple[int, int]:
     sides = list(zip(("seqlen_q", "seqlen_k"), counts, seqlens, strict=True))
-    if all(_ceil_div(seqlen, DEFAULT_BLOCK) == count for _, count, seqlen in sides):
+    if all(ceil_div(seqlen, DEFAULT_BLOCK) == count for _, count, seqlen in sides):
         return DEFAULT_BLOCK, DEFAULT_BLOCK
     found = []
     for name, count, seqlen in sides:
@@ -264,14 +268,14 @@ def _fitting_blocks(count: int, seqlen: int) -> range:
     """The multiples of 16 that cut a sequence into `count` blocks. One block is all there is, of
     whatever size: a multiple of the default then stands for them."""
     if count == 1 and seqlen > 0:
-        block = _ceil_div(seqlen, DEFAULT_BLOCK) * DEFAULT_BLOCK
+        block = ceil_div(seqlen, DEFAULT_BLOCK) * DEFAULT_BLOCK
         return range(block, block + 1)
     if count < 1 or seqlen < count:
         return range(0)
     # ceil(seqlen / block) == count, for integers
-    smallest = _ceil_div(seqlen, count)
-    end = _ceil_div(seqlen, count - 1)
-    return range(_ceil_div(smallest, _INFERRED_STEP) * _INFERRED_STEP, end, _INFERRED_STEP)
+    smallest = ceil_div(seqlen, count)
+    end = ceil_div(seqlen, count - 1)
+    return range(ceil_div(smallest, _INFERRED_STEP) * _INFERRED_STEP, end, _INFERRED_STEP)
 
 
 def _ends(values: range) -> str:
@@ -305,7 +309,7 @@ def _shape(tensor: Tensor) -> Any:
     return tuple(tensor.shape)
 
 
-def _ceil_div(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
@@ -470,10 +474,10 @@ _bits = _Kept(_make_bits)
 
 def _touched(tile: int, block: int, seqlen: int, device: torch.device) -> Tensor:
     """int64 (tiles, n): the blocks that each tile touches inside the sequence, some repeated."""
-    first_token = torch.arange(_ceil_div(seqlen, tile), device=device) * tile
+    first_token = torch.arange(ceil_div(seqlen, tile), device=device) * tile
     first = first_token // block
     last = ((first_token + tile).clamp(max=seqlen) - 1) // block
-    most = _ceil_div(tile - 1, block) + 1
+    most = ceil_div(tile - 1, block) + 1
     offset = torch.arange(most, device=device)
     return torch.minimum(first[:, None] + offset, last[:, None])
 

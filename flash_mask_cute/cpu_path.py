@@ -23,6 +23,7 @@ from flash_mask_cute.block_sparsity import (
     FULL,
     PARTIAL,
     BlockSparseTensorsTorch,
+    ceil_div,
     dense_states,
 )
 from flash_mask_cute.host.host_mods import eval_mask_mod, eval_score_mod
@@ -175,11 +176,11 @@ class SequenceWalk:
 
     @property
     def num_m_blocks(self) -> int:
-        return _ceil_div(self.seqlen_info.seqlen_q * self.pack, self.block_info.tile_m)
+        return ceil_div(self.seqlen_info.seqlen_q * self.pack, self.block_info.tile_m)
 
     @property
     def num_n_blocks(self) -> int:
-        return _ceil_div(self.seqlen_info.seqlen_k, self.block_info.tile_n)
+        return ceil_div(self.seqlen_info.seqlen_k, self.block_info.tile_n)
 
     def n_blocks(self, m_block: int) -> range:
         """The key blocks that a query block visits."""
@@ -206,7 +207,7 @@ class SequenceWalk:
             m_block,
             n_block,
             range(rows.start, rows.stop),
-            range(rows.start // self.pack, _ceil_div(rows.stop, self.pack)),
+            range(rows.start // self.pack, ceil_div(rows.stop, self.pack)),
             range(keys.start, keys.stop),
             self.pack,
         )
@@ -503,8 +504,8 @@ class _ListsAndMod:
         block_q, block_k = self.block_size
         states = self.states[
             :,
-            tile.queries.start // block_q : _ceil_div(tile.queries.stop, block_q),
-            tile.keys.start // block_k : _ceil_div(tile.keys.stop, block_k),
+            tile.queries.start // block_q : ceil_div(tile.queries.stop, block_q),
+            tile.keys.start // block_k : ceil_div(tile.keys.stop, block_k),
         ].flatten(1)
         cutting = states == ABSENT if self.mask_mod is None else states != FULL
         return (states == ABSENT).all(dim=1), cutting.any(dim=1)
@@ -562,10 +563,6 @@ def _int32(positions: range) -> Tensor:
     return torch.arange(
         positions.start, positions.stop, positions.step, dtype=torch.int32, device="cpu"
     )
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _cut_off(block: int, size: int, end: int) -> slice:

@@ -27,8 +27,10 @@ from flash_mask_cute.host.validate import (
     check_bool,
     check_differentiable_by_aux,
     check_gradient_settings,
+    check_lists,
     check_mod,
     check_unsupported,
+    check_window,
     refuse_transforms,
 )
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
@@ -283,7 +285,11 @@ def _window_sides(window_size: WindowSize) -> WindowSize:
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
-    return None if left == -1 else left, None if right == -1 else right
+    left, right = (None if side == -1 else side for side in (left, right))
+    for position, side in enumerate((left, right)):
+        if side is not None:
+            check_window(f"window_size[{position}]", side)
+    return left, right
 
 
 def _attend(
@@ -293,6 +299,9 @@ def _attend(
         call = call._replace(deterministic=True)
     check_bool("return_lse", return_lse)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
+    if call.block_sparse_tensors_torch is not None:
+        # by the name that it has here
+        check_lists("block_sparse_tensors", call.block_sparse_tensors_torch, call.mask_mod)
     wants_aux = _aux_that_require_grad(call)
     if torch.compiler.is_compiling() or _is_intercepted(q):
         batch = q.shape[0] if _packs(q, k, v, call) else None

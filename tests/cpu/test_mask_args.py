@@ -268,7 +268,7 @@ def test_a_changed_global_and_a_changed_cell_are_noticed(
 
 BY_HEAD: dict[str, dict[str, Any]] = {
     "startend_row_indices": {"startend_row_indices": columns(2, heads=4)},
-    "block_sparse_tensors_torch": {"block_sparse_tensors_torch": lists()},
+    "block lists": {"block_sparse_tensors_torch": lists()},
 }
 
 
