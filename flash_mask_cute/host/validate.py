@@ -24,7 +24,7 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_m
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.problem import STRIDE_STEP
-from flash_mask_cute.masks.column_mask import NUM_VECTORS, ColumnMask
+from flash_mask_cute.masks.column_mask import ColumnMask
 
 _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
@@ -669,23 +669,13 @@ def _check_columns(
 ) -> None:
     """keys: batch entries and keys that the tensor must have."""
     name = "startend_row_indices"
-    tensor: Any = value.startend_row_indices if isinstance(value, ColumnMask) else value
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be an int32 tensor or a ColumnMask, got {_brief(value)}")
+    if not isinstance(value, ColumnMask):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be an int32 tensor or a ColumnMask, got {_brief(value)}")
+        value = ColumnMask(value, causal)
+    tensor = value.startend_row_indices
     _check_tensor(name, tensor)
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"{name} must have dtype int32, got {tensor.dtype}")
     shape = tuple(tensor.shape)
-    if len(shape) != 4 or shape[3] not in NUM_VECTORS:
-        raise ValueError(
-            f"{name} must have shape (batch, heads, seqlen_k, n) with n in {NUM_VECTORS}, got "
-            f"{shape}"
-        )
-    if shape[3] == 1 and not causal and not isinstance(value, ColumnMask):
-        raise ValueError(
-            f"{name} with n = 1 hides rows below a key only and needs causal=True, got causal="
-            f"{causal} and shape {shape}"
-        )
     batch, num_keys = keys
     if shape[0] not in (1, batch) or shape[2] != num_keys:
         raise ValueError(

@@ -80,20 +80,23 @@ class ColumnMask:
     def __post_init__(self) -> None:
         indices = self.startend_row_indices
         if not isinstance(indices, Tensor):
-            raise TypeError(f"startend_row_indices is a {type(indices).__name__}, not a tensor")
+            raise TypeError(
+                f"startend_row_indices must be an int32 tensor, got {type(indices).__name__}"
+            )
         for name, flag in (("causal", self.causal), ("documents", self.documents)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}={flag!r} is not a bool")
         if indices.dtype != torch.int32:
-            raise TypeError(f"startend_row_indices has dtype {indices.dtype}, not torch.int32")
+            raise TypeError(f"startend_row_indices must have dtype int32, got {indices.dtype}")
         if indices.dim() != 4 or indices.shape[3] not in NUM_VECTORS:
             raise ValueError(
-                f"startend_row_indices has shape {tuple(indices.shape)}, not "
-                f"(batch, heads_mask, seqlen_k, n) with n in {NUM_VECTORS}"
+                "startend_row_indices must have shape (batch, heads_mask, seqlen_k, n) with n in "
+                f"{NUM_VECTORS}, got {tuple(indices.shape)}"
             )
         if indices.shape[3] == 1 and not self.causal:
             raise ValueError(
-                "startend_row_indices with 1 vector needs causal=True: it hides rows below only"
+                "startend_row_indices with n = 1 hides rows below a key only and needs "
+                f"causal=True, got causal={self.causal} and shape {tuple(indices.shape)}"
             )
 
     def __getstate__(self) -> dict[str, Any]:
