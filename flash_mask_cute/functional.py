@@ -352,10 +352,9 @@ def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
 
 def _packs(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> bool:
     """Whether a call computes the documents of its mask as packed sequences."""
-    if not packing.holds_documents(q, k, v, call.startend_row_indices, call.causal):
-        return False
+    mask = call.startend_row_indices
     others = (*call[:4], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch)
-    return all(x is None for x in others)
+    return packing.holds_documents(q, k, v, mask, call.causal, others)
 
 
 def _run_forward(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flash_mask_cute import packing
 from flash_mask_cute.host.bit_store import compile_bwd_call, compile_call
 from flash_mask_cute.host.bwd_launch import (
     BwdCpuLaunch,
@@ -254,7 +255,9 @@ def _flash_attn_bwd(
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
 ) -> Explanation:
-    """What `_flash_attn_fwd(q, k, v, **keywords)` would run, and why; nothing is launched.
+    """What `_flash_attn_fwd(q, k, v, **keywords)` would run, and why; nothing is launched, but what
+    finds the documents of a mask that says it holds some. Those are explained as the packed
+    sequences that `flash_attn_func` makes of them.
 
     The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU,
     or for a target ("sm_90a", "sm_100a" or "sm_103a"), which need not be there.
@@ -265,8 +268,19 @@ def explain(
     """
     extras, masks, settings = bundle(keywords)
     named = None if target is None else Target.named(target)
+    mask: Any = masks.startend_row_indices
+    lists, mods = masks.block_sparse_tensors_torch, (masks.score_mod, masks.mask_mod)
+    others = (*extras[1:], lists, *mods)
+    packs = packing.holds_documents(q, k, v, mask, settings.causal, others)
+    if packs:
+        (q, k, v), more = packing.by_documents(q, k, v, mask)
+        extras, masks, settings = bundle({**keywords, **more})
     resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
-    return explain_fwd(resolved, extras, resolved_masks, named or _target_of(q), str(q.device))
+    found = explain_fwd(resolved, extras, resolved_masks, named or _target_of(q), str(q.device))
+    if packs:
+        documents = "the documents of the mask are packed sequences"
+        found = replace(found, note="; ".join(filter(None, (found.note, documents))))
+    return found
 
 
 def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:

@@ -6,6 +6,7 @@ anywhere, and a tile that two documents share visits the keys of both.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -14,12 +15,17 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.documents import SLOT
 
 
-def holds_documents(q: Any, k: Any, v: Any, mask: Any, causal: bool) -> bool:
-    """Whether a mask is said to hold documents, and these operands can be packed by them.
+def holds_documents(
+    q: Any, k: Any, v: Any, mask: Any, causal: bool, others: Iterable[object]
+) -> bool:
+    """Whether a mask is said to hold documents, and this call can be packed by them.
 
     Other operands, wrong ones among them, are for the call with the mask as it is. causal: of the
-    call, which must not hide more than the mask does.
+    call, which must not hide more than the mask does. others: lengths, mods and block lists of the
+    call, which packed sequences do not have as they are.
     """
+    if any(x is not None for x in others):
+        return False
     if not isinstance(mask, ColumnMask) or not mask.documents or (causal and not mask.causal):
         return False
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):

@@ -76,7 +76,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "plotting": ("masks.column_mask",),
     "block_sparsity": (),
     "compute_block_sparsity": ("block_sparsity", "host"),
-    "interface": ("host", "masks.column_mask"),
+    "interface": ("host", "masks.column_mask", "packing"),
     "functional": (
         "interface",
         "host.callable_key",

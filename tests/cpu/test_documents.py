@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_mask_cute import functional
+from flash_mask_cute import explain, functional
 from flash_mask_cute.functional import flash_attn_func, flashmask_attention
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -278,6 +278,19 @@ def test_where_calls_keep_the_mask_whole(monkeypatch: pytest.MonkeyPatch, why: s
     found = flash_attn_func(*qkv, startend_row_indices=mask, **options)
     assert torch.equal(found, flash_attn_func(*qkv, startend_row_indices=plain, **options))
     assert all(x["cu_seqlens_q"] is None for x in seen)
+
+
+def test_explain_tells_what_is_computed() -> None:
+    mask = builders.causal_document([700, 600])
+    plain = ColumnMask(mask.startend_row_indices, mask.causal)
+    q = torch.zeros(1, 1300, 2, 64)
+    packed, whole = (explain(q, q, q, startend_row_indices=x, causal=True) for x in (mask, plain))
+    tile_m = packed.tiles.tile_m
+    assert packed.work_tiles == 2 * sum(-(-length // tile_m) for length in (700, 600))
+    assert whole.work_tiles == 2 * -(-1300 // tile_m)
+    assert "packed sequences" in packed.note and "packed sequences" not in whole.note
+    out = torch.empty_like(q)
+    assert "packed" not in explain(q, q, q, startend_row_indices=mask, causal=True, out=out).note
 
 
 def test_wrong_operands_get_their_error() -> None:
