@@ -178,12 +178,16 @@ def _count_uses(values: list[Any]) -> int:
 def _scalar(result: Any) -> Any:
     if result is None:
         raise TypeError("a mod returned None: it must return a score, or whether the score counts")
-    if isinstance(result, str | list | tuple | dict):
-        raise TypeError(f"a mod must return one value, got {result!r}")
     if isinstance(result, cutlass.Vector) and not isinstance(result, cute.TensorSSA):
         # what the compiler makes of `~` and shifts, and of `not` in a @cute.jit function
         raise TypeError(f"a mod {_NEGATES}; or {_SHIFTS}")
     if not isinstance(result, cute.TensorSSA):
+        if not isinstance(result, bool | int | float | cutlass.Numeric | ir.Value):
+            kind = type(result)
+            raise TypeError(
+                "a mod must return one value that the compiler knows, got "
+                f"{result!r}, a {kind.__module__}.{kind.__qualname__}"
+            )
         return result
     if cute.size(result.shape) != 1:
         raise TypeError(f"a mod must return one value, got a vector of shape {result.shape}")

@@ -294,6 +294,20 @@ def test_aux_tensors_that_are_missing() -> None:
         eval_score_mod_bwd(scaled, grads, scores, None, 0, 0, *indices)
 
 
+@pytest.mark.parametrize(
+    ("mod", "kind"),
+    [
+        (lambda b, h, q, k, aux: [True], "builtins.list"),
+        (lambda b, h, q, k, aux: torch.ones(1), "torch.Tensor"),
+        (lambda b, h, q, k, aux: 1j, "builtins.complex"),
+    ],
+    ids=["list", "tensor", "complex"],
+)
+def test_what_a_mod_must_not_return(mod: Callable[..., Any], kind: str) -> None:
+    with pytest.raises(TypeError, match=f"one value that the compiler knows, got .* a {kind}"):
+        eval_mask_mod(mod, None, 0, 0, torch.arange(2), torch.arange(2))
+
+
 def test_a_mod_must_return_one_value() -> None:
     with pytest.raises(TypeError, match="returned None"):
         eval_mask_mod(lambda b, h, q, k, aux: None, None, 0, 0, torch.arange(2), torch.arange(2))
@@ -301,8 +315,6 @@ def test_a_mod_must_return_one_value() -> None:
     def two(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         return cute.full((2,), True, cutlass.Boolean)
 
-    with pytest.raises(TypeError, match=r"one value, got \[True\]"):
-        eval_mask_mod(lambda b, h, q, k, aux: [True], None, 0, 0, torch.arange(2), torch.arange(2))
     with pytest.raises(TypeError, match="one value, got a vector of shape"):
         eval_mask_mod(two, None, 0, 0, torch.arange(2), torch.arange(2))
 
