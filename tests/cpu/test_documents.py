@@ -235,12 +235,15 @@ def test_beside_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[0]["cu_seqlens_q"] is not None
 
 
-def test_compiled() -> None:
+def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     # other tests may have compiled the function as often as torch does
     torch._dynamo.reset()
     mask = SMALL["causal_document"]()
+    seen = calls(monkeypatch)
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
-    found, expected = results(compiled, mask), results(flash_attn_func, mask)
+    found = results(compiled, mask)
+    assert [x["cu_seqlens_q"] is not None for x in seen] == [True, True]
+    expected = results(flash_attn_func, mask)
     for result, other in zip(found, expected, strict=True):
         torch.testing.assert_close(result, other, rtol=1e-9, atol=1e-9)
 
