@@ -145,8 +145,8 @@ class BwdPreprocess:
         :param mLSE: fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q), any strides
         :param mdLSE: as mLSE
         :param mStats: fp32 (heads_q, num_row_blocks, 2, tile_m). [0]: LSE by base 2, inf for rows
-            that see nothing and rows that no sequence uses; [1]: -delta, dLSE less the sum of
-            O * dO, 0 for those rows
+            that see nothing and rows that no sequence uses; [1]: delta, the sum of O * dO less
+            dLSE, 0 for those rows
         :param mdQaccum: fp32 (heads_q, num_row_blocks, a multiple of 1024), contiguous and aligned
             to 16 bytes; zeroed, if given
         :param mTurns: int32 (heads_q, num_row_blocks); zeroed, if given
@@ -212,7 +212,7 @@ class BwdPreprocess:
                     mStats[head_idx, block, 0, thread] = cutlass.select_(
                         sees_something, lse * LOG2_E, Float32.inf
                     )
-                    mStats[head_idx, block, 1, thread] = -delta
+                    mStats[head_idx, block, 1, thread] = delta
                 if const_expr(mSink is not None):
                     part = -cute.math.exp2((sink - lse) * LOG2_E, fastmath=True) * delta
                     part = cutlass.select_(sees_something, part, Float32(0.0))

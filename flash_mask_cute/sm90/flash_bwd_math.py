@@ -1,7 +1,7 @@
 """The Hopper backward between its products: P from S, dS from dP, as accumulators hold them.
 
 Rows are keys and columns queries. No pipelines here: everything works in registers, and reads LSE
-and -delta of the columns from shared memory.
+and delta of the columns from shared memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,23 +35,13 @@ def probabilities(scores: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float32) -
 
 
 @cute.jit
-def subtract_delta(
-    grads: cute.Tensor, sMinusDelta: cute.Tensor, is_early: cutlass.Constexpr[bool]
-) -> None:
-    """dP - delta in place of dP; early: of an accumulator that nothing has been added to yet."""
-    minus_delta = cute.make_rmem_tensor(sMinusDelta.layout.shape, Float32)
-    cute.autovec_copy(sMinusDelta, minus_delta)
+def score_gradients(grads: cute.Tensor, factors: cute.Tensor, sDelta: cute.Tensor) -> None:
+    """dS = factor * (dP - delta) in place of dP. A factor is P, or what `ScoreChain` made of it."""
+    delta = cute.make_rmem_tensor(sDelta.layout.shape, Float32)
+    cute.autovec_copy(sDelta, delta)
     for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
         for r in cutlass.range_constexpr(cute.size(grads, mode=[0])):
-            grads[r, c] = minus_delta[c] if is_early else grads[r, c] + minus_delta[c]
-
-
-@cute.jit
-def score_gradients(grads: cute.Tensor, factors: cute.Tensor) -> None:
-    """dS = factor * (dP - delta) in place of dP - delta. A factor is P, or what `ScoreChain` made
-    of it."""
-    for i in cutlass.range_constexpr(cute.size(grads)):
-        grads[i] = factors[i] * grads[i]
+            grads[r, c] = factors[r, c] * (grads[r, c] - delta[c])
 
 
 @dataclass(frozen=True)
@@ -122,7 +112,7 @@ class ScoreChain:
         first_col: int,
         bits: tuple | None,
         sLSE: cute.Tensor,
-        sMinusDelta: cute.Tensor,
+        sDelta: cute.Tensor,
         probs: cute.Tensor,
         dscores: cute.Tensor,
     ) -> None:
@@ -141,7 +131,7 @@ class ScoreChain:
                     c = first_col + i
                     score, slope, terms = self._modified(scores[r, i], place(r, c))
                     prob = self._probability(score, sLSE[c], bits, r, c)
-                    by_modified = prob * (grads[r, i] + sMinusDelta[c])
+                    by_modified = prob * (grads[r, i] - sDelta[c])
                     # where nothing counts, derivatives may be anything
                     counts = prob > 0.0
                     sums.add(terms, by_modified, counts)

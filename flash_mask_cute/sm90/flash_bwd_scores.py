@@ -27,12 +27,7 @@ from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_math import (
-    ScoreChain,
-    probabilities,
-    score_gradients,
-    subtract_delta,
-)
+from flash_mask_cute.sm90.flash_bwd_math import ScoreChain, probabilities, score_gradients
 from flash_mask_cute.sm90.flash_bwd_plan import (
     NUM_MMA_WARPGROUPS,
     Barrier,
@@ -191,16 +186,11 @@ class BlockScores:
         plan, chain, channels = self.plan, self.chain, self.channels
         is_plain = chain.is_empty
         acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))
-        lse, minus_delta = self._statistics(at.block)
-        # dP added to -delta saves subtracting it. Bits leave no registers for that, and with S in
-        # flight ptxas would wait for it here.
-        is_early = is_plain and kind == Kind.WHOLE
-        if is_early:
-            subtract_delta(wgmma.rows_by_cols(acc_dP), minus_delta, True)
+        lse, delta = self._statistics(at.block)
         self._issue_scores(acc_S, at)
         channels.do.wait_unless(at.known.do, at.block)
         if is_plain:
-            self._issue_dp(acc_dP, at, accumulate=is_early)
+            self._issue_dp(acc_dP, at)
             warpgroup.wait_group(1)
         else:
             # no registers for dP meanwhile
@@ -209,9 +199,7 @@ class BlockScores:
         if not is_plain:
             self._issue_dp(acc_dP, at)
         warpgroup.wait_group(0)
-        if not is_early:
-            subtract_delta(wgmma.rows_by_cols(acc_dP), minus_delta, False)
-        score_gradients(acc_dP, acc_S)
+        score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(acc_S), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
         if is_plain:
             wgmma.round_pairs(self.probs, acc_S, plan.dtype)
@@ -220,7 +208,7 @@ class BlockScores:
         """P and dS in their words, and the gradients of aux tensors, for one part of the columns
         after the other: there are no registers for S and dP of all."""
         width = self.plan.tile_m // self.num_parts
-        lse, minus_delta = self._statistics(at.block)
+        lse, delta = self._statistics(at.block)
         bits, place = self._bits(kind, at.cut, at.known.bits), self._place(at)
         self.channels.do.wait_unless(at.known.do, at.block)
         for part in range(self.num_parts):
@@ -231,7 +219,7 @@ class BlockScores:
             scores, grads = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_dP)
             first_col = part * cute.size(scores, mode=[1])
             self.chain.apply_to_both(
-                *place, scores, grads, first_col, bits, lse, minus_delta, self.probs, self.grads
+                *place, scores, grads, first_col, bits, lse, delta, self.probs, self.grads
             )
 
     # -- the keys of both -----------------------------------------------------------------------
@@ -271,7 +259,7 @@ class BlockScores:
     def _compute_grads(self, at: Visit) -> None:
         plan = self.plan
         acc_dP = wgmma.make_accumulator(plan.tile_m)
-        _, minus_delta = self._statistics(at.block)
+        _, delta = self._statistics(at.block)
         self.channels.do.wait_unless(at.known.do, at.block)
         self._issue_dp(acc_dP, at)
         warpgroup.wait_group(0)
@@ -283,8 +271,7 @@ class BlockScores:
             cute.arch.sync_warp()
         factors = cute.make_rmem_tensor(acc_dP.layout, Float32)
         factors.store(wgmma.rounded_values(words, plan.dtype).load().to(Float32))
-        subtract_delta(wgmma.rows_by_cols(acc_dP), minus_delta, False)
-        score_gradients(acc_dP, factors)
+        score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
         self._store_grads(self.grads, self.plan.ds_stage(at.block))
 
@@ -295,18 +282,16 @@ class BlockScores:
         q_tile = self.factors.q[part][None, None, None, self.channels.q.index(at.block)]
         wgmma.issue(self.plan.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
 
-    def _issue_dp(
-        self, acc_dP: cute.Tensor, at: Visit, part: int = 0, accumulate: bool = False
-    ) -> None:
+    def _issue_dp(self, acc_dP: cute.Tensor, at: Visit, part: int = 0) -> None:
         v_tile = self.factors.v[None, None, None, self.plan.own_keys(at.tile)]
         do_tile = self.factors.do[part][None, None, None, self.channels.do.index(at.block)]
         mma = self.plan.mma_scores(self.num_parts)
         if self.values is None:
-            wgmma.issue(mma, acc_dP, v_tile, do_tile, accumulate)
+            wgmma.issue(mma, acc_dP, v_tile, do_tile, False)
         else:
             operand = wgmma.words_as_operand_a(self.values, self.plan.dtype)
             kept = self.plan.mma_values(), operand
-            wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile, accumulate)
+            wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile)
 
     def _apply(self, kind: Kind, at: Visit, scores: cute.Tensor, lse: cute.Tensor) -> None:
         """In place of S, P or, where there is a chain, what dS has for it; then P is in probs."""
@@ -330,15 +315,15 @@ class BlockScores:
         return self.channels.ring.read(at.tile), words[2], words[1]
 
     def _statistics(self, block: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """LSE and -delta of the queries that this thread's columns are, in shared memory."""
+        """LSE and delta of the queries that this thread's columns are, in shared memory."""
         tile_m = self.plan.tile_m
         first = wgmma.first_col_of(thread_in_warpgroup())
         layout = cute.make_layout((2, tile_m // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
-        lse, minus_delta = (
+        lse, delta = (
             cute.make_tensor((row + (first + start)).align(8), layout) for start in (0, tile_m)
         )
-        return lse, minus_delta
+        return lse, delta
 
     def _pass_probs(self, block: Int32) -> None:
         """Give P to the other warpgroup."""

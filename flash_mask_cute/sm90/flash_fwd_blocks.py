@@ -202,7 +202,7 @@ class KeyBlocks:
         else:
             operand = wgmma.words_as_operand_a(self.kept_q, self.plan.dtype)
             kept = self.plan.mma_qk(warpgroup.OperandSource.RMEM), operand
-            wgmma.issue_with_kept(mma, acc_S, kept, q_tile, k_tile, False)
+            wgmma.issue_with_kept(mma, acc_S, kept, q_tile, k_tile)
 
     def issue_values(self, probs: cute.Tensor, at: Position) -> None:
         """Start O += P V of the last block that was not passed over."""

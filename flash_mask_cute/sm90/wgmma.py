@@ -178,15 +178,14 @@ def issue_with_kept(
     kept: tuple[cute.TiledMma, cute.Tensor],
     a: cute.Tensor,
     b: cute.Tensor,
-    accumulate: bool,
 ) -> None:
-    """`issue`, where the first k-steps of a also lie in registers.
+    """Start acc = a b as one commit group, where the first k-steps of a also lie in registers.
 
     kept: the product of an operand A in registers, and these.
     """
     tiled_kept, operand = kept
     mma_kept, mma = cute.make_mma_atom(tiled_kept.op), cute.make_mma_atom(tiled_mma.op)
-    mma_kept.set(warpgroup.Field.ACCUMULATE, accumulate)
+    mma_kept.set(warpgroup.Field.ACCUMULATE, False)
     mma.set(warpgroup.Field.ACCUMULATE, True)
     num_kept = cute.size(operand, mode=[2])
     warpgroup.fence()

@@ -251,7 +251,7 @@ def check_preprocess(
         delta = torch.where(lse_ == -INF, 0.0, (o_ * do_).sum(-1) - dlse_)
         kept = torch.where(lse_ == -INF, INF, lse_)
         expected[:, block, 0, : delta.shape[0]] = kept.mT / math.log(2)
-        expected[:, block, 1, : delta.shape[0]] = -delta.mT
+        expected[:, block, 1, : delta.shape[0]] = delta.mT
         expected_parts[:, block] = -((sink.double() - kept).exp() * delta).sum(0)
     of_sequences = [block for block, _, _ in seqs.blocks(tile_m)]
 
