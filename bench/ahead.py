@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from bench.cases import CASES, BenchCase, CaseTensors, Saved, make_tensors
-from bench.peers import PEERS
+from bench.peers import DOCUMENT_MASKS, PEERS
 
 AHEAD = ("ours", "flex")
 KINDS = ("attention", "backward")
@@ -35,7 +35,7 @@ def kernel_of(peer: str, case: BenchCase) -> Hashable:
     mask = case.mask_of(case.n)
     told: Hashable = (case.mask, case.n)
     if case.form == "columns":
-        told = mask.hidden.shape[1], mask.causal
+        told = mask.hidden.shape[1], mask.causal, case.mask in DOCUMENT_MASKS
     fields = (case.kind, case.d, case.d_v, case.dtype, case.form, case.score_mod, case.varlen)
     return *fields, told, case.heads // case.heads_kv, bool(case.softcap)
 

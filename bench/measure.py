@@ -241,6 +241,7 @@ def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterato
         peer = PEERS[name]
         call = peer.prepare(case, tensors)
         if case.returns_gradients:
+            torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             results = call()
         else:

@@ -285,11 +285,7 @@ def _window_sides(window_size: WindowSize) -> WindowSize:
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
-    left, right = (None if side == -1 else side for side in (left, right))
-    for position, side in enumerate((left, right)):
-        if side is not None:
-            check_window(f"window_size[{position}]", side)
-    return left, right
+    return None if left == -1 else left, None if right == -1 else right
 
 
 def _attend(
@@ -299,9 +295,6 @@ def _attend(
         call = call._replace(deterministic=True)
     check_bool("return_lse", return_lse)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
-    if call.block_sparse_tensors_torch is not None:
-        # by the name that it has here
-        check_lists("block_sparse_tensors", call.block_sparse_tensors_torch, call.mask_mod)
     wants_aux = _aux_that_require_grad(call)
     if torch.compiler.is_compiling() or _is_intercepted(q):
         batch = q.shape[0] if _packs(q, k, v, call) else None
@@ -311,6 +304,12 @@ def _attend(
     refuse_transforms()
     # now, and not when the backward runs
     check_mod("score_mod_bwd", call.score_mod_bwd)
+    # the host call knows these by other names
+    for side in (call.window_size_left, call.window_size_right):
+        if side is not None:
+            check_window("window_size", side)
+    if call.block_sparse_tensors_torch is not None:
+        check_lists("block_sparse_tensors", call.block_sparse_tensors_torch, call.mask_mod)
     if call.config is not None:
         call = call._replace(config=call.configs)
     if isinstance(call.startend_row_indices, Tensor):
@@ -358,19 +357,29 @@ def _packs(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> bool:
 
 
 def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, return_lse: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    call: _Call,
+    return_lse: bool = True,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     if _packs(q, k, v, call):
         mask: Any = call.startend_row_indices
         operands, keywords = packing.by_documents(q, k, v, mask)
-        out, lse = _run_forward(*operands, sink, call._replace(**keywords), return_lse)
-        return packing.by_sequences(out, lse, *q.shape[:2])
+        # autograd refuses to have a result changed in place that is a view
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        call = call._replace(**keywords)
+        _, lse = _run_forward(*operands, sink, call, return_lse, out.flatten(0, 1))
+        return out, None if lse is None else packing.lse_by_sequences(lse, q.shape[0])
     return _flash_attn_fwd(
         q,
         k,
         v,
         learnable_sink=sink,
         pack_gqa=call.pack_gqa,
+        out=out,
         return_lse=return_lse,
         config=call.configs.forward,
         softmax_scale=call.softmax_scale,

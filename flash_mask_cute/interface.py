@@ -101,9 +101,9 @@ def _flash_attn_fwd(
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
 
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
-    with head_dim_v. With cu_seqlens_q (int32, batch + 1) q is (total_q, heads_q, head_dim), with
-    cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the rows in use of each
-    slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
+    with head_dim_v. With cu_seqlens_q (int32, batch + 1, from 0 on) q is (total_q, heads_q,
+    head_dim), with cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the rows
+    in use of each slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i when everything that was given lets it. With d = i + seqlen_k -
     seqlen_q: j <= d if causal, j >= d - window_size_left and j <= d + window_size_right; None
@@ -255,9 +255,8 @@ def _flash_attn_bwd(
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
 ) -> Explanation:
-    """What `_flash_attn_fwd(q, k, v, **keywords)` would run, and why; nothing is launched, but what
-    finds the documents of a mask that says it holds some. Those are explained as the packed
-    sequences that `flash_attn_func` makes of them.
+    """What a forward with these arguments of `_flash_attn_fwd` would run, and why; for a mask with
+    documents, the packed sequences that `flash_attn_func` makes of them. No attention is launched.
 
     The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU,
     or for a target ("sm_90a", "sm_100a" or "sm_103a"), which need not be there.
@@ -268,6 +267,7 @@ def explain(
     """
     extras, masks, settings = bundle(keywords)
     named = None if target is None else Target.named(target)
+    resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
     mask: Any = masks.startend_row_indices
     lists, mods = masks.block_sparse_tensors_torch, (masks.score_mod, masks.mask_mod)
     others = (*extras[1:], lists, *mods)
@@ -275,7 +275,7 @@ def explain(
     if packs:
         (q, k, v), more = packing.by_documents(q, k, v, mask)
         extras, masks, settings = bundle({**keywords, **more})
-    resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
+        resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
     found = explain_fwd(resolved, extras, resolved_masks, named or _target_of(q), str(q.device))
     if packs:
         documents = "the documents of the mask are packed sequences"

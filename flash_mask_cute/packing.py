@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -26,7 +27,9 @@ def holds_documents(
     """
     if any(x is not None for x in others):
         return False
-    if not isinstance(mask, ColumnMask) or not mask.documents or (causal and not mask.causal):
+    if not isinstance(mask, ColumnMask) or not mask.documents:
+        return False
+    if causal is not False and causal is not mask.causal:
         return False
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         return False
@@ -63,19 +66,19 @@ def by_documents(
     return (q, k, v), keywords
 
 
-def by_sequences(
-    out: Tensor, lse: Tensor | None, batch: int, seqlen: int
-) -> tuple[Tensor, Tensor | None]:
-    """What a packed forward returned, as a dense one returns it; lse is copied."""
-    if lse is not None:
-        lse = lse.view(-1, batch, seqlen).transpose(0, 1).contiguous()
-    return out.view(batch, seqlen, *out.shape[1:]), lse
+def lse_by_sequences(lse: Tensor, batch: int) -> Tensor:
+    """A copy of what a packed forward returned, as a dense one returns it."""
+    by_head = lse.view(lse.shape[0], batch, -1)
+    return by_head.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
 def outputs_by_documents(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What a dense forward returned, and the gradients by it, as a packed backward takes them."""
+    """What a dense forward returned, and the gradients by it, as a packed backward takes them.
+
+    Copied: lse and dlse of several sequences, and dout if its rows do not follow each other.
+    """
     if dlse is not None:
         dlse = _by_head(dlse)
     return out.flatten(0, 1), _by_head(lse), dout.flatten(0, 1), dlse

@@ -73,8 +73,15 @@ def compile_bwd_call(
     mods = masks.mods._replace(score_mod_bwd=resolved.score_mod_bwd)
     if storing is not None:
         mods = mods._replace(mask_mod=None)
-    before = resolved.has_dlse, resolved.sink_dtype
-    kernels = compile_bwd(resolved.problem, resolved.choice, target, mods, *before, resolved.tails)
+    kernels = compile_bwd(
+        resolved.problem,
+        resolved.choice,
+        target,
+        mods,
+        resolved.has_dlse,
+        resolved.sink_dtype,
+        resolved.tails,
+    )
     return resolved, kernels, storing
 
 

@@ -80,7 +80,7 @@ class ResolvedBwd:
 
     Window sides are None where they are open. sink_dtype: that of the sink whose gradient is asked
     for, a name of a torch dtype. choose: the tiles of another `mask_kind` with the same arguments.
-    tails: see there. block_size: that of block lists, (queries, keys).
+    tails: see `Tails`. block_size: that of block lists, (queries, keys).
     """
 
     shapes: FwdShapes
@@ -305,7 +305,7 @@ class BwdCpuLaunch:
 
 
 def _new_gradient(like: Tensor, is_plain: bool) -> Tensor:
-    # the same, but half the time
+    # `empty_like` takes half the time
     return torch.empty_like(like) if is_plain else like.new_empty(like.shape)
 
 

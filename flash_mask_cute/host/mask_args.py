@@ -159,7 +159,7 @@ class ResolvedMasks(NamedTuple):
     def unpackable(self, shapes: FwdShapes) -> str | None:
         """The argument, if there is one, under which query heads of a group cannot share a tile."""
         if self.block_lists is not None:
-            return "block lists"
+            return "block lists (block_sparse_tensors)"
         if self.column_mask is not None:
             heads = self.column_mask.startend_row_indices.shape[1]
             if heads == shapes.heads_q > shapes.heads_kv:

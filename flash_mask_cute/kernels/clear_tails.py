@@ -9,7 +9,7 @@ from cutlass import Int32, const_expr, range_constexpr
 
 from flash_mask_cute.kernels.bwd_preprocess import NUM_THREADS, VECTOR_16_BITS, vector_of
 
-# enough to write a long tail at a good part of the speed of memory
+# a guess: enough to write a long tail fast, few enough to be started at once for none
 NUM_CTAS = 128
 
 
@@ -31,7 +31,8 @@ class ClearTails:
         :param mdQ: packed (total_q, heads_q, head_dim), 16 bits, rows contiguous and aligned to 16
             bytes, other strides free; None: it has no tail, or that is not to be written
         :param mdK, mdV: as mdQ, (total_k, heads_kv, head_dim) and (total_k, heads_kv, head_dim_v)
-        :param mCuSeqlensQ, mCuSeqlensK: int32 (num_sequences + 1,); there if a tensor of theirs is
+        :param mCuSeqlensQ, mCuSeqlensK: int32 (num_sequences + 1,); None where no tensor is given
+            that they are for
         """
         tails = ((mdQ, mCuSeqlensQ), (mdK, mCuSeqlensK), (mdV, mCuSeqlensK))
         self.kernel(tails).launch(grid=(NUM_CTAS, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream)

@@ -62,7 +62,8 @@ class ColumnMask:
     documents: a sequence is expected to hold documents, tokens that only see each other. They are
     found on the device (`split`), and dense self-attention by `flash_attn_func` computes each as a
     sequence of its own, in both directions, where one mask is for all heads and the call has no
-    mods or block lists. Where there are none, that is right, too, but no faster.
+    mods or block lists. Where there are none, that is right, too, but the forward is no faster, and
+    that of the backward is not timed.
 
     The tensor may be changed in place, between calls; its values are never read by the host.
 
@@ -81,7 +82,8 @@ class ColumnMask:
         indices = self.startend_row_indices
         if not isinstance(indices, Tensor):
             raise TypeError(
-                f"startend_row_indices must be an int32 tensor, got {type(indices).__name__}"
+                "startend_row_indices must be an int32 tensor or a ColumnMask, got "
+                f"{type(indices).__name__}"
             )
         for name, flag in (("causal", self.causal), ("documents", self.documents)):
             if not isinstance(flag, bool):

@@ -152,8 +152,9 @@ def test_forward_and_backward_share_a_mask_object() -> None:
 def test_one_job_for_each_kernel(all_installed: None) -> None:
     names = paper.table_names()
     work = ahead.jobs(names, NOWHERE.peers_of)
-    # flags: full, causal and the window, by length; intervals: 1, 2 and 2 vectors, and 4
-    assert len(work) == 2 * 2 * (3 * 3 + 4) and {peer for peer, _ in work} == {"ours"}
+    # flags: full, causal and the window, by length; intervals: 1, 2 and 2 vectors, and 4, and of
+    # these one and one with documents
+    assert len(work) == 2 * 2 * (3 * 3 + 6) and {peer for peer, _ in work} == {"ours"}
     kinds = [CASES[name].kind for _, name in work]
     assert kinds == sorted(kinds, reverse=True)
     keys = {ahead.kernel_of("ours", CASES[name]) for name in names}
@@ -411,7 +412,7 @@ def test_the_command_compiles_ahead_and_goes_on_where_it_stopped(
     group = [f"{way}mask-d64-32k-{m}" for m in masks.MASKS for way in ("", "bwd-")]
     assert launched == [tuple(group), (*group[:4], *group[6:])]
     # the second time around kernels of six cases less, but those of the references again
-    assert compiled[0] == 2 * (3 + 4) and compiled[1] == compiled[0] - 2
+    assert compiled[0] == 2 * (3 + 6) and compiled[1] == compiled[0] - 2
     said = capsys.readouterr().out
     assert "0 of 24 cases are measured, 0 of them again" in said
     assert "6 of 24 cases are measured, 4 of them again" in said

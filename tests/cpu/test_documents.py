@@ -235,6 +235,37 @@ def test_beside_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[0]["cu_seqlens_q"] is not None
 
 
+def _like_transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("of_mask", [1, 2])
+@pytest.mark.parametrize("form", ["expanded", "heads before rows"])
+def test_gradients_of_any_strides(form: str, of_mask: int) -> None:
+    """By out alone, with values of another dimension, and a mask for all sequences or for each."""
+    lengths = [[520, 80], [30, 500, 70]] if of_mask == 2 else [520, 80]
+    mask = builders.document(lengths, 600)
+    plain = ColumnMask(mask.startend_row_indices, mask.causal)
+    q, k, v = operands(600, 2)
+    v = torch.cat([v, -v], dim=-1).detach().requires_grad_()
+    dout = torch.linspace(-1, 1, 2 * 600 * 2 * 16, dtype=torch.float64).view(2, 600, 2, 16)
+    dout = dout[:, :1, :1].expand(dout.shape) if form == "expanded" else _like_transposed(dout)
+    found, expected = (
+        torch.autograd.grad(flash_attn_func(q, k, v, startend_row_indices=x), (q, k, v), dout)
+        for x in (mask, plain)
+    )
+    for result, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_results_may_be_changed_in_place(batch: int) -> None:
+    mask = builders.document([520, 80])
+    out, lse = flash_attn_func(*operands(600, batch), startend_row_indices=mask, return_lse=True)
+    assert out.requires_grad and out.mul_(2).is_contiguous()
+    assert lse.requires_grad and lse.add_(1).is_contiguous()
+
+
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     # other tests may have compiled the function as often as torch does
     torch._dynamo.reset()
@@ -266,7 +297,7 @@ ELSEWHERE: dict[str, Callable[[ColumnMask, list[Tensor]], tuple[list[Tensor], di
     "causal of the call alone": lambda mask, qkv: (qkv, {"causal": True}),
     "fewer queries": lambda mask, qkv: ([qkv[0][:, :520], *qkv[1:]], {}),
     "heads before rows": lambda mask, qkv: (
-        [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv],
+        [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv],
         {},
     ),
 }
@@ -276,11 +307,15 @@ ELSEWHERE: dict[str, Callable[[ColumnMask, list[Tensor]], tuple[list[Tensor], di
 def test_where_calls_keep_the_mask_whole(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     mask = builders.from_cu_seqlens([0, 330, 600], causal=False)
     plain = ColumnMask(mask.startend_row_indices, mask.causal)
-    qkv, options = ELSEWHERE[why](mask, [x.detach() for x in operands(600, 2)])
+    qkv, options = ELSEWHERE[why](mask, operands(600, 2))
     seen = calls(monkeypatch)
-    found = flash_attn_func(*qkv, startend_row_indices=mask, **options)
-    assert torch.equal(found, flash_attn_func(*qkv, startend_row_indices=plain, **options))
-    assert all(x["cu_seqlens_q"] is None for x in seen)
+
+    def run(mask: ColumnMask) -> list[Tensor]:
+        out = flash_attn_func(*qkv, startend_row_indices=mask, **options)
+        return [out, *torch.autograd.grad((out * out).sum(), qkv)]
+
+    assert all(torch.equal(x, y) for x, y in zip(run(mask), run(plain), strict=True))
+    assert [x["cu_seqlens_q"] for x in seen] == [None] * 4
 
 
 def test_explain_tells_what_is_computed() -> None:
@@ -292,6 +327,9 @@ def test_explain_tells_what_is_computed() -> None:
     assert packed.work_tiles == 2 * sum(-(-length // tile_m) for length in (700, 600))
     assert whole.work_tiles == 2 * -(-1300 // tile_m)
     assert "packed sequences" in packed.note and "packed sequences" not in whole.note
+    alone = [explain(*[q[:, :length]] * 3, causal=True) for length in (700, 600)]
+    for count in ("full_key_tiles", "cut_key_tiles", "skipped_key_tiles"):
+        assert getattr(packed, count) == sum(getattr(x, count) for x in alone)
     out = torch.empty_like(q)
     assert "packed" not in explain(q, q, q, startend_row_indices=mask, causal=True, out=out).note
 
@@ -301,5 +339,9 @@ def test_wrong_operands_get_their_error() -> None:
     q, k, v = operands(2048, 1)
     with pytest.raises(ValueError, match="startend_row_indices"):
         flash_attn_func(q[:, :900], k[:, :900], v[:, :900], startend_row_indices=mask)
+    with pytest.raises(TypeError, match="causal must be True or False"):
+        flash_attn_func(q, k, v, startend_row_indices=mask, causal=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_seqlen_k"):
+        explain(q, k, v, startend_row_indices=mask, max_seqlen_k=-4)
     with pytest.raises(TypeError, match="q"):
         flash_attn_func(None, k, v, startend_row_indices=mask)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from launch_recorder import Recorder
 from support import BF16, FP32, FP64, Case, Inputs, assert_close_to_oracle, make_inputs
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -304,7 +305,8 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
         "learnable_sink": sink,
     }
     config_fwd, config_bwd = shared.pop("config")
-    of_forward = {"pack_gqa": shared.pop("pack_gqa"), "return_lse": True, "config": config_fwd}
+    of_forward = {"pack_gqa": shared.pop("pack_gqa"), "config": config_fwd}
+    of_forward |= {"return_lse": True, "out": None}
     of_backward = {name: shared.pop(name) for name in ("score_mod_bwd", "deterministic")}
     of_backward |= {"config": config_bwd, "daux": None}
     for keywords, more in ((found[0], of_forward), (found[1], of_backward | {"dlse": None})):
@@ -640,6 +642,37 @@ def test_one_graph_serves_all_lengths() -> None:
     assert len(graphs) == 1
 
 
+def test_windows_may_be_symbols() -> None:
+    """As in traces with dynamic shapes."""
+    q = torch.randn(1, 12, 2, 8)
+
+    def attend(x: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(x, x, x, window_size=(x.shape[1] // 4, None))
+        return out
+
+    traced = make_fx(attend, tracing_mode="symbolic")(q)
+    torch.testing.assert_close(traced(q), attend(q))
+    exported = torch.export.export(_Calls(attend), (q,), strict=False).module()
+    torch.testing.assert_close(exported(q), attend(q))
+
+
+def test_a_wrong_window_is_named_by_a_compiled_call() -> None:
+    torch._dynamo.reset()
+    q = torch.randn(1, 12, 2, 8)
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
+    with pytest.raises(ValueError, match="window_size_left.*got -2"):
+        compiled(q, q, q, window_size=(-2, 0))
+
+
+class _Calls(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self._function(*args)
+
+
 def test_export() -> None:
     q, k, v = (x.detach() for x in qkv())
 
@@ -846,12 +879,12 @@ def test_other_derivatives_are_refused() -> None:
             "score_mod_bwd must take the arguments",
         ),
         ({"window_size": 3}, ValueError, "window_size must be .left, right., got 3"),
-        ({"window_size": (-2, 0)}, ValueError, r"window_size\[0\] must be >= 0.*got -2"),
+        ({"window_size": (-2, 0)}, ValueError, "^window_size must be >= 0.*got -2"),
         ({"causal": 1}, TypeError, "causal"),
         ({"startend_row_indices": torch.zeros(1, 1, 12, 1)}, TypeError, "startend_row_indices"),
         ({"startend_row_indices": rows_below(3, 12)}, ValueError, "causal=True"),
         ({"startend_row_indices": [1]}, TypeError, "startend_row_indices"),
-        ({"window_size": (None, 0.5)}, TypeError, r"window_size\[1\] must be an int.*got 0.5"),
+        ({"window_size": (None, 0.5)}, TypeError, "^window_size must be an int.*got 0.5"),
         ({"block_sparse_tensors": [1]}, TypeError, "^block_sparse_tensors must be"),
         ({"aux_tensors": [torch.zeros(1)]}, ValueError, "aux_tensors"),
         ({"aux_tensors": 3}, TypeError, "aux_tensors"),

@@ -151,7 +151,8 @@ def test_documents_of_a_mask(
         functional, "_flash_attn_bwd", lambda *args, **more: launch(BwdOperands(*args), more)
     )
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    out = functional.flash_attn_func(*leaves, startend_row_indices=mask, causal=case.causal)
+    options = {"causal": case.causal, "deterministic": not case.causal}
+    out = functional.flash_attn_func(*leaves, startend_row_indices=mask, **options)
     simulator.OPTIONS["delay"] = 1
     simulator.RESULTS.clear()
     gradients = torch.autograd.grad(out, leaves, dout)
