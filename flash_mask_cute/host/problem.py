@@ -119,12 +119,16 @@ class AttentionProblem:
     @property
     def mask_kind(self) -> str:
         """What masks or modifies: "full" or "causal" and nothing else, "mask_mod", "score_mod"
-        (without a mask_mod), or "other"."""
+        (without a mask_mod), "edges" (intervals of two vectors and more, or beside block lists),
+        or "other"."""
         varying = (self.varlen_q, self.varlen_k, self.has_seqused_q, self.has_seqused_k)
         if self.mask_mod is not None:
             return "mask_mod"
         if self.score_mod is not None:
             return "score_mod"
+        lists = self.has_lists or self.has_bits or self.reads_bits
+        if self.intervals is not None and (self.intervals[0] > 1 or lists):
+            return "edges"
         masks = self.is_local or self.has_lists or self.reads_bits or self.intervals is not None
         if masks or any(varying):
             return "other"

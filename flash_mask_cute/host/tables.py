@@ -159,11 +159,11 @@ SM90_BWD = (
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),
         "registers for 64 queries and half of the values beside the sums of dK and dV",
-        ("full", "causal"),
+        ("full", "causal", "other"),
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
-        "registers for 64 queries and some values, which leave enough for who plans and paints",
+        "registers for 64 queries and some values, which leave enough for who paints many edges",
     ),
     BwdRow(*(192, 192, 64, 2, 2, 1, 0), "half of the sums' columns in each warpgroup"),
     BwdRow(

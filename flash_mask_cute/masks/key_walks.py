@@ -15,7 +15,7 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
-from flash_mask_cute.masks.bit_tile import ALL, HALF_WORD, bit_range
+from flash_mask_cute.masks.bit_tile import ALL, HALF_WORD, WORD, bit_range
 from flash_mask_cute.masks.rules import MaskRules, Share, both, stored_tile
 
 # of a block that no key sees, for which there is nothing to add
@@ -276,6 +276,11 @@ class KeyWalks(MaskRules):
     @property
     def _bits_per_word(self) -> int:
         return self.block_info.tile_m // self.columns.num_words
+
+    @property
+    def used_bits(self) -> int:
+        """The bits of a word that stand for queries."""
+        return ALL if self._bits_per_word == WORD else (1 << self._bits_per_word) - 1
 
     @cute.jit
     def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:

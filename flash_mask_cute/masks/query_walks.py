@@ -49,6 +49,11 @@ class QueryWalks(MaskRules):
         rows = (starts[batch_idx + 1] - starts[batch_idx]) * info.qhead_per_kvhead_packgqa
         return cute.ceil_div(rows, info.tile_m)
 
+    @property
+    def used_bits(self) -> int:
+        """The bits of a word that tell what is seen; those that stand for no key are never set."""
+        return ALL
+
     # -- tiles ----------------------------------------------------------------------------------
 
     @cute.jit

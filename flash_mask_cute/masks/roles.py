@@ -86,6 +86,6 @@ def _paint_block(
     bits.acquire(cuts)
     share.store(bit_tile, words)
     if const_expr(seen is not None):
-        share.store_seen(seen, words)
+        share.store_seen(seen, words, rules.used_bits)
     bits.publish(cuts)
     return cuts + 1

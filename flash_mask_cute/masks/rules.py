@@ -305,13 +305,14 @@ class Share:
                 tile[w, self.tile_line(group)] = words[group * num_words + w]
 
     @cute.jit
-    def store_seen(self, seen: cute.Tensor, words: tuple) -> None:
-        """Write into seen, int32, the bits that some word of each group of lines has set."""
+    def store_seen(self, seen: cute.Tensor, words: tuple, mask: cutlass.Constexpr[int]) -> None:
+        """Write into seen, int32, the bits that some word of each group of lines has set, of those
+        of the mask."""
         for group in cutlass.range_constexpr(self.num_groups):
             word = words[group * self.num_words]
             for w in cutlass.range_constexpr(1, self.num_words):
                 word = word | words[group * self.num_words + w]
-            word = Int32(cute.arch.warp_redux_sync(word, "or"))
+            word = Int32(cute.arch.warp_redux_sync(word & mask, "or"))
             if cute.arch.lane_idx() == 0:
                 seen[self.painter * self.num_groups + group] = word
 

@@ -297,6 +297,17 @@ class FlashAttentionBackwardSm90:
         shorteners = (masks.columns, masks.bits, masks.stored, self.mask_mod)
         return any(x is not None for x in shorteners)
 
+    def _passes_over(self, masks: MaskArgs, scales: ScoreScales) -> bool:
+        """Whether a warpgroup passes over blocks of which a mask hides all of its keys.
+
+        Not where scores are modified (with such a branch the software GPU shows wrong sums; why was
+        not found out), nor where only a walk's first block can be such a one, whose bits come too
+        late.
+        """
+        is_plain = self.score_mod is None and scales.cap is None
+        may_hide = self.is_local or self._may_be_short(masks)
+        return self.plan.passes_over and is_plain and may_hide
+
     def _operands(self, mQ, mK, mV, mdO, varlen_q: bool, varlen_k: bool) -> Operands:
         plan = self.plan
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -350,6 +361,7 @@ class FlashAttentionBackwardSm90:
         else:
             cute.arch.sync_threads()
         tiles = plan.tiles(storage)
+        passes_over = self._passes_over(masks, scales)
 
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
@@ -373,11 +385,14 @@ class FlashAttentionBackwardSm90:
                 painter = warp_idx - Role.PAINT
                 share = Share.create(painter, plan.num_painters, plan.tile_n, wgmma.COLUMNS)
                 rules = self._rules(masks, lengths, group)
-                paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+                seen = tiles.seen if passes_over else None
+                paint_walks(
+                    rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, seen
+                )
         else:
             cute.arch.setmaxregister_increase(plan.mma_registers)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
-            self.mma(gradients, tiles, channels, softmax_scale, score_args)
+            self.mma(gradients, tiles, channels, softmax_scale, score_args, passes_over)
         if const_expr(plan.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
             key_pairs.sync()
@@ -400,6 +415,7 @@ class FlashAttentionBackwardSm90:
         channels: Channels,
         softmax_scale: Float32,
         score_args: BwdScoreArgs,
+        passes_over: cutlass.Constexpr[bool],
     ):
         """MMA warpgroup: 64 keys of every work tile, or half of the columns of dK and dV."""
         plan = self.plan
@@ -416,7 +432,7 @@ class FlashAttentionBackwardSm90:
             (plan.tile_m, plan.tile_n),
             plan.first_key(),
         )
-        scores = BlockScores.create(plan, tiles, channels, chain)
+        scores = BlockScores.create(plan, tiles, channels, chain, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
@@ -425,6 +441,7 @@ class FlashAttentionBackwardSm90:
             known = Known.nothing()
             scores.begin(tile, block)
             current = (tiles.words[0, channels.q.index(block)] >> OWN_KIND_SHIFT) & KIND_MASK
+            first_seen = self._first_seen(ring.read(tile))
             if const_expr(scores.needs_scores):
                 # here and not in the loops below, where a branch would serialise all products
                 while (current != Kind.END) & (not ring.read(tile).has_scores):
@@ -438,43 +455,27 @@ class FlashAttentionBackwardSm90:
             while current != Kind.END:
                 for kind in (Kind.CUT, Kind.WHOLE):
                     while current == kind:
-                        stage, do_stage = channels.q.index(block), channels.do.index(block)
                         channels.q.wait_unless(known.q, block)
-                        following = tiles.words[0, stage] & KIND_MASK
-                        scores.compute(kind, Visit(tile, block, cut, known))
+                        following = tiles.words[0, channels.q.index(block)] & KIND_MASK
+                        visit = Visit(tile, block, cut, known)
+                        take = partial(self._take, kind, tiles, channels, at, scores, visit)
+                        sums = acc_dV, acc_dK, accumulate
+                        if const_expr(kind == Kind.CUT and passes_over):
+                            is_hidden = Boolean(False)
+                            if known.seen:
+                                is_hidden = scores.is_hidden()
+                            if const_expr(self.is_causal):
+                                m_block = tiles.words[1, channels.q.index(block)]
+                                is_hidden = is_hidden | (m_block < first_seen)
+                            if is_hidden:
+                                known = take(None)
+                            else:
+                                known = take(sums)
+                                accumulate = Boolean(True)
+                        else:
+                            known = take(sums)
+                            accumulate = Boolean(True)
                         cut += int(kind == Kind.CUT)
-                        self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
-                        # dQ reads the dS of both
-                        sync_both()
-                        self._send_grads(channels, block)
-                        scores.complete(block)
-                        issue_dQ = partial(self._issue_dq, at, plan.ds_stage(block), tile)
-                        stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
-                        issue_dK = partial(
-                            self._issue_sums, words=scores.grads, stage=stage, accumulate=accumulate
-                        )
-                        acc_dQ, num_behind = self._issue_dq_and_dk(
-                            channels, at, block, issue_dQ, issue_dK, acc_dK
-                        )
-                        # asked under the products, which hide how long the answer takes
-                        known = Known(
-                            channels.q.is_full(block + 1),
-                            channels.do.is_full(block + 1),
-                            channels.bits.is_full(cut) if kind == Kind.CUT else known.bits,
-                        )
-                        warpgroup.wait_group(num_behind)
-                        self._release_summed(channels, block)
-                        stage_dQ(0, acc_dQ)
-                        for i in cutlass.range_constexpr(1, len(plan.parts_dq)):
-                            if const_expr(not chain.is_empty):
-                                # too few registers to have it beside dK
-                                warpgroup.wait_group(0)
-                            acc_dQ = issue_dQ(i)
-                            warpgroup.wait_group(0)
-                            stage_dQ(i, acc_dQ)
-                        warpgroup.wait_group(0)
-                        channels.q.release(block)
-                        accumulate = Boolean(True)
                         block += 1
                         current = following
 
@@ -484,8 +485,9 @@ class FlashAttentionBackwardSm90:
             if const_expr(plan.cta_pair):
                 # they are sent from where dS of the last block is
                 channels.grads.acquire(block)
-            self._send(acc_dV, gradients.dv, tiles, block, work)
-            self._send(acc_dK, gradients.dk, tiles, block, work)
+            has_sums = work.has_scores & accumulate
+            self._send(acc_dV, gradients.dv, tiles, block, work, has_sums)
+            self._send(acc_dK, gradients.dk, tiles, block, work, has_sums)
             # in the next block each warp writes dS where others may still send from
             if const_expr(not plan.shares_keys):
                 sync_warpgroup(Barrier.SENT)
@@ -493,6 +495,80 @@ class FlashAttentionBackwardSm90:
                 sync_both()
             ring.release(tile)
             tile += 1
+
+    def _first_seen(self, work: Work) -> Int32:
+        """The first block of queries that causal masking lets see a key of this warpgroup."""
+        first_key = work.block * self.plan.tile_n + self.plan.first_key()
+        return (first_key - (work.seqlen_k - work.seqlen_q)) // self.plan.tile_m
+
+    def _take(
+        self,
+        kind: Kind,
+        tiles: Tiles,
+        channels: Channels,
+        at: Fragments,
+        scores: BlockScores,
+        visit: Visit,
+        sums: tuple[list, list, Boolean] | None,
+    ) -> Known:
+        """Add a query block, which has come but for its dO, to the sums; returns what is known of
+        the next one.
+
+        sums: dV and dK so far, and whether there is anything in them; None: this warpgroup's keys
+        are hidden from the block, and add nothing but 0 to its dQ.
+        """
+        plan, block = self.plan, visit.block
+        following_cut = visit.cut + int(kind == Kind.CUT)
+        if sums is None:
+            scores.clear(visit)
+        else:
+            acc_dV, acc_dK, accumulate = sums
+            do_stage = channels.do.index(block)
+            scores.compute(kind, visit)
+            self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
+        if scores.passes_over:
+            scores.tell_ready(block, following_cut)
+        # dQ reads the dS of both
+        sync_both()
+        self._send_grads(channels, block)
+        stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
+        if sums is None:
+            other = (1 - mma_warpgroup_idx(),)
+            issue_dQ = partial(self._issue_dq, at, plan.ds_stage(block), visit.tile, groups=other)
+            acc_dQ, num_behind = issue_dQ(0), 0
+        else:
+            scores.complete(block)
+            groups = tuple(Int32(group) for group in range(plan.key_groups))
+            issue_dQ = partial(self._issue_dq, at, plan.ds_stage(block), visit.tile, groups=groups)
+            issue_dK = partial(
+                self._issue_sums,
+                words=scores.grads,
+                stage=channels.q.index(block),
+                accumulate=accumulate,
+            )
+            acc_dQ, num_behind = self._issue_dq_and_dk(
+                channels, at, block, issue_dQ, issue_dK, acc_dK
+            )
+        # asked under the products, which hide how long the answer takes
+        known = Known(
+            channels.q.is_full(block + 1),
+            channels.do.is_full(block + 1),
+            channels.bits.is_full(following_cut) if kind == Kind.CUT else visit.known.bits,
+            scores.was_ready(block) if scores.passes_over else visit.known.seen,
+        )
+        warpgroup.wait_group(num_behind)
+        self._release_summed(channels, block)
+        stage_dQ(0, acc_dQ)
+        for i in range(1, len(plan.parts_dq)):
+            if not scores.chain.is_empty:
+                # too few registers to have it beside dK
+                warpgroup.wait_group(0)
+            acc_dQ = issue_dQ(i)
+            warpgroup.wait_group(0)
+            stage_dQ(i, acc_dQ)
+        warpgroup.wait_group(0)
+        channels.q.release(block)
+        return known
 
     def _pass_over(
         self, tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32
@@ -592,15 +668,18 @@ class FlashAttentionBackwardSm90:
         else:
             channels.do.release(block)
 
-    def _issue_dq(self, at: Fragments, ds_stage: Int32, tile: Int32, part: int) -> cute.Tensor:
-        """Start this warpgroup's part of dQ = dS K, over all keys; returns the accumulator."""
+    def _issue_dq(
+        self, at: Fragments, ds_stage: Int32, tile: Int32, part: int, groups: tuple[Int32, ...]
+    ) -> cute.Tensor:
+        """Start this warpgroup's part of dQ = dS K, over the keys of groups; returns the
+        accumulator."""
         plan = self.plan
         width = plan.parts_dq[part]
         acc_dQ = wgmma.make_accumulator(width)
         row_group = mma_warpgroup_idx() if plan.num_row_groups > 1 else Int32(0)
         pairs = []
-        for group in range(plan.key_groups):
-            ds_tile = at.dq_ds[None, None, None, plan.ds_unit(ds_stage, Int32(group), row_group)]
+        for group in groups:
+            ds_tile = at.dq_ds[None, None, None, plan.ds_unit(ds_stage, group, row_group)]
             k_tile = at.dq_k[part][None, None, None, plan.keys_unit(tile, group)]
             pairs.append((ds_tile, k_tile))
         wgmma.issue_sum(plan.mma_dq(width), acc_dQ, pairs, False)
@@ -636,7 +715,13 @@ class FlashAttentionBackwardSm90:
             acc[i] = acc[i] * factor
 
     def _send(
-        self, accs: list, target: cute.Tensor, tiles: Tiles, block: Int32, work: Work
+        self,
+        accs: list,
+        target: cute.Tensor,
+        tiles: Tiles,
+        block: Int32,
+        work: Work,
+        has_sums: Boolean,
     ) -> None:
         """Store this warpgroup's parts of dK or dV of a work tile that ended before query `block`.
 
@@ -665,7 +750,7 @@ class FlashAttentionBackwardSm90:
                 words = cute.recast_tensor(values, Int32)
                 for i in range(cute.size(words)):
                     # without scores, what was loaded is another sequence's, perhaps not even finite
-                    words[i] = cutlass.select_(work.has_scores, words[i], Int32(0))
+                    words[i] = cutlass.select_(has_sums, words[i], Int32(0))
                 send_rows(
                     values,
                     plan.mma_keys(width),

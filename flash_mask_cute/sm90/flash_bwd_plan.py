@@ -32,6 +32,7 @@ from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import column_parts
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
+from flash_mask_cute.masks.bit_tile import WORD
 from flash_mask_cute.sm90 import key_pairs
 from flash_mask_cute.sm90.key_pairs import Claims, PeerGrads
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
@@ -85,7 +86,8 @@ class Tiles(NamedTuple):
 
     p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32
     sums of a part. stats: LSE and delta, words: `QUERY_WORDS`, of a query block. bits: of a block
-    that is cut.
+    that is cut; seen: for 32 keys of these each, whether any is set. ready: in one of two places by
+    turns, whether the bits of the next block had come when both warpgroups met in a block.
     """
 
     q: cute.Tensor
@@ -100,6 +102,8 @@ class Tiles(NamedTuple):
     stats: cute.Tensor
     words: cute.Tensor
     bits: cute.Tensor
+    seen: cute.Tensor
+    ready: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,11 @@ class BwdPlan:
         """dS of a block is written while the other warpgroup may still sum that of the block
         before, where there is room for both."""
         return 1 if self.cta_pair else 2
+
+    @property
+    def passes_over(self) -> bool:
+        """Whether a warpgroup may pass over blocks of which no query sees its own keys."""
+        return not self.shares_keys
 
     @property
     def tile_d(self) -> int:
@@ -481,6 +490,8 @@ class BwdPlan:
             bits: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, COLUMNS.num_words * self.tile_n], 16
             ]
+            seen: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, self.tile_n // WORD], 16]
+            ready: cute.struct.MemRange[cutlass.Int32, 2]
             words: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, QUERY_WORDS * self.stages_q], 16
             ]
@@ -517,6 +528,8 @@ class BwdPlan:
             stats=storage.stats.get_tensor(cute.make_layout((2 * self.tile_m, self.stages_q))),
             words=storage.words.get_tensor(cute.make_layout((QUERY_WORDS, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
+            seen=storage.seen.get_tensor(cute.make_layout(self.tile_n // WORD)),
+            ready=storage.ready.get_tensor(cute.make_layout(2)),
         )
 
     def channels(self, storage: Any, turns: cute.Tensor | None) -> Channels:

@@ -64,11 +64,15 @@ def sync_both() -> None:
 
 
 class Known(NamedTuple):
-    """Which fills for the next query block are known to have come (`Channel.is_full`)."""
+    """Which fills for the next query block are known to have come (`Channel.is_full`).
+
+    seen: that the bits of the next block that is cut have, by all warps alike.
+    """
 
     q: Boolean
     do: Boolean
     bits: Boolean
+    seen: Boolean
 
     @staticmethod
     def nothing() -> "Known":
@@ -100,9 +104,12 @@ class BlockScores:
     probs: cute.Tensor
     grads: cute.Tensor
     values: cute.Tensor | None
+    passes_over: cutlass.Constexpr[bool]
 
     @staticmethod
-    def create(plan: BwdPlan, tiles: Tiles, channels: Channels, chain: ScoreChain) -> "BlockScores":
+    def create(
+        plan: BwdPlan, tiles: Tiles, channels: Channels, chain: ScoreChain, passes_over: bool
+    ) -> "BlockScores":
         num_parts = plan.num_score_parts(len(chain.wants_aux))
         mma = plan.mma_scores(num_parts)
 
@@ -124,7 +131,8 @@ class BlockScores:
         values = None
         if chain.is_empty and plan.value_steps > 0:
             values = wgmma.make_operand_words(plan.value_steps)
-        return BlockScores(plan, tiles, channels, chain, factors, probs, grads, values)
+        more = probs, grads, values, passes_over
+        return BlockScores(plan, tiles, channels, chain, factors, *more)
 
     @property
     def num_parts(self) -> int:
@@ -155,6 +163,35 @@ class BlockScores:
             self._compute_both(kind, at)
         cute.arch.fence_proxy("async.shared", space="cta")
 
+    def is_hidden(self) -> Boolean:
+        """Whether the bits at hand, which have come, hide all keys of this warpgroup."""
+        first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
+        return (self.tiles.seen[first] | self.tiles.seen[first + 1]) == 0
+
+    @cute.jit
+    def tell_ready(self, block: Int32, following_cut: Int32) -> None:
+        """Note, for both warpgroups when they meet in a block, whether the next bits have come.
+
+        What a warpgroup does must not depend on what each of its warps finds.
+        """
+        is_ready, told = self.channels.bits.is_full(following_cut), self.tiles.ready
+        if cute.arch.thread_idx()[0] == THREADS_PER_WARPGROUP:
+            told[block % 2] = Int32(is_ready)
+
+    def was_ready(self, block: Int32) -> Boolean:
+        """What was noted in a block, after both have met."""
+        return self.tiles.ready[block % 2] != 0
+
+    def clear(self, at: Visit) -> None:
+        """`compute` of a block that is hidden from this warpgroup's keys, of which dS is 0."""
+        self.channels.bits.wait_unless(at.known.seen, at.cut)
+        cute.arch.sync_warp()
+        self.channels.bits.release(at.cut)
+        self.grads.fill(0)
+        self._store_own_grads(at.block)
+        self.channels.do.wait_unless(at.known.do, at.block)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
     def complete(self, block: Int32) -> None:
         """Take what the other warpgroup has computed, after `sync_both`."""
         if self.plan.shares_keys:
@@ -174,11 +211,14 @@ class BlockScores:
             self._compute_by_parts(kind, at)
         else:
             self._compute_whole(kind, at)
+        self._store_own_grads(at.block)
+
+    def _store_own_grads(self, block: Int32) -> None:
         plan = self.plan
         groups = plan.num_row_groups
         size = cute.size(self.grads) // groups
         for i in range(groups):
-            unit = plan.ds_unit(plan.ds_stage(at.block), mma_warpgroup_idx(), i)
+            unit = plan.ds_unit(plan.ds_stage(block), mma_warpgroup_idx(), i)
             words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
             self._store_grads(words, unit)
 

@@ -16,7 +16,7 @@ STAGES = ("stages_q", "stages_do", "stages_kv")
 
 @pytest.mark.parametrize("row", SM90_BWD, ids=lambda row: f"{row.max_dim}-{row.tile_m}")
 def test_a_row_runs_as_written(row: Any) -> None:
-    dims, kind = (row.max_dim, row.max_dim_v), (row.masks or ("other",))[0]
+    dims, kind = (row.max_dim, row.max_dim_v), (row.masks or ("edges",))[0]
     num_sms = 2 if row.cta_pair else 1
     choice = select_bwd_config(*dims, kind, seqlen_k=row.min_seqlen_k, num_sms=num_sms)
     for field in asdict(choice.tiles).keys() - {"skip_blocks"}:

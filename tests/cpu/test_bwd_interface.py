@@ -718,7 +718,8 @@ def test_values_stay_in_registers_as_far_as_these_go() -> None:
     def value_cols(dim: int, kind: str, **given: Any) -> int:
         return select_bwd_config(dim, dim, kind, BwdConfig(**given)).tiles.value_cols
 
-    assert [value_cols(128, kind) for kind in ("causal", "other", "mask_mod")] == [64, 32, 32]
+    assert [value_cols(128, kind) for kind in ("causal", "other", "edges")] == [64, 64, 32]
+    assert value_cols(128, "mask_mod") == 32
     assert [value_cols(64, kind) for kind in ("full", "other", "mask_mod")] == [48, 16, 64]
     assert value_cols(256, "full") == 0 and value_cols(128, "other", value_cols=0) == 0
     # where the table's do not fit beside what is given, none

@@ -63,8 +63,20 @@ def test_each_feature_changes_its_field_only(
     assert hash(found) != hash(plain)
 
 
+def test_intervals_that_take_much_painting() -> None:
+    for intervals, more, kind in (
+        ((1, True), {}, "other"),
+        ((2, False), {}, "edges"),
+        ((1, True), {"has_lists": True}, "edges"),
+        ((1, True), {"has_bits": True}, "edges"),
+        ((2, True), {"score_mod": "py3.11:abc"}, "score_mod"),
+    ):
+        problem = AttentionProblem("bfloat16", 64, 64, is_causal=True, intervals=intervals, **more)
+        assert problem.mask_kind == kind
+
+
 MASK_FIELDS: dict[str, tuple[Any, str]] = {
-    "intervals": ((2, True), "other"),
+    "intervals": ((2, True), "edges"),
     "score_mod": ("py3.11:abc", "score_mod"),
     "mask_mod": ("py3.11:abc", "mask_mod"),
     "has_lists": (True, "other"),

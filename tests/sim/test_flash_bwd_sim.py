@@ -196,6 +196,17 @@ def test_walks_that_begin_inside_a_chunk(
     run_sim(simulator, make_inputs(case), seeds=(None, 1))
 
 
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_warpgroup_computes_what_its_keys_see(simulator: ModuleType, seed: int | None) -> None:
+    """Of 40 squares of 64 queries and 64 keys in blocks that are visited, 30 are seen; of others
+    those are passed over whose bits came in time, all without delays."""
+    inputs = make_inputs(Case("squares", 1, 700, 700, 1, 1, causal=True, window_left=100))
+    run_sim(simulator, inputs, seeds=(seed,))
+    computed = simulator.RESULTS[-2]["ops"]["ex2.approx.ftz.f32"]
+    square = 64 * 64 // 32  # a warp's instruction is 32 exponentials
+    assert 30 * square <= computed <= (30 if seed is None else 39) * square
+
+
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     inputs = make_inputs(
         Case("skip", 1, 200, 300, 1, 1, causal=True, column="stepped2", blocks=(64, 64))
