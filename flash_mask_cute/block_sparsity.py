@@ -105,12 +105,8 @@ def to_cute_block_sparse_tensors(lists: Any) -> BlockSparseTensors | None:
     return BlockSparseTensors(*(to_cute(x) for x in from_block_mask(lists)[:4]))
 
 
-def from_block_mask(
-    lists: Any, name: str = "block_sparse_tensors_torch"
-) -> BlockSparseTensorsTorch:
+def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
     """Block lists of a `BlockSparseTensorsTorch` (itself) or of a torch `BlockMask`.
-
-    name: of the argument, for the error.
 
     Of a `BlockMask` only the lists and the block size are taken: its mask_mod is a torch function
     that no kernel can call, so pass a CuTe one beside it.
@@ -131,8 +127,8 @@ def from_block_mask(
         )
     except AttributeError:
         raise TypeError(
-            f"{name} must be a BlockSparseTensorsTorch or a torch BlockMask, got "
-            f"{type(lists).__name__}"
+            "block_sparse_tensors or block_sparse_tensors_torch must be a "
+            f"BlockSparseTensorsTorch or a torch BlockMask, got {type(lists).__name__}"
         ) from None
 
 

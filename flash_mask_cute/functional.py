@@ -27,10 +27,8 @@ from flash_mask_cute.host.validate import (
     check_bool,
     check_differentiable_by_aux,
     check_gradient_settings,
-    check_lists,
     check_mod,
     check_unsupported,
-    check_window,
     refuse_transforms,
 )
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
@@ -304,12 +302,6 @@ def _attend(
     refuse_transforms()
     # now, and not when the backward runs
     check_mod("score_mod_bwd", call.score_mod_bwd)
-    # the host call knows these by other names
-    for side in (call.window_size_left, call.window_size_right):
-        if side is not None:
-            check_window("window_size", side)
-    if call.block_sparse_tensors_torch is not None:
-        check_lists("block_sparse_tensors", call.block_sparse_tensors_torch, call.mask_mod)
     if call.config is not None:
         call = call._replace(config=call.configs)
     if isinstance(call.startend_row_indices, Tensor):

@@ -118,9 +118,9 @@ class AttentionProblem:
 
     @property
     def mask_kind(self) -> str:
-        """What masks or modifies: "full" or "causal" and nothing else, "mask_mod", "score_mod"
-        (without a mask_mod), "edges" (intervals of two vectors and more, or beside block lists),
-        or "other"."""
+        """What masks or modifies: "full" or "causal" and nothing else (but bits of block lists),
+        "mask_mod", "score_mod" (without a mask_mod), "edges" (intervals of two vectors and more, or
+        beside block lists), or "other"."""
         varying = (self.varlen_q, self.varlen_k, self.has_seqused_q, self.has_seqused_k)
         if self.mask_mod is not None:
             return "mask_mod"

@@ -173,9 +173,9 @@ def check_fwd_inputs(
     if pack_gqa is not None:
         check_bool("pack_gqa", pack_gqa, "True, False or None (choose for me)")
     if window_size_left is not None:
-        check_window("window_size_left", window_size_left)
+        _check_window("window_size_left", window_size_left)
     if window_size_right is not None:
-        check_window("window_size_right", window_size_right)
+        _check_window("window_size_right", window_size_right)
     _check_finite("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap must be 0 (off) or positive, got {softcap}")
@@ -186,7 +186,7 @@ def check_fwd_inputs(
     if aux_tensors is not None:
         _check_aux_tensors(aux_tensors, device, score_mod, mask_mod)
     if block_sparse_tensors_torch is not None:
-        check_lists("block_sparse_tensors_torch", block_sparse_tensors_torch, mask_mod)
+        _check_block_lists(block_sparse_tensors_torch, mask_mod)
     if startend_row_indices is not None:
         keys = (batch, shape_k[1]) if cu_seqlens_k is None else (1, total_k)
         _check_columns(startend_row_indices, causal, keys, heads_kv, heads_q, device)
@@ -559,12 +559,7 @@ def _check_max_seqlen(name: str, value: object) -> None:
         raise ValueError(f"{name} must be an int >= 0 or None, got {value}")
 
 
-def check_window(name: str, value: object) -> None:
-    """A side of a window that is not open.
-
-    Raises:
-        TypeError, ValueError: it is no int, or negative.
-    """
+def _check_window(name: str, value: object) -> None:
     if _check_int(name, value, "an int >= 0 or None (no limit on that side)") < 0:
         raise ValueError(f"{name} must be >= 0 or None (no limit on that side), got {value}")
 
@@ -643,19 +638,14 @@ def _check_aux_tensors(
         check_aux_tensor(name, tensor, device)
 
 
-def check_lists(name: str, value: object, mask_mod: object) -> None:
-    """Block lists, without the extents of the problem; `check_block_lists` says the rest.
-
-    Raises:
-        TypeError: they are no `BlockSparseTensorsTorch` and no torch `BlockMask`.
-        ValueError: they are a `BlockMask` without a mask_mod.
-    """
-    from_block_mask(value, name)
+def _check_block_lists(value: object, mask_mod: object) -> None:
+    """What can be said without the extents of the problem; `check_block_lists` says the rest."""
+    from_block_mask(value)
     if mask_mod is None and not isinstance(value, BlockSparseTensorsTorch):
         raise ValueError(
-            f"{name} is a torch BlockMask, whose own mask_mod no kernel can call: pass the same "
-            "mask as a CuTe callable, mask_mod, too, or its partial blocks would be visible as a "
-            "whole; got mask_mod None"
+            "block_sparse_tensors or block_sparse_tensors_torch is a torch BlockMask, whose own "
+            "mask_mod no kernel can call: pass the same mask as a CuTe callable, mask_mod, too, or "
+            "its partial blocks would be visible as a whole; got mask_mod None"
         )
 
 

@@ -306,7 +306,7 @@ class FlashAttentionBackwardSm90:
         """
         is_plain = self.score_mod is None and scales.cap is None
         may_hide = self.is_local or self._may_be_short(masks)
-        return self.plan.passes_over and is_plain and may_hide
+        return not self.plan.shares_keys and is_plain and may_hide
 
     def _operands(self, mQ, mK, mV, mdO, varlen_q: bool, varlen_k: bool) -> Operands:
         plan = self.plan
@@ -532,14 +532,14 @@ class FlashAttentionBackwardSm90:
         sync_both()
         self._send_grads(channels, block)
         stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
+        groups = tuple(Int32(group) for group in range(plan.key_groups))
         if sums is None:
-            other = (1 - mma_warpgroup_idx(),)
-            issue_dQ = partial(self._issue_dq, at, plan.ds_stage(block), visit.tile, groups=other)
+            groups = (1 - mma_warpgroup_idx(),)
+        issue_dQ = partial(self._issue_dq, at, plan.ds_stage(block), visit.tile, groups=groups)
+        if sums is None:
             acc_dQ, num_behind = issue_dQ(0), 0
         else:
             scores.complete(block)
-            groups = tuple(Int32(group) for group in range(plan.key_groups))
-            issue_dQ = partial(self._issue_dq, at, plan.ds_stage(block), visit.tile, groups=groups)
             issue_dK = partial(
                 self._issue_sums,
                 words=scores.grads,

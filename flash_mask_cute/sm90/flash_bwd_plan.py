@@ -171,11 +171,6 @@ class BwdPlan:
         return 1 if self.cta_pair else 2
 
     @property
-    def passes_over(self) -> bool:
-        """Whether a warpgroup may pass over blocks of which no query sees its own keys."""
-        return not self.shares_keys
-
-    @property
     def tile_d(self) -> int:
         if self.num_row_groups > 1:
             return -(-self.head_dim // 16) * 16

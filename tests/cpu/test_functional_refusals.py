@@ -1,0 +1,81 @@
+"""What the public functions refuse, and by which name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_functional import int32, qkv, rows_below
+from torch.autograd import forward_ad
+
+from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention
+
+
+def test_second_derivatives_are_refused() -> None:
+    torch._dynamo.reset()
+    q, k, v = qkv()
+    out = flash_attn_func(q, k, v)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    assert torch.equal(dq, torch.autograd.grad(flash_attn_func(q, k, v).sum(), q)[0])
+    with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="double backward"):
+        out = torch.compile(flash_attn_func, backend="aot_eager")(q, k, v)
+        (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        dq.sum().backward()
+
+
+def test_other_derivatives_are_refused() -> None:
+    q, k, v = (x.detach() for x in qkv())
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        flash_attn_func(forward_ad.make_dual(q, q), k, v)
+    for transform in (torch.func.grad, torch.func.vmap):
+        with pytest.raises(NotImplementedError, match=r"torch\.func"):
+            transform(lambda q: flash_attn_func(q, k, v).sum())(q)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"num_splits": 2}, NotImplementedError, "num_splits.*got 2"),
+        ({"num_splits": True}, TypeError, "num_splits must be an int, got True"),
+        ({"return_lse": "no"}, TypeError, "return_lse must be True or False, got 'no'"),
+        ({"score_mod_bwd": lambda g, s, b, h, i, j, a: g}, ValueError, "score_mod, which is None"),
+        (
+            {"score_mod": lambda s, b, h, i, j, a: s, "score_mod_bwd": lambda g, s: g},
+            TypeError,
+            "score_mod_bwd must take the arguments",
+        ),
+        ({"window_size": 3}, ValueError, "window_size must be .left, right., got 3"),
+        ({"window_size": (-2, 0)}, ValueError, "^window_size_left must be >= 0.*got -2"),
+        ({"causal": 1}, TypeError, "causal"),
+        ({"startend_row_indices": torch.zeros(1, 1, 12, 1)}, TypeError, "startend_row_indices"),
+        ({"startend_row_indices": rows_below(3, 12)}, ValueError, "causal=True"),
+        ({"startend_row_indices": [1]}, TypeError, "startend_row_indices"),
+        ({"window_size": (None, 0.5)}, TypeError, "^window_size_right must be an int.*got 0.5"),
+        ({"block_sparse_tensors": [1]}, TypeError, "^block_sparse_tensors or .*_torch must be"),
+        ({"aux_tensors": [torch.zeros(1)]}, ValueError, "aux_tensors"),
+        ({"aux_tensors": 3}, TypeError, "aux_tensors"),
+        ({"score_mod": 3}, TypeError, "score_mod"),
+        ({"k": [1]}, TypeError, "k must be a torch.Tensor"),
+        ({"learnable_sink": 3}, TypeError, "learnable_sink must be a torch.Tensor"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else None,
+)
+@pytest.mark.parametrize("needs_graph", [False, True])
+def test_wrong_arguments(
+    keywords: dict[str, Any], error: type[Exception], message: str, needs_graph: bool
+) -> None:
+    q, k, v = (x.requires_grad_(needs_graph) for x in (y.detach() for y in qkv()))
+    with pytest.raises(error, match=message):
+        flash_attn_func(**{"q": q, "k": k, "v": v} | keywords)
+
+
+def test_page_table_and_dropout_are_refused() -> None:
+    q, k, v = qkv()
+    with pytest.raises(NotImplementedError, match="page_table"):
+        flash_attn_varlen_func(q, k, v, page_table=int32(1))
+    with pytest.raises(NotImplementedError, match=r"dropout.*0\.1"):
+        flashmask_attention(q, k, v, dropout=0.1)
+    flashmask_attention(q, k, v, dropout=0.1, training=False)
