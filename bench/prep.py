@@ -17,7 +17,8 @@ from bench.mods import mask_tables, torch_mask_mod
 from bench.peers import DOCUMENT_MASKS, column_tensor
 
 INDEX_BYTES = 4
-# The finest key blocks that a kernel asks for; coarser ones are less work.
+# The finest key blocks that a kernel asks for; coarser ones are less work. Packed documents have
+# those of the kernels at the dimensions timed.
 BLOCK_KEYS = 64
 
 
@@ -54,25 +55,21 @@ def prepare_ours(case: BenchCase, device: str) -> Preparation:
     import torch
 
     from flash_mask_cute.masks.column_mask import ColumnMask
-    from flash_mask_cute.masks.documents import BOUNDS_TILE
+    from flash_mask_cute.masks.documents import BOUNDS_TILE, Split
 
     mask = case.mask_of(case.n)
     indices = column_tensor(mask, torch.device(device))
 
     def by_documents() -> tuple[torch.Tensor, ...]:
-        made = ColumnMask(indices, mask.causal, documents=True)
-        documents = made.split(1)
-        bounds = documents.mask.bounds(BLOCK_KEYS, documents.cu_seqlens)
-        rows = documents.mask.startend_row_indices
-        return rows, documents.cu_seqlens, made.bounds(BOUNDS_TILE), bounds
+        starts, packed = ColumnMask(indices, mask.causal, documents=True).split(1)
+        return starts, packed.bounds(BOUNDS_TILE, starts)
 
     def by_keys() -> tuple[torch.Tensor, ...]:
         return (ColumnMask(indices, mask.causal).bounds(BLOCK_KEYS),)
 
-    return Preparation(
-        by_documents if mask.name in DOCUMENT_MASKS else by_keys,
-        lambda made: _bytes((indices, *made)),
-    )
+    if mask.name in DOCUMENT_MASKS:
+        return Preparation(by_documents, lambda _: _bytes((indices, *Split.empty_like(indices, 1))))
+    return Preparation(by_keys, lambda made: _bytes((indices, *made)))
 
 
 def prepare_flex(case: BenchCase, device: str) -> Preparation:

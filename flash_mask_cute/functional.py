@@ -34,6 +34,7 @@ from flash_mask_cute.host.validate import (
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask, Documents
 from flash_mask_cute.masks.documents import Split
+from flash_mask_cute.masks.key_bounds import num_key_blocks
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
@@ -606,7 +607,7 @@ _library.define(
 )
 _library.define(
     "column_documents(Tensor startend_row_indices, bool causal, SymInt batch) "
-    "-> (Tensor cu_seqlens, Tensor rows)"
+    "-> (Tensor cu_seqlens, Tensor rows, Tensor bounds)"
 )
 _library.define(
     f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {_CALL_SCHEMA}) "
@@ -672,9 +673,7 @@ def _to_operator(call: _Call, batch: int | None = None) -> tuple[Any, ...]:
         bounds = torch.ops.flash_mask_cute.column_bounds(indices, causal, call.cu_seqlens_k)
         columns = indices, bounds, causal
         if batch is not None:
-            starts, rows = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
-            row_bounds = torch.ops.flash_mask_cute.column_bounds(rows, causal, starts)
-            documents = starts, rows, row_bounds
+            documents = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
     aux_tensors = None if call.aux_tensors is None else list(call.aux_tensors)
     return (
         *call[:11], _optional_name(call.score_mod), _optional_name(call.mask_mod), aux_tensors,
@@ -737,22 +736,19 @@ def _column_bounds(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -
 @torch.library.register_fake("flash_mask_cute::column_bounds", lib=_library)
 def _(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
     batch, heads, seqlen_k, num_vectors = indices.shape
-    if cu_seqlens_k is None:
-        num_blocks = (seqlen_k + _TILE_N - 1) // _TILE_N
-    else:
-        num_blocks = seqlen_k // _TILE_N + cu_seqlens_k.shape[0] - 1
+    num_blocks = num_key_blocks(seqlen_k, _TILE_N, cu_seqlens_k)
     return indices.new_empty((batch, heads, 2 * num_vectors, num_blocks))
 
 
 @torch.library.impl(_library, "column_documents", "CompositeExplicitAutograd")
-def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, Tensor]:
-    documents = ColumnMask(indices, causal).split(batch)
-    return documents.cu_seqlens, documents.mask.startend_row_indices
+def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
+    starts, mask = ColumnMask(indices, causal).split(batch)
+    return starts, mask.startend_row_indices, mask.bounds(_TILE_N, starts)
 
 
 @torch.library.register_fake("flash_mask_cute::column_documents", lib=_library)
-def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, Tensor]:
-    return Split.empty_like(indices, batch)[1:]
+def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
+    return Split.empty_like(indices, batch)[2:]
 
 
 @torch.library.impl(_library, "attention_fwd", "CompositeExplicitAutograd")

@@ -9,33 +9,23 @@ from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.compile import CACHE, compile_object, options_for
 from flash_mask_cute.host.target import Target
-from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT
+from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT, Split
 
 KERNEL_NAME = "document_split"
 
 
-def launch_split(
-    indices: Tensor,
-    causal: bool,
-    bounds: Tensor,
-    begins: Tensor,
-    cu_seqlens: Tensor,
-    rows: Tensor,
-) -> None:
-    """Fill begins, cu_seqlens and rows, which are not empty, on the current stream: two launches.
-
-    `masks.documents.Split` tells what they are.
+def launch_split(indices: Tensor, causal: bool, split: Split) -> None:
+    """Fill a split of indices on the current stream: four launches.
 
     Raises:
         NotImplementedError: there is no kernel for the device.
     """
     compiled = compile_split(indices.shape[3], causal, Target.of(indices.device).arch)
-    arguments = indices, bounds, begins, cu_seqlens, rows
     if indices.get_device() == torch.cuda.current_device():
-        compiled.function(*arguments)
+        compiled.function(indices, *split)
     else:
         with torch.cuda.device(indices.device):
-            compiled.function(*arguments)
+            compiled.function(indices, *split)
 
 
 def compile_split(
@@ -43,7 +33,7 @@ def compile_split(
 ) -> Compiled:
     """The compiled kernels, from the cache or built now; extents and strides are run-time values.
 
-    `function` takes, by position: indices, bounds, begins, cu_seqlens, rows.
+    `function` takes, by position: indices, and the tensors of a `Split`.
     """
     return cache.get(
         KERNEL_NAME,
@@ -59,5 +49,5 @@ def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:
     from flash_mask_cute.kernels.document_split import DocumentSplit
 
     kernels = DocumentSplit(num_vectors, causal, SLOT, BOUNDS_TILE)
-    tensors = [stand_ins.strided(rank) for rank in (4, 4, 2, 1, 4)]
+    tensors = [stand_ins.strided(rank) for rank in (4, 4, 2, 1, 4, 4)]
     return compile_object(kernels, [*tensors, stand_ins.stream()], options_for(arch))

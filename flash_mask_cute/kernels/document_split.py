@@ -6,13 +6,15 @@ and a running minimum over the keys (`Intervals.seen_span`). Of the first docume
 each slot of tokens it is told where; the others stay parts of what they follow.
 
 One warp looks at a slot. What lies outside of it is known from the smallest and largest values of
-each block of keys, which may join documents, but never splits one.
+each block of keys, which may join documents, but never splits one. They are computed first, and at
+the end those of the packed batch, for attention: one call of the host launches all of it.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from flash_mask_cute.kernels.key_block_bounds import KeyBlockBounds
 from flash_mask_cute.masks.intervals import Intervals
 
 WARP = 32
@@ -24,13 +26,14 @@ class DocumentSplit:
 
     :param num_vectors, causal: see `Intervals`
     :param slot: tokens of a slot, a multiple of 32 and of bounds_tile
-    :param bounds_tile: keys of a block whose bounds are given
+    :param bounds_tile: keys of a block whose bounds are computed
     """
 
     def __init__(self, num_vectors: int, causal: bool, slot: int, bounds_tile: int):
         self.num_vectors = num_vectors
         self.causal = causal
         self.slot = slot
+        self.bounds_tile = bounds_tile
         self.groups = slot // WARP
         self.blocks_of_slot = slot // bounds_tile
 
@@ -38,29 +41,36 @@ class DocumentSplit:
     def __call__(
         self,
         mIndices: cute.Tensor,
-        mBounds: cute.Tensor,
+        mKeyBounds: cute.Tensor,
         mBegins: cute.Tensor,
         mCuSeqlens: cute.Tensor,
         mRows: cute.Tensor,
+        mBounds: cute.Tensor,
         stream,
     ):
-        """Launch on `stream`: two kernels.
+        """Launch on `stream`: four kernels.
 
         :param mIndices: int32 (batch | 1, 1, seqlen, num_vectors), any strides
-        :param mBounds: int32 (batch | 1, 1, 2 * num_vectors, blocks), as `ColumnMask.bounds`
+        :param mKeyBounds: int32 (batch | 1, 1, 2 * num_vectors, blocks), scratch: as
+            `ColumnMask.bounds` of mIndices
         :param mBegins: int32 (batch | 1, slots), scratch: the first row of a slot with which a
             document begins, or NOWHERE
         :param mCuSeqlens: int32 (batch * slots + 1,), a sequence for each slot, many of them empty
         :param mRows: int32 (1, 1, batch * seqlen, num_vectors): mIndices, counted from where
             each document begins
+        :param mBounds: int32 (1, 1, 2 * num_vectors, packed blocks), as `ColumnMask.bounds` of
+            mRows and mCuSeqlens
         """
+        bounds, tile_n = KeyBlockBounds(self.num_vectors), Int32(self.bounds_tile)
+        bounds(mIndices, mKeyBounds, tile_n, None, stream)
         num_begins = mBegins.shape[0] * mBegins.shape[1]
-        self.find(mIndices, mBounds, mBegins).launch(
+        self.find(mIndices, mKeyBounds, mBegins).launch(
             grid=(num_begins, 1, 1), block=(WARP, 1, 1), stream=stream
         )
         self.split(mIndices, mBegins, mCuSeqlens, mRows).launch(
             grid=(mCuSeqlens.shape[0] - 1, 1, 1), block=(WARP, 1, 1), stream=stream
         )
+        bounds(mRows, mBounds, tile_n, mCuSeqlens, stream)
 
     @cute.kernel
     def find(self, mIndices: cute.Tensor, mBounds: cute.Tensor, mBegins: cute.Tensor):

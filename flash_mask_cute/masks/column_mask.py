@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flash_mask_cute.masks.documents import BOUNDS_TILE, Split
 from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.masks.key_bounds import bounds_by_torch, num_key_blocks
 
 NUM_VECTORS = (1, 2, 4)
 
@@ -189,7 +190,8 @@ class ColumnMask:
     def split(self, batch: int) -> Documents:
         """The documents of a batch of so many sequences, as a packed batch.
 
-        Kept, and computed again after changes, like `bounds`: two launches, and one for bounds.
+        Kept, and computed again after changes, like `bounds`. Four launches, which one call of the
+        host makes: bounds of the packed mask for `BOUNDS_TILE` keys are among what they compute.
 
         Raises:
             TypeError: batch is no int.
@@ -212,13 +214,16 @@ class ColumnMask:
 
         In a CUDA graph, each replay then computes them from what the tensors hold at that time.
         """
-        for kept in self._bounds.values():
-            if not kept.is_orphan():
-                cu_seqlens_k = None if kept.cu_seqlens_k is None else kept.cu_seqlens_k()
-                self._compute(kept, cu_seqlens_k, self._versions(cu_seqlens_k))
+        self._refresh_bounds()
         for found in self._documents.values():
             self._find_documents(found)
-            found.documents.mask.refresh()
+            found.documents.mask._refresh_bounds(but=found.bounds)
+
+    def _refresh_bounds(self, but: _Bounds | None = None) -> None:
+        for kept in self._bounds.values():
+            if kept is not but and not kept.is_orphan():
+                cu_seqlens_k = None if kept.cu_seqlens_k is None else kept.cu_seqlens_k()
+                self._compute(kept, cu_seqlens_k, self._versions(cu_seqlens_k))
 
     @_outside_inference_mode
     def _allocate_documents(self, batch: int) -> _Found:
@@ -232,17 +237,21 @@ class ColumnMask:
                 f"where it is (1 or {batch}, 1, seqlen, n)"
             )
         split = Split.empty_like(indices, batch)
-        documents = Documents(split.cu_seqlens, ColumnMask(split.rows, self.causal))
-        return _Found(split, documents)
+        mask = ColumnMask(split.rows, self.causal)
+        bounds = _Bounds(BOUNDS_TILE, weakref.ref(split.cu_seqlens), split.bounds)
+        mask._bounds[BOUNDS_TILE, id(split.cu_seqlens)] = bounds
+        return _Found(split, Documents(split.cu_seqlens, mask), bounds)
 
     @_outside_inference_mode
     def _find_documents(self, kept: _Found) -> None:
-        kept.split.fill(self.startend_row_indices, self.causal, self.bounds(BOUNDS_TILE))
-        # so that bounds of them are computed again
-        for tensor in (kept.split.cu_seqlens, kept.split.rows):
+        kept.split.fill(self.startend_row_indices, self.causal)
+        cu_seqlens, mask = kept.documents
+        # so that bounds of them for other tiles are computed again
+        for tensor in (cu_seqlens, mask.startend_row_indices):
             torch.autograd.graph.increment_version(tensor)
         if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             kept.version = _version(self.startend_row_indices)
+            kept.bounds.versions = mask._versions(cu_seqlens)
 
     def _versions(self, cu_seqlens_k: Tensor | None) -> Versions:
         indices = self.startend_row_indices
@@ -254,14 +263,12 @@ class ColumnMask:
             raise ValueError(f"tile_n={tile_n} is not positive")
         batch, heads, seqlen_k, num_vectors = self.startend_row_indices.shape
         reference = None
-        if cu_seqlens_k is None:
-            num_blocks = -(-seqlen_k // tile_n)
-        else:
+        if cu_seqlens_k is not None:
             self._check_cu_seqlens(cu_seqlens_k)
-            num_blocks = seqlen_k // tile_n + cu_seqlens_k.shape[0] - 1
             reference = weakref.ref(cu_seqlens_k)
             for old in [key for key, kept in self._bounds.items() if kept.is_orphan()]:
                 del self._bounds[old]
+        num_blocks = num_key_blocks(seqlen_k, tile_n, cu_seqlens_k)
         values = torch.empty(
             (batch, heads, 2 * num_vectors, num_blocks), dtype=torch.int32, device=self.device
         )
@@ -295,7 +302,7 @@ class ColumnMask:
                     return  # nothing is computed before the graph runs
             else:
                 kept.values.copy_(
-                    _bounds_by_torch(
+                    bounds_by_torch(
                         self.startend_row_indices,
                         kept.tile_n,
                         cu_seqlens_k,
@@ -318,10 +325,12 @@ class Documents(NamedTuple):
 
 @dataclass
 class _Found:
-    """Documents, the tensors that they are in, and the version of the intervals they are of."""
+    """Documents, the tensors that they are in, their bounds for `BOUNDS_TILE`, and the version of
+    the intervals they are of."""
 
     split: Split
     documents: Documents
+    bounds: _Bounds
     version: int | None = None
 
 
@@ -347,23 +356,3 @@ class _Bounds:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _bounds_by_torch(
-    indices: Tensor, tile_n: int, cu_seqlens_k: Tensor | None, num_blocks: int
-) -> Tensor:
-    """The bounds by torch operations: each block lists its keys, the last one repeated."""
-    seqlen_k = indices.shape[2]
-    block = torch.arange(num_blocks, device=indices.device)
-    lane = torch.arange(tile_n, device=indices.device)
-    if cu_seqlens_k is None:
-        keys = block[:, None] * tile_n + lane
-    else:
-        starts = cu_seqlens_k.long()
-        num_sequences = len(starts) - 1
-        first = starts[:-1] // tile_n + torch.arange(num_sequences, device=indices.device)
-        owner = (torch.searchsorted(first, block, right=True) - 1).clamp_(min=0)
-        keys = (starts[owner] + (block - first[owner]) * tile_n)[:, None] + lane
-        keys = torch.minimum(keys, starts[owner + 1, None] - 1).clamp_(min=0)
-    low, high = torch.aminmax(indices[:, :, keys.clamp_(max=seqlen_k - 1)], dim=3)
-    return torch.stack((low, high), dim=-1).flatten(-2).transpose(2, 3)

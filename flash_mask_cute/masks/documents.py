@@ -13,36 +13,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.masks.key_bounds import bounds_by_torch, num_key_blocks
 
 # at most one document begins in as many tokens; others stay part of the one before
 SLOT = 512
-# keys of the blocks by whose bounds a slot knows the others
+# keys of the blocks by whose bounds a slot knows the others; also those of most attention kernels
 BOUNDS_TILE = 128
 
 
 class Split(NamedTuple):
     """The documents of column intervals (batch | 1, 1, seqlen, n), all int32.
 
+    key_bounds: (batch | 1, 1, 2 n, blocks), of the intervals, for blocks of BOUNDS_TILE keys.
     begins: (batch | 1, slots), the first row of each slot of SLOT tokens with which a document
     begins, or -1. cu_seqlens: (batch * slots + 1,), where documents begin in the packed batch; a
     slot in which none begins makes an empty sequence. rows: (1, 1, batch * seqlen, n), the
-    intervals of the packed batch, counted inside documents.
+    intervals of the packed batch, counted inside documents. bounds: (1, 1, 2 n, blocks), of rows
+    and cu_seqlens, for blocks of BOUNDS_TILE keys. Both bounds are as `ColumnMask.bounds` has them.
     """
 
+    key_bounds: Tensor
     begins: Tensor
     cu_seqlens: Tensor
     rows: Tensor
+    bounds: Tensor
 
     @staticmethod
     def empty_like(indices: Tensor, batch: int) -> Split:
         of_mask, _, seqlen, num_vectors = indices.shape
-        slots = -(-seqlen // SLOT)
-        shapes = (of_mask, slots), (batch * slots + 1,), (1, 1, batch * seqlen, num_vectors)
-        return Split(*(torch.empty(x, dtype=torch.int32, device=indices.device) for x in shapes))
+        slots, rows = -(-seqlen // SLOT), batch * seqlen
 
-    def fill(self, indices: Tensor, causal: bool, bounds: Tensor) -> None:
-        """Find the documents of indices; bounds: theirs, for blocks of BOUNDS_TILE keys. Neither is
-        empty. On a GPU, two launches on the current stream.
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=indices.device)
+
+        cu_seqlens = empty(batch * slots + 1)
+        return Split(
+            empty(of_mask, 1, 2 * num_vectors, num_key_blocks(seqlen, BOUNDS_TILE, None)),
+            empty(of_mask, slots),
+            cu_seqlens,
+            empty(1, 1, rows, num_vectors),
+            empty(1, 1, 2 * num_vectors, num_key_blocks(rows, BOUNDS_TILE, cu_seqlens)),
+        )
+
+    def fill(self, indices: Tensor, causal: bool) -> None:
+        """Find the documents of indices, which are not empty. On a GPU, four launches on the
+        current stream.
 
         Raises:
             NotImplementedError: there is no kernel for the GPU.
@@ -50,16 +65,17 @@ class Split(NamedTuple):
         if indices.is_cuda:
             from flash_mask_cute.host.compile_documents import launch_split
 
-            launch_split(indices, causal, bounds, *self)
+            launch_split(indices, causal, self)
         else:
-            found = _split_by_torch(indices, causal, bounds, self.cu_seqlens.shape[0] - 1)
+            found = _split_by_torch(indices, causal, self)
             for tensor, values in zip(self, found, strict=True):
                 tensor.copy_(values)
 
 
-def _split_by_torch(indices: Tensor, causal: bool, bounds: Tensor, num_sequences: int) -> Split:
+def _split_by_torch(given: Tensor, causal: bool, like: Split) -> Split:
     """As `kernels/document_split.py` finds them, with blocks and slots where it has them."""
-    indices = indices[:, 0]
+    bounds = bounds_by_torch(given, BOUNDS_TILE, None, like.key_bounds.shape[3])
+    indices = given[:, 0]
     of_mask, seqlen, num_vectors = indices.shape
     intervals = Intervals(num_vectors, causal)
     slots, device = -(-seqlen // SLOT), indices.device
@@ -88,7 +104,7 @@ def _split_by_torch(indices: Tensor, causal: bool, bounds: Tensor, num_sequences
     begins = torch.where(splits, rows, slots * SLOT).amin(2)
     begins = begins.masked_fill(begins == slots * SLOT, -1)
 
-    batch = num_sequences // slots
+    batch = (len(like.cu_seqlens) - 1) // slots
     starts = begins.cummax(1).values
     positions = torch.arange(seqlen, device=device)
     own = begins[:, positions // SLOT]
@@ -98,7 +114,8 @@ def _split_by_torch(indices: Tensor, causal: bool, bounds: Tensor, num_sequences
     offsets = torch.arange(batch, device=device)[:, None] * seqlen
     cu_seqlens = F.pad((starts + offsets).flatten(), (0, 1), value=batch * seqlen)
     packed = relative.expand(batch, -1, -1).reshape(1, 1, batch * seqlen, num_vectors)
-    return Split(begins, cu_seqlens, packed)
+    packed_bounds = bounds_by_torch(packed, BOUNDS_TILE, cu_seqlens, like.bounds.shape[3])
+    return Split(bounds, begins, cu_seqlens, packed, packed_bounds)
 
 
 def _full(value: Tensor | int, like: Tensor) -> Tensor:

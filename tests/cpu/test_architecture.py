@@ -34,12 +34,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "masks.key_walks": ("masks", "core"),
     "masks.stored_bits": ("masks", "core"),
     "masks.column_mask": ("masks", "host.compile_bounds"),
-    "masks.documents": ("masks.intervals", "host.compile_documents"),
+    "masks.key_bounds": (),
+    "masks.documents": ("masks.intervals", "masks.key_bounds", "host.compile_documents"),
     "core": ("core", "seqlen_info", BAND),
     "sm90": ("sm90", "core", "masks", *INDEX_RULES),
     "sm100": ("sm100", "core", "masks", *INDEX_RULES),
     "kernels": ("kernels", "core"),
-    "kernels.document_split": ("masks.intervals",),
+    "kernels.document_split": ("kernels", "masks.intervals"),
     "cpu_path": (
         "host.host_mods",
         "block_sparsity",
@@ -84,6 +85,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "block_sparsity",
         "masks.column_mask",
         "masks.documents",
+        "masks.key_bounds",
         "packing",
     ),
     "packing": ("masks.column_mask", "masks.documents"),
@@ -147,7 +149,7 @@ WITHOUT_TORCH = (
     "host.tables",
 )
 # Objects of the host in a folder of such modules.
-WITH_TORCH = ("masks.column_mask", "masks.documents", "masks.builders")
+WITH_TORCH = ("masks.column_mask", "masks.documents", "masks.key_bounds", "masks.builders")
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}

@@ -717,9 +717,9 @@ def test_preparation_counts_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     case = masked("share_question", 256, kind="prep")
     ours, flex = prep.prepare_ours(case, "cpu"), prep.prepare_flex(case, "cpu")
-    # intervals as given and by documents, where these begin, bounds twice: 2 x 2 blocks of 128 and
-    # 2 x (4 + 1) of 64
-    assert ours.size(ours.call()) == 4 * (2 * 256 + 2 + 2 * 2 + 2 * (4 + 1))
+    # intervals as given and by documents, where these begin, in slots and in the batch, and bounds
+    # of 2 and 2 + 1 blocks
+    assert ours.size(ours.call()) == 4 * (2 * 256 + 1 + 2 + 2 * 2 + 2 * (2 + 1))
     # Two tables of 256, and lists of 2 x 2 blocks: counts and indices, partial and full, both ways.
     assert flex.size(flex.call()) == 4 * (2 * 256 + 4 * (2 + 4))
 

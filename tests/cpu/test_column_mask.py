@@ -206,13 +206,13 @@ def count_computations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]
     from flash_mask_cute.masks import column_mask
 
     computed: list[tuple[int, bool]] = []
-    original = column_mask._bounds_by_torch
+    original = column_mask.bounds_by_torch
 
     def counted(indices: Tensor, tile_n: int, cu_seqlens_k: Any, num_blocks: int) -> Tensor:
         computed.append((tile_n, cu_seqlens_k is not None))
         return original(indices, tile_n, cu_seqlens_k, num_blocks)
 
-    monkeypatch.setattr(column_mask, "_bounds_by_torch", counted)
+    monkeypatch.setattr(column_mask, "bounds_by_torch", counted)
     return computed
 
 
