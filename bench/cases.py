@@ -242,11 +242,11 @@ def _masked(name: str, d: int, mask: str, n: int, **fields: Any) -> BenchCase:
     )
 
 
-def _mods(d: int) -> tuple[BenchCase, ...]:
+def _mods(d: int, n: int) -> tuple[BenchCase, ...]:
     by_score = ((mod, "causal", mod, "native") for mod in SCORE_MODS if mod)
     by_mask = ((mask, mask, "", "mask_mod") for mask in LISTED)
     return tuple(
-        _masked(f"mod-d{d}-8k-{name}", d, mask, 8192, score_mod=mod, form=form)
+        _masked(f"mod-d{d}-{_size(n)}-{name}", d, mask, n, score_mod=mod, form=form)
         for name, mask, mod, form in (*by_score, *by_mask)
     )
 
@@ -294,9 +294,10 @@ def _backwards() -> Iterator[BenchCase]:
     for mask in ("causal", "document"):
         fields = {"kind": "backward", "deterministic": True}
         yield _masked(f"bwd-det-d128-8k-{mask}", 128, mask, 8192, **fields)
-    for mask in LISTED:
-        fields = {"kind": "backward", "form": "mask_mod"}
-        yield _masked(f"bwd-mod-d128-8k-{mask}", 128, mask, 8192, **fields)
+    for n in (8192, 32768):
+        for mask in LISTED:
+            fields = {"kind": "backward", "form": "mask_mod"}
+            yield _masked(f"bwd-mod-d128-{_size(n)}-{mask}", 128, mask, n, **fields)
 
 
 _ALL = (
@@ -320,7 +321,7 @@ _ALL = (
         for n in (8192, 32768, 131072)
         for mask in masks.MASKS
     ),
-    *(case for d in (128, 64) for case in _mods(d)),
+    *(case for d in (128, 64) for n in (8192, 32768, 131072) for case in _mods(d, n)),
     *(_masked(f"meta-128k-{mask}", 128, mask, 131072, kind="prep") for mask in PREPARED),
     *(_masked(f"sweep-32k-{mask}", 128, mask, 32768, kind="sweep") for mask in SWEPT),
     *_backwards(),

@@ -52,10 +52,13 @@ FORWARD = {
 HOST_SHARE = 0.25
 LISTED = ("document", "random_eviction")
 CALLABLES = {
-    **{f"mod-d{d}-8k-{mask}": ("fa4_mask_mod", 1.25) for d in DIMS for mask in LISTED},
-    **{
-        f"mod-d{d}-8k-{mod}": ("fa4", 1.10) for d in DIMS for mod in ("alibi", "t5_bias", "softcap")
-    },
+    f"mod-d{d}-{n}-{name}": bar
+    for d in DIMS
+    for n in ("8k", "32k", "128k")
+    for name, bar in (
+        *((mask, ("fa4_mask_mod", 1.25)) for mask in LISTED),
+        *((mod, ("fa4", 1.10)) for mod in ("alibi", "t5_bias", "softcap")),
+    )
 }
 BACKWARD = {
     f"bwd-d{d}-{mask}-{n}": bar
@@ -67,7 +70,11 @@ BACKWARD = {
     for mask in ("full", "causal")
     for n in lengths
 }
-BACKWARD_CALLABLES = {"bwd-mod-d128-8k-document": 1.25, "bwd-mod-d128-8k-random_eviction": 1.8}
+BACKWARD_CALLABLES = {
+    f"bwd-mod-d128-{n}-{mask}": bar
+    for n in ("8k", "32k")
+    for mask, bar in (("document", 1.25), ("random_eviction", 1.8))
+}
 DETERMINISTIC_SHARE = {f"bwd-det-d128-8k-{mask}": 1.20 for mask in ("causal", "document")}
 PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
 R_SQUARED, INTERCEPT = 0.99, 0.05

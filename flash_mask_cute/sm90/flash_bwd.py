@@ -300,9 +300,9 @@ class FlashAttentionBackwardSm90:
     def _passes_over(self, masks: MaskArgs, scales: ScoreScales) -> bool:
         """Whether a warpgroup passes over blocks of which a mask hides all of its keys.
 
-        Not where scores are modified (with such a branch the software GPU shows wrong sums; why was
-        not found out), nor where only a walk's first block can be such a one, whose bits come too
-        late.
+        Not where scores are modified (with such a branch the compiler copies S while its product is
+        in flight, for which ptxas waits after each product), nor where only a walk's first block
+        can be such a one, whose bits come too late.
         """
         is_plain = self.score_mod is None and scales.cap is None
         may_hide = self.is_local or self._may_be_short(masks)

@@ -139,6 +139,7 @@ LARGE_CASES = (
     ),
     Case("large-cross", lengths_q=(3000, 0, 65), lengths_k=(129, 4000, 0), window_left=99),
 )  # fmt: skip
+LARGE_IN_ORDER = ("large-d128-causal", "large-d64-gqa4-window", "large-columns", "large-documents")
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
@@ -391,6 +392,10 @@ DETERMINISTIC = [
     Case("d256-causal", 1, 900, 900, 2, 1, head_dim=256, head_dim_v=256, causal=True),
     Case("d192-dv128", 2, 300, 500, 2, 2, head_dim=192, head_dim_v=128),
     *(replace(case, pack_gqa=None) for case in MASK_CASES),
+    *STORED_CASES,
+    Case("fp16-window", 2, 500, 700, 2, 1, dtype=torch.float16, window_left=99, window_right=40),
+    # more work tiles than CTAs, so that some wait for those that a CTA takes later
+    *(case for case in LARGE_CASES if case.id in LARGE_IN_ORDER),
 ]
 
 

@@ -23,7 +23,10 @@ from flash_mask_cute import (
 )
 from flash_mask_cute.utils import scalar_to_ssa
 
-SEQLEN_Q, SEQLEN_K, HEADS = 300, 333, 2
+# so many heads that answers of a mask_mod are stored
+SEQLEN_Q, SEQLEN_K, HEADS = 300, 333, 4
+# documents of which two begin in slots of their own, so that they are packed
+LENGTHS = [100, 0, 550]
 
 
 @cute.jit
@@ -37,22 +40,44 @@ def biased(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors):  # type: ignore[no-
     return score + slope * (kv_idx - q_idx).to(cutlass.Float32)
 
 
-def leaves(d: int, tokens: tuple[int, int], heads_kv: int = HEADS, packed: bool = False) -> Any:
-    """q, k and v in bf16."""
+@cute.jit
+def by_head(b_idx, h_idx, q_idx, kv_idx, aux_tensors):  # type: ignore[no-untyped-def]
+    return kv_idx <= q_idx + 50 * h_idx
+
+
+def leaves(
+    d: int,
+    tokens: tuple[int, int],
+    heads_kv: int = HEADS,
+    packed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
+    """q, k and v."""
     sizes = ((tokens[0], HEADS, d), (tokens[1], heads_kv, d), (tokens[1], heads_kv, d))
     shapes = sizes if packed else tuple((1, *size) for size in sizes)
-    return [
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for shape in shapes
-    ]
+    return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
 
 
 def calls(d: int) -> dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]:
     """Output and what it is to be differentiated by, by name."""
 
-    def dense(heads_kv: int = HEADS, seqlen_k: int = SEQLEN_K, **more: Any) -> Any:
-        qkv = leaves(d, (SEQLEN_Q, seqlen_k), heads_kv)
+    def dense(heads_kv: int = HEADS, **more: Any) -> Any:
+        qkv = leaves(d, (SEQLEN_Q, SEQLEN_K), heads_kv)
         return flash_attn_func(*qkv, **more), qkv
+
+    def fp16() -> Any:
+        qkv = leaves(d, (SEQLEN_Q, SEQLEN_K), dtype=torch.float16)
+        return flash_attn_func(*qkv, causal=True), qkv
+
+    def with_lse() -> Any:
+        qkv = leaves(d, (SEQLEN_Q, SEQLEN_K))
+        out, lse = flash_attn_func(*qkv, causal=True, return_lse=True)
+        return out + lse.mT[..., None].to(out.dtype), qkv
+
+    def columns(mask: Any, **more: Any) -> Any:
+        tokens = mask.startend_row_indices.shape[2]
+        qkv = leaves(d, (tokens, tokens))
+        return flash_attn_func(*qkv, startend_row_indices=mask, **more), qkv
 
     def packed() -> Any:
         starts = torch.tensor([0, 100, 100, 300], dtype=torch.int32, device="cuda")
@@ -68,8 +93,7 @@ def calls(d: int) -> dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]:
         out, qkv = dense(score_mod=biased, aux_tensors=[learned], causal=True)
         return out, [*qkv, learned]
 
-    lengths = [100, 0, 200]
-    square = {"seqlen_k": SEQLEN_Q}
+    on_gpu = {"device": "cuda"}
     sink = torch.zeros(HEADS, device="cuda", requires_grad=True)
     return {
         "full": dense,
@@ -78,13 +102,17 @@ def calls(d: int) -> dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]:
         "window": lambda: dense(window_size=(40, 10)),
         "soft cap and sink": lambda: dense(softcap=15.0, learnable_sink=sink),
         "packed": packed,
-        "one column vector": lambda: dense(
-            **square, startend_row_indices=builders.causal_document(lengths, device="cuda")
+        "fp16": fp16,
+        "a gradient by the LSE": with_lse,
+        "documents, one vector": lambda: columns(builders.causal_document(LENGTHS, **on_gpu)),
+        "documents, two vectors": lambda: columns(builders.document(LENGTHS, **on_gpu)),
+        "two vectors": lambda: columns(builders.causal_blockwise(LENGTHS, **on_gpu)),
+        "four vectors": lambda: columns(builders.global_sliding_window(300, 100, 40, **on_gpu)),
+        "documents, fixed order": lambda: columns(
+            builders.causal_document(LENGTHS, **on_gpu), deterministic=True
         ),
-        "two column vectors": lambda: dense(
-            **square, startend_row_indices=builders.document(lengths, device="cuda")
-        ),
-        "mask_mod": lambda: dense(mask_mod=windowed),
+        "mask_mod, stored": lambda: dense(mask_mod=windowed),
+        "mask_mod, by head": lambda: dense(mask_mod=by_head),
         "mask_mod with lists": listed,
         "score_mod with gradients of its slopes": slopes,
     }
