@@ -24,6 +24,7 @@ import argparse
 import copy
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -58,7 +59,7 @@ NOISE = 0.1
 MAX_DOCUMENTS = 10
 MIN_DOCUMENT = 128  # tokens; padding is shorter than that
 CHECKED_SEQLEN = 512
-MEASURED_STEPS = 10
+MEASURED_STEPS, MEASURED_ROUNDS = 10, 3
 HEAD_GROUP = 4  # query heads that share a KV head
 DPO_BETA = 0.1
 LEARNING_RATE = {"sft": 0.4, "dpo": 0.1}  # divided by the hidden size
@@ -507,11 +508,13 @@ def measure(settings: argparse.Namespace, task: str, attention: Attention) -> tu
     run()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    run()
-    seconds = time.perf_counter() - began
+    seconds = []
+    for _ in range(MEASURED_ROUNDS):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
     return (
-        len(batches) * settings.seqlen / seconds,
+        len(batches) * settings.seqlen / statistics.median(seconds),
         torch.cuda.max_memory_allocated() if on_gpu else 0,
     )
 

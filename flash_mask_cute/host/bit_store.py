@@ -28,8 +28,8 @@ from flash_mask_cute.host.validate import FwdShapes
 KERNEL_NAME = "bit_store"
 # heads that share the answers: with fewer, a second kernel is not worth its launch
 MIN_HEADS = 4
-# of the bits of a call: one entry of 32K tokens, 16 of 8K
-MAX_BYTES = 128 << 20
+# pairs of a query and a key that a call may store answers for: one entry of 32K tokens, 16 of 8K
+MAX_PAIRS = 1 << 30
 WORD_BYTES = 4
 
 
@@ -154,14 +154,15 @@ def _choose(
         return None
     blocks = -(-shapes.seqlen_q // tiles.tile_m), -(-shapes.seqlen_k // tiles.tile_n)
     shape = (1, *blocks, tiles.lines, tiles.words)
-    if _bytes(shape) > MAX_BYTES:
+    pairs = shapes.seqlen_q * shapes.seqlen_k
+    if pairs > MAX_PAIRS:
         return None
     store = StoreProblem(tiles, problem.aux, problem.has_lists, problem.has_bits)
     compiled = compile_store(masks.mask_mod, store, target)
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     if compiled.meta["relies_on_batch"] or lists_differ:
         shape = (shapes.batch, *shape[1:])
-    if compiled.meta["relies_on_head"] or _bytes(shape) > MAX_BYTES:
+    if compiled.meta["relies_on_head"] or shape[0] * pairs > MAX_PAIRS:
         return None
     return BitStoring(shape, (shapes.seqlen_q, shapes.seqlen_k), compiled.function)
 

@@ -239,8 +239,9 @@ def test_there_must_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all entries, where they differ."""
     same = Case("same", 3, 300, 200, 4, 4, mask_mod="checks")
     told = Case("told", 3, 300, 200, 4, 4, mask_mod="documents")
-    for most, fits in ((3 * 12288, (True, True)), (12288, (True, False)), (12287, (False, False))):
-        monkeypatch.setattr(bit_store, "MAX_BYTES", most)
+    pairs, both = 300 * 200, (True, True)
+    for most, fits in ((3 * pairs, both), (pairs, (True, False)), (pairs - 1, (False, False))):
+        monkeypatch.setattr(bit_store, "MAX_PAIRS", most)
         assert tuple(choose(case)[1] is not None for case in (same, told)) == fits
 
 
