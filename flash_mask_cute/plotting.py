@@ -216,10 +216,8 @@ def _scores_of(
 
 def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     lists = from_block_mask(mask)
-    first: Any = (
-        x[:1, :1].cpu() if isinstance(x, Tensor) and x.dim() > 1 else x for x in lists[:4]
-    )
-    lists = BlockSparseTensorsTorch(*first, lists.block_size)
+    first = (x[:1, :1].cpu() if isinstance(x, Tensor) and x.dim() > 1 else x for x in lists[:4])
+    lists = BlockSparseTensorsTorch._make((*first, lists.block_size))
     block = lists.block_size
     if seqlen_q is None or seqlen_k is None:
         block = as_block_size(DEFAULT_BLOCK if block is None else block, "block_size")
