@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from numbers import Integral, Real
@@ -328,6 +329,42 @@ def check_differentiable_by_aux(
             "supported with deterministic=True or torch.use_deterministic_algorithms(True); detach "
             "the tensor"
         )
+
+
+def settle_order(
+    reason: str | None, score_mod_bwd: Callable[..., Any] | None, deterministic: bool
+) -> bool:
+    """Whether sums have a fixed order: where `deterministic` or the setting of torch asks for it.
+
+    reason: why gradients of aux tensors are wanted, which have none; None if they are not. Then the
+    setting means what it means for torch's own functions: an error, or with warn_only a warning and
+    any order. `deterministic` is always an error.
+
+    Raises:
+        NotImplementedError: as `check_differentiable_by_aux`.
+    """
+    by_torch = torch.are_deterministic_algorithms_enabled()
+    if reason is None:
+        return deterministic or by_torch
+    check_differentiable_by_aux(reason, score_mod_bwd, deterministic)
+    if by_torch and not _only_warns(reason):
+        check_differentiable_by_aux(reason, score_mod_bwd, True)
+    return False
+
+
+@torch.compiler.assume_constant_result
+def _only_warns(reason: str) -> bool:
+    """Whether torch's setting is warn_only; if so, warns. Dynamo can trace neither: it warns once,
+    and guards the answer together with the setting."""
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    warnings.warn(
+        f"{reason}, and gradients of aux tensors are summed in no fixed order: the last bits of "
+        "all gradients of this call may differ from run to run, although "
+        "torch.use_deterministic_algorithms(True, warn_only=True) asks for one",
+        stacklevel=5,  # the caller of the public function
+    )
+    return True
 
 
 def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
