@@ -405,7 +405,11 @@ def _brief(value: object) -> str:
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
     if value is None or isinstance(value, bool | int | float | str):
         return f"{value!r} ({type(value).__name__})"
-    return f"a {type(value).__name__}"
+    kind = type(value)
+    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
+        # bool to numpy 2, which would look like Python's
+        return f"numpy.bool_({bool(value)})"
+    return f"a {kind.__name__}"
 
 
 def _check_tensor(name: str, value: object) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -228,6 +229,7 @@ def test_without_it_the_argument_decides(
     ("settings", "error", "text"),
     [
         ({"deterministic": 1}, TypeError, "deterministic must be True or False, got 1"),
+        ({"deterministic": np.bool_(True)}, TypeError, r"got numpy\.bool_\(True\)"),
         ({"score_mod_bwd": lambda *told: told[0]}, ValueError, "score_mod, which is None"),
         ({"score_mod_bwd": 3}, TypeError, "score_mod_bwd must be callable or None, got 3"),
     ],
