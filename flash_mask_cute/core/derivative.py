@@ -108,7 +108,8 @@ def call_score_mod_bwd(
     was modified. All arguments but the last are vectors of one element, as in `call_score_mod`.
     """
     bound = functools.partial(score_mod_bwd, cute.full((1,), grad, Float32))
-    return call_score_mod(bound, score, batch_idx, head_idx, q_idx, kv_idx, aux_tensors)
+    place = batch_idx, head_idx, q_idx, kv_idx, aux_tensors
+    return call_score_mod(bound, score, *place, kind="score_mod_bwd")
 
 
 # -- partial derivatives ------------------------------------------------------------------------
