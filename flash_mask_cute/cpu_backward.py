@@ -240,7 +240,13 @@ def _modify_and_differentiate(
     scores: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, _PullBack]:
-    modified, derivative = eval_score_mod_derivative(score_mod, scores, *rest)
+    try:
+        modified, derivative = eval_score_mod_derivative(score_mod, scores, *rest)
+    except NotImplementedError:
+        if aux_sums:
+            # fails, too, with a text that knows of these gradients: score_mod_bwd has none
+            add_aux_gradients(score_mod, aux_sums, scores, scores, *rest)
+        raise
 
     def pull_back(grads: Tensor) -> Tensor:
         if aux_sums:

@@ -77,6 +77,11 @@ def differentiate(
         reads = [(i, load) for i, view in views.items() for load in _loads_of(view)]
         origins = [given_score.ir_value(), *(load.results[0] for _, load in reads)]
         gradient = _gradient(value.ir_value(), _values_that_depend_on(origins, block))
+        terms = [
+            (i, _coordinates(load, views[i]), gradient[_key(element)])
+            for (i, load), element in zip(reads, origins[1:], strict=True)
+            if _key(element) in gradient
+        ]
     except NotImplementedError as error:
         if not views:
             raise
@@ -84,11 +89,6 @@ def differentiate(
             f"{error}, which gives no gradients of aux tensors: detach those that require grad"
         ) from error
     d_score = gradient.get(_key(origins[0]), Float32(0.0))
-    terms = [
-        (i, _coordinates(load, views[i]), gradient[_key(element)])
-        for (i, load), element in zip(reads, origins[1:], strict=True)
-        if _key(element) in gradient
-    ]
     return value, d_score, terms
 
 
