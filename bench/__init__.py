@@ -17,7 +17,8 @@ report     `python -m bench.report`: the table of rows, and `--bars`, what they 
 tables     the paper's tables, and the README's, out of rows
 linearity  `python -m bench.linearity`: latency against sparsity
 breakdown  `python -m bench.breakdown`: where a mask's time goes
-plot       `python -m bench.plot`: figures, and the tables of pages, out of rows; figure: a canvas
+plot       `python -m bench.plot`: figures, and the tables of pages, out of rows; figure: a canvas;
+           gallery: the picture of masks
 codegen    `python -m bench.codegen`: registers, spills and opcodes of the kernels, without a GPU
 compare    `python -m bench.compare`: this tree against another commit; history: earlier commits
 

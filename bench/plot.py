@@ -1,6 +1,7 @@
 """python -m bench.plot [ROWS] [--readme]: the figures and tables that the pages show.
 
-Draws docs/figures/ from rows, and with --readme writes what stands between the markers
+Draws docs/figures/ from rows (the masks in it from their builders, by `bench.gallery`), and with
+--readme writes what stands between the markers
 
     <!-- rows: NAME -->
     <!-- end of NAME -->
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import ROOT, Json, breakdown, peer_of
+from bench import ROOT, Json, breakdown, gallery, peer_of
 from bench.figure import save, subplots
 from bench.linearity import draw as draw_sweeps
 from bench.linearity import summary, sweeps
@@ -141,6 +142,7 @@ def draw_all(rows: Rows, folder: Path) -> None:
     draw_memory(rows, str(folder / "memory.svg"))
     if found := sweeps(rows):
         draw_sweeps(found, str(folder / "sparsity.svg"))
+    gallery.draw(str(folder / "masks.svg"))
 
 
 def count_bars(rows: Rows) -> str:

@@ -1,7 +1,8 @@
 """Preparing the metadata of a mask: everything that a kernel needs beyond the user's own tensors.
 
-For ours, from the intervals (which count as metadata too) to the bounds of key blocks, nothing
-cached; for FlexAttention, torch's compiled `create_block_mask`.
+For ours, from intervals on the device to the bounds of key blocks and to documents, nothing cached;
+for FlexAttention, torch's compiled `create_block_mask`. The intervals, and the tables that
+FlexAttention's mask_mod reads, are there before: they count among the bytes, not in the time.
 """
 
 from __future__ import annotations

@@ -374,6 +374,12 @@ def retile_lists(
     created in inference mode do not tell of changes: for these nothing is kept, and neither is it
     while a CUDA graph is captured. torch does not notice what a replayed graph writes.
 
+    It is filled on the stream of the first call. Calls on another stream that find it do not wait:
+    order them after that one. A CUDA graph that finds lists retiled before its capture replays with
+    them, and needs them to live, whatever is written into the logical lists since. Blocks of whole
+    tiles have no such copy; for others, a change in place just before the capture
+    (`mask_block_cnt.add_(0)`) makes the capture retile them, and every replay again.
+
     Raises:
         ValueError: `block_size` is None.
     """

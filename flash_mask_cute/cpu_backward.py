@@ -84,6 +84,9 @@ def flash_attn_bwd_cpu(
     packed tensor that belong to no sequence; what out, dout, lse and dlse hold in such rows is
     not read, but for finite values of dout and dlse in rows that see nothing.
 
+    Probabilities are computed from lse and share its rounding: one of float32 gives gradients a
+    relative error of up to abs(lse) * 2^-24.
+
     Raises:
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
             on the CPU, see `eval_mask_mod`; or a score_mod without a derivative.
@@ -237,7 +240,13 @@ def _modify_and_differentiate(
     scores: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, _PullBack]:
-    modified, derivative = eval_score_mod_derivative(score_mod, scores, *rest)
+    try:
+        modified, derivative = eval_score_mod_derivative(score_mod, scores, *rest)
+    except NotImplementedError:
+        if aux_sums:
+            # fails, too, with a text that knows of these gradients: score_mod_bwd has none
+            add_aux_gradients(score_mod, aux_sums, scores, scores, *rest)
+        raise
 
     def pull_back(grads: Tensor) -> Tensor:
         if aux_sums:

@@ -25,11 +25,11 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_m
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.validate import (
     check_bool,
-    check_differentiable_by_aux,
     check_gradient_settings,
     check_mod,
     check_unsupported,
     refuse_transforms,
+    settle_order,
 )
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask, Documents
@@ -78,7 +78,8 @@ def flash_attn_func(
     block_sparse_tensors: a `BlockSparseTensorsTorch`, or a torch `BlockMask` with its mask as
     mask_mod.
     deterministic: gradients have the same bits in every run; so they have where
-    `torch.use_deterministic_algorithms` is on.
+    `torch.use_deterministic_algorithms` is on (with warn_only, but for those beside aux tensors
+    that require grad, which warn).
     config: a mapping of fields of both `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
     for both directions; or a pair, (forward, backward), of what the two host calls take.
 
@@ -270,13 +271,7 @@ def _aux_that_require_grad(call: _Call) -> tuple[int, ...]:
     aux_tensors = call.aux_tensors
     if not isinstance(aux_tensors, list | tuple) or not torch.is_grad_enabled():
         return ()
-    wanted = tuple(
-        i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad
-    )
-    if wanted and call.score_mod is not None:
-        reason = f"aux_tensors[{wanted[0]}] requires grad"
-        check_differentiable_by_aux(reason, call.score_mod_bwd, call.deterministic)
-    return wanted
+    return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
 
 
 def _window_sides(window_size: WindowSize) -> WindowSize:
@@ -290,11 +285,15 @@ def _window_sides(window_size: WindowSize) -> WindowSize:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, return_lse: bool
 ) -> Any:
-    if torch.are_deterministic_algorithms_enabled():
-        call = call._replace(deterministic=True)
     check_bool("return_lse", return_lse)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     wants_aux = _aux_that_require_grad(call)
+    reason = None
+    if wants_aux and call.score_mod is not None:
+        reason = f"aux_tensors[{wants_aux[0]}] requires grad"
+    if reason is not None or torch.are_deterministic_algorithms_enabled():
+        in_order = settle_order(reason, call.score_mod_bwd, call.deterministic)
+        call = call._replace(deterministic=in_order)
     if torch.compiler.is_compiling() or _is_intercepted(q):
         batch = q.shape[0] if _packs(q, k, v, call) else None
         arguments = _to_operator(call, batch)

@@ -1,15 +1,30 @@
 """Pictures of masks, with the tiles that a kernel skips, masks and leaves alone.
 
-Needs matplotlib, which the extra `plot` installs; importing this module does not.
+Needs matplotlib, which the extra `plot` installs; importing this module does not. Everything is
+computed on the CPU, from one byte or two for each pair of a query and a key.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_mask_cute.block_sparsity import (
+    ABSENT,
+    DEFAULT_BLOCK,
+    BlockSparseTensorsTorch,
+    as_block_size,
+    check_block_lists,
+    dense_states,
+    from_block_mask,
+)
+from flash_mask_cute.block_sparsity import FULL as FULL_BLOCK
+from flash_mask_cute.host.host_mods import eval_mask_mod
+from flash_mask_cute.host.validate import check_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 SKIPPED, PARTIAL, FULL = 0, 1, 2
@@ -18,6 +33,21 @@ LABELS = ("skipped", "partial", "full")
 COLORS = ((0.92, 0.92, 0.92), (0.90, 0.45, 0.10), (0.15, 0.40, 0.75))
 HIDDEN_COLOR = (0.98, 0.90, 0.84)
 MAX_LINES = 128
+# More points than this on a side are more than a screen shows, and every one costs time.
+MAX_POINTS = 2048
+DEFAULT_TILE = 128
+
+
+class _Scores(NamedTuple):
+    """What a mask says of each pair, bool (seqlen_q, seqlen_k) on the CPU.
+
+    visible: the key counts. whole: nothing has to be asked about it; a tile of such pairs alone is
+    full. tile: the sizes of tiles that suit the mask.
+    """
+
+    visible: Tensor
+    whole: Tensor
+    tile: tuple[int, int] = (DEFAULT_TILE, DEFAULT_TILE)
 
 
 def classify_tiles(visible: Tensor, tile_m: int, tile_n: int) -> Tensor:
@@ -32,38 +62,51 @@ def classify_tiles(visible: Tensor, tile_m: int, tile_n: int) -> Tensor:
     """
     _check_dense(visible)
     _check_tile(tile_m, tile_n)
-    classes = []
-    for rows in visible.split(tile_m):
-        tiles = rows.split(tile_n, dim=1)
-        classes.append([FULL if t.all() else PARTIAL if t.any() else SKIPPED for t in tiles])
-    return torch.tensor(classes, dtype=torch.int64, device="cpu")
+    return _classify(_Scores(visible, visible), tile_m, tile_n)
 
 
 def plot(
-    mask: ColumnMask | Tensor,
+    mask: Any,
     seqlen_q: int | None = None,
-    tile_m: int = 128,
-    tile_n: int = 128,
+    tile_m: int | None = None,
+    tile_n: int | None = None,
     ax: Any = None,
+    *,
+    seqlen_k: int | None = None,
+    aux_tensors: Sequence[Tensor] | None = None,
 ) -> Any:
     """Draw what is visible, queries from top to bottom, coloured by the class of its tile.
 
     Args:
-        mask: a `ColumnMask`, of which batch entry 0 and head 0 are drawn (slice its tensor for
-            others), or a bool tensor (seqlen_q, seqlen_k) that is true where a query sees a key.
-        seqlen_q: number of queries of a `ColumnMask`, by default that of its keys.
-        tile_m, tile_n: queries and keys of a tile.
+        mask: one of
+            a `ColumnMask`;
+            a bool tensor (seqlen_q, seqlen_k) that is true where a query sees a key;
+            a `BlockSparseTensorsTorch` or a torch `BlockMask`, of which the lists are drawn: what
+            a `mask_mod` hides inside a partial block is not known to them, and a tile that
+            touches one is partial;
+            a `mask_mod`, which is compiled for the CPU and asked about every pair.
+            Of masks that differ between batch entries or heads, entry 0 and head 0 are drawn.
+        seqlen_q, seqlen_k: numbers of queries and keys. A mask_mod needs seqlen_q, and has as many
+            keys if nothing else is said. A `ColumnMask` has as many queries as keys, and seqlen_k
+            may leave its last keys out. Lists may end inside their last blocks.
+        tile_m, tile_n: queries and keys of a tile; by default those of a block of lists, else 128.
         ax: matplotlib axes to draw into; by default those of a new figure.
+        aux_tensors: what a mask_mod reads.
 
     Returns:
         the axes, whose title counts the tiles of each class.
 
     Raises:
         ImportError: there is no matplotlib.
-        TypeError, ValueError: a mask of another kind, no tokens, or tiles without any.
+        TypeError, ValueError: a mask of another kind, sizes that it does not have or that are
+            missing, no tokens, tiles without any, or aux tensors that nothing reads.
+        NotImplementedError: the mask_mod uses an instruction that only a GPU has.
     """
-    visible = _visible(mask, seqlen_q)
-    _check_tile(tile_m, tile_n)
+    # before a mask_mod is asked, which takes longer
+    _check_tile(*(DEFAULT_TILE if tile is None else tile for tile in (tile_m, tile_n)))
+    scores = _scores_of(mask, seqlen_q, seqlen_k, aux_tensors)
+    tile_m = scores.tile[0] if tile_m is None else tile_m
+    tile_n = scores.tile[1] if tile_n is None else tile_n
     try:
         from matplotlib import pyplot
         from matplotlib.patches import Patch
@@ -75,11 +118,9 @@ def plot(
 
     if ax is None:
         _, ax = pyplot.subplots()
-    num_q, num_k = visible.shape
-    classes = classify_tiles(visible, tile_m, tile_n)
-    by_score = classes.repeat_interleave(tile_m, 0).repeat_interleave(tile_n, 1)[:num_q, :num_k]
-    image = torch.tensor(COLORS, device="cpu")[by_score]
-    image[(by_score == PARTIAL) & ~visible] = torch.tensor(HIDDEN_COLOR, device="cpu")
+    num_q, num_k = scores.visible.shape
+    classes = _classify(scores, tile_m, tile_n)
+    image = _colour(scores.visible, classes, tile_m, tile_n)
     ax.imshow(image.numpy(), interpolation="nearest", extent=(0, num_k, num_q, 0), aspect="auto")
     edges_q, edges_k = range(0, num_q + 1, tile_m), range(0, num_k + 1, tile_n)
     if max(len(edges_q), len(edges_k)) <= MAX_LINES:
@@ -97,23 +138,142 @@ def plot(
     return ax
 
 
-def _visible(mask: ColumnMask | Tensor, seqlen_q: int | None) -> Tensor:
-    """Bool (seqlen_q, seqlen_k) on the CPU."""
+def _classify(scores: _Scores, tile_m: int, tile_n: int) -> Tensor:
+    has_visible = _by_tiles(scores.visible, tile_m, tile_n, torch.amax)
+    is_whole = _by_tiles(scores.whole, tile_m, tile_n, torch.amin)
+    # a tile that is whole has something visible
+    return has_visible.long() + is_whole.long()
+
+
+def _by_tiles(
+    flags: Tensor, tile_m: int, tile_n: int, reduce: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """uint8: the largest or smallest flag of each tile, the last of which may be cut."""
+    folded = flags.cpu().view(torch.uint8)
+    for dim, tile in enumerate((tile_m, tile_n)):
+        extent = folded.shape[dim]
+        inside = extent - extent % tile
+        parts = []
+        if inside:
+            tiles = folded.narrow(dim, 0, inside).unflatten(dim, (inside // tile, tile))
+            parts.append(reduce(tiles, dim + 1))
+        if inside < extent:
+            rest = folded.narrow(dim, inside, extent - inside)
+            parts.append(reduce(rest, dim).unsqueeze(dim))
+        folded = torch.cat(parts, dim)
+    return folded
+
+
+def _colour(visible: Tensor, classes: Tensor, tile_m: int, tile_n: int) -> Tensor:
+    """float32 (rows, columns, 3): a point for each pair, or for some of them where there are many,
+    evenly spaced."""
+    queries, keys = (_sampled(extent) for extent in visible.shape)
+    by_point = classes.index_select(0, queries // tile_m).index_select(1, keys // tile_n)
+    is_visible = visible.index_select(0, queries).index_select(1, keys)
+    by_point.masked_fill_((by_point == PARTIAL) & ~is_visible, len(COLORS))
+    return torch.tensor((*COLORS, HIDDEN_COLOR), device="cpu")[by_point]
+
+
+def _sampled(extent: int) -> Tensor:
+    points = min(extent, MAX_POINTS)
+    return (2 * torch.arange(points, device="cpu") + 1) * extent // (2 * points)
+
+
+# -- what masks say ------------------------------------------------------------------------------
+
+
+def _scores_of(
+    mask: Any, seqlen_q: int | None, seqlen_k: int | None, aux_tensors: Sequence[Tensor] | None
+) -> _Scores:
+    _check_length("seqlen_q", seqlen_q)
+    _check_length("seqlen_k", seqlen_k)
+    is_lists = isinstance(mask, BlockSparseTensorsTorch) or hasattr(mask, "BLOCK_SIZE")
+    is_mod = callable(mask) and not is_lists
+    if aux_tensors is not None and not is_mod:
+        raise ValueError(
+            "aux_tensors are read by a mask_mod alone, got some beside a mask that is a "
+            f"{type(mask).__name__}"
+        )
+    if is_lists:
+        return _of_lists(mask, seqlen_q, seqlen_k)
     if isinstance(mask, ColumnMask):
-        first = ColumnMask(mask.startend_row_indices[:1, :1], mask.causal)
-        num_keys = first.startend_row_indices.shape[2]
-        visible = first.dense(num_keys if seqlen_q is None else seqlen_q)[0, 0]
+        first = ColumnMask(mask.startend_row_indices[:1, :1].cpu(), mask.causal)
+        num_queries = first.startend_row_indices.shape[2] if seqlen_q is None else seqlen_q
+        visible = first.dense(num_queries, seqlen_k)[0, 0]
+    elif is_mod:
+        visible = _ask(mask, seqlen_q, seqlen_k, aux_tensors)
     else:
         visible = mask
     _check_dense(visible)
-    if seqlen_q not in (None, visible.shape[0]):
-        raise ValueError(f"seqlen_q={seqlen_q} of a dense mask with {visible.shape[0]} queries")
-    return visible.cpu()
+    given = zip(("seqlen_q", "seqlen_k"), (seqlen_q, seqlen_k), visible.shape, strict=True)
+    for name, length, extent in given:
+        if length not in (None, extent):
+            queries, keys = visible.shape
+            raise ValueError(f"{name}={length} of a dense mask with {queries} queries, {keys} keys")
+    visible = visible.cpu()
+    return _Scores(visible, visible)
+
+
+def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
+    lists = from_block_mask(mask)
+    first = (x[:1, :1].cpu() if isinstance(x, Tensor) and x.dim() > 1 else x for x in lists[:4])
+    lists = BlockSparseTensorsTorch._make((*first, lists.block_size))
+    block = lists.block_size
+    if seqlen_q is None or seqlen_k is None:
+        block = as_block_size(DEFAULT_BLOCK if block is None else block, "block_size")
+        shape = tuple(getattr(lists.mask_block_idx, "shape", ()))[2:] or (0, 0)
+        most = tuple(count * size for count, size in zip(shape, block, strict=True))
+        most = tuple(getattr(mask, "seq_lengths", most))
+        seqlen_q = most[0] if seqlen_q is None else seqlen_q
+        seqlen_k = most[1] if seqlen_k is None else seqlen_k
+    lists = check_block_lists(lists, 1, 1, seqlen_q, seqlen_k, torch.device("cpu"))
+    assert lists.block_size is not None
+    states = dense_states(lists)[0, 0]
+    if states.numel() == 0:
+        raise ValueError(f"mask has {seqlen_q} queries and {seqlen_k} keys")
+    for dim, (size, extent) in enumerate(zip(lists.block_size, (seqlen_q, seqlen_k), strict=True)):
+        states = states.index_select(dim, torch.arange(extent, device="cpu") // size)
+    return _Scores(states != ABSENT, states == FULL_BLOCK, lists.block_size)
+
+
+def _ask(
+    mask_mod: Callable[..., Any],
+    seqlen_q: int | None,
+    seqlen_k: int | None,
+    aux_tensors: Sequence[Tensor] | None,
+) -> Tensor:
+    if seqlen_q is None:
+        raise ValueError("seqlen_q=None of a mask_mod, which does not tell how many queries it has")
+    check_mod("mask_mod", mask_mod)
+    if aux_tensors is not None:
+        if not isinstance(aux_tensors, list | tuple):
+            raise TypeError(f"aux_tensors is a {type(aux_tensors).__name__}, not a list or a tuple")
+        for i, x in enumerate(aux_tensors):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"aux_tensors[{i}] is a {type(x).__name__}, not a tensor")
+        aux_tensors = [x.detach().cpu() for x in aux_tensors]
+    queries, keys = (
+        torch.arange(extent, dtype=torch.int32, device="cpu")
+        for extent in (seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
+    )
+    return eval_mask_mod(mask_mod, aux_tensors, 0, 0, queries, keys)
+
+
+def _check_length(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r} is not an int")
+    if int(value) < 1:
+        raise ValueError(f"{name}={value} is not positive")
 
 
 def _check_dense(mask: Any) -> None:
     if not isinstance(mask, Tensor):
-        raise TypeError(f"mask is a {type(mask).__name__}, not a ColumnMask or a bool tensor")
+        raise TypeError(
+            f"mask is a {type(mask).__name__}, not a ColumnMask, a bool tensor, a "
+            "BlockSparseTensorsTorch, a torch BlockMask or a mask_mod"
+        )
     if mask.dtype != torch.bool or mask.dim() != 2:
         raise ValueError(
             f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, not "

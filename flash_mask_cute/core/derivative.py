@@ -77,6 +77,11 @@ def differentiate(
         reads = [(i, load) for i, view in views.items() for load in _loads_of(view)]
         origins = [given_score.ir_value(), *(load.results[0] for _, load in reads)]
         gradient = _gradient(value.ir_value(), _values_that_depend_on(origins, block))
+        terms = [
+            (i, _coordinates(load, views[i]), gradient[_key(element)])
+            for (i, load), element in zip(reads, origins[1:], strict=True)
+            if _key(element) in gradient
+        ]
     except NotImplementedError as error:
         if not views:
             raise
@@ -84,11 +89,6 @@ def differentiate(
             f"{error}, which gives no gradients of aux tensors: detach those that require grad"
         ) from error
     d_score = gradient.get(_key(origins[0]), Float32(0.0))
-    terms = [
-        (i, _coordinates(load, views[i]), gradient[_key(element)])
-        for (i, load), element in zip(reads, origins[1:], strict=True)
-        if _key(element) in gradient
-    ]
     return value, d_score, terms
 
 
@@ -108,7 +108,8 @@ def call_score_mod_bwd(
     was modified. All arguments but the last are vectors of one element, as in `call_score_mod`.
     """
     bound = functools.partial(score_mod_bwd, cute.full((1,), grad, Float32))
-    return call_score_mod(bound, score, batch_idx, head_idx, q_idx, kv_idx, aux_tensors)
+    place = batch_idx, head_idx, q_idx, kv_idx, aux_tensors
+    return call_score_mod(bound, score, *place, kind="score_mod_bwd")
 
 
 # -- partial derivatives ------------------------------------------------------------------------

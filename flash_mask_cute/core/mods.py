@@ -27,6 +27,12 @@ _INDEXED = (
     "if it indexes an aux tensor: by as many numbers as that has dimensions, "
     "aux_tensors[0][kv_idx[0]]"
 )
+# What callables return, by their names among the arguments of a call.
+_RESULTS = {
+    "score_mod": "the modified score",
+    "mask_mod": "whether the score counts",
+    "score_mod_bwd": "the gradient by the score",
+}
 # What the pipe of the exponentials computes in an instruction, by `_fast_function`.
 _FUNCTIONS = {"cos", "ex2", "exp", "exp2", "lg2", "log", "log2", "rcp", "rsqrt", "sin", "tanh"}
 
@@ -46,12 +52,24 @@ def call_score_mod(
     q_idx: Int32,
     kv_idx: Int32,
     aux_tensors: Any,
+    kind: str = "score_mod",
 ) -> Float32:
-    """The modified score; aux_tensors is the list the callable expects, or None."""
+    """The modified score; aux_tensors is the list the callable expects, or None.
+
+    kind: what the callable is, one of _RESULTS.
+    """
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
     with _tracing(score_mod, aux_tensors):
         result = score_mod(_vector(score, Float32), *indices, aux_tensors)
-    return Float32(_scalar(result))
+    number = _scalar(kind, result)
+    if _is_condition(number):
+        # as a number it would be 0 or 1
+        hides = "to hide scores, pass the condition as mask_mod; " if kind == "score_mod" else ""
+        raise TypeError(
+            f"{kind} returned a Boolean: it must return {_RESULTS[kind]}; {hides}to choose between "
+            "numbers, write cute.where(condition, x, y)"
+        )
+    return Float32(number)
 
 
 class RowPlace(NamedTuple):
@@ -131,7 +149,7 @@ def call_mask_mod(
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
     with _tracing(mask_mod, aux_tensors):
         result = mask_mod(*indices, aux_tensors)
-    return Boolean(_scalar(result))
+    return Boolean(_scalar("mask_mod", result))
 
 
 class Reliance(NamedTuple):
@@ -175,23 +193,29 @@ def _count_uses(values: list[Any]) -> int:
     return sum(1 for value in values for _ in value.uses)
 
 
-def _scalar(result: Any) -> Any:
+def _scalar(kind: str, result: Any) -> Any:
     if result is None:
-        raise TypeError("a mod returned None: it must return a score, or whether the score counts")
+        raise TypeError(f"{kind} returned None: it must return {_RESULTS[kind]}")
     if isinstance(result, cutlass.Vector) and not isinstance(result, cute.TensorSSA):
         # what the compiler makes of `~` and shifts, and of `not` in a @cute.jit function
-        raise TypeError(f"a mod {_NEGATES}; or {_SHIFTS}")
+        raise TypeError(f"{kind} {_NEGATES}; or {_SHIFTS}")
     if not isinstance(result, cute.TensorSSA):
         if not isinstance(result, bool | int | float | cutlass.Numeric | ir.Value):
-            kind = type(result)
+            found = type(result)
             raise TypeError(
-                "a mod must return one value that the compiler knows, got "
-                f"{result!r}, a {kind.__module__}.{kind.__qualname__}"
+                f"{kind} must return one value that the compiler knows, got "
+                f"{result!r}, a {found.__module__}.{found.__qualname__}"
             )
         return result
     if cute.size(result.shape) != 1:
-        raise TypeError(f"a mod must return one value, got a vector of shape {result.shape}")
+        raise TypeError(f"{kind} must return one value, got a vector of shape {result.shape}")
     return result[0]
+
+
+def _is_condition(number: Any) -> bool:
+    if isinstance(number, ir.Value):
+        return ir.IntegerType.isinstance(number.type) and ir.IntegerType(number.type).width == 1
+    return isinstance(number, bool | Boolean)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from numbers import Integral, Real
@@ -330,6 +331,42 @@ def check_differentiable_by_aux(
         )
 
 
+def settle_order(
+    reason: str | None, score_mod_bwd: Callable[..., Any] | None, deterministic: bool
+) -> bool:
+    """Whether sums have a fixed order: where `deterministic` or the setting of torch asks for it.
+
+    reason: why gradients of aux tensors are wanted, which have none; None if they are not. Then the
+    setting means what it means for torch's own functions: an error, or with warn_only a warning and
+    any order. `deterministic` is always an error.
+
+    Raises:
+        NotImplementedError: as `check_differentiable_by_aux`.
+    """
+    by_torch = torch.are_deterministic_algorithms_enabled()
+    if reason is None:
+        return deterministic or by_torch
+    check_differentiable_by_aux(reason, score_mod_bwd, deterministic)
+    if by_torch and not _only_warns(reason):
+        check_differentiable_by_aux(reason, score_mod_bwd, True)
+    return False
+
+
+@torch.compiler.assume_constant_result
+def _only_warns(reason: str) -> bool:
+    """Whether torch's setting is warn_only; if so, warns. Dynamo can trace neither: it warns once,
+    and guards the answer together with the setting."""
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    warnings.warn(
+        f"{reason}, and gradients of aux tensors are summed in no fixed order: the last bits of "
+        "all gradients of this call may differ from run to run, although "
+        "torch.use_deterministic_algorithms(True, warn_only=True) asks for one",
+        stacklevel=5,  # the caller of the public function
+    )
+    return True
+
+
 def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
     """Check that rows are contiguous and, when `aligned`, that they start on 16-byte boundaries.
 
@@ -368,7 +405,11 @@ def _brief(value: object) -> str:
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
     if value is None or isinstance(value, bool | int | float | str):
         return f"{value!r} ({type(value).__name__})"
-    return f"a {type(value).__name__}"
+    kind = type(value)
+    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
+        # bool to numpy 2, which would look like Python's
+        return f"numpy.bool_({bool(value)})"
+    return f"a {kind.__name__}"
 
 
 def _check_tensor(name: str, value: object) -> None:

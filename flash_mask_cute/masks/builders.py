@@ -268,7 +268,11 @@ def from_cu_seqlens(
 
 
 def from_document_ids(document_ids: Tensor, *, causal: bool = True) -> ColumnMask:
-    """A document is a run of equal ids: an integer tensor (seqlen,) or (batch, seqlen).
+    """A document is a run of equal ids; an id that comes back later (0, 1, 0) begins another one.
+
+    An integer tensor (seqlen,) or (batch, seqlen). This is not `ids[q] == ids[k]`, under which the
+    first and the last 0 see each other: for that meaning pass a `mask_mod` that compares ids, with
+    the ids in aux_tensors. The two agree where tokens of one id are neighbours.
 
     The form is that of `causal_document` or `document`.
     """

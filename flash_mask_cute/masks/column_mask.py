@@ -68,6 +68,11 @@ class ColumnMask:
 
     The tensor may be changed in place, between calls; its values are never read by the host.
 
+    What is kept (bounds, documents) is computed on the stream of the first call that needs it.
+    Calls on other streams that find it do not wait for that one: order them after it by an event
+    or `wait_stream`, and again after each change. A captured CUDA graph reads what was kept before
+    the capture; with `refresh()` inside the capture, each replay computes it anew.
+
     Raises:
         TypeError: an argument of another type or dtype.
         ValueError: another rank or n, or n=1 without causal.

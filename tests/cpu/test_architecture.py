@@ -74,7 +74,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "host.host_mods": ("host", "core.mods", "core.derivative"),
     "host.compile_bounds": ("host", "kernels"),
     "host.compile_documents": ("host", "kernels", "masks.documents"),
-    "plotting": ("masks.column_mask",),
+    "plotting": ("masks.column_mask", "block_sparsity", "host.host_mods", "host.validate"),
     "block_sparsity": (),
     "compute_block_sparsity": ("block_sparsity", "host"),
     "interface": ("host", "masks.column_mask", "packing"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cutlass.cute as cute
 import pytest
 import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients
@@ -360,7 +361,24 @@ def _rounds(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[0][h[0], k[0]].to(Int32).to(Float32)
 
 
-@pytest.mark.parametrize(("mod", "what"), [(_slices, "slice of it"), (_rounds, "to an integer")])
+@cute.jit
+def _reads_in_a_branch(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score[0] + (aux[0][h[0], k[0]] if score[0] > 0.0 else 0.0)
+
+
+def _one_coordinate(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[0][k[0] % 2]
+
+
+@pytest.mark.parametrize(
+    ("mod", "what"),
+    [
+        (_slices, "slice of it"),
+        (_rounds, "to an integer"),
+        (_reads_in_a_branch, "move that before the branch, or pass score_mod_bwd"),
+        (_one_coordinate, "by other than its coordinates"),
+    ],
+)
 def test_reads_without_a_derivative(mod: Call, what: str) -> None:
     q, k, v = qkv()
     table = torch.ones(2, 12, requires_grad=True)

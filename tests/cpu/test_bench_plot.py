@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.metadata
 import json
 import re
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
 
 import bench
-from bench import cases, measure, peers, plot, prep, report
+from bench import cases, gallery, measure, peers, plot, prep, report
 from bench.cases import CASES, BenchCase, make_tensors
+from bench.masks import MASKS
 from bench.peers import DOCUMENT_MASKS
 from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT
+from flash_mask_cute.plotting import FULL, PARTIAL, SKIPPED, classify_tiles
 
 ROWS = [json.loads(line) for line in report.RESULTS.read_text().splitlines()]
 
@@ -29,15 +34,45 @@ def test_pages_say_what_the_rows_say(page: str) -> None:
         plot.fill(page, text.replace("<!-- end of", "<!-- gone"), ROWS)
 
 
+def drawn(path: Path) -> str:
+    """An svg with its images by their points: matplotlib does not choose how they are packed."""
+    image = pytest.importorskip("matplotlib.image")
+
+    def points(found: re.Match[str]) -> str:
+        pixels = image.imread(BytesIO(base64.b64decode(found[1])))
+        return f"{pixels.shape} {hashlib.sha256(pixels.tobytes()).hexdigest()}"
+
+    text = re.sub(r'data:image/png;base64,([^"]+)', points, path.read_text())
+    return re.sub(r'id="image\w+"', "", text)
+
+
 def test_figures_are_those_of_the_rows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    committed = {path.name: path.read_text() for path in plot.FOLDER.iterdir()}
+    committed = {path.name: drawn(path) for path in plot.FOLDER.iterdir()}
     made_by = re.search(r"Matplotlib v([\d.]+)", committed["memory.svg"])
     here = importlib.metadata.version("matplotlib")
     if made_by is None or made_by[1] != here:
         pytest.skip(f"drawn by another version of matplotlib than {here}: {made_by}")
     plot.draw_all(ROWS, tmp_path)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == committed
+    assert {path.name: drawn(path) for path in tmp_path.iterdir()} == committed
+
+
+def test_picture_of_masks() -> None:
+    masks = gallery.named_masks()
+    assert masks.keys() == {*MASKS, "sink_window"}
+    classes = {
+        name: {
+            *classify_tiles(mask.dense(gallery.TOKENS)[0, 0], *2 * [gallery.TILE]).unique().tolist()
+        }
+        for name, mask in masks.items()
+    }
+    assert classes.pop("full") == {FULL}
+    assert all(found == {SKIPPED, PARTIAL, FULL} for found in classes.values()), classes
+    picture = (plot.FOLDER / "masks.svg").read_text()
+    assert len(picture) < 300_000 and picture.count("data:image/png") == len(masks)
+    pages = [(bench.ROOT / "docs" / name).read_text() for name in ("masks.md", "mask_gallery.md")]
+    for name in masks:
+        assert f">{name}<" in picture and all(f"`{name}" in page for page in pages)
 
 
 def test_figures_do_not_depend_on_what_was_drawn_before(tmp_path: Path) -> None:

@@ -495,7 +495,7 @@ def test_values_are_those_of_the_modifier_itself() -> None:
     [
         (lambda s, b, h, q, k, aux: 3.0, 0.0),
         (lambda s, b, h, q, k, aux: (q - k).to(Float32), 0.0),
-        (lambda s, b, h, q, k, aux: s > 0.5, 0.0),
+        (lambda s, b, h, q, k, aux: (s > 0.5).to(Float32), 0.0),
         (lambda s, b, h, q, k, aux: s, 1.0),
         (lambda s, b, h, q, k, aux: s[0], 1.0),
         (lambda s, b, h, q, k, aux: s - s, 0.0),

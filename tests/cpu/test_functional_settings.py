@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -161,6 +163,59 @@ def test_what_has_no_fixed_order_is_refused_by_the_setting_too(fixed_order: None
         flash_attn_func(*leaves(), score_mod=biased, aux_tensors=[bias])
 
 
+@pytest.fixture
+def warn_only() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _biased(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[0][h[0]]
+
+
+@WAYS
+def test_the_setting_that_only_warns(
+    found: Found, warn_only: None, way: Callable[..., Any]
+) -> None:
+    bias = torch.zeros(2, requires_grad=True)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(*qkv, score_mod=_biased, aux_tensors=[bias])
+        return out
+
+    if way is compiled:
+        out = way(attend)(*leaves())  # tracing decides where its warnings go
+    else:
+        text = r"^aux_tensors\[0\] requires grad.*no fixed order.*warn_only=True"
+        with pytest.warns(UserWarning, match=text) as told:
+            out = attend(*leaves())
+        assert told[0].filename == __file__
+    out.sum().backward()
+    assert found[-1]["deterministic"] is False and bias.grad is not None
+    # what has a fixed order has it, without a word
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn_func(*leaves()).sum().backward()
+        assert found[-1]["deterministic"] is True
+        bias.requires_grad_(False)
+        attend(*leaves()).sum().backward()
+        assert found[-1]["deterministic"] is True
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"deterministic": True}, {"score_mod_bwd": lambda g, s, b, h, q, k, aux: g}],
+    ids=str,
+)
+def test_arguments_are_refused_where_the_setting_only_warns(
+    warn_only: None, keywords: dict[str, Any]
+) -> None:
+    given = {"score_mod": _biased, "aux_tensors": [torch.zeros(2, requires_grad=True)], **keywords}
+    with pytest.raises(NotImplementedError, match=f"requires grad.*{next(iter(keywords))}"):
+        flash_attn_func(*leaves(), **given)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("function", [flash_attn_func, flashmask_attention])
 def test_without_it_the_argument_decides(
@@ -174,6 +229,7 @@ def test_without_it_the_argument_decides(
     ("settings", "error", "text"),
     [
         ({"deterministic": 1}, TypeError, "deterministic must be True or False, got 1"),
+        ({"deterministic": np.bool_(True)}, TypeError, r"got numpy\.bool_\(True\)"),
         ({"score_mod_bwd": lambda *told: told[0]}, ValueError, "score_mod, which is None"),
         ({"score_mod_bwd": 3}, TypeError, "score_mod_bwd must be callable or None, got 3"),
     ],

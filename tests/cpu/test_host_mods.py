@@ -17,7 +17,12 @@ from mask_cases import MASK_MODS, SCORE_MODS, Extents, MaskRecipe, ScoreRecipe
 from torch import Tensor
 
 from flash_mask_cute.host import host_mods
-from flash_mask_cute.host.host_mods import eval_mask_mod, eval_score_mod, eval_score_mod_bwd
+from flash_mask_cute.host.host_mods import (
+    eval_mask_mod,
+    eval_score_mod,
+    eval_score_mod_bwd,
+    eval_score_mod_derivative,
+)
 
 EXTENTS = Extents(batch=2, heads_q=3, seqlen_q=70, seqlen_k=90)
 GENERATOR = torch.Generator().manual_seed(0)
@@ -309,14 +314,67 @@ def test_what_a_mod_must_not_return(mod: Callable[..., Any], kind: str) -> None:
 
 
 def test_a_mod_must_return_one_value() -> None:
-    with pytest.raises(TypeError, match="returned None"):
-        eval_mask_mod(lambda b, h, q, k, aux: None, None, 0, 0, torch.arange(2), torch.arange(2))
+    grads = scores = torch.zeros(2, 2)
+    place = None, 0, 0, torch.arange(2), torch.arange(2)
+    with pytest.raises(TypeError, match="^mask_mod returned None: .* whether the score counts"):
+        eval_mask_mod(lambda b, h, q, k, aux: None, *place)
+    with pytest.raises(TypeError, match="^score_mod returned None: .* the modified score"):
+        eval_score_mod(lambda s, b, h, q, k, aux: None, scores, *place)
+    with pytest.raises(
+        TypeError, match="^score_mod_bwd returned None: .* the gradient by the score"
+    ):
+        eval_score_mod_bwd(lambda g, s, b, h, q, k, aux: None, grads, scores, *place)
 
     def two(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         return cute.full((2,), True, cutlass.Boolean)
 
     with pytest.raises(TypeError, match="one value, got a vector of shape"):
         eval_mask_mod(two, None, 0, 0, torch.arange(2), torch.arange(2))
+
+
+@cute.jit
+def _branches(s: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return s[0] > 0.0 if q[0] >= k[0] else q[0] > 1
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k, aux: s > 0,
+        lambda s, b, h, q, k, aux: (s > 0)[0],
+        lambda s, b, h, q, k, aux: (s > 0)[0].ir_value(),
+        lambda s, b, h, q, k, aux: q >= k,
+        lambda s, b, h, q, k, aux: True,
+        _branches,
+    ],
+    ids=["vector", "scalar", "value", "indices", "constant", "branch"],
+)
+def test_a_condition_is_no_score(mod: Callable[..., Any]) -> None:
+    """As a number it would be 0 or 1."""
+    place = None, 0, 0, torch.arange(2), torch.arange(2)
+    scores = torch.ones(2, 2)
+    for evaluate in (eval_score_mod, eval_score_mod_derivative):
+        with pytest.raises(TypeError, match="^score_mod returned a Boolean.*mask_mod.*cute.where"):
+            evaluate(mod, scores, *place)
+    with pytest.raises(TypeError, match="^score_mod_bwd returned a Boolean: .*cute.where"):
+        eval_score_mod_bwd(lambda grad, *others: mod(*others), scores, scores, *place)
+
+
+def test_other_numbers_are_scores() -> None:
+    q, k = torch.arange(2).int(), torch.arange(3).int()
+    scores = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, -6.0]])
+    after = q[:, None] >= k
+    for mod, expected in (
+        (lambda s, b, h, q, k, aux: 1, torch.ones(2, 3)),
+        (lambda s, b, h, q, k, aux: 0.5, torch.full((2, 3), 0.5)),
+        (lambda s, b, h, q, k, aux: q - k, (q[:, None] - k).float()),
+        (lambda s, b, h, q, k, aux: (q - k)[0], (q[:, None] - k).float()),
+        (lambda s, b, h, q, k, aux: s[0].ir_value(), scores),
+        (lambda s, b, h, q, k, aux: s * (q >= k), scores * after),
+        (lambda s, b, h, q, k, aux: (q >= k).to(cutlass.Float32), after.float()),
+        (lambda s, b, h, q, k, aux: cute.where(s > 0, s, 0.0), scores.relu()),
+    ):
+        assert torch.equal(eval_score_mod(mod, scores, None, 0, 0, q, k), expected)
 
 
 def test_scalars_may_be_taken_inside_a_branch() -> None:
