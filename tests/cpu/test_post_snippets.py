@@ -347,7 +347,7 @@ def test_getting_started() -> None:
     check((out, lse), qkv, lambda scores: scores * 1.1, k_idx <= q_idx)
 
 
-# -- appendix: what can be said of it without a GPU (examples/07_native_api.py runs it on one) ----
+# -- appendix: what can be said of it without a GPU (examples/07_native_api.py runs it) ---------
 
 
 def test_signature_of_the_block_sparsity_kernel() -> None:
