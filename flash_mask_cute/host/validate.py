@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.problem import STRIDE_STEP
@@ -641,7 +641,7 @@ def _check_aux_tensors(
 def _check_block_lists(value: object, mask_mod: object) -> None:
     """What can be said without the extents of the problem; `check_block_lists` says the rest."""
     from_block_mask(value)
-    if mask_mod is None and not isinstance(value, BlockSparseTensorsTorch):
+    if mask_mod is None and not isinstance(value, BlockSparseTensorsTorch | ComputedLists):
         raise ValueError(
             "block_sparse_tensors or block_sparse_tensors_torch is a torch BlockMask, whose own "
             "mask_mod no kernel can call: pass the same mask as a CuTe callable, mask_mod, too, or "
