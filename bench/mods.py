@@ -108,18 +108,12 @@ def cute_mask_mod(mask: Mask) -> Mod:
 def cute_score_mod(case: BenchCase, names: tuple[str, ...]) -> Mod:
     """score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors), the tables in order of `names`.
 
-    flash-attn-4 passes the last three by keyword, and seqlen_info besides, which is not looked at.
+    flash-attn-4 passes the last three by keyword, and lengths besides, which are not looked at.
     """
     definition = score_definition(case)
 
     def score_mod(
-        score: Any,
-        b_idx: Any,
-        h_idx: Any,
-        q_idx: Any,
-        kv_idx: Any,
-        aux_tensors: Any,
-        seqlen_info: Any = None,
+        score: Any, b_idx: Any, h_idx: Any, q_idx: Any, kv_idx: Any, aux_tensors: Any, **_: Any
     ) -> Any:
         return definition(score, h_idx, q_idx, kv_idx, cute_language(names, aux_tensors))
 

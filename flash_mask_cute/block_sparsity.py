@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ ABSENT, PARTIAL, FULL = 0, 1, 2
 """States of a block in `dense_states`."""
 DEFAULT_BLOCK = 128
 WORD = 32
+TorchLists: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 _INFERRED_STEP = 16
 
 
@@ -57,6 +58,24 @@ class BlockSparseTensorsTorch(NamedTuple):
     full_block_cnt: Tensor | None = None
     full_block_idx: Tensor | None = None
     block_size: tuple[int, int] | None = None
+
+
+class ComputedLists(tuple[BlockSparseTensors, TorchLists]):
+    """What `compute_block_sparsity` returns: lists for kernels, and the same as torch tensors.
+
+    A pair as in flash-attn-4, which may also be passed on as it is. torch_lists: the second of the
+    two with the size of a block, which the pair does not tell.
+    """
+
+    torch_lists: BlockSparseTensorsTorch
+
+    @staticmethod
+    def of(lists: BlockSparseTensorsTorch) -> ComputedLists:
+        for_kernels = to_cute_block_sparse_tensors(lists)
+        assert for_kernels is not None
+        pair = ComputedLists((for_kernels, lists[:4]))
+        pair.torch_lists = lists
+        return pair
 
 
 class LogicalBits(NamedTuple):
@@ -106,16 +125,19 @@ def to_cute_block_sparse_tensors(lists: Any) -> BlockSparseTensors | None:
 
 
 def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
-    """Block lists of a `BlockSparseTensorsTorch` (itself) or of a torch `BlockMask`.
+    """Block lists of a `BlockSparseTensorsTorch` (itself), of the pair that
+    `compute_block_sparsity` returned, or of a torch `BlockMask`.
 
     Of a `BlockMask` only the lists and the block size are taken: its mask_mod is a torch function
     that no kernel can call, so pass a CuTe one beside it.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is none of these.
     """
     if isinstance(lists, BlockSparseTensorsTorch):
         return lists
+    if isinstance(lists, ComputedLists):
+        return lists.torch_lists
     try:
         block_q, block_k = lists.BLOCK_SIZE
         return BlockSparseTensorsTorch(
@@ -127,9 +149,17 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
         )
     except AttributeError:
         raise TypeError(
-            "block_sparse_tensors or block_sparse_tensors_torch must be a "
-            f"BlockSparseTensorsTorch or a torch BlockMask, got {type(lists).__name__}"
+            "block_sparse_tensors or block_sparse_tensors_torch must be a BlockSparseTensorsTorch, "
+            "the pair that compute_block_sparsity returned, or a torch BlockMask, got "
+            f"{_kind(lists)}"
         ) from None
+
+
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return f"a {name} of {[type(x).__name__ for x in value]}"
+    return name
 
 
 # -- checks -------------------------------------------------------------------------------------

@@ -17,17 +17,15 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import (
-    BlockSparseTensors,
     BlockSparseTensorsTorch,
+    ComputedLists,
     as_block_size,
-    to_cute_block_sparse_tensors,
 )
 from flash_mask_cute.host.compile_scan import HOST, ScanProblem, compile_scan
 from flash_mask_cute.host.problem import CUTLASS_NAMES
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import check_mod
 
-TorchLists = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 _TORCH_DTYPES = {cute_name: getattr(torch, name) for name, cute_name in CUTLASS_NAMES.items()}
 
 
@@ -43,12 +41,13 @@ def compute_blocksparse_tensors(
     device: str | torch.device = "cuda",
     compute_full_blocks: bool = True,
     use_fast_sampling: bool = False,
-) -> tuple[BlockSparseTensors, TorchLists]:
+) -> ComputedLists:
     """Lists for blocks of tile_m queries and tile_n keys.
 
     Returns them twice, sharing memory: as `cute.Tensor` (dynamic layouts), and as the torch tensors
     (mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx), int32, counts (batch_size,
-    num_heads, ceil(seqlen_q / tile_m)), indices with ceil(seqlen_k / tile_n) entries more.
+    num_heads, ceil(seqlen_q / tile_m)), indices with ceil(seqlen_k / tile_n) entries more. The pair
+    is also what attention takes as its block_sparse_tensors, and tells it the size of the blocks.
 
     aux_tensors: torch or cute tensors on `device`, as the mod expects them.
     compute_full_blocks: False leaves the last two None, and every block with anything visible is
@@ -77,9 +76,7 @@ def compute_blocksparse_tensors(
         has_full=compute_full_blocks,
         samples=use_fast_sampling,
     )
-    cute_lists = to_cute_block_sparse_tensors(lists)
-    assert cute_lists is not None
-    return cute_lists, lists[:4]
+    return ComputedLists.of(lists)
 
 
 compute_block_sparsity = compute_blocksparse_tensors

@@ -75,8 +75,8 @@ def flash_attn_func(
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: the gradient by
     the score that score_mod gets, from the one by the score that it returns. Without it the
     derivative of score_mod is taken from its trace.
-    block_sparse_tensors: a `BlockSparseTensorsTorch`, or a torch `BlockMask` with its mask as
-    mask_mod.
+    block_sparse_tensors: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
+    returned, or a torch `BlockMask` with its mask as mask_mod.
     deterministic: gradients have the same bits in every run; so they have where
     `torch.use_deterministic_algorithms` is on (with warn_only, but for those beside aux tensors
     that require grad, which warn).

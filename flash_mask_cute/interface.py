@@ -122,10 +122,11 @@ def _flash_attn_fwd(
     they reach (closures, globals) is looked up in every call, and what changed compiles anew.
     aux_tensors: tensors of 1 to 4 dimensions, any strides, int32, int64, float32, bfloat16 or
     float16, that both may index.
-    block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, or a torch `BlockMask` together with
-    its mask as mask_mod. A block in no list is hidden, a full one visible without asking mask_mod;
-    in the others mask_mod decides, and without one they are visible. Blocks count from the start
-    of a sequence; where lengths vary, the lists cover max_seqlen_q and max_seqlen_k.
+    block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
+    returned, or a torch `BlockMask` together with its mask as mask_mod. A block in no list is
+    hidden, a full one visible without asking mask_mod; in the others mask_mod decides, and without
+    one they are visible. Blocks count from the start of a sequence; where lengths vary, the lists
+    cover max_seqlen_q and max_seqlen_k.
 
     out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
     (heads_q, total_q), and None if neither return_lse nor lse asks for it. A row that sees nothing

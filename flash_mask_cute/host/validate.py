@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.problem import STRIDE_STEP
@@ -37,6 +37,9 @@ _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 _BASE_ALIGNMENT = 16  # bytes
 MAX_PACKED_SEQLEN = 1 << 26
+# What newer versions of flash-attn-4 pass before aux_tensors. A callable that expects it could be
+# called if it has defaults, and would then take aux_tensors for it.
+_FOREIGN_ARGUMENT = "seqlen_info"
 _INDICES = ("b_idx", "h_idx", "q_idx", "kv_idx", "aux_tensors")
 _MOD_ARGUMENTS = {
     "score_mod": ("score", *_INDICES),
@@ -649,19 +652,30 @@ def _check_arguments_of_mod(name: str, mod: Callable[..., Any]) -> None:
     if isinstance(mod, FunctionType):
         # a signature takes 16 us, and some calls ask each time
         code = mod.__code__
-        if code.co_argcount == len(expected) and code.co_kwonlyargcount == 0:
+        names = code.co_varnames[: code.co_argcount]
+        is_plain = len(names) == len(expected) and code.co_kwonlyargcount == 0
+        if is_plain and _FOREIGN_ARGUMENT not in names:
             return
     try:
         signature = inspect.signature(mod)
     except (TypeError, ValueError):
         return  # some callables in C do not tell
+    is_foreign = _FOREIGN_ARGUMENT in signature.parameters
     try:
         signature.bind(*expected)
     except TypeError:
-        called = getattr(mod, "__name__", type(mod).__name__)
-        raise TypeError(
-            f"{name} must take the arguments ({', '.join(expected)}), got {called}{signature}"
-        ) from None
+        pass
+    else:
+        if not is_foreign:
+            return
+    called = getattr(mod, "__name__", type(mod).__name__)
+    wrong = f"{name} must take the arguments ({', '.join(expected)}), got {called}{signature}"
+    if is_foreign:
+        wrong += (
+            f": there is no {_FOREIGN_ARGUMENT} here, the argument of newer versions of "
+            "flash-attn-4; leave it out, and pass lengths that the callable reads in aux_tensors"
+        )
+    raise TypeError(wrong)
 
 
 def _check_aux_tensors(
@@ -682,7 +696,7 @@ def _check_aux_tensors(
 def _check_block_lists(value: object, mask_mod: object) -> None:
     """What can be said without the extents of the problem; `check_block_lists` says the rest."""
     from_block_mask(value)
-    if mask_mod is None and not isinstance(value, BlockSparseTensorsTorch):
+    if mask_mod is None and not isinstance(value, BlockSparseTensorsTorch | ComputedLists):
         raise ValueError(
             "block_sparse_tensors or block_sparse_tensors_torch is a torch BlockMask, whose own "
             "mask_mod no kernel can call: pass the same mask as a CuTe callable, mask_mod, too, or "

@@ -16,6 +16,19 @@ import torch
 from cutlass._mlir_helpers import op
 from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
+from post_mods import (
+    alibi_score_mod,
+    create_causal_mask_with_offset,
+    create_prefix_lm_mask,
+    doc_rel_bias_score_mod,
+    document_mask_mod,
+    document_mask_mod_of_heads,
+    head_bias_score_mod,
+    my_mask_mod,
+    my_score_mod,
+    rel_bias_score_mod_cute,
+    sliding_window_mask_mod,
+)
 
 from bench.codegen import count_sass, disassembly
 from flash_mask_cute.host.cache import CompileCache, compile_count, compile_lock
@@ -175,6 +188,34 @@ def test_masks_compile_well(name: str, tmp_path: Path) -> None:
     meta, counts = build(replace(PLAIN, **fields), tmp_path, mods)
     most_spilled = most_spilled_at(replace(PLAIN, **fields))
     check_code(f"{name}: {meta}, {counts}", meta, counts, most_spilled)
+
+
+LISTS = {"has_lists": True, "has_full_lists": True}
+# Callables of the post as they are printed: the fields of their problems, score_mod and mask_mod.
+POST: dict[str, tuple[dict[str, Any], Mods]] = {
+    "t5-bias": ({"aux": (("float32", 3),)}, Mods(rel_bias_score_mod_cute)),
+    "alibi": ({}, Mods(alibi_score_mod)),
+    "causal-with-offset": ({}, Mods(None, create_causal_mask_with_offset(128))),
+    "documents": ({"aux": (("int32", 3),)}, Mods(None, document_mask_mod_of_heads)),
+    "window": ({}, Mods(None, sliding_window_mask_mod)),
+    "documents-with-bias": (
+        {"aux": (("float32", 3), ("int32", 3)), **LISTS},
+        Mods(doc_rel_bias_score_mod, document_mask_mod),
+    ),
+    "prefix-lm-with-head-bias": (
+        {"aux": (("float32", 1),), **LISTS},
+        Mods(head_bias_score_mod, create_prefix_lm_mask(prefix=204, offset=0)),
+    ),
+    "getting-started": (LISTS, Mods(my_score_mod, my_mask_mod)),
+}
+
+
+@pytest.mark.parametrize("name", POST)
+def test_callables_of_the_post_compile_as_printed(name: str, tmp_path: Path) -> None:
+    fields, mods = POST[name]
+    keys = {kind: callable_key(mod) for kind, mod in mods._asdict().items() if mod is not None}
+    meta, _ = build_text(replace(PLAIN, **fields, **keys), tmp_path, mods)
+    assert meta["registers"]
 
 
 @pytest.mark.parametrize("dim", [192, 256])

@@ -18,6 +18,7 @@ from post_mods import (
 from torch import Tensor
 
 import flash_mask_cute.utils as utils
+from flash_mask_cute import flash_attn_func
 from flash_mask_cute.block_sparsity import (
     ABSENT,
     FULL,
@@ -33,6 +34,7 @@ from flash_mask_cute.compute_block_sparsity import (
     create_block_mask,
 )
 from flash_mask_cute.host.cache import compile_count
+from flash_mask_cute.interface import _flash_attn_fwd
 
 
 @pytest.fixture(autouse=True)
@@ -189,6 +191,62 @@ def test_batch_and_heads_of_none_and_one_number_for_a_block() -> None:
     assert lists.block_size == (64, 64)
     assert lists.mask_block_idx.shape == (1, 1, 2, 4)
     assert create_block_mask(plain_batch_mod, None, 2, 300, 100, "cpu").block_size == (128, 128)
+
+
+# -- the pair, passed on ------------------------------------------------------------------------
+
+
+def window_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors):
+    return abs(q_idx - kv_idx) <= 30
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (112, 80), (50, 30)], ids=str)
+@pytest.mark.parametrize("has_full", [True, False], ids=["full", "no-full"])
+def test_attention_takes_the_pair(tile: tuple[int, int], has_full: bool) -> None:
+    """And knows the size of its blocks: 300 tokens are 3 blocks of 112 and of 128."""
+    q, k, v = (torch.randn(1, 300, 2, 16, dtype=torch.float64) for _ in range(3))
+    pair = compute_block_sparsity(
+        *tile, 1, 2, 300, 300, window_mod, None, "cpu", compute_full_blocks=has_full
+    )
+    assert isinstance(pair, tuple) and len(pair) == 2
+    row = torch.arange(300)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4
+    scores = scores.masked_fill((row[:, None] - row).abs() > 30, float("-inf"))
+    expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+    out, _ = _flash_attn_fwd(q, k, v, mask_mod=window_mod, block_sparse_tensors_torch=pair)
+    torch.testing.assert_close(out, expected)
+
+    def attend(q: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, mask_mod=window_mod, block_sparse_tensors=pair)
+
+    leaf = q.clone().requires_grad_()
+    torch.testing.assert_close(attend(leaf), expected)
+    attend(leaf).sum().backward()
+    given = BlockSparseTensorsTorch(*pair[1], block_size=tile)
+    again = q.clone().requires_grad_()
+    out = flash_attn_func(again, k, v, mask_mod=window_mod, block_sparse_tensors=given)
+    out.sum().backward()
+    assert leaf.grad is not None and again.grad is not None and torch.equal(leaf.grad, again.grad)
+    if tile == (112, 80) and has_full:
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(q), expected)
+
+
+def test_parts_of_the_pair_are_refused() -> None:
+    """They do not tell the size of the blocks."""
+    pair = compute_block_sparsity(128, 128, 1, 1, 300, 300, window_mod, None, "cpu")
+    q = torch.randn(1, 300, 1, 16)
+    for wrong, kind in (
+        (pair[0], "BlockSparseTensors"),
+        (pair[1], r"a tuple of \['Tensor', 'Tensor', 'Tensor', 'Tensor'\]"),
+        ((pair[0], pair[1]), r"a tuple of \['BlockSparseTensors', 'tuple'\]"),
+        (pair[:1], r"a tuple of \['BlockSparseTensors'\]"),
+        ([], r"a list of \[\]"),
+    ):
+        with pytest.raises(TypeError, match=f"the pair that compute_block_sparsity.* got {kind}"):
+            _flash_attn_fwd(q, q, q, mask_mod=window_mod, block_sparse_tensors_torch=wrong)
+        with pytest.raises(TypeError, match="block_sparse_tensors"):
+            flash_attn_func(q, q, q, mask_mod=window_mod, block_sparse_tensors=wrong)
 
 
 # -- options ------------------------------------------------------------------------------------

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import cutlass.cute as cute
 import pytest
 import torch
 from test_functional import int32, qkv, rows_below
 from torch.autograd import forward_ad
 
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention
+from flash_mask_cute import (
+    create_block_mask,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flashmask_attention,
+)
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -79,3 +86,79 @@ def test_page_table_and_dropout_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"dropout.*0\.1"):
         flashmask_attention(q, k, v, dropout=0.1)
     flashmask_attention(q, k, v, dropout=0.1, training=False)
+
+
+# -- the arguments of newer flash-attn-4 --------------------------------------------------------
+
+
+def _mask_of_lengths(batch, head, q, kv, seqlen_info, aux_tensors):
+    return q >= kv
+
+
+def _mask_without_aux(batch, head, q, kv, seqlen_info):
+    return q >= kv
+
+
+def _mask_with_defaults(batch, head, q, kv, seqlen_info=None, aux_tensors=None):
+    return q >= kv
+
+
+def _mask_by_keyword(batch, head, q, kv, aux_tensors, *, seqlen_info=None):
+    return q >= kv
+
+
+@cute.jit
+def _jitted_mask(batch, head, q, kv, seqlen_info=None, aux_tensors=None):
+    return q >= kv
+
+
+def _score_with_defaults(score, batch, head, q, kv, seqlen_info=None, aux_tensors=None):
+    return score
+
+
+@cute.jit
+def _jitted_score(score, batch, head, q, kv, seqlen_info, aux_tensors=None):
+    return score
+
+
+def _plain_score(score, batch, head, q, kv, aux_tensors):
+    return score
+
+
+def _score_bwd(grad, score, batch, head, q, kv, seqlen_info, aux_tensors=None):
+    return grad
+
+
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {"mask_mod": _mask_of_lengths},
+        {"mask_mod": _mask_without_aux},
+        {"mask_mod": _mask_with_defaults},
+        {"mask_mod": _mask_by_keyword},
+        {"mask_mod": functools.partial(_mask_with_defaults, aux_tensors=None)},
+        {"mask_mod": _jitted_mask},
+        {"score_mod": _score_with_defaults},
+        {"score_mod": _jitted_score},
+        {"score_mod": _plain_score, "score_mod_bwd": _score_bwd},
+    ],
+    ids=lambda mods: str(list(mods.values())[-1]).split()[1],
+)
+def test_seqlen_info_is_refused_by_name(mods: dict[str, Any]) -> None:
+    """Where it has a default, aux_tensors would be passed as it."""
+    name, mod = list(mods.items())[-1]
+    q, k, v = qkv()
+    said = rf"^{name} must take the arguments .* there is no seqlen_info here"
+    with pytest.raises(TypeError, match=said):
+        flash_attn_func(q, k, v, **mods)
+    if name == "mask_mod":
+        with pytest.raises(TypeError, match=said):
+            create_block_mask(mod, 1, 1, 12, 12, device="cpu")
+
+
+def test_a_local_variable_may_be_called_seqlen_info() -> None:
+    def mask_mod(batch, head, q, kv, aux_tensors):
+        seqlen_info = q >= kv
+        return seqlen_info
+
+    flash_attn_func(*qkv(), mask_mod=mask_mod)

@@ -3,9 +3,9 @@
 
 What stands in `post_mods` and between the lines "quoted" and "end" is from the post that introduced
 it (work of Tri Dao, Driss Guessous and others), so that users who learn from that post find it true
-here. Two things differ besides: tensors are on the CPU, and ALiBi, which the post has in pseudo
-code only, is written for the CuTe DSL. Every result is held against dense attention in float64,
-whose bias and mask are written in torch, independently of the callables.
+here. Tensors are on the CPU; `test_compile.py` compiles the callables for a GPU. Every result is
+held against dense attention in float64, whose bias and mask are written in torch, independently of
+the callables.
 """
 
 import inspect
@@ -13,18 +13,23 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 import cutlass
-import cutlass.cute as cute
 import pytest
 import torch
-from cutlass._mlir.dialects import math as mlir_math
 from post_mods import (
+    alibi_score_mod,
     create_causal_mask_with_offset,
     create_prefix_lm_mask,
+    doc_rel_bias_score_mod,
+    document_mask_mod,
     document_mask_mod_of_heads,
+    head_bias_score_mod,
+    my_mask_mod,
+    my_score_mod,
+    rel_bias_score_mod_cute,
+    sliding_window_mask_mod,
 )
 from torch import Tensor
 
-import flash_mask_cute.utils as utils
 from flash_mask_cute import create_block_mask
 from flash_mask_cute.block_sparsity import (
     BlockSparseTensors,
@@ -79,25 +84,6 @@ def check(
 # -- score modification -------------------------------------------------------------------------
 
 
-# quoted
-@cute.jit
-def rel_bias_score_mod_cute(
-    tSrS_ssa: cute.TensorSSA,
-    batch_idx: cute.TensorSSA,
-    head_idx: cute.TensorSSA,
-    q_idx: cute.TensorSSA,
-    kv_idx: cute.TensorSSA,
-    aux_tensors: Optional[list],
-) -> cute.TensorSSA:
-    bias_tensor = aux_tensors[0]
-    rel_pos = cute.TensorSSA(mlir_math.absi(q_idx - kv_idx), q_idx.shape, q_idx.dtype)
-    bias = bias_tensor[batch_idx[0], head_idx[0], rel_pos[0]].to(cutlass.Float32)
-    return tSrS_ssa + bias
-
-
-# end
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_t5_bias(dtype: torch.dtype) -> None:
     qkv = q, k, v = make_qkv(2, 4, 2, 130, 150)
@@ -112,13 +98,6 @@ def test_t5_bias(dtype: torch.dtype) -> None:
     # end
     q_idx, k_idx = positions(130, 150)
     check((out, lse), qkv, lambda scores: scores + bias.double()[:, :, (q_idx - k_idx).abs()])
-
-
-@cute.jit
-def alibi_score_mod(score, batch_idx, head_idx, q_idx, kv_idx, aux_tensors):
-    slope = cute.math.exp2((-(head_idx + 1)).to(cutlass.Float32))
-    dist = cute.math.abs(q_idx - kv_idx)
-    return score - slope * dist
 
 
 def test_alibi() -> None:
@@ -160,11 +139,6 @@ def test_document_masking() -> None:
     )  # fmt: skip
     # end
     check((out, lse), qkv, visible=doc_ids[..., None] == doc_ids[..., None, :])
-
-
-@cute.jit
-def sliding_window_mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors):
-    return abs(q_idx - kv_idx) <= 30
 
 
 def test_sliding_window_of_the_quick_reference() -> None:
@@ -216,28 +190,6 @@ def test_block_mask_of_torch() -> None:
     assert isinstance(sparse_tensors, BlockSparseTensors)
 
 
-# quoted
-@cute.jit
-def doc_rel_bias_score_mod(tSrS_ssa, b_idx, h_idx, q_idx, kv_idx, aux_tensors):
-    rel_bias = aux_tensors[0]
-    distance = cute.TensorSSA(mlir_math.absi(q_idx - kv_idx), q_idx.shape, q_idx.dtype)
-    bias = rel_bias[b_idx[0], h_idx[0], distance[0]].to(cutlass.Float32)
-    return tSrS_ssa + bias
-
-
-@cute.jit
-def document_mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors):
-    doc_ids = aux_tensors[1]  # Second aux tensor
-    q_doc = doc_ids[b_idx[0], h_idx[0], q_idx[0]]
-    kv_doc = doc_ids[b_idx[0], h_idx[0], kv_idx[0]]
-    q_doc_ssa = utils.scalar_to_ssa(q_doc, cutlass.Int32)
-    kv_doc_ssa = utils.scalar_to_ssa(kv_doc, cutlass.Int32)
-    return q_doc_ssa == kv_doc_ssa
-
-
-# end
-
-
 def test_documents_with_relative_bias() -> None:
     # quoted
     # 3 documents at positions [0:230], [230:410], [410:640]
@@ -249,10 +201,9 @@ def test_documents_with_relative_bias() -> None:
     aux_tensors = [rel_bias, doc_ids]
     # end
     qkv = q, k, v = make_qkv(1, 1, 1, 640, 640)
-    _, torch_tensors = compute_block_sparsity(
+    block_sparse_tensors = compute_block_sparsity(
         128, 128, 1, 1, 640, 640, document_mask_mod, aux_tensors, "cpu"
     )
-    block_sparse_tensors = BlockSparseTensorsTorch(*torch_tensors)
     # quoted
     out, lse = _flash_attn_fwd(
         q, k, v,
@@ -266,18 +217,9 @@ def test_documents_with_relative_bias() -> None:
     bias = rel_bias.double()[:, :, (q_idx - k_idx).abs()]
     visible = doc_ids[..., None] == doc_ids[..., None, :]
     check((out, lse), qkv, lambda scores: scores + bias, visible)
-    assert 0 < int(torch_tensors[0].sum() + torch_tensors[2].sum()) < 25, "blocks were skipped"
-
-
-# quoted
-@cute.jit
-def head_bias_score_mod(tSrS_ssa, b_idx, h_idx, q_idx, kv_idx, aux_tensors):
-    head_bias = aux_tensors[0]
-    bias_val = head_bias[h_idx[0]].to(cutlass.Float32)
-    return tSrS_ssa + bias_val
-
-
-# end
+    _, (mask_block_cnt, _, full_block_cnt, _) = block_sparse_tensors
+    assert full_block_cnt is not None
+    assert 0 < int(mask_block_cnt.sum() + full_block_cnt.sum()) < 25, "blocks were skipped"
 
 
 def test_prefix_lm_with_head_bias() -> None:
@@ -311,21 +253,6 @@ def test_prefix_lm_with_head_bias() -> None:
 # -- getting started ----------------------------------------------------------------------------
 
 
-# quoted
-@cute.jit
-def my_score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors):
-    scale = utils.scalar_to_ssa(1.1, cutlass.Float32)
-    return score * scale  # Example: scale scores
-
-
-@cute.jit
-def my_mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors):
-    return kv_idx <= q_idx  # Example: causal w/o offset
-
-
-# end
-
-
 def test_getting_started() -> None:
     B, H, seqlen_q, seqlen_kv = 2, 2, 200, 300
     qkv = q, k, v = make_qkv(B, H, H, seqlen_q, seqlen_kv)
@@ -347,7 +274,7 @@ def test_getting_started() -> None:
     check((out, lse), qkv, lambda scores: scores * 1.1, k_idx <= q_idx)
 
 
-# -- appendix: what can be said of it without a GPU (examples/07_native_api.py runs it on one) ----
+# -- appendix: what can be said of it without a GPU (examples/07_native_api.py runs it) ---------
 
 
 def test_signature_of_the_block_sparsity_kernel() -> None:

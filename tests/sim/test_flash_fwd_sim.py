@@ -7,12 +7,13 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 import mask_cases
 import pytest
 import simulated_forward
 import torch
-from mask_cases import ScoreRecipe
+from mask_cases import Extents, MaskRecipe, ScoreRecipe
 from simulated_forward import DELAY_SEEDS
 from support import (
     BF16,
@@ -26,6 +27,7 @@ from support import (
     make_growing_inputs,
     make_inputs,
 )
+from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.host.tables import SM90_FWD, FwdRow
@@ -391,3 +393,69 @@ def test_score_mod_is_told_the_positions_of_half_a_block(
     )
     tiles = {"tile_m": 192, "tile_n": 128, "num_stages": 3, "stages_q": 1}
     run_sim(simulator, make_inputs(case), seeds=(None,), config=tiles)
+
+
+def _strided(values: Tensor) -> Tensor:
+    """The same (batch, heads, seqlen_q, seqlen_k), in memory in another order, the batch innermost,
+    and with something else between the queries."""
+    memory = values.permute(3, 1, 2, 0).repeat_interleave(2, dim=2).clone()
+    memory[:, :, 1::2] = 77
+    return memory[:, :, ::2].permute(3, 1, 2, 0)
+
+
+def _four_dims_bias(dtype: torch.dtype) -> ScoreRecipe:
+    def cute_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return score + aux[-1][b[0], h[0], q[0], k[0]].to(cutlass.Float32) * 0.25
+
+    def dense(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, aux: list[Tensor]) -> Tensor:
+        return score + aux[-1][b, h, q, k].to(score.dtype) * 0.25
+
+    def make(extents: Extents, generator: torch.Generator) -> Tensor:
+        return _strided(torch.randint(-16, 17, extents, generator=generator).to(dtype))
+
+    return ScoreRecipe(cute_mod, dense, make)
+
+
+# an int64 whose lower half is 0: read as an int32, it would hide its key from every query
+FAR = 2**40
+
+
+def _four_dims_ends(dtype: torch.dtype) -> MaskRecipe:
+    """Pairs that are seen if the query comes before an end of their own; a third of these ends lie
+    behind all queries."""
+
+    def cute_mod(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return q[0] < aux[0][b[0], h[0], q[0], k[0]]
+
+    def dense(b: int, h: int, q: Tensor, k: Tensor, aux: list[Tensor]) -> Tensor:
+        return q < aux[0][b, h, q, k]
+
+    def make(extents: Extents, generator: torch.Generator) -> Tensor:
+        ends = torch.randint(0, 200, extents, generator=generator)
+        never = torch.rand(extents, generator=generator) < 1 / 3
+        far = FAR if dtype == torch.int64 else 256
+        return _strided(ends.masked_fill(never, far).to(dtype))
+
+    return MaskRecipe(cute_mod, dense, make, per_batch=True, per_head=True)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize(
+    "of_scores, of_mask",
+    [(FP16, torch.int64), (BF16, FP16), (torch.int64, BF16)],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
+def test_aux_tensors_of_four_strided_dimensions(
+    simulator: ModuleType,
+    of_scores: torch.dtype,
+    of_mask: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(mask_cases.SCORE_MODS, "four", _four_dims_bias(of_scores))
+    monkeypatch.setitem(mask_cases.MASK_MODS, "four", _four_dims_ends(of_mask))
+    case = Case("four", 2, 100, 150, 2, 1, head_dim=64, score_mod="four", mask_mod="four")
+    inputs = make_inputs(case)
+    aux = inputs.mask_keywords["aux_tensors"]
+    assert [x.dtype for x in aux] == [of_mask, of_scores]
+    assert all(x.shape == (2, 2, 100, 150) and 1 not in x.stride()[1:] for x in aux)
+    run_sim(simulator, inputs, seeds=(None, 1))

@@ -1,0 +1,97 @@
+"""The forward as an example calls it: without the host path, on cute tensors, with block lists that
+a kernel makes of the mask, and with both callables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from example_modules import ROOT, load_example
+from support import Case, DenseMasks, Inputs, assert_close_to_oracle, make_inputs
+from torch import Tensor
+
+from flash_mask_cute import compute_block_sparsity
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowsByDocument(DenseMasks):
+    """What the two callables of the example mean."""
+
+    documents: Tensor
+    window: int
+
+    def visible(self, batch_idx: int, head_idx: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+        names = self.documents[batch_idx]
+        return (names[:, None] == names) & (distances(seqlen_q) <= self.window)
+
+    def modify(self, scores: Tensor, batch_idx: int, head_idx: int) -> Tensor:
+        return scores - distances(scores.shape[0]) / 64
+
+
+def distances(seqlen: int) -> Tensor:
+    place = torch.arange(seqlen)
+    return (place[:, None] - place).abs()
+
+
+def count_cut_blocks(seen: Tensor, rows: int, cols: int) -> int:
+    """Of bool (batch, seqlen, seqlen): blocks of which something is seen, and not all."""
+    blocks = [block for band in seen.split(rows, 1) for block in band.split(cols, 2)]
+    return sum(int((block.any((1, 2)) & ~block.all(2).all(1)).sum()) for block in blocks)
+
+
+def load_for_simulator(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example on CPU tensors, which kernels take to be CUDA tensors."""
+    import cuda.bindings.driver as cuda
+
+    example = load_example(ROOT / "examples" / "07_native_api.py", monkeypatch)
+    to_cute, compute_lists = example.to_cute, example.compute_blocksparse_tensors
+    wrapped: dict[int, Tensor] = {}
+
+    def to_simulated(tensor: Tensor, alignment: int = 4) -> Any:
+        simulated = to_cute(simulator.driver.as_cuda(tensor), alignment)
+        wrapped[id(simulated)] = tensor
+        return simulated
+
+    def compute_simulated(*arguments: Any) -> Any:
+        *sizes, mask_mod, aux_tensors, device = arguments
+        on_cpu = [wrapped[id(x)] for x in aux_tensors]
+        lists, torch_lists = compute_lists(*sizes, mask_mod, on_cpu, device)
+        return type(lists)(*map(to_simulated, torch_lists)), torch_lists
+
+    # what is compiled for tensors of the CPU
+    monkeypatch.setattr(compute_block_sparsity, "HOST", "sm_90a")
+    monkeypatch.setattr(example, "to_cute", to_simulated)
+    monkeypatch.setattr(example, "compute_blocksparse_tensors", compute_simulated)
+    monkeypatch.setattr(example, "current_stream", lambda: cuda.CUstream(0))
+    return example
+
+
+def test_example(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load_for_simulator(simulator, monkeypatch)
+    attention = example.DocumentAttention(128)
+    generator = torch.Generator().manual_seed(0)
+    compiled = []
+    for case in (Case("one", 1, 450, 450, 2, 2), Case("more", 2, 255, 255, 1, 1)):
+        plain = make_inputs(case)
+        starts = torch.rand((case.batch, case.seqlen_q), generator=generator) < 1 / 150
+        documents = starts.cumsum(dim=1, dtype=torch.int32)
+        dense = WindowsByDocument(
+            case, None, None, None, documents=documents, window=example.WINDOW
+        )
+        inputs = Inputs(case, plain.q, plain.k, plain.v, plain.keywords, dense=dense)
+        simulator.OPTIONS["delay"] = 1
+        simulator.RESULTS.clear()
+        out, lse, num_blocks = attention(inputs.q, inputs.k, inputs.v, documents)
+        assert [result["warnings"] for result in simulator.RESULTS] == [{}] * 2, "lists, attention"
+        assert_close_to_oracle(out, lse, inputs)
+        seen = torch.stack(
+            [dense.visible(b, 0, case.seqlen_q, case.seqlen_k) for b in range(case.batch)]
+        )
+        assert num_blocks == case.heads_q * count_cut_blocks(seen, example.TILE_M, example.TILE_N)
+        compiled.append(attention.compiled)
+    assert compiled[0] is compiled[1]
