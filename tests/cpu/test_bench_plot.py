@@ -110,11 +110,11 @@ def test_sizes_of_masks_are_those_that_were_measured() -> None:
             vectors = case.mask_of(case.n).hidden.shape[1]
             expected = prep.interval_bytes(case.n, vectors)
             if case.mask in DOCUMENT_MASKS:
-                # rows counted inside documents, where these begin, bounds of the whole mask, and
-                # one block more for each sequence
-                slots = case.n // SLOT
-                expected += 4 * (vectors * case.n + slots + 1)
-                expected += 4 * 2 * vectors * (case.n // BOUNDS_TILE + slots)
+                # intervals, also counted inside documents; where these begin, in slots and in the
+                # batch; bounds of both, with one block more for each sequence
+                slots, blocks = case.n // SLOT, case.n // BOUNDS_TILE
+                expected = 4 * (2 * vectors * case.n + slots + slots + 1)
+                expected += 4 * 2 * vectors * (blocks + blocks + slots)
             assert found == expected
     assert prep.dense_mask_bytes(300) == torch.ones(300, 300, dtype=torch.bool).numel()
 
