@@ -206,7 +206,7 @@ def test_the_setting_that_only_warns(
 @pytest.mark.parametrize(
     "keywords",
     [{"deterministic": True}, {"score_mod_bwd": lambda g, s, b, h, q, k, aux: g}],
-    ids=str,
+    ids=["deterministic", "score_mod_bwd"],
 )
 def test_arguments_are_refused_where_the_setting_only_warns(
     warn_only: None, keywords: dict[str, Any]
