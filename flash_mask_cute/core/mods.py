@@ -233,6 +233,12 @@ def _tracing(mod: Callable[..., Any], aux_tensors: Any) -> Iterator[None]:
     except (IndexError, ValueError, ir.MLIRError) as error:
         if aux_tensors is None:
             raise
+        if "congruent" in str(error):
+            ranks = [cute.rank(x) for x in aux_tensors]
+            raise ValueError(
+                f"{name}: an aux tensor is indexed by as many numbers as that has dimensions, "
+                f"aux_tensors[0][kv_idx[0]]; these have {ranks}"
+            ) from error
         raise ValueError(f"{name}: {error} ({_INDEXED})") from error
     except DSLRuntimeError as error:
         text = f"the compiler has no code for {name}, which perhaps {_NEGATES}; or {_SHIFTS}"
