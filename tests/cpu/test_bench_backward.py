@@ -41,7 +41,7 @@ def test_backwards_are_those_of_the_forward_cases() -> None:
         same = replace(plain, name=name, kind="backward", deterministic="-det-" in name)
         assert case == same
         assert (case.form == "mask_mod") == name.startswith("bwd-mod")
-    assert len(names) == 8 + 1 + 2 + 2 * 3 * 12 + 2 + 2
+    assert len(names) == 8 + 1 + 2 + 2 * 3 * 12 + 2 + 2 * 2
     assert {name for name, case in CASES.items() if case.kind == "backward"} == set(names)
     assert {CASES[name].form for name in names if "-mod-" in name} == {"mask_mod"}
 
