@@ -318,8 +318,8 @@ class FlashAttentionForwardSm90:
                 scheduler = TileScheduler(
                     schedule.params,
                     tile_counter,
-                    last_first=True,
-                    varlen=lengths.cu_seqlens_q is not None,
+                    self.is_causal or self.is_local,
+                    lengths.cu_seqlens_q is not None,
                 )
                 rules = self._rules(masks, lengths)
                 plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
