@@ -242,7 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             changed |= bool(found)
             print("\n".join(f"    {text}" for text in found or ["unchanged"]), flush=True)
     if options.out:
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+        options.out.write_text("".join(lines))
     return int(changed)
 
 

@@ -6,6 +6,8 @@ matplotlib is the extra `plot`; it is imported when a figure is made. ImportErro
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 # Ids inside an svg are hashes; text stays text, so that no font is copied into the file.
@@ -34,5 +36,10 @@ def subplots(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
 def save(figure: Any, path: str) -> None:
     """Write an svg or a png, by the end of the path, and let go of the figure."""
     plt: Any = importlib.import_module("matplotlib.pyplot")
-    figure.savefig(path, metadata=METADATA[path.rpartition(".")[2]])
+    kind = path.rpartition(".")[2]
+    figure.savefig(path, metadata=METADATA[kind])
     plt.close(figure)
+    if kind == "svg":
+        # indentation is a sixth of the file
+        written = Path(path)
+        written.write_text(re.sub(r"\n +", "\n", written.read_text()))
