@@ -17,6 +17,7 @@ from flash_mask_cute.block_sparsity import (
     ABSENT,
     DEFAULT_BLOCK,
     BlockSparseTensorsTorch,
+    ComputedLists,
     as_block_size,
     check_block_lists,
     dense_states,
@@ -81,9 +82,9 @@ def plot(
         mask: one of
             a `ColumnMask`;
             a bool tensor (seqlen_q, seqlen_k) that is true where a query sees a key;
-            a `BlockSparseTensorsTorch` or a torch `BlockMask`, of which the lists are drawn: what
-            a `mask_mod` hides inside a partial block is not known to them, and a tile that
-            touches one is partial;
+            a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity` returned, or a torch
+            `BlockMask`, of which the lists are drawn: what a `mask_mod` hides inside a partial
+            block is not known to them, and a tile that touches one is partial;
             a `mask_mod`, which is compiled for the CPU and asked about every pair.
             Of masks that differ between batch entries or heads, entry 0 and head 0 are drawn.
         seqlen_q, seqlen_k: numbers of queries and keys. A mask_mod needs seqlen_q, and has as many
@@ -191,7 +192,8 @@ def _scores_of(
 ) -> _Scores:
     _check_length("seqlen_q", seqlen_q)
     _check_length("seqlen_k", seqlen_k)
-    is_lists = isinstance(mask, BlockSparseTensorsTorch) or hasattr(mask, "BLOCK_SIZE")
+    is_lists = isinstance(mask, BlockSparseTensorsTorch | ComputedLists)
+    is_lists = is_lists or hasattr(mask, "BLOCK_SIZE")
     is_mod = callable(mask) and not is_lists
     if aux_tensors is not None and not is_mod:
         raise ValueError(
@@ -276,7 +278,8 @@ def _check_dense(mask: Any) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(
             f"mask is a {type(mask).__name__}, not a ColumnMask, a bool tensor, a "
-            "BlockSparseTensorsTorch, a torch BlockMask or a mask_mod"
+            "BlockSparseTensorsTorch, the pair of compute_block_sparsity, a torch BlockMask or a "
+            "mask_mod"
         )
     if mask.dtype != torch.bool or mask.dim() != 2:
         raise ValueError(

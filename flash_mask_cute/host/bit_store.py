@@ -43,7 +43,7 @@ class BitStoring:
 
     @property
     def num_bytes(self) -> int:
-        return _bytes(self.shape)
+        return torch.Size(self.shape).numel() * WORD_BYTES
 
     def __call__(
         self, q: Tensor, lists: Any, aux_tensors: Any, block_size: Any, bits: Any
@@ -165,10 +165,6 @@ def _choose(
     if compiled.meta["relies_on_head"] or shape[0] * pairs > MAX_PAIRS:
         return None
     return BitStoring(shape, (shapes.seqlen_q, shapes.seqlen_k), compiled.function)
-
-
-def _bytes(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel() * WORD_BYTES
 
 
 # -- compilation --------------------------------------------------------------------------------

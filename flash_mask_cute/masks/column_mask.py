@@ -214,8 +214,8 @@ class ColumnMask:
         return kept.documents
 
     def refresh(self) -> None:
-        """Compute again, in place, all bounds and documents that were asked for: a launch or two
-        for each.
+        """Compute again, in place, all bounds and documents that were asked for: a launch for
+        each of the former, four for the latter.
 
         In a CUDA graph, each replay then computes them from what the tensors hold at that time.
         """

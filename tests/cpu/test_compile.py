@@ -11,24 +11,12 @@ from typing import Any, cast
 
 import cutlass
 import cutlass.cute as cute
+import post_mods
 import pytest
 import torch
 from cutlass._mlir_helpers import op
 from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
-from post_mods import (
-    alibi_score_mod,
-    create_causal_mask_with_offset,
-    create_prefix_lm_mask,
-    doc_rel_bias_score_mod,
-    document_mask_mod,
-    document_mask_mod_of_heads,
-    head_bias_score_mod,
-    my_mask_mod,
-    my_score_mod,
-    rel_bias_score_mod_cute,
-    sliding_window_mask_mod,
-)
 
 from bench.codegen import count_sass, disassembly
 from flash_mask_cute.host.cache import CompileCache, compile_count, compile_lock
@@ -193,20 +181,20 @@ def test_masks_compile_well(name: str, tmp_path: Path) -> None:
 LISTS = {"has_lists": True, "has_full_lists": True}
 # Callables of the post as they are printed: the fields of their problems, score_mod and mask_mod.
 POST: dict[str, tuple[dict[str, Any], Mods]] = {
-    "t5-bias": ({"aux": (("float32", 3),)}, Mods(rel_bias_score_mod_cute)),
-    "alibi": ({}, Mods(alibi_score_mod)),
-    "causal-with-offset": ({}, Mods(None, create_causal_mask_with_offset(128))),
-    "documents": ({"aux": (("int32", 3),)}, Mods(None, document_mask_mod_of_heads)),
-    "window": ({}, Mods(None, sliding_window_mask_mod)),
+    "t5-bias": ({"aux": (("float32", 3),)}, Mods(post_mods.rel_bias_score_mod_cute)),
+    "alibi": ({}, Mods(post_mods.alibi_score_mod)),
+    "causal-with-offset": ({}, Mods(None, post_mods.create_causal_mask_with_offset(128))),
+    "documents": ({"aux": (("int32", 3),)}, Mods(None, post_mods.document_mask_mod_of_heads)),
+    "window": ({}, Mods(None, post_mods.sliding_window_mask_mod)),
     "documents-with-bias": (
         {"aux": (("float32", 3), ("int32", 3)), **LISTS},
-        Mods(doc_rel_bias_score_mod, document_mask_mod),
+        Mods(post_mods.doc_rel_bias_score_mod, post_mods.document_mask_mod),
     ),
     "prefix-lm-with-head-bias": (
         {"aux": (("float32", 1),), **LISTS},
-        Mods(head_bias_score_mod, create_prefix_lm_mask(prefix=204, offset=0)),
+        Mods(post_mods.head_bias_score_mod, post_mods.create_prefix_lm_mask(prefix=204, offset=0)),
     ),
-    "getting-started": (LISTS, Mods(my_score_mod, my_mask_mod)),
+    "getting-started": (LISTS, Mods(post_mods.my_score_mod, post_mods.my_mask_mod)),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flash_mask_cute import BlockSparseTensorsTorch, create_block_mask, plotting
+from flash_mask_cute.compute_block_sparsity import compute_block_sparsity
 from flash_mask_cute.masks import builders
 from flash_mask_cute.plotting import FULL, PARTIAL, SKIPPED, classify_tiles, plot
 
@@ -223,6 +224,15 @@ def test_tiles_across_blocks_are_partial_unless_all_agree(pyplot: Any) -> None:
         (8, 16): colors[FULL],
     }.items():
         assert torch.equal(image[row, col], color)
+
+
+def test_picture_of_computed_lists(pyplot: Any) -> None:
+    """The pair is drawn as the lists in it are."""
+    pair = compute_block_sparsity(
+        64, 32, 1, 1, 128, 64, lambda b, h, q, k, aux: k <= q, None, "cpu"
+    )
+    assert plot(pair).get_title() == plot(pair.torch_lists).get_title()
+    assert plot(pair).get_title() == "4 tiles of 64 x 32: 0 skipped, 2 partial, 2 full"
 
 
 def test_picture_of_a_torch_block_mask(pyplot: Any) -> None:

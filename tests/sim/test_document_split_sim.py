@@ -69,7 +69,7 @@ def test_as_torch_finds_them(simulator: ModuleType, name: str, batch: int) -> No
         compiled.function(indices, *results)
         assert not simulator.RESULTS[0]["warnings"]
         *found, bounds = results
-        for result, values in zip(found, expected, strict=False):
+        for result, values in zip(found, expected[:-1], strict=True):
             assert torch.equal(result, values)
         used = blocks_in_use(expected.cu_seqlens)
         assert torch.equal(bounds[..., used], expected.bounds[..., used])
