@@ -12,7 +12,8 @@ sweep      the draws of a sweep; prep: what preparing a mask means
 paper      the table of the FlashMask paper: its cases, who takes part
 ahead      compiling before the first case; pace: how long cases take
 measure    one case, from inputs to rows
-run        `python -m bench.run`: appends rows to bench/results/<gpu>.jsonl
+rows       the file of rows, bench/results/<gpu>.jsonl: heads of runs, and rows
+run        `python -m bench.run`: appends rows to that file
 report     `python -m bench.report`: the table of rows, and `--bars`, what they must reach
 tables     the paper's tables, and the README's, out of rows
 linearity  `python -m bench.linearity`: latency against sparsity
@@ -22,8 +23,8 @@ plot       `python -m bench.plot`: figures, and the tables of pages, out of rows
 codegen    `python -m bench.codegen`: registers, spills and opcodes of the kernels, without a GPU
 compare    `python -m bench.compare`: this tree against another commit; history: earlier commits
 
-Here: the rows themselves, where they come from, and the table of a run. A row is one figure, one
-JSON object on a line; it is appended, never edited. Its `note` starts with the name of its case.
+Here: the rows themselves, where they come from, and the table of a run. A row is one figure; its
+`note` starts with the name of its case.
 """
 
 from __future__ import annotations

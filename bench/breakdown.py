@@ -16,12 +16,10 @@ chooses now, so a run of before a change of its tables may be read wrongly.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +29,7 @@ from bench.cases import CASES, BenchCase
 from bench.flops import touched
 from bench.masks import MASKS
 from bench.paper import DIMS, table_name
-from bench.report import RESULTS
+from bench.rows import RESULTS, read_rows
 from bench.tables import DIRECTIONS, NOTHING, markdown
 
 SIZES = ("8k", "32k")
@@ -187,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.breakdown", description="A mask's time.")
     parser.add_argument("rows", nargs="?", default=str(RESULTS), help="default: %(default)s")
     args = parser.parse_args(argv)
-    rows = [json.loads(line) for line in Path(args.rows).read_text().splitlines()]
+    rows = read_rows(args.rows)
     for way in DIRECTIONS:
         sys.stdout.write(f"{way}\n\n{table(rows, way)}\n\n")
     return 0

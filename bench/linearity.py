@@ -8,17 +8,16 @@ and the intercept (the time where nothing is visible) as a fraction of the time 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from bench import Json, name_of
 from bench.figure import save, subplots
+from bench.rows import read_rows
 
 Floats = npt.NDArray[np.float64]
 
@@ -109,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", help="JSONL file of bench.run")
     parser.add_argument("--out", help="figure, svg or png")
     args = parser.parse_args(argv)
-    rows = [json.loads(line) for line in Path(args.rows).read_text().splitlines()]
+    rows = read_rows(args.rows)
     if not (lines := summary(rows)):
         parser.error(f"{args.rows} holds no sweep")
     sys.stdout.write("\n".join(lines) + "\n")

@@ -29,7 +29,8 @@ from bench.linearity import summary, sweeps
 from bench.masks import MASKS
 from bench.paper import DIMS, LENGTHS, table_name
 from bench.prep import block_mask_bytes, dense_mask_bytes, interval_bytes
-from bench.report import RESULTS, TARGETS, bars
+from bench.report import TARGETS, bars
+from bench.rows import RESULTS, read_rows
 from bench.tables import DIRECTIONS, PEER_LABELS, Figures, headline, markdown, paper_tables
 
 FOLDER = ROOT / "docs" / "figures"
@@ -204,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the figures")
     parser.add_argument("--readme", action="store_true", help="also fill README and results page")
     args = parser.parse_args(argv)
-    rows = [json.loads(line) for line in Path(args.rows).read_text().splitlines()]
+    rows = read_rows(args.rows)
     if args.readme:
         for page in PAGES:
             path = ROOT / page

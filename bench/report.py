@@ -35,9 +35,9 @@ from bench import DETERMINISTIC, ROOT, Json, format_table, name_of, peer_of, tel
 from bench.linearity import sweeps
 from bench.masks import MASKS
 from bench.paper import DIMS, LENGTHS
+from bench.rows import RESULTS, read_rows
 from bench.tables import paper_tables
 
-RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
 TARGETS = ROOT / "bench" / "targets.json"
 OF_FULL, LOW_R = 0.95, 0.9
 FORWARD = {
@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", default="", help="only runs whose id starts so")
     parser.add_argument("--targets", default=str(TARGETS), help="levels of the peers")
     args = parser.parse_args(argv)
-    rows = [json.loads(line) for line in Path(args.rows).read_text().splitlines()]
+    rows = read_rows(args.rows)
     rows = [row for row in rows if row["run"].startswith(args.run)]
     text = paper_tables(rows) if args.table else format_table(rows)
     if args.bars:

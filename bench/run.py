@@ -26,16 +26,7 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from bench import (
-    ROOT,
-    Json,
-    commit_here,
-    format_table,
-    name_of,
-    peer_of,
-    tells_code,
-    versions,
-)
+from bench import Json, commit_here, format_table, name_of, peer_of, tells_code, versions
 from bench.ahead import compile_ahead, deal, jobs
 from bench.cases import CASES, BenchCase, select
 from bench.flops import listing
@@ -44,8 +35,8 @@ from bench.measure import Inputs, Options, measure, say
 from bench.pace import Pace, forecast
 from bench.paper import table_names
 from bench.peers import DEFAULT_PEERS, PEERS
+from bench.rows import RESULTS, append_row, read_rows
 
-RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
 DONE, SKIPPED = "done", "not run: out of time"
 DIED = 3
 Report = dict[str, str]
@@ -72,10 +63,10 @@ FOR_TABLE = GENERAL | {
 }
 
 
-def append(path: str, value: Json | list[str]) -> None:
-    """One more line of JSON, without spaces: the rows are a third of the repository."""
-    with open(path, "a") as file:
-        file.write(json.dumps(value, separators=(",", ":")) + "\n")
+def tell(report: str, name: str, outcome: str) -> None:
+    """Appends to a worker's report; the last outcome of a case counts."""
+    with open(report, "a") as file:
+        file.write(json.dumps([name, outcome]) + "\n")
 
 
 def supporting(case: BenchCase, options: Options) -> tuple[str, ...]:
@@ -116,10 +107,10 @@ def work(told: str) -> int:
         started = time.time()
         if started + pace.needs(name) > options.deadline:
             for left in options.names[number:]:
-                append(options.report, [left, SKIPPED])
+                tell(options.report, left, SKIPPED)
             break
         limit = min(options.case_s, options.deadline - started)
-        append(options.report, [name, f"died: a crash, or longer than {limit:.0f} s"])
+        tell(options.report, name, f"died: a crash, or longer than {limit:.0f} s")
         watchdog = threading.Timer(limit, os._exit, (DIED,))
         watchdog.daemon = True
         watchdog.start()
@@ -127,12 +118,12 @@ def work(told: str) -> int:
         try:
             for row in measure(CASES[name], options, inputs):
                 rows.append(common | row)
-                append(options.out, rows[-1])
+                append_row(options.out, rows[-1])
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
         for line in format_table(rows).splitlines():
             say(f"    {line}")
-        append(options.report, [name, outcome])
+        tell(options.report, name, outcome)
         pace.done(name, time.time() - started)
         gone = f"{time.time() - begin:.0f} s gone, about {pace.left():.0f} s left"
         say(f"{pace.bar()} {name}: {outcome} ({gone})")
@@ -246,10 +237,6 @@ def resume(options: Options, rows: Sequence[Json]) -> Options:
     again = references(left, done)
     say(f"{len(done)} of {len(options.names)} cases are measured, {len(again)} of them again")
     return replace(options, names=(*again, *left))
-
-
-def read_rows(path: Path) -> list[Json]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

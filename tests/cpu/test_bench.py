@@ -35,6 +35,7 @@ from bench import (
     timing,
 )
 from bench.cases import CASES, BenchCase, make_tensors
+from bench.rows import append_row
 from flash_mask_cute import flash_attn_func
 
 ROW_KEYS = {
@@ -752,7 +753,9 @@ def test_linearity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (noisy,) = linearity.sweeps(synthetic_sweep(10.0))
     assert noisy.r_squared() == pytest.approx(1 - 100 / noisy.ms.var(), abs=0.02)
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in synthetic_sweep(0.0)))
+    known = {"date": "today", "gpu": "a GPU", "commit": "abc", "versions": {}}
+    for row in synthetic_sweep(0.0):
+        append_row(path, known | row)
     assert linearity.main([str(path)]) == 0
     assert "R^2 1.0000, intercept 2.0% of the dense 100.00 ms" in capsys.readouterr().out
     assert not bench.format_table(synthetic_sweep(0.0))

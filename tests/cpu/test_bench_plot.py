@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata
-import json
 import re
 from dataclasses import replace
 from io import BytesIO
@@ -15,14 +14,15 @@ import pytest
 import torch
 
 import bench
-from bench import cases, gallery, measure, peers, plot, prep, report
+from bench import cases, gallery, measure, peers, plot, prep
 from bench.cases import CASES, BenchCase, make_tensors
 from bench.masks import MASKS
 from bench.peers import DOCUMENT_MASKS
+from bench.rows import RESULTS, read_rows
 from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT
 from flash_mask_cute.plotting import FULL, PARTIAL, SKIPPED, classify_tiles
 
-ROWS = [json.loads(line) for line in report.RESULTS.read_text().splitlines()]
+ROWS = read_rows(RESULTS)
 
 
 @pytest.mark.parametrize("page", plot.PAGES)

@@ -1,19 +1,24 @@
-"""Rows as tables."""
+"""Rows: their file, and as tables."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
 import bench
 from bench import flops, report, tables
 from bench.cases import CASES
+from bench.rows import HEAD, append_row, read_rows
 
 
 def row(run: str, name: str, peer: str, rate: float, variant: str = "loop") -> bench.Json:
     """A row whose figure is `rate` TFLOP/s."""
     case = CASES[name]
     milliseconds = flops.attention_flops(case) / rate / 1e9
-    known = {"run": run, "commit": f"of {run}", "gpu": "a GPU", "versions": {"torch": "2"}}
+    known = {"run": run, "date": "today", "gpu": "a GPU", "commit": f"of {run}"}
+    known |= {"versions": {"torch": "2"}}
     return known | bench.row_of(case, peer, variant, milliseconds, ())
 
 
@@ -31,6 +36,52 @@ ROWS = [
     row("new", "bwd-mask-d128-8k-document", "flex", 260),
     row("new", "d128-causal-8k", "ours", 1),
 ]
+
+
+def test_a_file_gives_the_rows_back(tmp_path: Path) -> None:
+    """Runs that append in turns, and one whose head changes and changes back."""
+    path = tmp_path / "rows.jsonl"
+    given = [entry for pair in zip(ROWS[:4], ROWS[4:8], strict=True) for entry in pair]
+    given += [ROWS[0] | {"commit": "another"}, ROWS[0], ROWS[0]]
+    for entry in given:
+        append_row(path, entry)
+    assert read_rows(path) == given
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    heads = [line for line in lines if "kind" not in line]
+    assert [(head["run"], head["commit"]) for head in heads] == [
+        ("old", "of old"),
+        ("new", "of new"),
+        ("old", "another"),
+        ("old", "of old"),
+    ]
+    assert all({*head} == {*HEAD} for head in heads) and len(lines) == len(given) + len(heads)
+    assert all({*line} & {*HEAD} == {"run"} for line in lines if "kind" in line)
+    compact = (json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    assert path.read_text() == "".join(compact)
+
+
+def test_a_row_with_a_head_of_its_own_needs_no_other(tmp_path: Path) -> None:
+    """Rows were once written so; what stands in a row wins over the head."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in ROWS))
+    assert read_rows(path) == ROWS
+    append_row(path, ROWS[0])
+    own = ROWS[1] | {"commit": "its own"}
+    with open(path, "a") as file:
+        file.write(json.dumps(own))
+    assert read_rows(path) == [*ROWS, ROWS[0], own]
+
+
+def test_a_row_before_its_head_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_row(path, ROWS[0])
+    append_row(path, ROWS[4])
+    *others, head, late = path.read_text().splitlines()
+    path.write_text("\n".join((*others, late, head)))
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 3: .* run 'new' .* date, gpu, commit"):
+        read_rows(path)
+    with pytest.raises(KeyError, match="gpu"):
+        append_row(path, {"run": "new", "date": "today", "kind": "attention"})
 
 
 def cells(text: str) -> list[list[str]]:

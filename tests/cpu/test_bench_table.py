@@ -16,6 +16,7 @@ import torch
 import bench
 from bench import ahead, cases, masks, measure, pace, paper, peers, run, tables, timing
 from bench.cases import CASES, BenchCase, make_tensors
+from bench.rows import append_row, read_rows
 
 NOWHERE = measure.Options(
     (), ("ours", "fa4"), 5, 0, 0.15, 0.0, 9.0, 9.0, 3, "", "abc", "", table=True
@@ -62,7 +63,8 @@ def test_references_of_the_table_are_measured_once(all_installed: None) -> None:
 
 
 def row(name: str, peer: str, commit: str = "abc") -> bench.Json:
-    return {"run": "r", "commit": commit} | bench.row_of(CASES[name], peer, "loop", 2.0, ())
+    head = {"run": "r", "date": "today", "gpu": "a GPU", "commit": commit, "versions": {}}
+    return head | bench.row_of(CASES[name], peer, "loop", 2.0, ())
 
 
 def test_a_second_run_measures_what_is_left_and_its_references(all_installed: None) -> None:
@@ -370,7 +372,7 @@ def test_a_worker_goes_on_after_a_failure(
     )
     told = json.dumps(asdict(replace(options, deadline=time.time() + 1e6)))
     assert run.work(told) == 0
-    rows = run.read_rows(out)
+    rows = read_rows(out)
     assert [bench.name_of(r) for r in rows] == ["first", "bwd-first"]
     assert [r.get("fwd_ms", r.get("bwd_ms")) for r in rows] == [3.0, 3.0]
     assert {(r["gpu"], r["commit"], r["run"]) for r in rows} == {("a GPU", "abc", "")}
@@ -400,7 +402,7 @@ def test_the_command_compiles_ahead_and_goes_on_where_it_stopped(
         launched.append(names)
         for name in names[:6]:
             for peer in options.peers_of(CASES[name]):
-                run.append(str(out), row(name, peer) | {"run": options.run})
+                append_row(options.out, row(name, peer) | {"run": options.run})
         return dict.fromkeys(names[:6], run.DONE) | dict.fromkeys(names[6:], run.SKIPPED)
 
     monkeypatch.setattr(run, "compile_ahead", compile_ahead)

@@ -1,0 +1,57 @@
+"""A file of rows: one JSON object on a line, appended, never edited.
+
+What the rows of a run have in common stands once, in the head of the run, a line without `kind`. A
+row has its `run` and what is its own, which wins over the head. A head holds for the rows of its
+run after it, up to another head of that run. Runs may append to one file at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bench import ROOT, Json
+
+RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
+HEAD = ("run", "date", "gpu", "commit", "versions")
+
+
+def _line(value: Json) -> str:
+    """Without spaces: the rows are a large part of the repository."""
+    return json.dumps(value, separators=(",", ":")) + "\n"
+
+
+def append_row(path: str | Path, row: Json) -> None:
+    """Appends a whole row, and the head of its run before it where the file lacks it.
+
+    Raises KeyError for a row without a field of the head.
+    """
+    head = _line({key: row[key] for key in HEAD})
+    own = _line({key: row[key] for key in row if key == "run" or key not in HEAD})
+    begin = head.partition('"date":')[0] + '"date":'
+    with open(path, "a+") as file:
+        file.seek(0)
+        # Lines are told by how they begin and not parsed: those of other runs may be half written.
+        heads = [line for line in file if line.startswith(begin)]
+        # Written at once, so that no line of another run gets in between.
+        file.write(own if heads[-1:] == [head] else head + own)
+
+
+def read_rows(path: str | Path) -> list[Json]:
+    """The rows of a file, each with what its head says.
+
+    Raises ValueError, with file and line, for a row that lacks a field of the head because no head
+    of its run stands before it.
+    """
+    heads, rows = dict[str, Json](), list[Json]()
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        value: Json = json.loads(line)
+        if "kind" not in value:
+            heads[value["run"]] = value
+            continue
+        row = heads.get(value["run"], {}) | value
+        if missing := [key for key in HEAD if key not in row]:
+            lacks = f"a row of run {row['run']!r} before its head, without {', '.join(missing)}"
+            raise ValueError(f"{path}, line {number}: {lacks}")
+        rows.append(row)
+    return rows
