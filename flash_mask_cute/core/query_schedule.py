@@ -27,12 +27,13 @@ class QuerySchedule(NamedTuple):
         packed_heads: int,
         group_bytes: int | None,
         num_sms: int,
+        blocks: tuple[Int32, Int32] | None = None,
     ) -> "QuerySchedule":
         """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
 
         group_bytes: dense, heads whose keys and values have so many bytes together come in a group,
         so that they stay in the L2 cache while all their query blocks pass; None: the heads of one
-        KV head are a group.
+        KV head are a group. blocks: of each dense sequence only these, the first one and how many.
         """
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
@@ -41,7 +42,9 @@ class QuerySchedule(NamedTuple):
         num_batch = mQ.shape[0]
         if varlen_q:
             num_batch = lengths.cu_seqlens_q.shape[0] - 1
-        num_blocks = cute.ceil_div(lengths.seqlen_q * packed_heads, tile_m)
+        num_blocks, first_block = cute.ceil_div(lengths.seqlen_q * packed_heads, tile_m), None
+        if const_expr(blocks is not None):
+            first_block, num_blocks = blocks
         # heads that share keys stay together
         heads_per_kv = num_heads // heads_kv
         heads_per_group = Int32(1) if varlen_q else heads_per_kv
@@ -53,7 +56,7 @@ class QuerySchedule(NamedTuple):
         grid = Int32(num_sms)
         if not varlen_q:
             grid = cutlass.min(grid, num_blocks * num_heads * num_batch)
-        params = ScheduleParams(num_blocks, num_heads, num_batch, heads_per_group)
+        params = ScheduleParams(num_blocks, num_heads, num_batch, heads_per_group, first_block)
         return QuerySchedule(params, heads_per_kv, grid)
 
     @property

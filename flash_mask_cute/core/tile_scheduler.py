@@ -33,12 +33,16 @@ class WorkTile(NamedTuple):
 
 
 class ScheduleParams(NamedTuple):
-    """Run-time extents of the schedule, made on the host side of the launch."""
+    """Run-time extents of the schedule, made on the host side of the launch.
+
+    first_block: where the blocks of this launch begin in each head, or None where it has all.
+    """
 
     num_blocks: Int32
     num_heads: Int32
     num_batch: Int32
     heads_per_group: Int32
+    first_block: Int32 | None = None
 
 
 class Search(NamedTuple):
@@ -134,7 +138,8 @@ class TileScheduler:
         return self._locate_dense(search.index), search
 
     def _walk_order(self, block: Int32, num_blocks: Int32) -> Int32:
-        return num_blocks - 1 - block if self.last_first else block
+        block = num_blocks - 1 - block if self.last_first else block
+        return block if self.params.first_block is None else block + self.params.first_block
 
     def _locate_dense(self, index: Int32) -> WorkTile:
         params = self.params

@@ -28,16 +28,24 @@ from flash_mask_cute.host.validate import FwdShapes
 KERNEL_NAME = "bit_store"
 # heads that share the answers: with fewer, a second kernel is not worth its launch
 MIN_HEADS = 4
-# pairs of a query and a key that a call may store answers for: one entry of 32K tokens, 16 of 8K
+# pairs of a query and a key that a launch may store answers for: one entry of 32K tokens, 16 of 8K
 MAX_PAIRS = 1 << 30
+# work tiles for each SM, the least that a part of a call should have: its last ones leave SMs idle
+MIN_TILES = 8
 WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
 class BitStoring:
-    """How the bits of a call are made. shape: of the bits, int32; function: see `compile_store`."""
+    """How the bits of a call are made.
+
+    shape: of the bits, int32 (batch | 1, blocks of queries, blocks of keys, lines, words), those of
+    a launch of attention; blocks: of queries in all, for which there are as many launches as it
+    takes. function: see `compile_store`.
+    """
 
     shape: tuple[int, int, int, int, int]
+    blocks: int
     seqlens: tuple[int, int]
     function: Callable[..., None]
 
@@ -45,13 +53,27 @@ class BitStoring:
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * WORD_BYTES
 
+    @property
+    def launches(self) -> range:
+        """The first block of queries of each launch."""
+        return range(0, self.blocks, self.shape[1])
+
     def __call__(
-        self, q: Tensor, lists: Any, aux_tensors: Any, block_size: Any, bits: Any
+        self,
+        q: Tensor,
+        lists: Any,
+        aux_tensors: Any,
+        block_size: Any,
+        bits: Any,
+        first_block: int = 0,
     ) -> Tensor:
-        """The bits, on q's device, which is the current one; the rest as the kernel takes it."""
-        stored = q.new_empty(self.shape, dtype=torch.int32)
+        """The bits of a launch, on q's device, which is the current one; the rest as the kernel
+        takes it."""
+        entries, most, *inner = self.shape
+        shape = (entries, min(most, self.blocks - first_block), *inner)
+        stored = q.new_empty(shape, dtype=torch.int32)
         partial = None if lists is None else lists[:2]
-        self.function(stored, *self.seqlens, partial, block_size, bits, aux_tensors)
+        self.function(stored, *self.seqlens, partial, block_size, bits, aux_tensors, first_block)
         return stored
 
 
@@ -152,19 +174,37 @@ def _choose(
         or (lists is not None and lists.mask_block_cnt.shape[1] > 1)
     ):
         return None
-    blocks = -(-shapes.seqlen_q // tiles.tile_m), -(-shapes.seqlen_k // tiles.tile_n)
-    shape = (1, *blocks, tiles.lines, tiles.words)
-    pairs = shapes.seqlen_q * shapes.seqlen_k
-    if pairs > MAX_PAIRS:
+    if _blocks_of_launch(1, shapes, tiles, target) is None:
         return None
     store = StoreProblem(tiles, problem.aux, problem.has_lists, problem.has_bits)
     compiled = compile_store(masks.mask_mod, store, target)
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
-    if compiled.meta["relies_on_batch"] or lists_differ:
-        shape = (shapes.batch, *shape[1:])
-    if compiled.meta["relies_on_head"] or shape[0] * pairs > MAX_PAIRS:
+    entries = shapes.batch if compiled.meta["relies_on_batch"] or lists_differ else 1
+    blocks = _blocks_of_launch(entries, shapes, tiles, target)
+    if compiled.meta["relies_on_head"] or blocks is None:
         return None
-    return BitStoring(shape, (shapes.seqlen_q, shapes.seqlen_k), compiled.function)
+    shape = (entries, blocks, -(-shapes.seqlen_k // tiles.tile_n), tiles.lines, tiles.words)
+    seqlens = shapes.seqlen_q, shapes.seqlen_k
+    return BitStoring(shape, -(-shapes.seqlen_q // tiles.tile_m), seqlens, compiled.function)
+
+
+def _blocks_of_launch(
+    entries: int, shapes: FwdShapes, tiles: BitTiles, target: Target
+) -> int | None:
+    """How many blocks of queries a launch computes; None where there is no room for bits.
+
+    A forward with more pairs than there is room for computes some rows of all heads after the
+    others, a backward does not.
+    """
+    blocks = -(-shapes.seqlen_q // tiles.tile_m)
+    most = MAX_PAIRS // (entries * shapes.seqlen_k * tiles.tile_m)
+    if entries * shapes.seqlen_q * shapes.seqlen_k <= MAX_PAIRS:
+        return blocks
+    if tiles.by_key or most == 0:
+        return None
+    of_launch = -(-blocks // -(-blocks // most))
+    tiles_of_launch = of_launch * shapes.heads_q * shapes.batch
+    return of_launch if tiles_of_launch >= MIN_TILES * target.num_sms else None
 
 
 # -- compilation --------------------------------------------------------------------------------
@@ -186,9 +226,9 @@ def compile_store(
     """The compiled kernel, from the cache or built now.
 
     `function` takes, by position: bits, seqlen_q, seqlen_k, counts and indices of partial blocks,
-    block size (a pair), block bits (visible, full, block_q, block_k), aux_tensors (a tuple); None
-    for what the problem does not have. `meta`: relies_on_batch, relies_on_head, and what
-    `compile_object` tells.
+    block size (a pair), block bits (visible, full, block_q, block_k), aux_tensors (a tuple), first
+    block of queries; None for what the problem does not have. `meta`: relies_on_batch,
+    relies_on_head, and what `compile_object` tells.
     """
     identity = callable_key(mask_mod)
     return cache.get(
@@ -218,6 +258,7 @@ def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) 
         stand_ins.int32_pair() if problem.has_lists else None,
         stand_ins.block_bits(problem),
         stand_ins.aux_tensors(problem),
+        cutlass.Int32(0),
         stand_ins.stream(),
     ]
     function, meta = compile_object(store, arguments, options_of(target))

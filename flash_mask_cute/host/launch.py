@@ -7,10 +7,10 @@ tensors of every later call that has the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -94,8 +94,27 @@ Launch: TypeAlias = Callable[
 ]
 
 
-# (q, lists, aux_tensors, block_size, block_bits) -> the bits of a `bit_store.BitStoring`
-StoreBits: TypeAlias = Callable[..., Tensor]
+# of all queries
+ONE_LAUNCH: tuple[Any, ...] = (None,)
+
+
+class StoreBits(Protocol):
+    """A `bit_store.BitStoring`."""
+
+    @property
+    def launches(self) -> Sequence[int]:
+        """The first block of queries of each launch that it takes."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        lists: Any,
+        aux_tensors: Any,
+        block_size: Any,
+        bits: Any,
+        first_block: int = 0,
+    ) -> Tensor:
+        """The bits of a launch."""
 
 
 class KernelLaunch:
@@ -162,15 +181,17 @@ class KernelLaunch:
             lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
                 masks, cu_seqlens_k
             )
-        stored = None
-        if self._store_bits is not None:
-            stored = self._store_bits(q, lists, aux_tensors, block_size, bits)
+        store_bits, asked = self._store_bits, (lists, aux_tensors, block_size, bits)
+        if store_bits is not None:
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
-        self._function(
-            q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None,
-            self._window_left, self._window_right, sink, lists, aux_tensors, self._softcap,
-            tile_counter(q, index), columns, block_size, bits, stored,
-        )  # fmt: skip
+        for first_block in ONE_LAUNCH if store_bits is None else store_bits.launches:
+            stored = None if store_bits is None else store_bits(q, *asked, first_block)
+            self._function(
+                q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                None, self._window_left, self._window_right, sink, lists, aux_tensors,
+                self._softcap, tile_counter(q, index), columns, block_size, bits, stored,
+                first_block,
+            )  # fmt: skip
         return result
 
 

@@ -95,7 +95,7 @@ SM90_FWD = (
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
         "as above; in long walks what its tiles waste along the diagonal weighs little",
-        masks=("causal",),
+        masks=("causal", "score_mod"),
         min_seqlen_k=32768,
     ),
     FwdRow(

@@ -329,6 +329,11 @@ def both(words: tuple, others: tuple) -> tuple:
     return tuple(a & b for a, b in zip(words, others, strict=True))
 
 
+def stored_from(stored: cute.Tensor, first_block: Int32) -> cute.Tensor:
+    """`MaskArgs.stored` of a tensor that begins with the queries of first_block."""
+    return cute.domain_offset((0, -first_block, 0, 0, 0), stored)
+
+
 def stored_tile(
     stored: cute.Tensor, batch_idx: Int32, m_block: Int32, n_block: Int32
 ) -> cute.Tensor:

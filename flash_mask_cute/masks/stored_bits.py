@@ -20,7 +20,7 @@ from flash_mask_cute.masks.bit_tile import WORD, Columns
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import KeyWalks
 from flash_mask_cute.masks.query_walks import QueryWalks
-from flash_mask_cute.masks.rules import MaskArgs, Share, stored_tile
+from flash_mask_cute.masks.rules import MaskArgs, Share, stored_from, stored_tile
 
 
 class Tiling(NamedTuple):
@@ -83,12 +83,14 @@ class BitStore:
         block_size,
         block_bits,
         aux_tensors,
+        first_block: Int32,
         stream,
     ):
         """Launch on `stream`.
 
         :param mBits: int32 (batch | 1, m_blocks, n_blocks, lines, words), contiguous; of blocks
             that are not asked about nothing is written
+        :param first_block: the first of these blocks of queries
         :param block_lists: counts and indices of partial blocks, int32 (batch | 1, 1, ...), or None
         :param block_size, block_bits: as for the attention kernel
         """
@@ -104,7 +106,9 @@ class BitStore:
         )
         lengths = Lengths(None, None, None, None, seqlen_q, seqlen_k)
         batch, m_blocks, n_blocks, lines, _ = mBits.shape
-        self.kernel(mBits, m_blocks, n_blocks, masks, lengths, Int32(0)).launch(
+        stored = stored_from(mBits, first_block)
+        extents = m_blocks, n_blocks, first_block
+        self.kernel(stored, *extents, masks, lengths, Int32(0)).launch(
             grid=(batch * m_blocks * n_blocks, 1, 1), block=(lines, 1, 1), stream=stream
         )
 
@@ -114,6 +118,7 @@ class BitStore:
         mBits: cute.Tensor,
         m_blocks: Int32,
         n_blocks: Int32,
+        first_block: Int32,
         masks: MaskArgs,
         lengths: Lengths,
         any_head: Int32,
@@ -125,7 +130,7 @@ class BitStore:
         """
         cta, _, _ = cute.arch.block_idx()
         row = cta // n_blocks
-        place = Place(row // m_blocks, row % m_blocks, cta % n_blocks, any_head)
+        place = Place(row // m_blocks, first_block + row % m_blocks, cta % n_blocks, any_head)
         self.reliance = find_reliance(
             self.mask_mod,
             place.batch_idx,

@@ -68,7 +68,7 @@ from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.query_walks import QueryWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import MaskArgs, Share
+from flash_mask_cute.masks.rules import MaskArgs, Share, check_given, stored_from
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_blocks import Channels, KeyBlocks, Position, Tiles, tile_rows
 from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
@@ -205,6 +205,7 @@ class FlashAttentionForwardSm90:
         block_size=None,
         block_bits=None,
         stored_bits: cute.Tensor | None = None,
+        first_block: Int32 | None = None,
     ):
         """Launch on `stream`.
 
@@ -217,7 +218,8 @@ class FlashAttentionForwardSm90:
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
         sizes, of logical blocks in which tiles do not nest. stored_bits: bits of partial blocks, of
-        all without lists, in place of a mask_mod (`masks/rules.py` describes all four).
+        all without lists, in place of a mask_mod (`masks/rules.py` describes all four); this launch
+        computes the query blocks that it has, from first_block on.
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
@@ -226,12 +228,16 @@ class FlashAttentionForwardSm90:
             plan, mQ, mK, mV, mO, mCuSeqlensQ is not None, mCuSeqlensK is not None
         )
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
-        group_bytes = None
+        blocks = group_bytes = None
+        check_given("first_block", first_block, stored_bits is not None)
+        if const_expr(stored_bits is not None):
+            blocks = first_block, stored_bits.shape[1]
+            stored_bits = stored_from(stored_bits, first_block)
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
-            group_bytes, self.num_sms,
+            group_bytes, self.num_sms, blocks,
         )  # fmt: skip
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)

@@ -202,10 +202,11 @@ def test_what_the_backward_passes_on() -> None:
     assert storing is not None and call.problem.has_bits and call.problem.mask_mod is None
     stored: list[tuple[Any, ...]] = []
     main: list[tuple[Any, ...]] = []
-    told = BitStoring(storing.shape, storing.seqlens, lambda *args: stored.append(args))
+    told = replace(storing, function=lambda *args: stored.append(args))
     kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
     BwdKernelLaunch(call, kernels, operands, others[0], told)(operands, *others)
-    ((bits, *_, partial, block_size, logical, aux),) = stored
+    ((bits, *_, partial, block_size, logical, aux, first_block),) = stored
+    assert first_block == 0
     assert (partial, block_size, logical[2:], len(aux)) == (None, None, (48, 80), 1)
     ((*_, aux_tensors, _, _, _, logical_of_main, _, stored_of_main),) = main
     assert stored_of_main is bits and aux_tensors is None
@@ -239,10 +240,50 @@ def test_there_must_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all entries, where they differ."""
     same = Case("same", 3, 300, 200, 4, 4, mask_mod="checks")
     told = Case("told", 3, 300, 200, 4, 4, mask_mod="documents")
+    monkeypatch.setattr(bit_store, "MIN_TILES", 10**9)
     pairs, both = 300 * 200, (True, True)
     for most, fits in ((3 * pairs, both), (pairs, (True, False)), (pairs - 1, (False, False))):
         monkeypatch.setattr(bit_store, "MAX_PAIRS", most)
         assert tuple(choose(case)[1] is not None for case in (same, told)) == fits
+
+
+def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all heads, as many rows at a time as there is room for, if these keep the SMs busy."""
+    case = Case("long", 1, 1500, 1000, 4, 4, mask_mod="checks")
+    monkeypatch.setattr(bit_store, "MAX_PAIRS", 600 * 1000)
+    for least, fits in ((16 / TARGET.num_sms, True), (17 / TARGET.num_sms, False)):
+        monkeypatch.setattr(bit_store, "MIN_TILES", least)
+        _, storing = choose(case)
+        assert (storing is not None) == fits
+        if storing is not None:
+            # 12 blocks of 128, of which four fit
+            assert (storing.shape[1], storing.blocks) == (4, 12)
+            assert list(storing.launches) == [0, 4, 8]
+            assert storing.num_bytes == 4 * 8 * 2048
+    monkeypatch.setattr(bit_store, "MIN_TILES", 0)
+    assert choose_bwd(case)[1] is None
+    monkeypatch.setattr(bit_store, "MAX_PAIRS", 127 * 1000)
+    assert choose(case)[1] is None, "no block fits"
+
+
+def test_launches_of_parts() -> None:
+    """Each gets the bits of its rows, the last one those that are left."""
+    inputs = make_inputs(Case("long", 1, 1100, 300, 4, 4, mask_mod="checks"))
+    call, storing = choose(inputs.case)
+    assert storing is not None and storing.blocks == 9
+    stored: list[tuple[Any, ...]] = []
+    shape = (1, 4, *storing.shape[2:])
+    told = replace(storing, shape=shape, function=lambda *args: stored.append(args))
+    main = Recorder()
+    extras, masks, _ = bundle(inputs.keywords)
+    KernelLaunch(call, main, inputs.q, inputs.k, inputs.v, None, told)(
+        inputs.q, inputs.k, inputs.v, extras, masks
+    )
+    assert [(args[0].shape[1], args[-1]) for args in stored] == [(4, 0), (4, 4), (1, 8)]
+    given = [main.given(i) for i in range(3)]
+    assert all(x["stored"] is args[0] for x, args in zip(given, stored, strict=True))
+    assert [x["first_block"] for x in given] == [0, 4, 8]
+    assert main.calls[0][3] is main.calls[2][3], "one output"
 
 
 def test_the_attention_kernel_knows_no_callable() -> None:
@@ -263,12 +304,12 @@ def test_what_the_launch_passes_on() -> None:
     assert storing is not None
     stored: list[tuple[Any, ...]] = []
     attention = Recorder()
-    told = BitStoring(storing.shape, storing.seqlens, lambda *args: stored.append(args))
+    told = replace(storing, function=lambda *args: stored.append(args))
     extras, masks, _ = bundle(inputs.keywords)
     KernelLaunch(call, attention, inputs.q, inputs.k, inputs.v, None, told)(
         inputs.q, inputs.k, inputs.v, extras, masks
     )
-    (bits, seqlen_q, seqlen_k, partial, block_size, logical, aux), *others = stored
+    (bits, seqlen_q, seqlen_k, partial, block_size, logical, aux, _), *others = stored
     assert not others
     assert bits.dtype == torch.int32 and bits.shape == (1, 2, 2, 128, 4) and bits.is_contiguous()
     assert (seqlen_q, seqlen_k, block_size) == (200, 200, (128, 128))

@@ -30,6 +30,7 @@ from support import (
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.host import bit_store
 from flash_mask_cute.host.tables import SM90_FWD, FwdRow
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -88,6 +89,21 @@ def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None
     if case.blocks is not None:
         run_sim(simulator, inputs, seeds=(None,), config={"tile_m": 192, "tile_n": 80})
         run_sim(simulator, inputs, seeds=(None,), config={"skip_blocks": False})
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("position", range(len(STORED_CASES)), ids=lambda i: STORED_CASES[i].id)
+def test_answers_stored_by_parts_of_the_queries(
+    simulator: ModuleType, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the answers of one block of queries: a launch each, of a part of the call."""
+    inputs = make_inputs(STORED_CASES[position])
+    case = inputs.case
+    monkeypatch.setattr(bit_store, "MAX_PAIRS", case.batch * case.seqlen_k * 192)
+    monkeypatch.setattr(bit_store, "MIN_TILES", 0)
+    run_sim(simulator, inputs, seeds=((1,), (None,))[position % 2])
+    tile_m = 192 if case.head_dim == 64 else 128
+    assert len(simulator.RESULTS) == 2 * -(-case.seqlen_q // tile_m)
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
