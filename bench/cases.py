@@ -23,7 +23,7 @@ KINDS = (
 # Masks that a kernel can be asked for by flags and lengths.
 NATIVE = ("full", "causal", "sliding_window", "varlen_causal")
 MASKS = (*masks.MASKS, "varlen_causal")
-FORMS = ("native", "columns", "mask_mod")
+FORMS = ("native", "columns", "mask_mod", "mask_mod_alone")
 DTYPES = ("bfloat16", "float16")
 SWEPT = ("causal_document", "share_question", "document")
 # Sequence lengths at which memory is measured.
@@ -43,8 +43,8 @@ class BenchCase:
     tokens: tokens of the whole batch, so the batch is tokens // n, or the number of documents.
     window: keys visible before the query's own (sliding_window is causal as well; the global one
         is not, and sees as many after it).
-    form: how our kernel is told: "native" flags and lengths, column intervals, or a mask_mod with
-        block lists. Peers have one way each.
+    form: how our kernel is told: "native" flags and lengths, column intervals, a mask_mod with
+        block lists, or a mask_mod alone. Peers have one way each, lists with a mask_mod.
     draw: the documents and the like of a mask that has them; every sequence of the batch has these.
     kind: "attention" (device time of the forward), "backward" (that of the backward alone), "host"
         (host time of a warm call), "host_train" (that of a forward and its backward by autograd),
@@ -244,7 +244,8 @@ def _masked(name: str, d: int, mask: str, n: int, **fields: Any) -> BenchCase:
 
 def _mods(d: int, n: int) -> tuple[BenchCase, ...]:
     by_score = ((mod, "causal", mod, "native") for mod in SCORE_MODS if mod)
-    by_mask = ((mask, mask, "", "mask_mod") for mask in LISTED)
+    by_mask = [(mask, mask, "", "mask_mod") for mask in LISTED]
+    by_mask.append(("document-alone", "document", "", "mask_mod_alone"))
     return tuple(
         _masked(f"mod-d{d}-{_size(n)}-{name}", d, mask, n, score_mod=mod, form=form)
         for name, mask, mod, form in (*by_score, *by_mask)
@@ -298,6 +299,8 @@ def _backwards() -> Iterator[BenchCase]:
         for mask in LISTED:
             fields = {"kind": "backward", "form": "mask_mod"}
             yield _masked(f"bwd-mod-d128-{_size(n)}-{mask}", 128, mask, n, **fields)
+        fields = {"kind": "backward", "form": "mask_mod_alone"}
+        yield _masked(f"bwd-mod-d128-{_size(n)}-document-alone", 128, "document", n, **fields)
 
 
 _ALL = (

@@ -122,7 +122,7 @@ class CutePeer:
         if self.form and case.returns_gradients:
             if case.score_mod:
                 return "no derivative of the score_mod is written for it"
-            if self.form == "mask_mod" and case.form != "mask_mod":
+            if self.form == "mask_mod" and not case.form.startswith("mask_mod"):
                 return "a backward by mask_mod is measured where ours is told so, too"
         return None
 
@@ -160,7 +160,7 @@ class CutePeer:
             mask = case.mask_of(case.n)
             options |= {"startend_row_indices": column_mask(mask, q.device), "causal": mask.causal}
         else:
-            options |= self._mask_mod(case, q.device)
+            options |= self._mask_mod(case, q.device, has_lists=form != "mask_mod_alone")
         if case.score_mod:
             tables = score_tables(case, q.device)
             options["score_mod"] = cute_score_mod(case, tuple(tables))
@@ -173,16 +173,16 @@ class CutePeer:
             options |= {"max_seqlen_q": case.n, "max_seqlen_k": case.n}
         return options
 
-    def _mask_mod(self, case: BenchCase, device: torch.device) -> dict[str, Any]:
+    def _mask_mod(self, case: BenchCase, device: torch.device, has_lists: bool) -> dict[str, Any]:
         mask = case.mask_of(case.n)
-        by_key = bool(self.form) and case.is_backward
-        tile = (self.list_rows_64 if case.d == 64 and not by_key else TILE, TILE)
-        lists = importlib.import_module(f"{self.package}.block_sparsity").BlockSparseTensorsTorch
-        told = list_tensors(mask, *tile, device=device, by_key=by_key)
-        options: dict[str, Any] = {
-            "mask_mod": cute_mask_mod(mask),
-            self.lists_keyword: lists(*told, block_size=tile),
-        }
+        options: dict[str, Any] = {"mask_mod": cute_mask_mod(mask)}
+        if has_lists:
+            by_key = bool(self.form) and case.is_backward
+            tile = (self.list_rows_64 if case.d == 64 and not by_key else TILE, TILE)
+            sparsity = importlib.import_module(f"{self.package}.block_sparsity")
+            told = list_tensors(mask, *tile, device=device, by_key=by_key)
+            lists = sparsity.BlockSparseTensorsTorch(*told, block_size=tile)
+            options[self.lists_keyword] = lists
         if mask.tables:
             options["aux_tensors"] = list(mask_tables(mask, device).values())
         return options

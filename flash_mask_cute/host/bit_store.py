@@ -37,11 +37,11 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True)
 class BitStoring:
-    """How the bits of a call are made.
+    """How the answers of a call are stored.
 
-    shape: of the bits, int32 (batch | 1, blocks of queries, blocks of keys, lines, words), those of
-    a launch of attention; blocks: of queries in all, for which there are as many launches as it
-    takes. function: see `compile_store`.
+    shape: of the bit tiles, int32 (batch | 1, blocks of queries, blocks of keys, lines, words),
+    those of a launch of attention; blocks: of queries in all, for which there are as many launches
+    as it takes. function: see `compile_store`.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -51,7 +51,9 @@ class BitStoring:
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * WORD_BYTES
+        """Of tiles and states."""
+        of_tiles, of_states = torch.Size(self.shape), torch.Size(self.shape[:3])
+        return (of_tiles.numel() + of_states.numel()) * WORD_BYTES
 
     @property
     def launches(self) -> range:
@@ -59,22 +61,16 @@ class BitStoring:
         return range(0, self.blocks, self.shape[1])
 
     def __call__(
-        self,
-        q: Tensor,
-        lists: Any,
-        aux_tensors: Any,
-        block_size: Any,
-        bits: Any,
-        first_block: int = 0,
-    ) -> Tensor:
-        """The bits of a launch, on q's device, which is the current one; the rest as the kernel
-        takes it."""
+        self, q: Tensor, aux_tensors: Any, block_bits: Any, first_block: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Tiles and states for a launch, on q's device, which is the current one; the rest as the
+        kernel takes it."""
         entries, most, *inner = self.shape
         shape = (entries, min(most, self.blocks - first_block), *inner)
-        stored = q.new_empty(shape, dtype=torch.int32)
-        partial = None if lists is None else lists[:2]
-        self.function(stored, *self.seqlens, partial, block_size, bits, aux_tensors, first_block)
-        return stored
+        tiles = q.new_empty(shape, dtype=torch.int32)
+        states = q.new_empty(shape[:3], dtype=torch.int32)
+        self.function((tiles, states), *self.seqlens, block_bits, aux_tensors, first_block)
+        return tiles, states
 
 
 def compile_call(
@@ -117,12 +113,11 @@ def choose_storing(
     """
     if _choose_fwd(resolved, masks, target) is None:
         return resolved, None
-    reading = resolved.with_choice(resolved.choose(_without_callable(resolved.problem)))
+    reading = resolved.with_choice(resolved.choose(_reading(resolved.problem)))
     storing = _choose_fwd(reading, masks, target)
     if storing is None:
         return resolved, None
-    of_attention = replace(_without_callable(reading.problem), has_bits=False)
-    return replace(reading, problem=of_attention), storing
+    return replace(reading, problem=_reading(reading.problem)), storing
 
 
 def _choose_fwd(resolved: ResolvedFwd, masks: ResolvedMasks, target: Target) -> BitStoring | None:
@@ -134,10 +129,10 @@ def _choose_fwd(resolved: ResolvedFwd, masks: ResolvedMasks, target: Target) -> 
 def choose_bwd_storing(
     resolved: ResolvedBwd, masks: ResolvedMasks, target: Target
 ) -> tuple[ResolvedBwd, BitStoring | None]:
-    """As `choose_storing`, for a backward; its plans need the bits of logical blocks, too."""
+    """As `choose_storing`, for a backward."""
     if _choose_bwd(resolved, masks, target) is None:
         return resolved, None
-    of_attention = _without_callable(resolved.problem)
+    of_attention = _reading(resolved.problem)
     reading = replace(resolved, choice=resolved.choose(of_attention.mask_kind))
     storing = _choose_bwd(reading, masks, target)
     if storing is None:
@@ -151,9 +146,17 @@ def _choose_bwd(resolved: ResolvedBwd, masks: ResolvedMasks, target: Target) -> 
     return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, target)
 
 
-def _without_callable(problem: AttentionProblem) -> AttentionProblem:
-    aux = () if problem.score_mod is None else problem.aux
-    return replace(problem, mask_mod=None, aux=aux, reads_bits=True)
+def _reading(problem: AttentionProblem) -> AttentionProblem:
+    """The problem of a kernel that reads what the callable and block lists say."""
+    return replace(
+        problem,
+        mask_mod=None,
+        aux=() if problem.score_mod is None else problem.aux,
+        has_lists=False,
+        has_full_lists=False,
+        has_bits=False,
+        reads_bits=True,
+    )
 
 
 def _choose(
@@ -176,7 +179,7 @@ def _choose(
         return None
     if _blocks_of_launch(1, shapes, tiles, target) is None:
         return None
-    store = StoreProblem(tiles, problem.aux, problem.has_lists, problem.has_bits)
+    store = StoreProblem(tiles, problem.aux, has_bits=lists is not None)
     compiled = compile_store(masks.mask_mod, store, target)
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     entries = shapes.batch if compiled.meta["relies_on_batch"] or lists_differ else 1
@@ -212,11 +215,11 @@ def _blocks_of_launch(
 
 @dataclass(frozen=True)
 class StoreProblem:
-    """What the code depends on beside the callable; the fields of `AttentionProblem`."""
+    """What the code depends on beside the callable. aux: as in `AttentionProblem`; has_bits: there
+    are block lists, which the kernel takes as bits."""
 
     tiles: BitTiles
     aux: tuple[tuple[str, int], ...]
-    has_lists: bool
     has_bits: bool
 
 
@@ -225,10 +228,10 @@ def compile_store(
 ) -> Compiled:
     """The compiled kernel, from the cache or built now.
 
-    `function` takes, by position: bits, seqlen_q, seqlen_k, counts and indices of partial blocks,
-    block size (a pair), block bits (visible, full, block_q, block_k), aux_tensors (a tuple), first
-    block of queries; None for what the problem does not have. `meta`: relies_on_batch,
-    relies_on_head, and what `compile_object` tells.
+    `function` takes, by position: tiles and states (a pair), seqlen_q, seqlen_k, block bits
+    (visible, full, block_q, block_k), aux_tensors (a tuple), first block of queries; None for what
+    the problem does not have. `meta`: relies_on_batch, relies_on_head, and what `compile_object`
+    tells.
     """
     identity = callable_key(mask_mod)
     return cache.get(
@@ -251,11 +254,9 @@ def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) 
     kind = KeyBitStore if tiles.by_key else QueryBitStore
     store = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux))
     arguments = [
-        stand_ins.bit_tensor(tiles),
+        stand_ins.stored_tiles(tiles),
         cutlass.Int32(0),
         cutlass.Int32(0),
-        (stand_ins.strided(3), stand_ins.strided(4)) if problem.has_lists else None,
-        stand_ins.int32_pair() if problem.has_lists else None,
         stand_ins.block_bits(problem),
         stand_ins.aux_tensors(problem),
         cutlass.Int32(0),

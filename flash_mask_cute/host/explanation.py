@@ -110,9 +110,12 @@ def explain_fwd(
         notes.append("tile counts are unknown: masks are on the device")
     else:
         work_tiles, full, cut, skipped = _count_tiles(resolved, extras, masks)
-    told = masks.describe(resolved.choice.tiles)
+    told = masks.describe(resolved.choice.tiles, are_bits=storing is not None)
     if storing is not None:
-        told += f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes"
+        told += (
+            f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes (tiles that "
+            "it hides are skipped then, and counted as cut here)"
+        )
     if resolved.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
     return Explanation(

@@ -106,15 +106,9 @@ class StoreBits(Protocol):
         """The first block of queries of each launch that it takes."""
 
     def __call__(
-        self,
-        q: Tensor,
-        lists: Any,
-        aux_tensors: Any,
-        block_size: Any,
-        bits: Any,
-        first_block: int = 0,
-    ) -> Tensor:
-        """The bits of a launch."""
+        self, q: Tensor, aux_tensors: Any, block_bits: Any, first_block: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Tiles and states for a launch."""
 
 
 class KernelLaunch:
@@ -181,7 +175,7 @@ class KernelLaunch:
             lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
                 masks, cu_seqlens_k
             )
-        store_bits, asked = self._store_bits, (lists, aux_tensors, block_size, bits)
+        store_bits, asked = self._store_bits, (aux_tensors, bits)
         if store_bits is not None:
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         for first_block in ONE_LAUNCH if store_bits is None else store_bits.launches:

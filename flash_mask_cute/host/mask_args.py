@@ -136,8 +136,8 @@ class ResolvedMasks(NamedTuple):
             "has_full_lists": lists is not None and lists.full_block_cnt is not None,
         }
 
-    def describe(self, tiles: FwdTiles) -> str:
-        """In words, empty if there is nothing."""
+    def describe(self, tiles: FwdTiles, are_bits: bool) -> str:
+        """In words, empty if there is nothing. are_bits: the kernel takes block lists so."""
         parts = []
         if self.column_mask is not None:
             batch, heads, _, num_vectors = self.column_mask.startend_row_indices.shape
@@ -146,8 +146,11 @@ class ResolvedMasks(NamedTuple):
                 f"column intervals of {num_vectors} vectors ({form}), batch {batch}, heads {heads}"
             )
         if self.block_size is not None:
-            nested = tiles.nest_in(self.block_size)
-            how = "made of whole tiles" if nested else f"retiled to {tiles.walk_m} x {tiles.tile_n}"
+            how = f"retiled to {tiles.walk_m} x {tiles.tile_n}"
+            if are_bits:
+                how = "taken as bits"
+            elif tiles.nest_in(self.block_size):
+                how = "made of whole tiles"
             parts.append(f"block lists of {self.block_size[0]} x {self.block_size[1]}, {how}")
         for name, mod in (("mask_mod", self.mask_mod), ("score_mod", self.score_mod)):
             if mod is not None:
@@ -176,10 +179,11 @@ def _column_mask(value: Tensor | ColumnMask | None, causal: bool) -> ColumnMask 
 class MaskArguments:
     """Makes the last arguments of a kernel from those of a call.
 
-    Nothing is computed for a `ColumnMask` or for lists that were seen before.
+    Where answers of a mask_mod are stored, block lists are for what stores them, as bits. Nothing
+    is computed for a `ColumnMask` or for lists that were seen before.
     """
 
-    __slots__ = ("_block_size", "_causal_form", "_extents")
+    __slots__ = ("_are_bits", "_block_size", "_causal_form", "_extents")
 
     def __init__(
         self,
@@ -191,6 +195,7 @@ class MaskArguments:
         self._causal_form = problem.intervals is not None and problem.intervals[1]
         self._extents = tiles.walk_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
         self._block_size = block_size
+        self._are_bits = problem.reads_bits
 
     def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> tuple[Any, ...]:
         """(lists, aux_tensors, column_tensors, block_size, block_bits), each may be None."""
@@ -202,9 +207,12 @@ class MaskArguments:
             )
         if given_lists is not None:
             sized = from_block_mask(given_lists)._replace(block_size=self._block_size)
-            retiled = retile_lists(sized, *self._extents)
-            *of_tiles, block_size = retiled.lists
-            lists, bits = tuple(of_tiles), None if retiled.bits is None else tuple(retiled.bits)
+            if self._are_bits:
+                bits = tuple(block_bits(sized))
+            else:
+                retiled = retile_lists(sized, *self._extents)
+                *of_tiles, block_size = retiled.lists
+                lists, bits = tuple(of_tiles), None if retiled.bits is None else tuple(retiled.bits)
         aux = tuple(aux_tensors) if aux_tensors else None
         return lists, aux, columns, block_size, bits
 

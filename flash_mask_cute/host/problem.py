@@ -72,7 +72,7 @@ class AttentionProblem:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
     tensor. wants_aux: numbers of those whose gradients a backward sums. has_lists: block lists are
     given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
-    whose states are given as bits. reads_bits: what a mask_mod and such bits say was stored
+    whose states are given as bits. reads_bits: what a mask_mod and block lists say was stored
     (`bit_store.py`), and neither is here. deterministic: only backwards differ by it.
 
     The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists

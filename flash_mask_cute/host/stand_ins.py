@@ -117,25 +117,26 @@ def window(problem: AttentionProblem) -> tuple[Any, Any]:
     return cutlass.Int32(0) if left else None, cutlass.Int32(0) if right else None
 
 
-def stored_bits(problem: AttentionProblem, tiles: BitTiles) -> Any:
-    """Bit tiles that a kernel reads."""
-    return bit_tensor(tiles) if problem.reads_bits else None
+def stored_bits(problem: AttentionProblem, tiles: BitTiles) -> tuple[Any, Any] | None:
+    """Stored answers that a kernel reads."""
+    return stored_tiles(tiles) if problem.reads_bits else None
 
 
-def bit_tensor(tiles: BitTiles) -> Any:
-    """Bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous."""
+def stored_tiles(tiles: BitTiles) -> tuple[Any, Any]:
+    """Bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous, and their states."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
     size = tiles.lines * tiles.words
     outer = tuple(cute.sym_int64(divisibility=size) for _ in range(2))
-    return make_fake_tensor(
+    bits = make_fake_tensor(
         cutlass.Int32,
         (*extents(3), tiles.lines, tiles.words),
         (*outer, size, tiles.words, 1),
         assumed_align=_BASE_ALIGNMENT,
     )
+    return bits, strided(3)
 
 
 def aux_tensors(problem: HasAux) -> tuple[Any, ...] | None:

@@ -15,8 +15,8 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
-from flash_mask_cute.masks.bit_tile import ALL, HALF_WORD, WORD, bit_range
-from flash_mask_cute.masks.rules import MaskRules, Share, both, stored_tile
+from flash_mask_cute.masks.bit_tile import ALL, HALF_WORD, bit_range
+from flash_mask_cute.masks.rules import HIDDEN, VISIBLE, MaskRules, Share, both
 
 # of a block that no key sees, for which there is nothing to add
 NO_TURN = -1
@@ -116,22 +116,33 @@ class KeyWalks(MaskRules):
     @cute.jit
     def _sees(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> Boolean:
         """Whether a walk visits a tile."""
-        seen = self._judge(work, head_idx, m_block, n_block).is_visible
-        if const_expr(self.args.bits is not None):
-            listed, _ = self._judge_listed(work, head_idx, m_block, n_block)
-            seen = seen & listed
-        return seen
+        is_visible = self._judge(work, head_idx, m_block, n_block).is_visible
+        return self._judge_asked(work, head_idx, m_block, n_block, is_visible)[0]
+
+    @cute.jit
+    def _judge_asked(
+        self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32, is_visible: Boolean
+    ) -> tuple[Boolean, Boolean]:
+        """Whether lists and what was stored leave something of a tile that is visible otherwise,
+        and whether it has to be asked about."""
+        is_listed, asks = self.judge_listed(work, head_idx, m_block, n_block)
+        is_visible = is_visible & is_listed
+        if const_expr(self.args.stored is not None):
+            is_visible, asks = self._look_up(work, m_block, n_block, is_visible)
+        return is_visible, asks
+
+    @property
+    def _stored_per_tile(self) -> int:
+        return self.block_info.tile_n // cute.size(self.args.stored.tiles, mode=[3])
 
     @cute.jit
     def _classify(self, work: Work, head_idx: Int32, base: Int32) -> Chunk:
         """The chunk of the 32 blocks from `base` on, a lane each."""
         m_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, head_idx, m_block, work.block)
-        is_visible = verdict.is_visible
-        asks = Boolean(const_expr(self._can_ask))
-        if const_expr(self.args.bits is not None):
-            listed, asks = self._judge_listed(work, head_idx, m_block, work.block)
-            is_visible = is_visible & listed
+        is_visible, asks = self._judge_asked(
+            work, head_idx, m_block, work.block, verdict.is_visible
+        )
         chunk = Chunk.of_votes(
             base,
             head_idx,
@@ -144,34 +155,6 @@ class KeyWalks(MaskRules):
             exists = m_block < cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
             chunk = chunk.without_skipping(exists, self.args.columns is not None)
         return chunk
-
-    @cute.jit
-    def _judge_listed(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
-        """Whether a tile touches a listed logical block, and whether it has to be asked about."""
-        args, info = self.args.bits, self.block_info
-        first_q_idx, first_k_idx = m_block * info.tile_m, n_block * info.tile_n
-        end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q)
-        end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k)
-        any_listed, all_full = Int32(0), Int32(1)
-        qb = first_q_idx // args.block_q
-        while qb * args.block_q < end_q_idx:
-            kb = first_k_idx // args.block_k
-            while kb * args.block_k < end_k_idx:
-                is_listed, is_full = self._block_bits(work, head_idx, qb, kb)
-                any_listed = any_listed | is_listed
-                all_full = all_full & is_full
-                kb += 1
-            qb += 1
-        return any_listed != 0, all_full == 0
-
-    @cute.jit
-    def is_asked(self, work: Work, head_idx: Int32, m_block: Int32) -> Boolean:
-        """Whether lists let a tile be asked about."""
-        answer = Boolean(True)
-        if const_expr(self.args.bits is not None):
-            listed, asks = self._judge_listed(work, head_idx, m_block, work.block)
-            answer = listed & asks
-        return answer
 
     # -- scores ---------------------------------------------------------------------------------
 
@@ -228,24 +211,21 @@ class KeyWalks(MaskRules):
     def _stored_words(self, work: Work, block: Block, share: Share) -> tuple:
         n_block = work.block
         if self.is_part:
-            n_block = cutlass.min(n_block, cute.size(self.args.stored, mode=[2]) - 1)
-        tile = stored_tile(self.args.stored, work.batch_idx, block.index, n_block)
-        words = share.load(tile)
+            n_block = cutlass.min(n_block, cute.size(self.args.stored.states, mode=[2]) - 1)
+        stored, place = self.args.stored, (work.batch_idx, block.index, n_block)
+        words = share.load(stored.tile(*place))
         if self.has_halves:
             words = bit_tile.split_halves(words)
-        if self.is_part and self.args.bits is not None:
-            words = self._where_asked(work, block, words)
+        if self.is_part:
+            # of a part that nothing cuts no words were stored
+            seen = stored.state(*place)
+            uncut = cutlass.select_((seen & VISIBLE) != 0, Int32(ALL), Int32(0))
+            is_cut = seen == (VISIBLE | HIDDEN)
+            words = tuple(cutlass.select_(is_cut, word, uncut) for word in words)
         return words
-
-    def _where_asked(self, work: Work, block: Block, words: tuple) -> tuple:
-        """Words that were stored, if these were; what lists say of the whole tile otherwise."""
-        listed, asks = self._judge_listed(work, block.head_idx, block.index, work.block)
-        seen = cutlass.select_(listed, Int32(ALL), Int32(0))
-        return tuple(cutlass.select_(asks, word, Int32(ALL)) & seen for word in words)
 
     @property
     def has_halves(self) -> bool:
-        """Whether words have 16 bits, which are stored two to a word."""
         return self._bits_per_word == HALF_WORD
 
     @cute.jit
@@ -276,11 +256,6 @@ class KeyWalks(MaskRules):
     @property
     def _bits_per_word(self) -> int:
         return self.block_info.tile_m // self.columns.num_words
-
-    @property
-    def used_bits(self) -> int:
-        """The bits of a word that stand for queries."""
-        return ALL if self._bits_per_word == WORD else (1 << self._bits_per_word) - 1
 
     @cute.jit
     def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:

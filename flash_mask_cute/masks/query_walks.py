@@ -20,7 +20,6 @@ from flash_mask_cute.masks.rules import (
     Share,
     both,
     broadcast_place,
-    stored_tile,
 )
 
 # rows that a mask_mod is asked about together: the places of their bits are constants
@@ -50,9 +49,8 @@ class QueryWalks(MaskRules):
         return cute.ceil_div(rows, info.tile_m)
 
     @property
-    def used_bits(self) -> int:
-        """The bits of a word that tell what is seen; those that stand for no key are never set."""
-        return ALL
+    def _bits_per_word(self) -> int:
+        return self.block_info.tile_n // self.columns.num_words
 
     # -- tiles ----------------------------------------------------------------------------------
 
@@ -90,8 +88,11 @@ class QueryWalks(MaskRules):
         """The chunk of the 32 blocks from `base` on, a lane each."""
         n_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, work.head_idx, work.block, n_block)
-        visible_word = cute.arch.vote_ballot_sync(verdict.is_visible)
-        asks_word = Int32(ALL if const_expr(self._can_ask) else 0)
+        is_visible, asks_word = verdict.is_visible, Int32(ALL if const_expr(self._can_ask) else 0)
+        if const_expr(self.args.stored is not None):
+            is_visible, asks = self._look_up(work, work.block, n_block, is_visible)
+            asks_word = cute.arch.vote_ballot_sync(asks)
+        visible_word = cute.arch.vote_ballot_sync(is_visible)
         if const_expr(self.args.lists is not None):
             listed, full, position = self._take_listed(work, base, position)
             visible_word = visible_word & listed
@@ -137,20 +138,6 @@ class QueryWalks(MaskRules):
             row = args.full_idx[(*self._list_place(args.full_cnt, work), None)]
             full, full_left = _take_from_row(row, position.full_left, base, ratio)
         return listed | full, full, ListPosition(mask_left, full_left)
-
-    @cute.jit
-    def nth_asked(self, work: Work, n: Int32) -> Int32:
-        """The n-th key block that lists call partial, -1 if there are not so many; without lists
-        all are. May lie past the end of the keys."""
-        n_block = n
-        if const_expr(self.args.lists is not None):
-            args = self.args.lists
-            place = self._list_place(args.mask_cnt, work)
-            ratio = args.block_k // self.block_info.tile_n
-            n_block = Int32(-1)
-            if n // ratio < args.mask_cnt[place]:
-                n_block = args.mask_idx[(*place, n // ratio)] * ratio + n % ratio
-        return n_block
 
     # -- scores ---------------------------------------------------------------------------------
 
@@ -233,7 +220,7 @@ class QueryWalks(MaskRules):
         """Bits that mask_mod, and logical blocks smaller than a tile, leave to each row."""
         words = share.fill(ALL)
         if const_expr(self.args.stored is not None):
-            words = share.load(stored_tile(self.args.stored, work.batch_idx, work.block, n_block))
+            words = share.load(self.args.stored.tile(work.batch_idx, work.block, n_block))
         if const_expr(self.mask_mod is not None):
             # A lane asks about one column at a time, row after row: what the callable loads for a
             # key is the same for all rows, so the compiler loads it once.

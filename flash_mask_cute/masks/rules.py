@@ -20,7 +20,7 @@ from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.mods import call_mask_mod
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.masks.bit_tile import WORD, Columns
+from flash_mask_cute.masks.bit_tile import ALL, WORD, Columns
 from flash_mask_cute.masks.intervals import Intervals
 
 
@@ -59,6 +59,36 @@ class BitArgs(NamedTuple):
     block_k: Int32
 
 
+# what was seen in a stored tile, as bits: with both, it is cut
+VISIBLE, HIDDEN = 1, 2
+
+
+class StoredArgs(NamedTuple):
+    """What a mask_mod and block lists say, asked before (`stored_bits.py`): of each tile what was
+    seen, states int32 (batch | 1, m_blocks, n_blocks), and of those that are cut a bit tile, tiles
+    int32 (batch | 1, m_blocks, n_blocks, lines, words)."""
+
+    tiles: cute.Tensor
+    states: cute.Tensor
+
+    def from_block(self, first_block: Int32) -> "StoredArgs":
+        """Of tensors that begin with the queries of first_block."""
+        tiles, states = (
+            cute.domain_offset((0, -first_block, *(0 for _ in x.shape[2:])), x) for x in self
+        )
+        return StoredArgs(tiles, states)
+
+    def tile(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> cute.Tensor:
+        """A bit tile (words, lines)."""
+        batch_idx = cutlass.min(batch_idx, cute.size(self.tiles, mode=[0]) - 1)
+        lines = self.tiles[batch_idx, m_block, n_block, None, None]
+        return cute.make_tensor(lines.iterator, cute.select(lines.layout, [1, 0]))
+
+    def state(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> Int32:
+        batch_idx = cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1)
+        return self.states[batch_idx, m_block, n_block]
+
+
 class MaskedKernel(Protocol):
     """What a kernel says about its masks; plan: tile_m, tile_n and packed_heads."""
 
@@ -83,8 +113,7 @@ def check_given(name: str, given: Any, is_wanted: bool) -> None:
 class MaskArgs(NamedTuple):
     """What the masks of a launch are made of; anything may be absent.
 
-    stored: int32 (batch | 1, m_blocks, n_blocks, lines, words), bit tiles with what a mask_mod and
-    `bits` have answered (`stored_bits.py`).
+    stored: in place of block lists and a mask_mod.
     """
 
     window_left: Int32 | None
@@ -93,7 +122,7 @@ class MaskArgs(NamedTuple):
     lists: ListArgs | None
     bits: BitArgs | None
     aux_tensors: Any
-    stored: cute.Tensor | None = None
+    stored: StoredArgs | None = None
 
     @staticmethod
     def create(
@@ -105,16 +134,16 @@ class MaskArgs(NamedTuple):
         block_size: tuple,
         block_bits: tuple | None,
         aux_tensors: Any,
-        stored: cute.Tensor | None = None,
+        stored: StoredArgs | None = None,
     ) -> "MaskArgs":
         """From the arguments of a launch; num_heads: of its walks, block_size: of the lists.
 
         :raises ValueError: a tensor is given to a kernel made without it, or the other way round;
-            or answers of a mask_mod to a kernel with one
+            or answers that were stored to a kernel that asks, or beside block lists
         """
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
-        if kernel.mask_mod is not None:
+        if any(x is not None for x in (kernel.mask_mod, block_lists, block_bits)):
             check_given("stored_bits", stored, False)
         columns, lists, bits = None, None, None
         if column_tensors is not None:
@@ -215,6 +244,77 @@ class MaskRules:
             hides_all, is_columns = self._judge_columns(work, head_idx, m_block, n_block)
             is_visible = is_visible & (hides_all == Boolean(False))
         return TileVerdict(is_visible, is_band, is_columns)
+
+    @cute.jit
+    def judge_listed(
+        self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32
+    ) -> tuple[Boolean, Boolean]:
+        """Whether a tile touches a listed logical block, and whether it has to be asked about."""
+        is_listed, asks = Boolean(True), Boolean(const_expr(self._can_ask))
+        if const_expr(self.args.bits is not None):
+            args, info = self.args.bits, self.block_info
+            first_q_idx, first_k_idx = m_block * info.tile_m, n_block * info.tile_n
+            end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q)
+            end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k)
+            any_listed, all_full = Int32(0), Int32(1)
+            qb = first_q_idx // args.block_q
+            while qb * args.block_q < end_q_idx:
+                kb = first_k_idx // args.block_k
+                while kb * args.block_k < end_k_idx:
+                    block_is_listed, block_is_full = self._block_bits(work, head_idx, qb, kb)
+                    any_listed = any_listed | block_is_listed
+                    all_full = all_full & block_is_full
+                    kb += 1
+                qb += 1
+            is_listed, asks = any_listed != 0, all_full == 0
+        return is_listed, asks
+
+    @cute.jit
+    def _look_up(
+        self, work: Work, m_block: Int32, n_block: Int32, is_visible: Boolean
+    ) -> tuple[Boolean, Boolean]:
+        """What was stored about a tile that is visible otherwise: whether it is, and is cut."""
+        seen = Int32(0)
+        if is_visible:
+            for i in cutlass.range_constexpr(self._stored_per_tile):
+                at = n_block * self._stored_per_tile + i
+                at = cutlass.min(at, cute.size(self.args.stored.states, mode=[2]) - 1)
+                seen = seen | self.args.stored.state(work.batch_idx, m_block, at)
+        return (seen & VISIBLE) != 0, (seen & HIDDEN) != 0
+
+    @cute.jit
+    def seen(self, words: tuple) -> Int32:
+        """What is seen in a warp's words of a tile, VISIBLE and HIDDEN."""
+        is_any_visible, is_any_hidden = Boolean(False), Boolean(False)
+        for word in words:
+            used = word & self.used_bits
+            is_any_visible = is_any_visible | (used != 0)
+            is_any_hidden = is_any_hidden | (used != self.used_bits)
+        seen = Int32(0)
+        if cute.arch.vote_any_sync(is_any_visible):
+            seen = seen | VISIBLE
+        if cute.arch.vote_any_sync(is_any_hidden):
+            seen = seen | HIDDEN
+        return seen
+
+    @property
+    def used_bits(self) -> int:
+        """The bits of a word that stand for columns of a tile."""
+        return ALL if self._bits_per_word == WORD else (1 << self._bits_per_word) - 1
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether words have 16 bits, which are stored two to a word."""
+        return False
+
+    @property
+    def _bits_per_word(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def _stored_per_tile(self) -> int:
+        """Tiles side by side that were stored for each one of these."""
+        return 1
 
     def _judge_columns(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
         """Whether the intervals hide all of a tile, and whether they cut it."""
@@ -327,20 +427,6 @@ class Share:
 
 def both(words: tuple, others: tuple) -> tuple:
     return tuple(a & b for a, b in zip(words, others, strict=True))
-
-
-def stored_from(stored: cute.Tensor, first_block: Int32) -> cute.Tensor:
-    """`MaskArgs.stored` of a tensor that begins with the queries of first_block."""
-    return cute.domain_offset((0, -first_block, 0, 0, 0), stored)
-
-
-def stored_tile(
-    stored: cute.Tensor, batch_idx: Int32, m_block: Int32, n_block: Int32
-) -> cute.Tensor:
-    """A bit tile (words, lines) of `MaskArgs.stored`."""
-    batch_idx = cutlass.min(batch_idx, cute.size(stored, mode=[0]) - 1)
-    lines = stored[batch_idx, m_block, n_block, None, None]
-    return cute.make_tensor(lines.iterator, cute.select(lines.layout, [1, 0]))
 
 
 def broadcast_place(tensor: cute.Tensor, work: Work, head_idx: Int32) -> tuple[Int32, Int32]:

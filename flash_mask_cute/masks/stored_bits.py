@@ -1,13 +1,16 @@
 """Answers of a `mask_mod` that does not look at its head, asked once for all heads.
 
-Asking is what such a mask costs (docs/masks.md). The bit tiles of all blocks that have to be asked
-about are painted into global memory before attention runs, and its painters read them instead of
-asking. A kernel that reads them knows nothing of the callable, so one serves all of them.
+Asking is what such a mask costs (docs/masks.md). Before attention runs, all tiles that have to be
+asked about are painted into global memory, and of each tile is noted whether something of it is
+visible, and whether something is hidden. So attention visits what is visible, whether lists said so
+or not, and its painters read bits instead of asking. A kernel that reads them knows nothing of the
+callable, so one serves all of them.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
@@ -20,7 +23,7 @@ from flash_mask_cute.masks.bit_tile import WORD, Columns
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import KeyWalks
 from flash_mask_cute.masks.query_walks import QueryWalks
-from flash_mask_cute.masks.rules import MaskArgs, Share, stored_from, stored_tile
+from flash_mask_cute.masks.rules import HIDDEN, VISIBLE, MaskArgs, Share, StoredArgs
 
 
 class Tiling(NamedTuple):
@@ -32,12 +35,11 @@ class Tiling(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A CTA's part of the bits. nth: of the blocks in a row of them; any_head: 0, but a number that
-    the compiler does not know."""
+    """The tile of a CTA. any_head: 0, but a number that the compiler does not know."""
 
     batch_idx: Int32
     m_block: Int32
-    nth: Int32
+    n_block: Int32
     any_head: Int32
 
 
@@ -76,11 +78,9 @@ class BitStore:
     @cute.jit
     def __call__(
         self,
-        mBits: cute.Tensor,
+        stored_bits: tuple,
         seqlen_q: Int32,
         seqlen_k: Int32,
-        block_lists,
-        block_size,
         block_bits,
         aux_tensors,
         first_block: Int32,
@@ -88,34 +88,27 @@ class BitStore:
     ):
         """Launch on `stream`.
 
-        :param mBits: int32 (batch | 1, m_blocks, n_blocks, lines, words), contiguous; of blocks
-            that are not asked about nothing is written
+        :param stored_bits: the fields of a `StoredArgs` to fill, contiguous; of tiles that are not
+            cut no bits are written
         :param first_block: the first of these blocks of queries
-        :param block_lists: counts and indices of partial blocks, int32 (batch | 1, 1, ...), or None
-        :param block_size, block_bits: as for the attention kernel
+        :param block_bits: as for the attention kernel, the same for all heads, whether its tiles
+            nest in blocks or not
         """
         masks = MaskArgs.create(
-            self,
-            (None, None),
-            None,
-            Int32(1),
-            None if const_expr(block_lists is None) else (*block_lists, None, None),
-            () if const_expr(block_size is None) else block_size,
-            block_bits,
-            aux_tensors,
+            self, (None, None), None, Int32(1), None, (), block_bits, aux_tensors
         )
         lengths = Lengths(None, None, None, None, seqlen_q, seqlen_k)
-        batch, m_blocks, n_blocks, lines, _ = mBits.shape
-        stored = stored_from(mBits, first_block)
+        stored = StoredArgs(*stored_bits)
+        batch, m_blocks, n_blocks, lines, _ = stored.tiles.shape
         extents = m_blocks, n_blocks, first_block
-        self.kernel(stored, *extents, masks, lengths, Int32(0)).launch(
+        self.kernel(stored.from_block(first_block), *extents, masks, lengths, Int32(0)).launch(
             grid=(batch * m_blocks * n_blocks, 1, 1), block=(lines, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
         self,
-        mBits: cute.Tensor,
+        stored: StoredArgs,
         m_blocks: Int32,
         n_blocks: Int32,
         first_block: Int32,
@@ -131,60 +124,64 @@ class BitStore:
         cta, _, _ = cute.arch.block_idx()
         row = cta // n_blocks
         place = Place(row // m_blocks, first_block + row % m_blocks, cta % n_blocks, any_head)
+        at = place[:3]
         self.reliance = find_reliance(
-            self.mask_mod,
-            place.batch_idx,
-            place.any_head,
-            place.m_block,
-            place.nth,
-            masks.aux_tensors,
+            self.mask_mod, place.batch_idx, any_head, *at[1:], masks.aux_tensors
         )
-        lines = mBits.shape[3]
+        lines = stored.tiles.shape[3]
+        num_warps = lines // WORD
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        share = Share.create(warp_idx, lines // WORD, lines, self.columns)
-        self.paint(mBits, masks, lengths, place, share)
+        share = Share.create(warp_idx, num_warps, lines, self.columns)
+        sSeen = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(num_warps))
+
+        rules, work = self.rules_of(masks, lengths), self.work_of(place, lengths)
+        is_listed, asks = rules.judge_listed(work, any_head, *at[1:])
+        seen = cutlass.select_(is_listed, Int32(VISIBLE), Int32(HIDDEN))
+        if is_listed & asks:
+            words = self.words(rules, work, place, share)
+            seen = rules.seen(words)
+            if const_expr(rules.has_halves):
+                words = bit_tile.join_halves(words)
+            share.store(stored.tile(*at), words)
+        if cute.arch.lane_idx() == 0:
+            sSeen[warp_idx] = seen
+        cute.arch.sync_threads()
+        if warp_idx == 0:
+            for i in cutlass.range_constexpr(num_warps):
+                seen = seen | sSeen[i]
+            stored.states[at] = seen
 
 
 class QueryBitStore(BitStore):
-    """The bits that a block of queries reads: lines are queries.
+    """What a block of queries reads: lines are queries."""
 
-    Of partial blocks of the lists, which may be made of several tiles; without lists of all.
-    """
+    def rules_of(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
+        return QueryWalks.of_kernel(self, self.columns, masks, lengths)
 
-    @cute.jit
-    def paint(
-        self, mBits: cute.Tensor, masks: MaskArgs, lengths: Lengths, place: Place, share: Share
-    ) -> None:
-        seqlen_q, seqlen_k = lengths.seqlen_q, lengths.seqlen_k
-        batch_idx, m_block, nth, any_head = place
-        work = Work(m_block, any_head, batch_idx, Int32(0), seqlen_q, seqlen_q, Int32(0), seqlen_k)
-        rules = QueryWalks.of_kernel(self, self.columns, masks, lengths)
-        n_block = rules.nth_asked(work, nth)
-        if (n_block >= 0) & (n_block < cute.size(mBits, mode=[2])):
-            words = rules.asked_words(work, n_block, share)
-            share.store(stored_tile(mBits, batch_idx, m_block, n_block), words)
+    def work_of(self, place: Place, lengths: Lengths) -> Work:
+        return _work(place, place.m_block, lengths.seqlen_q, lengths)
+
+    def words(self, rules: QueryWalks, work: Work, place: Place, share: Share) -> tuple:
+        return rules.asked_words(work, place.n_block, share)
 
 
 class KeyBitStore(BitStore):
-    """The bits that a block of keys reads: lines are keys.
+    """What a block of keys reads: lines are keys."""
 
-    Of blocks that hold something partial, by block_bits; without these of all.
-    """
+    def rules_of(self, masks: MaskArgs, lengths: Lengths) -> KeyWalks:
+        return KeyWalks.of_kernel(self, self.columns, masks, lengths, Int32(1), False)
 
-    @cute.jit
-    def paint(
-        self, mBits: cute.Tensor, masks: MaskArgs, lengths: Lengths, place: Place, share: Share
-    ) -> None:
-        seqlen_q, seqlen_k = lengths.seqlen_q, lengths.seqlen_k
-        batch_idx, m_block, n_block, any_head = place
-        work = Work(n_block, any_head, batch_idx, Int32(0), seqlen_k, seqlen_q, Int32(0), seqlen_k)
-        rules = KeyWalks.of_kernel(self, self.columns, masks, lengths, Int32(1), False)
-        if rules.is_asked(work, any_head, m_block):
-            no, asks = Boolean(False), Boolean(True)
-            block = Block(
-                m_block, any_head, no, no, no, asks, Int32(Kind.CUT), Int32(Kind.END), Int32(0)
-            )
-            words = rules.asked_words(work, block, share)
-            if const_expr(rules.has_halves):
-                words = bit_tile.join_halves(words)
-            share.store(stored_tile(mBits, batch_idx, m_block, n_block), words)
+    def work_of(self, place: Place, lengths: Lengths) -> Work:
+        return _work(place, place.n_block, lengths.seqlen_k, lengths)
+
+    def words(self, rules: KeyWalks, work: Work, place: Place, share: Share) -> tuple:
+        no, asks = Boolean(False), Boolean(True)
+        kinds = Int32(Kind.CUT), Int32(Kind.END)
+        block = Block(place.m_block, place.any_head, no, no, no, asks, *kinds, Int32(0))
+        return rules.asked_words(work, block, share)
+
+
+def _work(place: Place, block: Int32, slot: Int32, lengths: Lengths) -> Work:
+    none = Int32(0)
+    seqlens = lengths.seqlen_q, none, lengths.seqlen_k
+    return Work(block, place.any_head, place.batch_idx, none, slot, *seqlens)

@@ -68,7 +68,7 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import MaskArgs, Share, check_given
+from flash_mask_cute.masks.rules import MaskArgs, Share, StoredArgs, check_given
 from flash_mask_cute.sm90 import key_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, Operands, Scratch
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
@@ -229,7 +229,7 @@ class FlashAttentionBackwardSm90:
         column_tensors=None,
         block_bits=None,
         aux_grads=None,
-        stored_bits: cute.Tensor | None = None,
+        stored_bits: tuple | None = None,
     ):
         """Launch on `stream`.
 
@@ -240,8 +240,8 @@ class FlashAttentionBackwardSm90:
         zeroes mdQaccum instead, and mTurns is None. Row blocks are those of `RowBlocks`.
         tile_counter, column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block
         lists are always given as bits. aux_grads: fp32 tensors of the shapes of the aux tensors
-        that wants_aux numbers, to which their gradients are added. stored_bits: of blocks that hold
-        something partial, in place of a mask_mod (`masks/rules.py`).
+        that wants_aux numbers, to which their gradients are added. stored_bits: `tiles` and
+        `states` of stored answers, in place of a mask_mod and block_bits (`masks/rules.py`).
         """
         check_given("mTurns", mTurns, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
@@ -261,8 +261,9 @@ class FlashAttentionBackwardSm90:
             num_batch = mCuSeqlensK.shape[0] - 1
         num_blocks = cute.ceil_div(lengths.seqlen_k, plan.walk_n)
         window = (window_size_left, window_size_right)
+        stored = None if const_expr(stored_bits is None) else StoredArgs(*stored_bits)
         masks = MaskArgs.create(
-            self, window, column_tensors, heads_q, None, (), block_bits, aux_tensors, stored_bits
+            self, window, column_tensors, heads_q, None, (), block_bits, aux_tensors, stored
         )
         heads_per_group = Int32(1)
         if const_expr(self.deterministic):

@@ -68,7 +68,7 @@ from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.query_walks import QueryWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import MaskArgs, Share, check_given, stored_from
+from flash_mask_cute.masks.rules import MaskArgs, Share, StoredArgs, check_given
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_blocks import Channels, KeyBlocks, Position, Tiles, tile_rows
 from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
@@ -204,7 +204,7 @@ class FlashAttentionForwardSm90:
         column_tensors=None,
         block_size=None,
         block_bits=None,
-        stored_bits: cute.Tensor | None = None,
+        stored_bits: tuple | None = None,
         first_block: Int32 | None = None,
     ):
         """Launch on `stream`.
@@ -217,9 +217,9 @@ class FlashAttentionForwardSm90:
         blocksparse_tensors: a `BlockSparseTensors` of blocks of block_size, a pair of multiples of
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
-        sizes, of logical blocks in which tiles do not nest. stored_bits: bits of partial blocks, of
-        all without lists, in place of a mask_mod (`masks/rules.py` describes all four); this launch
-        computes the query blocks that it has, from first_block on.
+        sizes, of logical blocks in which tiles do not nest. stored_bits: `tiles` and `states` of
+        stored answers, in place of a mask_mod and block lists (`masks/rules.py` describes all
+        four); this launch computes the query blocks that they have, from first_block on.
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
@@ -228,11 +228,12 @@ class FlashAttentionForwardSm90:
             plan, mQ, mK, mV, mO, mCuSeqlensQ is not None, mCuSeqlensK is not None
         )
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
-        blocks = group_bytes = None
+        stored = blocks = group_bytes = None
         check_given("first_block", first_block, stored_bits is not None)
         if const_expr(stored_bits is not None):
-            blocks = first_block, stored_bits.shape[1]
-            stored_bits = stored_from(stored_bits, first_block)
+            stored = StoredArgs(*stored_bits)
+            blocks = first_block, stored.states.shape[1]
+            stored = stored.from_block(first_block)
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
@@ -250,7 +251,7 @@ class FlashAttentionForwardSm90:
             (plan.tile_m, plan.tile_n) if const_expr(block_size is None) else block_size,
             block_bits,
             aux_tensors,
-            stored_bits,
+            stored,
         )
         self.kernel(operands, mLSE, lengths, score_args, masks, schedule, tile_counter).launch(
             grid=(schedule.grid, 1, 1),

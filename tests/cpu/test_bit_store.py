@@ -10,7 +10,6 @@ import pytest
 import torch
 from launch_recorder import Recorder
 from support import Case, make_inputs
-from torch import Tensor
 
 from flash_mask_cute import explain
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
@@ -109,7 +108,7 @@ def by_head_in_a_loop(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 def test_what_a_callable_relies_on(mask_mod: Any, rank: int, batch: bool, head: bool) -> None:
     """Seen in its operations; what is used for nothing counts as used."""
     aux = ((INT32, rank),) if rank else ()
-    meta = compile_store(mask_mod, StoreProblem(TILES, aux, False, False), TARGET).meta
+    meta = compile_store(mask_mod, StoreProblem(TILES, aux, has_bits=False), TARGET).meta
     assert (meta["relies_on_batch"], meta["relies_on_head"]) == (batch, head)
 
 
@@ -127,7 +126,7 @@ def test_bits_of_one_entry_or_of_all() -> None:
     """One entry serves all unless the callable, or a list, tells them apart."""
     _, storing = choose(Case("same", 3, 300, 200, 4, 4, mask_mod="checks"))
     assert storing is not None and storing.shape == (1, 3, 2, 128, 4)
-    assert storing.num_bytes == 3 * 2 * 2048
+    assert storing.num_bytes == 3 * 2 * (2048 + 4)
     _, storing = choose(Case("told", 3, 300, 200, 4, 4, mask_mod="documents"))
     assert storing is not None and storing.shape == (3, 3, 2, 128, 4)
     lists = BlockSparseTensorsTorch(
@@ -164,12 +163,10 @@ def test_tiles_are_those_of_a_kernel_that_reads() -> None:
     """At d=64 a kernel that asks has smaller ones, and so has one that only reads lists."""
     blocks = {"block_sparse_tensors_torch": one_list(128)}
     case = Case("reads", 1, 384, 384, 4, 4, head_dim=64, mask_mod="checks")
-    for keywords, has_lists in (({}, False), (blocks, True)):
+    for keywords in ({}, blocks):
         call, storing = choose(case, **keywords)
         assert (call.choice.tiles.tile_m, call.choice.tiles.tile_n) == (192, 128)
         assert storing is not None and storing.shape == (1, 2, 3, 192, 4)
-        # the stored answers say what the bits of retiled lists would
-        assert (call.problem.has_lists, call.problem.has_bits) == (has_lists, False)
     for asks in (replace(case, mask_mod="eviction"), replace(case, mask_mod=None)):
         call, storing = choose(asks, **blocks)
         assert storing is None and call.choice.tiles.tile_m == 128
@@ -196,21 +193,22 @@ def one_list(block: int) -> BlockSparseTensorsTorch:
 
 
 def test_what_the_backward_passes_on() -> None:
-    """Its plans need the bits of logical blocks, its painters the stored ones."""
+    """Stored answers, and nothing else of the callable and the lists."""
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
     call, storing, operands, others = choose_bwd(case)
-    assert storing is not None and call.problem.has_bits and call.problem.mask_mod is None
+    assert storing is not None
+    assert (call.problem.has_bits, call.problem.mask_mod) == (False, None)
     stored: list[tuple[Any, ...]] = []
     main: list[tuple[Any, ...]] = []
     told = replace(storing, function=lambda *args: stored.append(args))
     kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
     BwdKernelLaunch(call, kernels, operands, others[0], told)(operands, *others)
-    ((bits, *_, partial, block_size, logical, aux, first_block),) = stored
-    assert first_block == 0
-    assert (partial, block_size, logical[2:], len(aux)) == (None, None, (48, 80), 1)
+    (((tiles, states), *_, logical, aux, first_block),) = stored
+    assert (tiles.shape[:3], states.shape) == ((1, 4, 2), (1, 4, 2))
+    assert (first_block, logical[2:], len(aux)) == (0, (48, 80), 1)
     ((*_, aux_tensors, _, _, _, logical_of_main, _, stored_of_main),) = main
-    assert stored_of_main is bits and aux_tensors is None
-    assert all(x is y for x, y in zip(logical[:2], logical_of_main[:2], strict=True))
+    assert stored_of_main[0] is tiles and stored_of_main[1] is states
+    assert (aux_tensors, logical_of_main) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +257,7 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             # 12 blocks of 128, of which four fit
             assert (storing.shape[1], storing.blocks) == (4, 12)
             assert list(storing.launches) == [0, 4, 8]
-            assert storing.num_bytes == 4 * 8 * 2048
+            assert storing.num_bytes == 4 * 8 * (2048 + 4)
     monkeypatch.setattr(bit_store, "MIN_TILES", 0)
     assert choose_bwd(case)[1] is None
     monkeypatch.setattr(bit_store, "MAX_PAIRS", 127 * 1000)
@@ -279,9 +277,10 @@ def test_launches_of_parts() -> None:
     KernelLaunch(call, main, inputs.q, inputs.k, inputs.v, None, told)(
         inputs.q, inputs.k, inputs.v, extras, masks
     )
-    assert [(args[0].shape[1], args[-1]) for args in stored] == [(4, 0), (4, 4), (1, 8)]
+    for i in range(2):
+        assert [(args[0][i].shape[1], args[-1]) for args in stored] == [(4, 0), (4, 4), (1, 8)]
     given = [main.given(i) for i in range(3)]
-    assert all(x["stored"] is args[0] for x, args in zip(given, stored, strict=True))
+    assert all(x["stored"][1] is args[0][1] for x, args in zip(given, stored, strict=True))
     assert [x["first_block"] for x in given] == [0, 4, 8]
     assert main.calls[0][3] is main.calls[2][3], "one output"
 
@@ -289,15 +288,16 @@ def test_launches_of_parts() -> None:
 def test_the_attention_kernel_knows_no_callable() -> None:
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
     call, _ = choose(case)
-    assert call.problem.reads_bits and call.problem.has_lists
-    assert (call.problem.mask_mod, call.problem.aux, call.problem.has_bits) == (None, (), False)
+    problem = call.problem
+    assert problem.reads_bits and not (problem.has_lists or problem.has_bits)
+    assert (problem.mask_mod, problem.aux) == (None, ())
     biased = Case("biased", 1, 200, 200, 4, 4, mask_mod="documents", score_mod="head_bias")
     call, _ = choose(biased)
     assert call.problem.aux, "the score_mod may read them"
 
 
 def test_what_the_launch_passes_on() -> None:
-    """The storing kernel gets what the callable reads, the other one the bits instead."""
+    """The storing kernel gets what the callable reads and the lists, the other one answers."""
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
     inputs = make_inputs(case)
     call, storing = choose(case)
@@ -309,21 +309,22 @@ def test_what_the_launch_passes_on() -> None:
     KernelLaunch(call, attention, inputs.q, inputs.k, inputs.v, None, told)(
         inputs.q, inputs.k, inputs.v, extras, masks
     )
-    (bits, seqlen_q, seqlen_k, partial, block_size, logical, aux, _), *others = stored
+    ((tiles, states), seqlen_q, seqlen_k, logical, aux, _), *others = stored
     assert not others
-    assert bits.dtype == torch.int32 and bits.shape == (1, 2, 2, 128, 4) and bits.is_contiguous()
-    assert (seqlen_q, seqlen_k, block_size) == (200, 200, (128, 128))
-    assert len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
-    assert logical[2:] == (48, 80)
+    assert (tiles.shape, states.shape) == ((1, 2, 2, 128, 4), (1, 2, 2))
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (tiles, states))
+    assert (seqlen_q, seqlen_k, logical[2:]) == (200, 200, (48, 80))
     assert len(aux) == len(inputs.keywords["aux_tensors"])
     given = attention.given()
-    assert given["stored"] is bits
-    assert given["aux"] is None and given["bits"] is None and len(given["lists"]) == 4
+    assert given["stored"][0] is tiles and given["stored"][1] is states
+    assert all(given[name] is None for name in ("aux", "bits", "lists"))
 
 
 def test_explain_tells_of_it() -> None:
     q, k, v = (torch.randn(1, 300, 4, 64, dtype=torch.bfloat16) for _ in range(3))
     found = explain(q, k, v, mask_mod=causal)
-    assert "mask_mod is asked once for all heads, into 18432 bytes" in str(found)
+    assert "mask_mod is asked once for all heads, into 18456 bytes" in str(found)
+    found = explain(q, k, v, mask_mod=causal, block_sparse_tensors_torch=one_list(128))
+    assert "block lists of 128 x 128, taken as bits;" in str(found)
     found = explain(q, k, v, mask_mod=by_parity_of_head)
     assert "asked once" not in str(found)

@@ -1,0 +1,161 @@
+"""Stored answers of a mask_mod on the software GPU: what is stored, and that walks go by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
+from flash_mask_cute.host.bit_store import BitStoring, choose_bwd_storing, choose_storing
+from flash_mask_cute.host.bwd_launch import BwdOperands
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.interface import (
+    _bwd_kernel_launch,
+    _kernel_launch,
+    _resolve,
+    _resolve_bwd,
+    bundle,
+    bundle_bwd,
+)
+from flash_mask_cute.masks.rules import HIDDEN, VISIBLE
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+TARGET = Target("sm_90a", num_sms=2)
+HEADS = 4
+# documents of which some begin with a tile of 64, 128 or 192 rows, and some within one
+DOCUMENTS = (192, 64, 50, 78, 192, 24)
+SEQLEN = sum(DOCUMENTS)
+IDS = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS)).int()
+SEES = IDS[:, None] == IDS
+# of 128 x 128 scores: everything, nothing, or what the callable says
+BLOCK, ABSENT, PARTIAL, FULL = 128, 0, 1, 2
+
+
+def same_document(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return aux[0][q[0]] == aux[0][k[0]]
+
+
+def make_lists() -> tuple[BlockSparseTensorsTorch, Tensor]:
+    """Lists that say something else than the callable in half of the blocks, and their states."""
+    num = -(-SEQLEN // BLOCK)
+    at = torch.arange(num)
+    states = torch.tensor([PARTIAL, FULL, PARTIAL, ABSENT])[(at[:, None] * 3 + at) % 4]
+    counts, indices = [], []
+    for state in (PARTIAL, FULL):
+        listed = states == state
+        counts.append(listed.sum(1).int()[None, None])
+        first = torch.argsort((~listed).int(), dim=1, stable=True)
+        indices.append(first.int()[None, None].contiguous())
+    lists = BlockSparseTensorsTorch(
+        counts[0], indices[0], counts[1], indices[1], block_size=(BLOCK, BLOCK)
+    )
+    return lists, states
+
+
+def dense(states: Tensor | None) -> Tensor:
+    """What callable and lists leave."""
+    if states is None:
+        return SEES
+    of_pair = states.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:SEQLEN, :SEQLEN]
+    return (of_pair == FULL) | ((of_pair == PARTIAL) & SEES)
+
+
+def masked(**more: Any) -> dict[str, Any]:
+    return {"mask_mod": same_document, "aux_tensors": [IDS], **more}
+
+
+def fwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
+    q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
+    extras, masks, settings = bundle(masked(**more))
+    return choose_storing(*_resolve(q, q, q, extras, masks, settings, TARGET), TARGET)[1]
+
+
+def bwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
+    q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
+    operands = BwdOperands(q, q, q, q, q, torch.zeros(1, HEADS, SEQLEN))
+    extras, masks, settings = bundle_bwd(masked(**more))
+    return choose_bwd_storing(*_resolve_bwd(operands, extras, masks, settings, TARGET), TARGET)[1]
+
+
+@pytest.mark.parametrize("has_lists", [False, True], ids=["alone", "lists"])
+@pytest.mark.parametrize(
+    ("choose", "head_dim", "tile"),
+    [
+        (fwd_storing, 128, (128, 128)),
+        (fwd_storing, 64, (192, 128)),
+        (fwd_storing, 192, (128, 96)),
+        (bwd_storing, 128, (64, 128)),
+        (bwd_storing, 64, (128, 128)),
+    ],
+    ids=["fwd-d128", "fwd-d64", "fwd-d192", "bwd-d128", "bwd-d64"],
+)
+def test_states_of_tiles(
+    simulator: ModuleType,
+    choose: Callable[..., BitStoring | None],
+    head_dim: int,
+    tile: tuple[int, int],
+    has_lists: bool,
+) -> None:
+    """By the pairs of which each tile consists."""
+    lists, states = make_lists() if has_lists else (None, None)
+    more = {} if lists is None else {"block_sparse_tensors_torch": lists}
+    storing = choose(head_dim, **more)
+    assert storing is not None
+    bits = None if lists is None else tuple(block_bits(lists))
+    tiles, found = storing(IDS, (IDS,), bits)
+    sees, (tile_m, tile_n) = dense(states), tile
+    assert found.shape == tiles.shape[:3] == (1, -(-SEQLEN // tile_m), -(-SEQLEN // tile_n))
+    kinds = set()
+    for m_block in range(found.shape[1]):
+        for n_block in range(found.shape[2]):
+            part = sees[m_block * tile_m :, n_block * tile_n :][:tile_m, :tile_n]
+            expected = VISIBLE * bool(part.any()) + HIDDEN * (not bool(part.all()))
+            assert found[0, m_block, n_block] == expected, (m_block, n_block)
+            kinds.add(expected)
+    assert kinds == {VISIBLE, HIDDEN, VISIBLE | HIDDEN}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_forward_does_not_visit_what_is_hidden(simulator: ModuleType, head_dim: int) -> None:
+    """Without lists. A visited block whose values are NaN makes every row of the tile NaN."""
+    tile_m = {64: 192, 128: 128}[head_dim]
+    end = tile_m // 64 * 64
+    q, k, v = (torch.randn(1, 512, HEADS, head_dim).bfloat16() for _ in range(3))
+    ids = (torch.arange(512) >= end).int()
+    v[:, 256:] = float("nan")
+    extras, masks, settings = bundle({"mask_mod": same_document, "aux_tensors": [ids]})
+    call, call_masks = _resolve(q, k, v, extras, masks, settings, TARGET)
+    launch = _kernel_launch(call, call_masks, TARGET, q, k, v, out=None)
+    simulator.RESULTS.clear()
+    out, _ = launch(q, k, v, extras, masks)
+    assert len(simulator.RESULTS) == 2
+    assert out[:, :end].isfinite().all() and out[:, end:].isnan().all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_backward_does_not_visit_what_is_hidden(
+    simulator: ModuleType, head_dim: int, deterministic: bool
+) -> None:
+    """Without lists. A visited block whose dO is NaN makes dK and dV of the tile NaN."""
+    q, k, v, dout = (torch.randn(1, 256, HEADS, head_dim).bfloat16() for _ in range(4))
+    ids = (torch.arange(256) >= 128).int()
+    dout[:, 128:] = float("nan")
+    lse = torch.full((1, HEADS, 256), 6.0)
+    operands = BwdOperands(q, k, v, torch.zeros_like(q), dout, lse)
+    keywords = {"mask_mod": same_document, "aux_tensors": [ids], "deterministic": deterministic}
+    extras, masks, settings = bundle_bwd(keywords)
+    call, call_masks = _resolve_bwd(operands, extras, masks, settings, TARGET)
+    launch = _bwd_kernel_launch(call, call_masks, TARGET, operands, extras)
+    simulator.RESULTS.clear()
+    dq, dk, dv = launch(operands, extras, masks)
+    assert len(simulator.RESULTS) == 4
+    for gradient in (dq, dk, dv):
+        assert gradient[:, :128].isfinite().all()
+    assert dv[:, 128:].isnan().all()
