@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_mask_cute.core.exp2 import DEGREE_5, SINGLE, exp2_polynomial
+from flash_mask_cute.core.exp2 import SINGLE, exp2_polynomial
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -131,11 +131,12 @@ class QuadRows:
 
     by_polynomial: how many of PERIOD exponentials are computed by `exp2_polynomial`, a divisor of
         it, or 0. That pays where the pipe that computes them has as much to do for the scores
-        themselves, and costs energy.
+        themselves, and costs energy. coefficients: of that polynomial.
     """
 
-    def __init__(self, by_polynomial: int = 0):
+    def __init__(self, by_polynomial: int = 0, coefficients: tuple[float, ...] = ()):
         self.stride = PERIOD // by_polynomial if by_polynomial else None
+        self.coefficients = coefficients
 
     def across(self, value: Float32, op: BinaryOp) -> Float32:
         return quad_reduce(value, op)
@@ -147,7 +148,7 @@ class QuadRows:
         for c, score in enumerate(scores):
             exponent = cute.math.fma(score, scale_log2, bias)
             if self.stride is not None and c % self.stride == 0:
-                results += exp2_polynomial((exponent,), DEGREE_5, SINGLE)
+                results += exp2_polynomial((exponent,), self.coefficients, SINGLE)
             else:
                 results.append(cute.math.exp2(exponent, fastmath=True))
         return results

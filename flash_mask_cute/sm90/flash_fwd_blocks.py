@@ -132,7 +132,7 @@ class KeyBlocks:
             scales.scale_log2 * traits.factor,
             wgmma.ROWS_PER_THREAD,
             plan.dtype,
-            QuadRows(plan.polynomial_share if computes_functions else 0),
+            QuadRows(*plan.polynomial if computes_functions else ()),
         )
         kept_q = None
         if score_mod is None and plan.query_steps > 0:

@@ -22,6 +22,7 @@ from flash_mask_cute.core.cta import (
     launch_registers,
     registers_left,
 )
+from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.masks.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
@@ -163,10 +164,10 @@ class FwdPlan:
         return min(left // WORDS_PER_STEP, self.tile_d // 16)
 
     @property
-    def polynomial_share(self) -> int:
-        """How many of 16 exponentials go by a polynomial where scores are modified by functions:
-        the fewer, the longer products take."""
-        return 2 if self.tile_dv <= 64 else 1
+    def polynomial(self) -> tuple[int, tuple[float, ...]]:
+        """How many of 16 exponentials go by a polynomial where scores are modified by functions,
+        and by which: the fewer, the longer products take."""
+        return (4, DEGREE_3) if self.tile_dv <= 64 else (1, DEGREE_5)
 
     @property
     def registers_needed(self) -> int:

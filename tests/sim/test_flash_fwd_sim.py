@@ -262,19 +262,27 @@ def test_maxima_that_outgrow_the_one_in_use(
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("column, by_polynomial", [(4, True), (17, False)])
+@pytest.mark.parametrize(
+    "head_dim, tile_m, tile_n, column, by_polynomial",
+    [(128, 128, 128, 4, True), (128, 128, 128, 17, False), (64, 192, 96, 4, True)],
+)
 def test_maxima_that_outgrow_the_one_in_use_below_a_cap(
-    simulator: ModuleType, column: int, by_polynomial: bool
+    simulator: ModuleType,
+    head_dim: int,
+    tile_m: int,
+    tile_n: int,
+    column: int,
+    by_polynomial: bool,
 ) -> None:
     """The exponential that says so is one of those for which the pipe of tanh is spared, or not."""
     from flash_mask_cute.core.softmax import PERIOD
 
     # a thread has two of every eight columns
     assert ((column // 8 * 2 + column % 2) % PERIOD == 0) == by_polynomial
-    plain = make_growing_inputs(128, 128, column)
+    plain = make_growing_inputs(head_dim, tile_n, column)
     case = replace(plain.case, softcap=200.0)
     inputs = Inputs(case, plain.q, plain.k, plain.v, plain.keywords | {"softcap": 200.0})
-    run_sim(simulator, inputs, config={"tile_m": 128, "tile_n": 128})
+    run_sim(simulator, inputs, config={"tile_m": tile_m, "tile_n": tile_n})
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
