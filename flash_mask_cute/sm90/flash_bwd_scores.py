@@ -23,7 +23,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
-from flash_mask_cute.core.walk_ring import Kind
+from flash_mask_cute.core.walk_ring import KIND_MASK, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
@@ -192,6 +192,21 @@ class BlockScores:
         self.channels.do.wait_unless(at.known.do, at.block)
         cute.arch.fence_proxy("async.shared", space="cta")
 
+    @cute.jit
+    def hand_over(self, block: Int32) -> None:
+        """Give dS of a block, which was stored, to the warpgroup that sums dQ."""
+        following = self.tiles.words[0, self.channels.q.index(block)] & KIND_MASK
+        after, stage, channel = self.tiles.after, self.plan.ds_stage(block), self.channels.ds
+        if cute.arch.thread_idx()[0] == THREADS_PER_WARPGROUP:
+            after[stage] = following
+        channel.publish(block)
+
+    def store_nothing(self, block: Int32) -> None:
+        """dS of a block that is passed over."""
+        self.grads.fill(0)
+        self._store_own_grads(block)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
     def complete(self, block: Int32) -> None:
         """Take what the other warpgroup has computed, after `sync_both`."""
         if self.plan.shares_keys:
@@ -215,6 +230,8 @@ class BlockScores:
 
     def _store_own_grads(self, block: Int32) -> None:
         plan = self.plan
+        if plan.sums_apart:
+            self.channels.ds.acquire(block)
         groups = plan.num_row_groups
         size = cute.size(self.grads) // groups
         for i in range(groups):
