@@ -104,6 +104,7 @@ class BlockScores:
     probs: cute.Tensor
     grads: cute.Tensor
     values: cute.Tensor | None
+    keys: cute.Tensor | None
     passes_over: cutlass.Constexpr[bool]
 
     @staticmethod
@@ -131,7 +132,10 @@ class BlockScores:
         values = None
         if chain.is_empty and plan.value_steps > 0:
             values = wgmma.make_operand_words(plan.value_steps)
-        more = probs, grads, values, passes_over
+        keys = None
+        if chain.is_empty and plan.sums_apart:
+            keys = wgmma.make_operand_words(plan.tile_d // 16)
+        more = probs, grads, values, keys, passes_over
         return BlockScores(plan, tiles, channels, chain, factors, *more)
 
     @property
@@ -149,6 +153,9 @@ class BlockScores:
             self.channels.do.wait(block)
             smem = self.tiles.v[None, None, self.plan.own_keys(tile)]
             keep_columns(self.values, self.plan.mma_values(), smem)
+        if self.keys is not None:
+            smem = self.tiles.k[None, None, self.plan.own_keys(tile)]
+            keep_columns(self.keys, self.plan.mma_values(), smem)
 
     def compute(self, kind: Kind, at: Visit) -> None:
         """Compute P and dS of a query block, which has arrived but for its dO.
@@ -337,7 +344,12 @@ class BlockScores:
     def _issue_scores(self, acc_S: cute.Tensor, at: Visit, part: int = 0) -> None:
         k_tile = self.factors.k[None, None, None, self.plan.own_keys(at.tile)]
         q_tile = self.factors.q[part][None, None, None, self.channels.q.index(at.block)]
-        wgmma.issue(self.plan.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
+        mma = self.plan.mma_scores(self.num_parts)
+        if self.keys is None:
+            wgmma.issue(mma, acc_S, k_tile, q_tile, False)
+        else:
+            operand = wgmma.words_as_operand_a(self.keys, self.plan.dtype)
+            wgmma.issue_with_kept(mma, acc_S, (self.plan.mma_values(), operand), k_tile, q_tile)
 
     def _issue_dp(self, acc_dP: cute.Tensor, at: Visit, part: int = 0) -> None:
         v_tile = self.factors.v[None, None, None, self.plan.own_keys(at.tile)]
