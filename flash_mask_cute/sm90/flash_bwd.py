@@ -531,8 +531,14 @@ class FlashAttentionBackwardSm90:
         else:
             acc_dV, acc_dK, accumulate = sums
             do_stage = channels.do.index(block)
-            scores.compute(kind, visit)
-            self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
+            issue_dV = partial(
+                self._issue_sums, acc_dV, scores.probs, at.dv_do, do_stage, accumulate
+            )
+            if plan.sums_apart and scores.chain.is_empty:
+                scores.compute(kind, visit, issue_dV)
+            else:
+                scores.compute(kind, visit)
+                issue_dV()
         if plan.sums_apart:
             return self._finish_apart(kind, channels, at, scores, visit, acc_dK, accumulate)
         if scores.passes_over:

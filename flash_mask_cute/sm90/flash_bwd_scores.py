@@ -14,6 +14,7 @@ dS is then made from P in 16 bits. Gradients of aux tensors need S and dP of a s
 where they are wanted, the first warpgroup computes both products and the second one only loads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,7 +134,7 @@ class BlockScores:
         if chain.is_empty and plan.value_steps > 0:
             values = wgmma.make_operand_words(plan.value_steps)
         keys = None
-        if chain.is_empty and plan.sums_apart:
+        if False:
             keys = wgmma.make_operand_words(plan.tile_d // 16)
         more = probs, grads, values, keys, passes_over
         return BlockScores(plan, tiles, channels, chain, factors, *more)
@@ -157,7 +158,7 @@ class BlockScores:
             smem = self.tiles.k[None, None, self.plan.own_keys(tile)]
             keep_columns(self.keys, self.plan.mma_values(), smem)
 
-    def compute(self, kind: Kind, at: Visit) -> None:
+    def compute(self, kind: Kind, at: Visit, use_probs: Callable[[], None] | None = None) -> None:
         """Compute P and dS of a query block, which has arrived but for its dO.
 
         Without products in flight before; afterwards dO has arrived, and dQ may read dS after
@@ -167,7 +168,7 @@ class BlockScores:
             self._compute_in_turn(kind, at)
             self.channels.do.wait(at.block)
         else:
-            self._compute_both(kind, at)
+            self._compute_both(kind, at, use_probs)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def is_hidden(self) -> Boolean:
@@ -228,11 +229,11 @@ class BlockScores:
 
     # -- keys of its own ------------------------------------------------------------------------
 
-    def _compute_both(self, kind: Kind, at: Visit) -> None:
+    def _compute_both(self, kind: Kind, at: Visit, use_probs) -> None:
         if self.chain.wants_aux:
             self._compute_by_parts(kind, at)
         else:
-            self._compute_whole(kind, at)
+            self._compute_whole(kind, at, use_probs)
         self._store_own_grads(at.block)
 
     def _store_own_grads(self, block: Int32) -> None:
@@ -246,7 +247,7 @@ class BlockScores:
             words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
             self._store_grads(words, unit)
 
-    def _compute_whole(self, kind: Kind, at: Visit) -> None:
+    def _compute_whole(self, kind: Kind, at: Visit, use_probs) -> None:
         plan, chain, channels = self.plan, self.chain, self.channels
         is_plain = chain.is_empty
         acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))
@@ -262,10 +263,13 @@ class BlockScores:
         self._apply(kind, at, wgmma.rows_by_cols(acc_S), lse)
         if not is_plain:
             self._issue_dp(acc_dP, at)
-        warpgroup.wait_group(0)
+        if use_probs is not None:
+            wgmma.round_pairs(self.probs, acc_S, plan.dtype)
+            use_probs()
+        warpgroup.wait_group(0 if use_probs is None else 1)
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(acc_S), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
-        if is_plain:
+        if is_plain and use_probs is None:
             wgmma.round_pairs(self.probs, acc_S, plan.dtype)
 
     def _compute_by_parts(self, kind: Kind, at: Visit) -> None:
