@@ -251,8 +251,6 @@ class BwdLoads:
                     cute.prefetch(atom, src)
             last_read = channels.do if plan.do_says_dq else channels.q
             last_read.wait_until_released(first - 1)
-            if plan.sums_apart:
-                channels.ds.wait_until_released(first - 1)
         for atom, src, dst, barrier in copies:
             cute.copy(atom, src, dst, tma_bar_ptr=barrier)
 
