@@ -54,7 +54,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import WALK_STAGES, WARPS_PER_WARPGROUP
+from flash_mask_cute.core.cta import WALK_STAGES
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
@@ -307,7 +307,7 @@ class FlashAttentionBackwardSm90:
         """
         is_plain = self.score_mod is None and scales.cap is None
         may_hide = self.is_local or self._may_be_short(masks)
-        return not (self.plan.shares_keys or self.plan.sums_apart) and is_plain and may_hide
+        return not self.plan.shares_keys and is_plain and may_hide
 
     def _operands(self, mQ, mK, mV, mdO, varlen_q: bool, varlen_k: bool) -> Operands:
         plan = self.plan
@@ -390,10 +390,6 @@ class FlashAttentionBackwardSm90:
                 paint_walks(
                     rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, seen
                 )
-        elif warp_idx >= Role.MMA + plan.num_mma_warps:
-            if const_expr(plan.sums_apart):
-                cute.arch.setmaxregister_decrease(plan.sum_registers)
-                self.sum(tiles, channels)
         else:
             cute.arch.setmaxregister_increase(plan.mma_registers)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
@@ -490,8 +486,6 @@ class FlashAttentionBackwardSm90:
             if const_expr(plan.cta_pair):
                 # they are sent from where dS of the last block is
                 channels.grads.acquire(block)
-            if const_expr(plan.sums_apart):
-                channels.ds.acquire(block)
             has_sums = work.has_scores & accumulate
             self._send(acc_dV, gradients.dv, tiles, block, work, has_sums)
             self._send(acc_dK, gradients.dk, tiles, block, work, has_sums)
@@ -531,16 +525,8 @@ class FlashAttentionBackwardSm90:
         else:
             acc_dV, acc_dK, accumulate = sums
             do_stage = channels.do.index(block)
-            issue_dV = partial(
-                self._issue_sums, acc_dV, scores.probs, at.dv_do, do_stage, accumulate
-            )
-            if plan.sums_apart and scores.chain.is_empty:
-                scores.compute(kind, visit, issue_dV)
-            else:
-                scores.compute(kind, visit)
-                issue_dV()
-        if plan.sums_apart:
-            return self._finish_apart(kind, channels, at, scores, visit, acc_dK, accumulate)
+            scores.compute(kind, visit)
+            self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
         if scores.passes_over:
             scores.tell_ready(block, following_cut)
         # dQ reads the dS of both
@@ -585,93 +571,6 @@ class FlashAttentionBackwardSm90:
         channels.q.release(block)
         return known
 
-    def _finish_apart(
-        self,
-        kind: Kind,
-        channels: Channels,
-        at: Fragments,
-        scores: BlockScores,
-        visit: Visit,
-        acc_dK: list,
-        accumulate: Boolean,
-    ) -> Known:
-        """Hand dS over, and add to dK; dV is being computed."""
-        block, following_cut = visit.block, visit.cut + int(kind == Kind.CUT)
-        scores.hand_over(block)
-        stage = channels.q.index(block)
-        self._issue_sums(acc_dK, scores.grads, at.dk_q, stage, accumulate)
-        known = Known(
-            channels.q.is_full(block + 1),
-            channels.do.is_full(block + 1),
-            channels.bits.is_full(following_cut) if kind == Kind.CUT else visit.known.bits,
-            visit.known.seen,
-        )
-        warpgroup.wait_group(len(acc_dK))
-        channels.do.release(block)
-        warpgroup.wait_group(0)
-        channels.q.release(block)
-        return known
-
-    @cute.jit
-    def sum(self, tiles: Tiles, channels: Channels):
-        """The warpgroup that sums dQ over the keys of both others."""
-        plan, ring = self.plan, channels.ring
-        rows, width = wgmma.ROWS_PER_WARPGROUP, plan.sum_cols
-        mma = plan.mma_dq(width)
-        operand_ds = wgmma.operand_a(mma, tiles.ds)
-        columns = tuple(
-            cute.local_tile(wgmma.transposed(tiles.k), (width, rows), (i, 0, None))
-            for i in range(plan.tile_d // width)
-        )
-        operands_k = tuple(wgmma.operand_b(mma, part) for part in columns)
-        tile, block = Int32(0), Int32(0)
-        while ring.wait(tile):
-            following = Int32(Kind.WHOLE)
-            while following != Kind.END:
-                channels.ds.wait(block)
-                stage = plan.ds_stage(block)
-                following = tiles.after[stage]
-                for i in cutlass.range_constexpr(len(operands_k)):
-                    acc_dQ = self._issue_whole_dq(operand_ds, operands_k[i], stage, tile)
-                    warpgroup.wait_group(0)
-                    if const_expr(i == len(operands_k) - 1):
-                        channels.ds.release(block)
-                    if const_expr(i == 0):
-                        channels.dq.acquire(block)
-                    self._write_sums(tiles, acc_dQ, i * width // 8)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                channels.dq.publish(block)
-                block += 1
-            ring.release(tile)
-            tile += 1
-
-    def _issue_whole_dq(
-        self, operand_ds: cute.Tensor, operand_k: cute.Tensor, stage: Int32, tile: Int32
-    ) -> cute.Tensor:
-        plan, pairs = self.plan, []
-        for group in range(plan.key_groups):
-            ds_tile = operand_ds[None, None, None, plan.ds_unit(stage, Int32(group), 0)]
-            k_tile = operand_k[None, None, None, plan.keys_unit(tile, group)]
-            pairs.append((ds_tile, k_tile))
-        acc_dQ = wgmma.make_accumulator(plan.sum_cols)
-        wgmma.issue_sum(plan.mma_dq(plan.sum_cols), acc_dQ, pairs, False)
-        return acc_dQ
-
-    def _write_sums(self, tiles: Tiles, acc_dQ: cute.Tensor, first: int) -> None:
-        """Write sums of all columns, from group `first` of 8 on, as two warpgroups would."""
-        per_warp = self.plan.parts_dq[0] // 8
-        staged = cute.make_tensor(
-            tiles.dq.iterator, cute.make_layout(self.plan.shape_dq(self.plan.parts_dq[0]))
-        )
-        lane = cute.arch.lane_idx()
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.plan.first_sum_warp
-        groups = cute.size(acc_dQ) // 4
-        quads = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, groups)))
-        for g in range(groups):
-            at = first + g
-            warp = warp_idx + at // per_warp * WARPS_PER_WARPGROUP
-            cute.autovec_copy(quads[None, g], staged[None, lane, at % per_warp, warp])
-
     def _pass_over(
         self, tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32
     ):
@@ -681,11 +580,6 @@ class FlashAttentionBackwardSm90:
         channels.do.wait(block)
         channels.do.release(block)
         scores.discard_bits(cut)
-        if const_expr(self.plan.sums_apart):
-            scores.store_nothing(block)
-            scores.hand_over(block)
-            channels.q.release(block)
-            return
         for i, width in enumerate(self.plan.parts_dq):
             nothing = wgmma.make_accumulator(width)
             nothing.fill(0.0)

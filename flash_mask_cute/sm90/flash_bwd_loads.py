@@ -72,13 +72,12 @@ class Summed(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The number of the next query block, and of the ones before it their row blocks: the dQ of the
-    earliest one has been sent, or it is nothing. newest: where dQ is sent a block later."""
+    """The number of the next query block, and of the two before it their row blocks: the dQ of the
+    earlier one has been sent, or it is nothing."""
 
     number: Int32
     sent: Summed
     last: Summed
-    newest: Summed
 
 
 class Visited(NamedTuple):
@@ -109,40 +108,29 @@ class BwdLoads:
         """Keys and values of every work tile, and the query blocks of its walk."""
         channels = self.channels
         tile, chunk = Int32(0), Int32(0)
-        nothing, behind = Summed.nothing(), self._behind
-        state = Loaded(Int32(0), nothing, nothing, nothing)
+        state = Loaded(Int32(0), Summed.nothing(), Summed.nothing())
         while channels.ring.wait(tile):
             work = channels.ring.read(tile)
             step = partial(self._load_block, work, tile, state.number)
             chunk, state = channels.walk.visit(chunk, state, step)
             # at once, since the MMA warpgroups need it before the next work tile is known
-            self._free_staging(state.number - 2 - behind, state.sent)
-            if const_expr(behind):
-                last = self._with_turn(state.last)
-                self._send_dq(Int32(0), state.number - 2, nothing, last)
-                self._free_staging(state.number - 2, last)
-                state = Loaded(state.number, nothing, nothing, state.newest)
-            elif const_expr(self.deterministic):
+            self._free_staging(state.number - 2, state.sent)
+            if const_expr(self.deterministic):
                 # now, for others wait for it
                 self._send_dq(work.block + 1, state.number - 1, state.sent, state.last)
                 cute.arch.cp_async_bulk_wait_group(0)
                 self._pass_turn(work.block + 1, state.last)
                 self._free_staging(state.number - 1, state.last)
-                state = Loaded(state.number, nothing, nothing, nothing)
+                state = Loaded(state.number, Summed.nothing(), Summed.nothing())
             else:
-                state = Loaded(state.number, nothing, state.last, nothing)
+                state = Loaded(state.number, Summed.nothing(), state.last)
             channels.ring.release(tile)
             tile += 1
         if const_expr(not self.deterministic):
-            last = self._with_turn(state.newest if const_expr(behind) else state.last)
-            self._send_dq(Int32(0), state.number - 1, nothing, last)
+            last = self._with_turn(state.last)
+            self._send_dq(Int32(0), state.number - 1, Summed.nothing(), last)
             self._free_staging(state.number - 1, last)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @property
-    def _behind(self) -> int:
-        """Blocks more that dQ is sent behind: where a warpgroup of its own sums it, it comes late."""
-        return int(self.plan.sums_apart and not self.deterministic)
 
     @cute.jit
     def _load_block(
@@ -163,8 +151,7 @@ class BwdLoads:
         num_ahead = stages.index(1) if 1 in stages else len(stages)
         for load in loads[:num_ahead]:
             load()
-        behind = self._behind
-        self._free_staging(number - 2 - behind, state.sent)
+        self._free_staging(number - 2, state.sent)
         # known by the time the sums are there
         last = self._with_turn(state.last)
         for load in loads[num_ahead:]:
@@ -174,14 +161,11 @@ class BwdLoads:
         if const_expr(plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
-        self._send_dq(work.block + 1, number - 1 - behind, state.sent, last)
+        self._send_dq(work.block + 1, number - 1, state.sent, last)
         if const_expr(not plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
-        this = Summed(block.head_idx, row_block, block.turn)
-        if const_expr(behind):
-            return Loaded(number + 1, last, state.newest, this)
-        return Loaded(number + 1, last, this, state.newest)
+        return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.turn))
 
     # -- operands -------------------------------------------------------------------------------
 
@@ -267,8 +251,6 @@ class BwdLoads:
                     cute.prefetch(atom, src)
             last_read = channels.do if plan.do_says_dq else channels.q
             last_read.wait_until_released(first - 1)
-            if plan.sums_apart:
-                channels.ds.wait_until_released(first - 1)
         for atom, src, dst, barrier in copies:
             cute.copy(atom, src, dst, tma_bar_ptr=barrier)
 

@@ -47,11 +47,6 @@ MMA_REGISTERS = (216, 232, 240)
 # what a thread needs besides fragments, or nearly so, and what it is better off with
 SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
 MAX_REGISTERS = 248
-# Where a warpgroup of its own sums dQ: what those take that compute scores, and what it takes, for
-# heads up to 64.
-APART_REGISTERS = {64: (200, 64)}
-# columns of dQ that it sums at a time
-SUM_COLS = 64
 # columns of an operand A, of 64 rows, that a register of each thread holds
 COLS_PER_REGISTER = 4
 MAX_DIM = 256
@@ -78,7 +73,6 @@ class Channels(NamedTuple):
 
     q: Channel
     do: Channel
-    ds: Channel | None
     dq: Channel
     bits: Channel
     ring: WorkRing
@@ -93,8 +87,7 @@ class Tiles(NamedTuple):
     p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32
     sums of a part. stats: LSE and delta, words: `QUERY_WORDS`, of a query block. bits: of a block
     that is cut; seen: for 32 keys of these each, whether any is set. ready: in one of two places by
-    turns, whether the bits of the next block had come when both warpgroups met in a block. after:
-    of each stage of dS, the kind of the next block.
+    turns, whether the bits of the next block had come when both warpgroups met in a block.
     """
 
     q: cute.Tensor
@@ -111,7 +104,6 @@ class Tiles(NamedTuple):
     bits: cute.Tensor
     seen: cute.Tensor
     ready: cute.Tensor
-    after: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -147,11 +139,6 @@ class BwdPlan:
     def shares_keys(self) -> bool:
         """Whether both warpgroups have the same keys, and share the columns of dK and dV."""
         return max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
-
-    @property
-    def sums_apart(self) -> bool:
-        """Whether a warpgroup of its own sums dQ, so that those with keys never meet."""
-        return self.tile_m == 64 and max(self.head_dim, self.head_dim_v) <= max(APART_REGISTERS)
 
     @property
     def key_groups(self) -> int:
@@ -229,20 +216,11 @@ class BwdPlan:
     def do_says_dq(self) -> bool:
         """Whether dO of a block is released when its dQ is complete, and not before, and Q after
         that."""
-        return len(self.parts_dq) == 1 and not (self.cta_pair or self.sums_apart)
+        return len(self.parts_dq) == 1 and not self.cta_pair
 
     @property
     def num_mma_warps(self) -> int:
         return WARPS_PER_WARPGROUP * NUM_MMA_WARPGROUPS
-
-    @property
-    def num_sum_warps(self) -> int:
-        """Warps that sum dQ."""
-        return WARPS_PER_WARPGROUP if self.sums_apart else self.num_mma_warps
-
-    @property
-    def first_sum_warp(self) -> int:
-        return Role.MMA + (self.num_mma_warps if self.sums_apart else 0)
 
     @property
     def num_painters(self) -> int:
@@ -250,33 +228,12 @@ class BwdPlan:
 
     @property
     def num_threads(self) -> int:
-        return THREADS_PER_WARPGROUP * self._num_warpgroups
-
-    @property
-    def _num_warpgroups(self) -> int:
-        return 1 + NUM_MMA_WARPGROUPS + self.sums_apart
+        return THREADS_PER_WARPGROUP * (1 + NUM_MMA_WARPGROUPS)
 
     @property
     def mma_registers(self) -> int:
-        if self.sums_apart:
-            return self._apart_registers[0]
         in_reach = MMA_REGISTERS if self.value_cols > 0 else MMA_REGISTERS[:-1]
         return next((n for n in in_reach if n >= self.needed_registers), in_reach[-1])
-
-    @property
-    def _apart_registers(self) -> tuple[int, int]:
-        dim = max(self.tile_d, self.tile_dv)
-        return next(found for most, found in APART_REGISTERS.items() if dim <= most)
-
-    @property
-    def sum_registers(self) -> int:
-        """Registers of a thread that sums dQ and does nothing else."""
-        return self._apart_registers[1]
-
-    @property
-    def sum_cols(self) -> int:
-        """Columns of dQ that a warpgroup which does nothing else sums at a time."""
-        return min(self.tile_d, SUM_COLS)
 
     @property
     def needed_registers(self) -> int:
@@ -288,9 +245,7 @@ class BwdPlan:
     def helper_registers(self) -> int:
         """Registers of warpgroup 0."""
         taken = self.mma_registers * NUM_MMA_WARPGROUPS
-        if self.sums_apart:
-            taken += self.sum_registers
-        return registers_left(self._num_warpgroups, taken)
+        return registers_left(1 + NUM_MMA_WARPGROUPS, taken)
 
     @property
     def fragment_registers(self) -> int:
@@ -532,7 +487,6 @@ class BwdPlan:
             ]
             seen: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, self.tile_n // WORD], 16]
             ready: cute.struct.MemRange[cutlass.Int32, 2]
-            after: cute.struct.MemRange[cutlass.Int32, self.ds_stages]
             words: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, QUERY_WORDS * self.stages_q], 16
             ]
@@ -542,7 +496,6 @@ class BwdPlan:
             turns: cute.struct.MemRange[cutlass.Int32, 0 if self.cta_pair else CHUNK * WALK_STAGES]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
-            ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.ds_stages]
             dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
@@ -572,7 +525,6 @@ class BwdPlan:
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
             seen=storage.seen.get_tensor(cute.make_layout(self.tile_n // WORD)),
             ready=storage.ready.get_tensor(cute.make_layout(2)),
-            after=storage.after.get_tensor(cute.make_layout(self.ds_stages)),
         )
 
     def channels(self, storage: Any, turns: cute.Tensor | None) -> Channels:
@@ -586,10 +538,8 @@ class BwdPlan:
         # of two warpgroups with the same keys one computes S
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
         num_walkers = 1 + self.num_painters
-        sum_warps = self.num_sum_warps
-        others = mma_warps + self.sums_apart * sum_warps
         ring, walk = planning_rings(
-            storage, num_walkers, others, ascending=True, uncut_first=False, turns=turns
+            storage, num_walkers, mma_warps, ascending=True, uncut_first=False, turns=turns
         )
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
@@ -598,10 +548,7 @@ class BwdPlan:
         return Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
-            ds=channel(storage.ds_barriers, self.ds_stages, mma_warps, sum_warps)
-            if self.sums_apart
-            else None,
-            dq=channel(storage.dq_barriers, 1, sum_warps, loads),
+            dq=channel(storage.dq_barriers, 1, mma_warps, loads),
             bits=channel(storage.bits_barriers, 1, self.num_painters, bit_readers),
             ring=ring,
             walk=walk,

@@ -14,7 +14,6 @@ dS is then made from P in 16 bits. Gradients of aux tensors need S and dP of a s
 where they are wanted, the first warpgroup computes both products and the second one only loads.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
-from flash_mask_cute.core.walk_ring import KIND_MASK, Kind
+from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
@@ -105,7 +104,6 @@ class BlockScores:
     probs: cute.Tensor
     grads: cute.Tensor
     values: cute.Tensor | None
-    keys: cute.Tensor | None
     passes_over: cutlass.Constexpr[bool]
 
     @staticmethod
@@ -133,10 +131,7 @@ class BlockScores:
         values = None
         if chain.is_empty and plan.value_steps > 0:
             values = wgmma.make_operand_words(plan.value_steps)
-        keys = None
-        if False:
-            keys = wgmma.make_operand_words(plan.tile_d // 16)
-        more = probs, grads, values, keys, passes_over
+        more = probs, grads, values, passes_over
         return BlockScores(plan, tiles, channels, chain, factors, *more)
 
     @property
@@ -154,11 +149,8 @@ class BlockScores:
             self.channels.do.wait(block)
             smem = self.tiles.v[None, None, self.plan.own_keys(tile)]
             keep_columns(self.values, self.plan.mma_values(), smem)
-        if self.keys is not None:
-            smem = self.tiles.k[None, None, self.plan.own_keys(tile)]
-            keep_columns(self.keys, self.plan.mma_values(), smem)
 
-    def compute(self, kind: Kind, at: Visit, use_probs: Callable[[], None] | None = None) -> None:
+    def compute(self, kind: Kind, at: Visit) -> None:
         """Compute P and dS of a query block, which has arrived but for its dO.
 
         Without products in flight before; afterwards dO has arrived, and dQ may read dS after
@@ -168,7 +160,7 @@ class BlockScores:
             self._compute_in_turn(kind, at)
             self.channels.do.wait(at.block)
         else:
-            self._compute_both(kind, at, use_probs)
+            self._compute_both(kind, at)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def is_hidden(self) -> Boolean:
@@ -200,21 +192,6 @@ class BlockScores:
         self.channels.do.wait_unless(at.known.do, at.block)
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    @cute.jit
-    def hand_over(self, block: Int32) -> None:
-        """Give dS of a block, which was stored, to the warpgroup that sums dQ."""
-        following = self.tiles.words[0, self.channels.q.index(block)] & KIND_MASK
-        after, stage, channel = self.tiles.after, self.plan.ds_stage(block), self.channels.ds
-        if cute.arch.thread_idx()[0] == THREADS_PER_WARPGROUP:
-            after[stage] = following
-        channel.publish(block)
-
-    def store_nothing(self, block: Int32) -> None:
-        """dS of a block that is passed over."""
-        self.grads.fill(0)
-        self._store_own_grads(block)
-        cute.arch.fence_proxy("async.shared", space="cta")
-
     def complete(self, block: Int32) -> None:
         """Take what the other warpgroup has computed, after `sync_both`."""
         if self.plan.shares_keys:
@@ -229,17 +206,15 @@ class BlockScores:
 
     # -- keys of its own ------------------------------------------------------------------------
 
-    def _compute_both(self, kind: Kind, at: Visit, use_probs) -> None:
+    def _compute_both(self, kind: Kind, at: Visit) -> None:
         if self.chain.wants_aux:
             self._compute_by_parts(kind, at)
         else:
-            self._compute_whole(kind, at, use_probs)
+            self._compute_whole(kind, at)
         self._store_own_grads(at.block)
 
     def _store_own_grads(self, block: Int32) -> None:
         plan = self.plan
-        if plan.sums_apart:
-            self.channels.ds.acquire(block)
         groups = plan.num_row_groups
         size = cute.size(self.grads) // groups
         for i in range(groups):
@@ -247,7 +222,7 @@ class BlockScores:
             words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
             self._store_grads(words, unit)
 
-    def _compute_whole(self, kind: Kind, at: Visit, use_probs) -> None:
+    def _compute_whole(self, kind: Kind, at: Visit) -> None:
         plan, chain, channels = self.plan, self.chain, self.channels
         is_plain = chain.is_empty
         acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))
@@ -263,13 +238,10 @@ class BlockScores:
         self._apply(kind, at, wgmma.rows_by_cols(acc_S), lse)
         if not is_plain:
             self._issue_dp(acc_dP, at)
-        if use_probs is not None:
-            wgmma.round_pairs(self.probs, acc_S, plan.dtype)
-            use_probs()
-        warpgroup.wait_group(0 if use_probs is None else 1)
+        warpgroup.wait_group(0)
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(acc_S), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
-        if is_plain and use_probs is None:
+        if is_plain:
             wgmma.round_pairs(self.probs, acc_S, plan.dtype)
 
     def _compute_by_parts(self, kind: Kind, at: Visit) -> None:
@@ -348,12 +320,7 @@ class BlockScores:
     def _issue_scores(self, acc_S: cute.Tensor, at: Visit, part: int = 0) -> None:
         k_tile = self.factors.k[None, None, None, self.plan.own_keys(at.tile)]
         q_tile = self.factors.q[part][None, None, None, self.channels.q.index(at.block)]
-        mma = self.plan.mma_scores(self.num_parts)
-        if self.keys is None:
-            wgmma.issue(mma, acc_S, k_tile, q_tile, False)
-        else:
-            operand = wgmma.words_as_operand_a(self.keys, self.plan.dtype)
-            wgmma.issue_with_kept(mma, acc_S, (self.plan.mma_values(), operand), k_tile, q_tile)
+        wgmma.issue(self.plan.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
 
     def _issue_dp(self, acc_dP: cute.Tensor, at: Visit, part: int = 0) -> None:
         v_tile = self.factors.v[None, None, None, self.plan.own_keys(at.tile)]
