@@ -311,6 +311,8 @@ STORED_CASES = (
         1, 255, 300, 4, 4, causal=True, column="stepped2", mask_mod="documents",
         score_mod="head_bias", blocks=(128, 128),
     ),
+    # one entry of answers for all of the batch
+    Case("stored-for-a-batch", 2, 300, 200, 4, 4, mask_mod="causal_offset"),
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Whether a call's `mask_mod` is asked once for all heads, and how.
 
-It is where its answers do not depend on the head and there is room for the bits: a bit for each
-pair of a query and a key, of one batch entry where the callable and the lists are the same for all.
+It is where its answers do not depend on the head and there is room for them: a bit for each pair of
+a query and a key, and a word for each tile, of one batch entry where the callable and the lists are
+the same for all.
 """
 
 from __future__ import annotations
@@ -200,9 +201,9 @@ def _blocks_of_launch(
     others, a backward does not.
     """
     blocks = -(-shapes.seqlen_q // tiles.tile_m)
-    most = MAX_PAIRS // (entries * shapes.seqlen_k * tiles.tile_m)
     if entries * shapes.seqlen_q * shapes.seqlen_k <= MAX_PAIRS:
         return blocks
+    most = MAX_PAIRS // (entries * shapes.seqlen_k * tiles.tile_m)
     if tiles.by_key or most == 0:
         return None
     of_launch = -(-blocks // -(-blocks // most))

@@ -112,9 +112,11 @@ def explain_fwd(
         work_tiles, full, cut, skipped = _count_tiles(resolved, extras, masks)
     told = masks.describe(resolved.choice.tiles, are_bits=storing is not None)
     if storing is not None:
+        parts = len(storing.launches)
+        of_part = "" if parts == 1 else f" for each of {parts} parts"
         told += (
-            f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes (tiles that "
-            "it hides are skipped then, and counted as cut here)"
+            f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes{of_part} "
+            "(tiles that it hides are skipped then, and counted as cut here)"
         )
     if resolved.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")

@@ -186,6 +186,8 @@ class KernelLaunch:
                 self._softcap, tile_counter(q, index), columns, block_size, bits, stored,
                 first_block,
             )  # fmt: skip
+            # so that the next part has its memory
+            stored = None
         return result
 
 

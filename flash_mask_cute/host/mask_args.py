@@ -137,7 +137,10 @@ class ResolvedMasks(NamedTuple):
         }
 
     def describe(self, tiles: FwdTiles, are_bits: bool) -> str:
-        """In words, empty if there is nothing. are_bits: the kernel takes block lists so."""
+        """In words, empty if there is nothing.
+
+        are_bits: block lists are taken so, by what asks a mask_mod before attention.
+        """
         parts = []
         if self.column_mask is not None:
             batch, heads, _, num_vectors = self.column_mask.startend_row_indices.shape

@@ -123,12 +123,13 @@ class KeyWalks(MaskRules):
     def _judge_asked(
         self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32, is_visible: Boolean
     ) -> tuple[Boolean, Boolean]:
-        """Whether lists and what was stored leave something of a tile that is visible otherwise,
+        """Whether lists, or what was stored, leave something of a tile that is visible otherwise,
         and whether it has to be asked about."""
-        is_listed, asks = self.judge_listed(work, head_idx, m_block, n_block)
-        is_visible = is_visible & is_listed
         if const_expr(self.args.stored is not None):
             is_visible, asks = self._look_up(work, m_block, n_block, is_visible)
+        else:
+            is_listed, asks = self.judge_listed(work, head_idx, m_block, n_block)
+            is_visible = is_visible & is_listed
         return is_visible, asks
 
     @property

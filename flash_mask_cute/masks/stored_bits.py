@@ -88,11 +88,12 @@ class BitStore:
     ):
         """Launch on `stream`.
 
-        :param stored_bits: the fields of a `StoredArgs` to fill, contiguous; of tiles that are not
-            cut no bits are written
-        :param first_block: the first of these blocks of queries
-        :param block_bits: as for the attention kernel, the same for all heads, whether its tiles
-            nest in blocks or not
+        :param stored_bits: the fields of a `StoredArgs` to fill, contiguous; bits are written of
+            tiles that are asked about
+        :param seqlen_q, seqlen_k: of each sequence
+        :param block_bits: of all logical blocks, the same for all heads (`BitArgs`), or None
+        :param aux_tensors: what the callable reads
+        :param first_block: the first block of queries that stored_bits is for
         """
         masks = MaskArgs.create(
             self, (None, None), None, Int32(1), None, (), block_bits, aux_tensors

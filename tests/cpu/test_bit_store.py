@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -285,6 +286,24 @@ def test_launches_of_parts() -> None:
     assert main.calls[0][3] is main.calls[2][3], "one output"
 
 
+def test_a_part_has_the_memory_of_the_one_before() -> None:
+    inputs = make_inputs(Case("long", 1, 1100, 300, 4, 4, mask_mod="checks"))
+    call, storing = choose(inputs.case)
+    assert storing is not None
+    earlier: list[Any] = []
+
+    def store(stored: tuple[torch.Tensor, torch.Tensor], *_: Any) -> None:
+        assert all(tiles() is None for tiles in earlier)
+        earlier.append(weakref.ref(stored[0]))
+
+    told = replace(storing, shape=(1, 4, *storing.shape[2:]), function=store)
+    extras, masks, _ = bundle(inputs.keywords)
+    KernelLaunch(call, lambda *args: None, inputs.q, inputs.k, inputs.v, None, told)(
+        inputs.q, inputs.k, inputs.v, extras, masks
+    )
+    assert len(earlier) == 3
+
+
 def test_the_attention_kernel_knows_no_callable() -> None:
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
     call, _ = choose(case)
@@ -323,8 +342,16 @@ def test_what_the_launch_passes_on() -> None:
 def test_explain_tells_of_it() -> None:
     q, k, v = (torch.randn(1, 300, 4, 64, dtype=torch.bfloat16) for _ in range(3))
     found = explain(q, k, v, mask_mod=causal)
-    assert "mask_mod is asked once for all heads, into 18456 bytes" in str(found)
+    assert "mask_mod is asked once for all heads, into 18456 bytes (" in str(found)
     found = explain(q, k, v, mask_mod=causal, block_sparse_tensors_torch=one_list(128))
     assert "block lists of 128 x 128, taken as bits;" in str(found)
     found = explain(q, k, v, mask_mod=by_parity_of_head)
     assert "asked once" not in str(found)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 300)], ids=["no-keys", "no-batch"])
+def test_explain_of_nothing(shape: tuple[int, int]) -> None:
+    q, k = (torch.zeros(shape[0], n, 4, 64, dtype=torch.bfloat16) for n in (300, shape[1]))
+    ids = torch.zeros(max(shape[0], 1), 300, dtype=torch.int32)
+    for mod, aux in ((causal, None), (by_batch, [ids])):
+        assert "nothing is launched" in explain(q, k, k, mask_mod=mod, aux_tensors=aux).note

@@ -389,9 +389,18 @@ def test_two_pairs_of_ctas_at_a_time(
     assert (launch["cluster"], launch["grid"]) == ((2, 1, 1), (4, 1, 1))
 
 
-@pytest.mark.parametrize("case", STORED_CASES[2:4], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *STORED_CASES[2:4],
+        Case("stored-one-tile", 1, 100, 64, 4, 4, mask_mod="documents"),
+        Case("stored-odd-tiles", 1, 100, 300, 4, 4, mask_mod="documents"),
+    ],
+    ids=lambda case: case.id,
+)
 def test_answers_stored_for_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
-    """Of logical blocks that have both tiles of a pair, and of some that have one."""
+    """Of logical blocks that have both tiles of a pair, and of some that have one; and of a pair of
+    which one CTA has no keys."""
     inputs = make_inputs(replace(case, batch=1, head_dim=256, head_dim_v=0))
     run_sim(simulator, inputs, seeds=(1,), launches=4)
     assert cluster_of_main(simulator) == (2, 1, 1)
