@@ -209,7 +209,7 @@ class MaskArguments:
                 given_columns, self._causal_form, self._extents[1], cu_seqlens_k
             )
         if given_lists is not None:
-            sized = from_block_mask(given_lists)._replace(block_size=self._block_size)
+            sized = _sized(given_lists, self._block_size)
             if self._are_bits:
                 bits = tuple(block_bits(sized))
             else:
@@ -239,9 +239,13 @@ class BwdMaskArguments:
         if given_columns is not None:
             columns = _column_tensors(given_columns, self._causal_form, self._tile_n, cu_seqlens_k)
         if given_lists is not None:
-            sized = from_block_mask(given_lists)._replace(block_size=self._block_size)
-            bits = tuple(block_bits(sized))
+            bits = tuple(block_bits(_sized(given_lists, self._block_size)))
         return tuple(aux_tensors) if aux_tensors else None, columns, bits
+
+
+def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:
+    """A call's block lists, whose block size was resolved before."""
+    return from_block_mask(given)._replace(block_size=block_size)
 
 
 def _column_tensors(

@@ -14,12 +14,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.mods import call_mask_mod
+from flash_mask_cute.core.seen import BOTH, HIDDEN, VISIBLE, seen_by_warp
 
 NUM_WARPS = 8
 WARP = 32
-# What was seen in a block, as bits: a block with VISIBLE alone is full, with both partial.
-VISIBLE, HIDDEN = 1, 2
-BOTH = VISIBLE | HIDDEN
 
 
 class BlockLists(NamedTuple):
@@ -88,10 +86,7 @@ class BlockScan:
             seen = Int32(0)
             if n_block < num_blocks:
                 mine = self._look_at_block(grid, place, n_block, lane, WARP, aux_tensors)
-                if cute.arch.vote_any_sync((mine & VISIBLE) != 0):
-                    seen |= VISIBLE
-                if cute.arch.vote_any_sync((mine & HIDDEN) != 0):
-                    seen |= HIDDEN
+                seen = seen_by_warp((mine & VISIBLE) != 0, (mine & HIDDEN) != 0)
             if lane == 0:
                 sSeen[warp_idx] = seen
             cute.arch.sync_threads()

@@ -12,11 +12,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.seen import BOTH, VISIBLE
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.masks.bit_tile import ALL, HALF_WORD, bit_range
-from flash_mask_cute.masks.rules import HIDDEN, VISIBLE, MaskRules, Share, both
+from flash_mask_cute.masks.rules import MaskRules, Share, both
 
 # of a block that no key sees, for which there is nothing to add
 NO_TURN = -1
@@ -221,8 +222,7 @@ class KeyWalks(MaskRules):
             # of a part that nothing cuts no words were stored
             seen = stored.state(*place)
             uncut = cutlass.select_((seen & VISIBLE) != 0, Int32(ALL), Int32(0))
-            is_cut = seen == (VISIBLE | HIDDEN)
-            words = tuple(cutlass.select_(is_cut, word, uncut) for word in words)
+            words = tuple(cutlass.select_(seen == BOTH, word, uncut) for word in words)
         return words
 
     @property

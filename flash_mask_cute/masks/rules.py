@@ -19,6 +19,7 @@ from cutlass import Boolean, Int32, Uint32, const_expr
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.mods import call_mask_mod
+from flash_mask_cute.core.seen import HIDDEN, VISIBLE, seen_by_warp
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.bit_tile import ALL, WORD, Columns
 from flash_mask_cute.masks.intervals import Intervals
@@ -59,14 +60,12 @@ class BitArgs(NamedTuple):
     block_k: Int32
 
 
-# what was seen in a stored tile, as bits: with both, it is cut
-VISIBLE, HIDDEN = 1, 2
-
-
 class StoredArgs(NamedTuple):
-    """What a mask_mod and block lists say, asked before (`stored_bits.py`): of each tile what was
-    seen, states int32 (batch | 1, m_blocks, n_blocks), and of those that are cut a bit tile, tiles
-    int32 (batch | 1, m_blocks, n_blocks, lines, words)."""
+    """What a mask_mod and block lists say, asked before (`stored_bits.py`).
+
+    states: of each tile what was seen (`core/seen.py`), int32 (batch | 1, m_blocks, n_blocks);
+    tiles: of those that are cut the bits, int32 (batch | 1, m_blocks, n_blocks, lines, words).
+    """
 
     tiles: cute.Tensor
     states: cute.Tensor
@@ -290,12 +289,7 @@ class MaskRules:
             used = word & self.used_bits
             is_any_visible = is_any_visible | (used != 0)
             is_any_hidden = is_any_hidden | (used != self.used_bits)
-        seen = Int32(0)
-        if cute.arch.vote_any_sync(is_any_visible):
-            seen = seen | VISIBLE
-        if cute.arch.vote_any_sync(is_any_hidden):
-            seen = seen | HIDDEN
-        return seen
+        return seen_by_warp(is_any_visible, is_any_hidden)
 
     @property
     def used_bits(self) -> int:

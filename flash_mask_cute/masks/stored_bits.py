@@ -16,6 +16,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.mods import Reliance, find_reliance
+from flash_mask_cute.core.seen import HIDDEN, VISIBLE
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
@@ -23,7 +24,7 @@ from flash_mask_cute.masks.bit_tile import WORD, Columns
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import KeyWalks
 from flash_mask_cute.masks.query_walks import QueryWalks
-from flash_mask_cute.masks.rules import HIDDEN, VISIBLE, MaskArgs, Share, StoredArgs
+from flash_mask_cute.masks.rules import MaskArgs, Share, StoredArgs
 
 
 class Tiling(NamedTuple):
@@ -44,10 +45,11 @@ class Place(NamedTuple):
 
 
 class BitStore:
-    """Fills bit tiles; its subclasses are to be passed to `cute.compile`.
+    """Fills a `StoredArgs`; its subclasses are to be passed to `cute.compile`.
 
-    `reliance`, known after it was compiled: what the callable uses. The bits are of use only where
-    that is not the head; where it is not the batch entry either, those of one entry serve all.
+    `reliance`, known after it was compiled: what the callable uses. The answers are of use only
+    where that is not the head; where it is not the batch entry either, those of one entry serve
+    all.
 
     :param mask_mod: the user's callable (`core/mods.py`)
     :param tile_m, tile_n: query rows and keys of a tile of the attention kernel

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
+from flash_mask_cute.core.seen import HIDDEN, VISIBLE
 from flash_mask_cute.host.bit_store import BitStoring, choose_bwd_storing, choose_storing
 from flash_mask_cute.host.bwd_launch import BwdOperands
 from flash_mask_cute.host.target import Target
@@ -22,7 +23,6 @@ from flash_mask_cute.interface import (
     bundle,
     bundle_bwd,
 )
-from flash_mask_cute.masks.rules import HIDDEN, VISIBLE
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
