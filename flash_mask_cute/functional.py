@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from flash_mask_cute import packing
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.packed_launch import lse_by_sequences
 from flash_mask_cute.host.validate import (
     check_bool,
     check_gradient_settings,
@@ -364,7 +365,7 @@ def _run_forward(
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         call = call._replace(**keywords)
         _, lse = _run_forward(*operands, sink, call, return_lse, out.flatten(0, 1))
-        return out, None if lse is None else packing.lse_by_sequences(lse, q.shape[0])
+        return out, None if lse is None else lse_by_sequences(lse, q.shape[0])
     return _flash_attn_fwd(
         q,
         k,

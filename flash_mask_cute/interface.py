@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute import packing
-from flash_mask_cute.host.bit_store import compile_bwd_call, compile_call
+from flash_mask_cute.host.bit_store import DocumentStoring, compile_bwd_call, compile_call
 from flash_mask_cute.host.bwd_launch import (
     BwdCpuLaunch,
     BwdEmptyLaunch,
@@ -48,6 +48,13 @@ from flash_mask_cute.host.launch import (
     find_launch,
 )
 from flash_mask_cute.host.mask_args import NO_MASKS, Masks, ResolvedMasks
+from flash_mask_cute.host.packed_launch import (
+    PackedBwdLaunch,
+    PackedLaunch,
+    packed_operands,
+    rows_follow,
+    rows_of,
+)
 from flash_mask_cute.host.problem import AttentionProblem, dtype_name, fold_window
 from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.host.validate import (
@@ -277,7 +284,9 @@ def explain(
         (q, k, v), more = packing.by_documents(q, k, v, mask)
         extras, masks, settings = bundle({**keywords, **more})
         resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
-    found = explain_fwd(resolved, extras, resolved_masks, named or _target_of(q), str(q.device))
+    can_pack = rows_follow(q, k, v, extras.out)
+    where = named or _target_of(q), str(q.device)
+    found = explain_fwd(resolved, extras, resolved_masks, *where, can_pack)
     if packs:
         documents = "the documents of the mask are packed sequences"
         found = replace(found, note="; ".join(filter(None, (found.note, documents))))
@@ -490,10 +499,14 @@ def _kernel_launch(
     k: Tensor,
     v: Tensor,
     out: Tensor | None,
-) -> KernelLaunch:
+) -> Launch:
     """The launch of a call that has queries and keys, its kernels compiled or from the cache."""
-    resolved, compiled, storing = compile_call(resolved, resolved_masks, target)
-    return KernelLaunch(resolved, compiled.function, q, k, v, out, storing)
+    can_pack = rows_follow(q, k, v, out)
+    resolved, compiled, storing = compile_call(resolved, resolved_masks, target, can_pack)
+    if not isinstance(storing, DocumentStoring):
+        return KernelLaunch(resolved, compiled.function, q, k, v, out, storing)
+    rows = rows_of(q), rows_of(k), rows_of(v), rows_of(out)
+    return PackedLaunch(KernelLaunch(resolved, compiled.function, *rows, storing))
 
 
 def _prepare_bwd(
@@ -520,10 +533,15 @@ def _bwd_kernel_launch(
     target: Target,
     operands: BwdOperands,
     extras: BwdExtras,
-) -> BwdKernelLaunch:
+) -> BwdLaunch:
     """As `_kernel_launch`."""
-    resolved, kernels, storing = compile_bwd_call(resolved, resolved_masks, target)
-    return BwdKernelLaunch(resolved, kernels, operands, extras, storing)
+    q, k, v, out, *_ = operands
+    can_pack = rows_follow(q, k, v, out, extras.dq, extras.dk, extras.dv)
+    resolved, kernels, storing = compile_bwd_call(resolved, resolved_masks, target, can_pack)
+    if not isinstance(storing, DocumentStoring):
+        return BwdKernelLaunch(resolved, kernels, operands, extras, storing)
+    packed = packed_operands(operands, extras)
+    return PackedBwdLaunch(BwdKernelLaunch(resolved, kernels, *packed, storing))
 
 
 _AnyLaunch = TypeVar("_AnyLaunch", Launch, BwdLaunch)

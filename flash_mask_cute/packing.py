@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from flash_mask_cute.host.packed_launch import lse_by_heads, rows_follow, rows_of
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.documents import SLOT
 
@@ -43,8 +43,7 @@ def holds_documents(
         and heads == 1
         and num_keys == seqlen
         and mask.device == q.device
-        # the rows of the batch follow each other
-        and all(batch == 1 or x.stride(0) == seqlen * x.stride(1) for x in (q, k, v))
+        and rows_follow(q, k, v)
     )
 
 
@@ -61,15 +60,7 @@ def by_documents(
         "max_seqlen_q": q.shape[1],
         "max_seqlen_k": q.shape[1],
     }
-    rows = q.shape[0] * q.shape[1]
-    q, k, v = (x.view(rows, *x.shape[2:]) for x in (q, k, v))
-    return (q, k, v), keywords
-
-
-def lse_by_sequences(lse: Tensor, batch: int) -> Tensor:
-    """A copy of what a packed forward returned, as a dense one returns it."""
-    by_head = lse.view(lse.shape[0], batch, -1)
-    return by_head.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return (rows_of(q), rows_of(k), rows_of(v)), keywords
 
 
 def outputs_by_documents(
@@ -79,11 +70,5 @@ def outputs_by_documents(
 
     Copied: lse and dlse of several sequences, and dout if its rows do not follow each other.
     """
-    if dlse is not None:
-        dlse = _by_head(dlse)
-    return out.flatten(0, 1), _by_head(lse), dout.flatten(0, 1), dlse
-
-
-def _by_head(of_rows: Tensor) -> Tensor:
-    """(heads, batch * seqlen) of (batch, heads, seqlen)."""
-    return of_rows.transpose(0, 1).flatten(1)
+    dlse = None if dlse is None else lse_by_heads(dlse)
+    return rows_of(out), lse_by_heads(lse), rows_of(dout), dlse

@@ -58,3 +58,15 @@ def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, functions in names.items():
         for name in functions:
             monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def documents_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents that a mask_mod tells of are packed sequences in calls of any size."""
+    from flash_mask_cute import interface
+    from flash_mask_cute.host import bit_store
+
+    monkeypatch.setattr(bit_store, "MIN_TILES_PACKED", 0)
+    # a launch of the same metadata may have been prepared before
+    for launches in ("_launches", "_bwd_launches"):
+        monkeypatch.setattr(interface, launches, {})

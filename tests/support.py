@@ -315,6 +315,21 @@ STORED_CASES = (
     Case("stored-for-a-batch", 2, 300, 200, 4, 4, mask_mod="causal_offset"),
 )  # fmt: skip
 
+# Documents of 50 tokens on average, or none, which `documents_packed` makes packed sequences of.
+DOCUMENT_CASES = (
+    Case("packed-two-entries", 2, 800, 800, 4, 4, mask_mod="documents"),
+    Case("packed-gqa-d64", 1, 1100, 1100, 4, 2, head_dim=64, sink=FP32, mask_mod="documents"),
+    Case(
+        "packed-causal-odd-lists",
+        1, 700, 700, 4, 4, causal=True, sink=BF16, mask_mod="documents", blocks=(48, 80),
+    ),
+    Case("packed-one", 2, 600, 600, 4, 4, head_dim=64, softcap=9.0, mask_mod="causal_offset"),
+    Case(
+        "packed-window-lists",
+        1, 900, 900, 4, 4, window_left=90, mask_mod="documents", blocks=(128, 128),
+    ),
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Inputs:

@@ -11,6 +11,7 @@ Dense, the heads are those of all sequences; varlen, sequence by sequence, those
 planning warp runs this; everyone else reads its decision from the ring (`work_ring`).
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-WARP = 32
+from flash_mask_cute.core.warp_scan import WARP, running
 
 
 class WorkTile(NamedTuple):
@@ -170,13 +171,13 @@ class TileScheduler:
         lane = cute.arch.lane_idx()
         index, batch_start, tiles_before = search
         blocks = self._blocks_in_window(batch_start + lane, num_blocks_of)
-        ends = _inclusive_scan(blocks, lane) * params.num_heads
+        ends = running(blocks, operator.add) * params.num_heads
         in_window = cute.arch.shuffle_sync(ends, WARP - 1)
         while index >= tiles_before + in_window and batch_start + WARP < params.num_batch:
             batch_start += WARP
             tiles_before += in_window
             blocks = self._blocks_in_window(batch_start + lane, num_blocks_of)
-            ends = _inclusive_scan(blocks, lane) * params.num_heads
+            ends = running(blocks, operator.add) * params.num_heads
             in_window = cute.arch.shuffle_sync(ends, WARP - 1)
         offset = index - tiles_before
         passed = cute.arch.vote_ballot_sync(offset >= ends)
@@ -194,11 +195,3 @@ class TileScheduler:
         if batch_idx < self.params.num_batch:
             blocks = num_blocks_of(batch_idx)
         return blocks
-
-
-@cute.jit
-def _inclusive_scan(value: Int32, lane: Int32) -> Int32:
-    for step in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(value, offset=1 << step, mask_and_clamp=0)
-        value += cutlass.select_(lane >= (1 << step), below, Int32(0))
-    return value

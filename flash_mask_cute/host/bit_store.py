@@ -2,14 +2,14 @@
 
 It is where its answers do not depend on the head and there is room for them: a bit for each pair of
 a query and a key, and a word for each tile, of one batch entry where the callable and the lists are
-the same for all.
+the same for all. Large calls attend to the documents that answers tell of as to packed sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,19 +20,22 @@ from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import CACHE, compile_fwd, compile_object, options_of
 from flash_mask_cute.host.compile_bwd import BwdKernels, compile_bwd
-from flash_mask_cute.host.launch import ResolvedFwd
+from flash_mask_cute.host.launch import ONE_LAUNCH, ResolvedFwd, Stored
 from flash_mask_cute.host.mask_args import ResolvedMasks
 from flash_mask_cute.host.problem import AttentionProblem, BitTiles
 from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT
 
-KERNEL_NAME = "bit_store"
+KERNEL_NAME, DOCUMENTS_NAME = "bit_store", "document_bit_store"
 # heads that share the answers: with fewer, a second kernel is not worth its launch
 MIN_HEADS = 4
 # pairs of a query and a key that a launch may store answers for: one entry of 32K tokens, 16 of 8K
 MAX_PAIRS = 1 << 30
 # work tiles for each SM, the least that a part of a call should have: its last ones leave SMs idle
 MIN_TILES = 8
+# work tiles for each SM, the least of a call whose documents are looked for: seven small launches
+MIN_TILES_PACKED = 32
 WORD_BYTES = 4
 
 
@@ -53,8 +56,7 @@ class BitStoring:
     @property
     def num_bytes(self) -> int:
         """Of tiles and states."""
-        of_tiles, of_states = torch.Size(self.shape), torch.Size(self.shape[:3])
-        return (of_tiles.numel() + of_states.numel()) * WORD_BYTES
+        return _num_bytes(self.shape)
 
     @property
     def launches(self) -> range:
@@ -62,33 +64,107 @@ class BitStoring:
         return range(0, self.blocks, self.shape[1])
 
     def __call__(
-        self, q: Tensor, aux_tensors: Any, block_bits: Any, first_block: int = 0
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, aux_tensors: Any, block_bits: Any, first_block: int | None = 0
+    ) -> Stored:
         """Tiles and states for a launch, on q's device, which is the current one; the rest as the
         kernel takes it."""
         entries, most, *inner = self.shape
+        first_block = first_block or 0
         shape = (entries, min(most, self.blocks - first_block), *inner)
-        tiles = q.new_empty(shape, dtype=torch.int32)
-        states = q.new_empty(shape[:3], dtype=torch.int32)
-        self.function((tiles, states), *self.seqlens, block_bits, aux_tensors, first_block)
-        return tiles, states
+        stored = _new_stored(q, shape)
+        self.function(stored, *self.seqlens, block_bits, aux_tensors, first_block)
+        return Stored(stored)
+
+
+@dataclass(frozen=True)
+class DocumentStoring:
+    """How the answers of a call are stored by documents.
+
+    shape: of the bit tiles, int32 (1, 1, tiles, lines, words), as many as the documents of all
+    entries may have; seqlen: of each of the entries, which are the batch or serve all of it.
+    function: see `compile_document_store`.
+    """
+
+    shape: tuple[int, int, int, int, int]
+    entries: int
+    batch: int
+    seqlen: int
+    function: Callable[..., None]
+    launches: ClassVar = ONE_LAUNCH
+
+    @staticmethod
+    def create(
+        tiles: BitTiles, entries: int, shapes: FwdShapes, function: Callable[..., None]
+    ) -> DocumentStoring:
+        seqlen, tile_m, tile_n = shapes.seqlen_q, tiles.tile_m, tiles.tile_n
+        # of lengths that add up to seqlen: rounded up, the sum of their products with themselves
+        # is at most so much
+        most = (
+            -(-seqlen * seqlen // (tile_m * tile_n))
+            + -(-seqlen // tile_m)
+            + -(-seqlen // tile_n)
+            + num_slots(seqlen)
+        )
+        shape = (1, 1, entries * most, tiles.lines, tiles.words)
+        return DocumentStoring(shape, entries, shapes.batch, seqlen, function)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of tiles and states."""
+        return _num_bytes(self.shape)
+
+    def __call__(
+        self, q: Tensor, aux_tensors: Any, block_bits: Any, first_block: int | None = None
+    ) -> Stored:
+        """As `BitStoring`, and where the documents begin."""
+        slots = num_slots(self.seqlen)
+        num_bounds = -(-self.seqlen // BOUNDS_TILE)
+        places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
+        cu_seqlens = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
+        spans = q.new_empty((self.entries, 1, self.seqlen, 2), dtype=torch.int32)
+        bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)
+        begins = q.new_empty((self.entries, slots), dtype=torch.int32)
+        stored = (*_new_stored(q, self.shape), places)
+        self.function(stored, cu_seqlens, spans, bounds, begins, block_bits, aux_tensors)
+        return Stored(stored, cu_seqlens)
+
+
+def num_slots(seqlen: int) -> int:
+    """Sequences that an entry is packed as, many of which may be empty."""
+    return -(-seqlen // SLOT)
+
+
+def _new_stored(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    tiles = q.new_empty(shape, dtype=torch.int32)
+    return tiles, q.new_empty(shape[:3], dtype=torch.int32)
+
+
+def _num_bytes(shape: tuple[int, ...]) -> int:
+    return (torch.Size(shape).numel() + torch.Size(shape[:3]).numel()) * WORD_BYTES
+
+
+Storing: TypeAlias = BitStoring | DocumentStoring
 
 
 def compile_call(
-    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target
-) -> tuple[ResolvedFwd, Compiled, BitStoring | None]:
+    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
+) -> tuple[ResolvedFwd, Compiled, Storing | None]:
     """The call as its attention kernel sees it, that kernel, and what stores bits for it, if
-    anything does; all compiled or from the cache."""
-    resolved, storing = choose_storing(resolved, masks, target)
+    anything does; all compiled or from the cache.
+
+    can_pack: operands may be seen as packed sequences. The call is one of these then if what stores
+    bits is a `DocumentStoring`.
+    """
+    resolved, storing = choose_storing(resolved, masks, target, can_pack)
     mods = masks.mods if storing is None else masks.mods._replace(mask_mod=None)
     return resolved, compile_fwd(resolved.problem, resolved.choice.tiles, target, mods), storing
 
 
 def compile_bwd_call(
-    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target
-) -> tuple[ResolvedBwd, BwdKernels, BitStoring | None]:
+    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
+) -> tuple[ResolvedBwd, BwdKernels, Storing | None]:
     """As `compile_call`, for a backward."""
-    resolved, storing = choose_bwd_storing(resolved, masks, target)
+    resolved, storing = choose_bwd_storing(resolved, masks, target, can_pack)
     mods = masks.mods._replace(score_mod_bwd=resolved.score_mod_bwd)
     if storing is not None:
         mods = mods._replace(mask_mod=None)
@@ -105,46 +181,63 @@ def compile_bwd_call(
 
 
 def choose_storing(
-    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target
-) -> tuple[ResolvedFwd, BitStoring | None]:
+    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
+) -> tuple[ResolvedFwd, Storing | None]:
     """The call as its attention kernel has to see it, and how bits are stored for it, or None.
 
     A kernel that reads answers may have other tiles than one that asks. Compiles the callable where
     that is needed to know.
     """
-    if _choose_fwd(resolved, masks, target) is None:
+    if _choose_fwd(resolved, masks, target, can_pack) is None:
         return resolved, None
     reading = resolved.with_choice(resolved.choose(_reading(resolved.problem)))
-    storing = _choose_fwd(reading, masks, target)
+    storing = _choose_fwd(reading, masks, target, can_pack)
     if storing is None:
         return resolved, None
-    return replace(reading, problem=_reading(reading.problem)), storing
+    reading = replace(reading, problem=_reading(reading.problem))
+    if isinstance(storing, DocumentStoring):
+        shapes, problem = _packed(reading.shapes, reading.problem)
+        rows, heads = shapes.total_q, shapes.heads_q
+        out_shape, lse_shape = (rows, heads, shapes.head_dim_v), (heads, rows)
+        reading = replace(
+            reading, shapes=shapes, problem=problem, out_shape=out_shape, lse_shape=lse_shape
+        )
+    return reading, storing
 
 
-def _choose_fwd(resolved: ResolvedFwd, masks: ResolvedMasks, target: Target) -> BitStoring | None:
+def _choose_fwd(
+    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target, can_pack: bool
+) -> Storing | None:
     tiles = resolved.choice.tiles
     bit_tiles = BitTiles.of_queries(tiles.tile_m, tiles.tile_n)
-    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, target)
+    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, target, can_pack)
 
 
 def choose_bwd_storing(
-    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target
-) -> tuple[ResolvedBwd, BitStoring | None]:
+    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
+) -> tuple[ResolvedBwd, Storing | None]:
     """As `choose_storing`, for a backward."""
-    if _choose_bwd(resolved, masks, target) is None:
+    if _choose_bwd(resolved, masks, target, can_pack) is None:
         return resolved, None
     of_attention = _reading(resolved.problem)
     reading = replace(resolved, choice=resolved.choose(of_attention.mask_kind))
-    storing = _choose_bwd(reading, masks, target)
+    storing = _choose_bwd(reading, masks, target, can_pack)
     if storing is None:
         return resolved, None
-    return replace(reading, problem=of_attention), storing
+    reading = replace(reading, problem=of_attention)
+    if isinstance(storing, DocumentStoring):
+        shapes, problem = _packed(reading.shapes, reading.problem)
+        reading = replace(reading, shapes=shapes, problem=problem)
+    return reading, storing
 
 
-def _choose_bwd(resolved: ResolvedBwd, masks: ResolvedMasks, target: Target) -> BitStoring | None:
+def _choose_bwd(
+    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool
+) -> Storing | None:
     choice = resolved.choice
     bit_tiles = BitTiles.of_keys(choice.tiles.tile_m, choice.tile_n)
-    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, target)
+    can_pack = can_pack and not choice.tiles.cta_pair
+    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, target, can_pack)
 
 
 def _reading(problem: AttentionProblem) -> AttentionProblem:
@@ -160,13 +253,21 @@ def _reading(problem: AttentionProblem) -> AttentionProblem:
     )
 
 
+def _packed(shapes: FwdShapes, problem: AttentionProblem) -> tuple[FwdShapes, AttentionProblem]:
+    """The same, where documents are sequences."""
+    sequences, rows = shapes.batch * num_slots(shapes.seqlen_q), shapes.batch * shapes.seqlen_q
+    shapes = shapes._replace(batch=sequences, total_q=rows, total_k=rows)
+    return shapes, replace(problem, varlen_q=True, varlen_k=True)
+
+
 def _choose(
     problem: AttentionProblem,
     shapes: FwdShapes,
     tiles: BitTiles,
     masks: ResolvedMasks,
     target: Target,
-) -> BitStoring | None:
+    can_pack: bool,
+) -> Storing | None:
     lists = masks.block_lists
     lengths = (problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k)
     if (
@@ -180,16 +281,42 @@ def _choose(
         return None
     if _blocks_of_launch(1, shapes, tiles, target) is None:
         return None
+    packs = can_pack and _may_hold_documents(problem, shapes, target)
     store = StoreProblem(tiles, problem.aux, has_bits=lists is not None)
-    compiled = compile_store(masks.mask_mod, store, target)
+    compiled = compile_store(masks.mask_mod, store, target, packs)
+    if compiled.meta["relies_on_head"]:
+        return None
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     entries = shapes.batch if compiled.meta["relies_on_batch"] or lists_differ else 1
-    blocks = _blocks_of_launch(entries, shapes, tiles, target)
-    if compiled.meta["relies_on_head"] or blocks is None:
+    blocks, num_blocks = (
+        _blocks_of_launch(entries, shapes, tiles, target),
+        _num_blocks(shapes, tiles),
+    )
+    if blocks is None:
         return None
+    if packs:
+        if blocks == num_blocks:
+            return DocumentStoring.create(tiles, entries, shapes, compiled.function)
+        compiled = compile_store(masks.mask_mod, store, target, by_documents=False)
     shape = (entries, blocks, -(-shapes.seqlen_k // tiles.tile_n), tiles.lines, tiles.words)
     seqlens = shapes.seqlen_q, shapes.seqlen_k
-    return BitStoring(shape, -(-shapes.seqlen_q // tiles.tile_m), seqlens, compiled.function)
+    return BitStoring(shape, num_blocks, seqlens, compiled.function)
+
+
+def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Target) -> bool:
+    """Whether a call is large enough to look for documents, and has nothing that would have to be
+    told where it is in them."""
+    work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // BOUNDS_TILE)
+    return (
+        shapes.seqlen_q == shapes.seqlen_k > SLOT
+        and problem.score_mod is None
+        and problem.intervals is None
+        and work_tiles >= MIN_TILES_PACKED * target.num_sms
+    )
+
+
+def _num_blocks(shapes: FwdShapes, tiles: BitTiles) -> int:
+    return -(-shapes.seqlen_q // tiles.tile_m)
 
 
 def _blocks_of_launch(
@@ -200,7 +327,7 @@ def _blocks_of_launch(
     A forward with more pairs than there is room for computes some rows of all heads after the
     others, a backward does not.
     """
-    blocks = -(-shapes.seqlen_q // tiles.tile_m)
+    blocks = _num_blocks(shapes, tiles)
     if entries * shapes.seqlen_q * shapes.seqlen_k <= MAX_PAIRS:
         return blocks
     most = MAX_PAIRS // (entries * shapes.seqlen_k * tiles.tile_m)
@@ -225,45 +352,52 @@ class StoreProblem:
 
 
 def compile_store(
-    mask_mod: Callable[..., Any], problem: StoreProblem, target: Target, cache: CompileCache = CACHE
+    mask_mod: Callable[..., Any],
+    problem: StoreProblem,
+    target: Target,
+    by_documents: bool = False,
+    cache: CompileCache = CACHE,
 ) -> Compiled:
-    """The compiled kernel, from the cache or built now.
+    """The compiled kernels, from the cache or built now.
 
     `function` takes, by position: tiles and states (a pair), seqlen_q, seqlen_k, block bits
     (visible, full, block_q, block_k), aux_tensors (a tuple), first block of queries; None for what
-    the problem does not have. `meta`: relies_on_batch, relies_on_head, and what `compile_object`
-    tells.
+    the problem does not have. by_documents: tiles, states and places, cu_seqlens, spans, their
+    bounds, begins (`kernels/document_bits.py`), block bits, aux_tensors. `meta`: relies_on_batch,
+    relies_on_head, and what `compile_object` tells.
     """
     identity = callable_key(mask_mod)
     return cache.get(
-        KERNEL_NAME,
+        DOCUMENTS_NAME if by_documents else KERNEL_NAME,
         lambda: {"problem": asdict(problem), "mask_mod": identity},
-        lambda: _build(mask_mod, problem, target),
+        lambda: _build(mask_mod, problem, target, by_documents),
         arch=target.arch,
         options=options_of(target),
         token=(problem, identity),
     )
 
 
-def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) -> Compiled:
+def _build(
+    mask_mod: Callable[..., Any], problem: StoreProblem, target: Target, by_documents: bool
+) -> Compiled:
     import cutlass
 
+    from flash_mask_cute.kernels.document_bits import DocumentBitStore
     from flash_mask_cute.masks.stored_bits import KeyBitStore, QueryBitStore
     from flash_mask_cute.sm90.wgmma import COLUMNS
 
     tiles = problem.tiles
     kind = KeyBitStore if tiles.by_key else QueryBitStore
-    store = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux))
-    arguments = [
-        stand_ins.stored_tiles(tiles),
-        cutlass.Int32(0),
-        cutlass.Int32(0),
-        stand_ins.block_bits(problem),
-        stand_ins.aux_tensors(problem),
-        cutlass.Int32(0),
-        stand_ins.stream(),
-    ]
-    function, meta = compile_object(store, arguments, options_of(target))
+    store: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux))
+    asked = stand_ins.block_bits(problem), stand_ins.aux_tensors(problem)
+    arguments: list[Any] = [stand_ins.stored_tiles(tiles, by_documents)]
+    if by_documents:
+        store = DocumentBitStore(store, SLOT, BOUNDS_TILE)
+        scratch = (stand_ins.strided(rank) for rank in (4, 4, 2))
+        arguments += [stand_ins.int32_vector(True), *scratch, *asked]
+    else:
+        arguments += [*stand_ins.int32_pair(), *asked, cutlass.Int32(0)]
+    function, meta = compile_object(store, [*arguments, stand_ins.stream()], options_of(target))
     assert store.reliance is not None
     relies_on = {f"relies_on_{name}": uses for name, uses in store.reliance._asdict().items()}
     return Compiled(function, {**meta, **relies_on})

@@ -159,7 +159,7 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         int32_pair() if problem.has_lists else None,
         stand_ins.block_bits(problem),
         stand_ins.stored_bits(problem, BitTiles.of_queries(tiles.tile_m, tiles.tile_n)),
-        cutlass.Int32(0) if problem.reads_bits else None,
+        cutlass.Int32(0) if problem.reads_bits and not problem.varlen_q else None,
     ]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.block_sparsity import ABSENT, FULL, dense_states, retile_lists
-from flash_mask_cute.host.bit_store import compile_call
+from flash_mask_cute.host.bit_store import DocumentStoring, compile_call
 from flash_mask_cute.host.config import FwdTiles
 from flash_mask_cute.host.launch import Extras, ResolvedFwd
 from flash_mask_cute.host.mask_args import ResolvedMasks
@@ -82,15 +82,20 @@ def _known(value: int | None, unit: str = "") -> str:
 
 
 def explain_fwd(
-    resolved: ResolvedFwd, extras: Extras, masks: ResolvedMasks, target: Target, device: str
+    resolved: ResolvedFwd,
+    extras: Extras,
+    masks: ResolvedMasks,
+    target: Target,
+    device: str,
+    can_pack: bool = False,
 ) -> Explanation:
-    """Explain a resolved call, compiling its kernel if need be."""
+    """Explain a resolved call, compiling its kernel if need be. can_pack: see `compile_call`."""
     notes = []
     meta: dict[str, Any] = {}
     storing = None
     if resolved.problem.dtype in _COMPILED_DTYPES:
         asking = resolved.choice.tiles
-        resolved, compiled, storing = compile_call(resolved, masks, target)
+        resolved, compiled, storing = compile_call(resolved, masks, target, can_pack)
         meta = dict(compiled.meta)
         if device == "cpu" and resolved.choice.tiles != asking:
             notes.append(
@@ -102,7 +107,9 @@ def explain_fwd(
     work_tiles = full = cut = skipped = None
     lengths = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_q, extras.seqused_k)
     columns, lists = masks.column_mask, masks.block_lists
-    if any(x is not None and x.is_cuda for x in lengths):
+    if isinstance(storing, DocumentStoring):
+        notes.append("tile counts are unknown: documents are found on the device")
+    elif any(x is not None and x.is_cuda for x in lengths):
         notes.append("tile counts are unknown: cu_seqlens or seqused are on the device")
     elif (columns is not None and columns.device.type == "cuda") or (
         lists is not None and lists.mask_block_cnt.is_cuda
@@ -118,6 +125,8 @@ def explain_fwd(
             f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes{of_part} "
             "(tiles that it hides are skipped then, and counted as cut here)"
         )
+    if isinstance(storing, DocumentStoring):
+        told += "; documents that its answers tell of are packed sequences"
     if resolved.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
     return Explanation(

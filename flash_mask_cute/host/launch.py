@@ -98,17 +98,25 @@ Launch: TypeAlias = Callable[
 ONE_LAUNCH: tuple[Any, ...] = (None,)
 
 
+class Stored(NamedTuple):
+    """Stored answers as a kernel takes them, and where the sequences begin that they are of, if
+    the call does not say."""
+
+    arguments: tuple[Tensor, ...]
+    cu_seqlens: Tensor | None = None
+
+
 class StoreBits(Protocol):
-    """A `bit_store.BitStoring`."""
+    """A `bit_store.Storing`."""
 
     @property
-    def launches(self) -> Sequence[int]:
+    def launches(self) -> Sequence[Any]:
         """The first block of queries of each launch that it takes."""
 
     def __call__(
-        self, q: Tensor, aux_tensors: Any, block_bits: Any, first_block: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Tiles and states for a launch."""
+        self, q: Tensor, aux_tensors: Any, block_bits: Any, first_block: int | None = None
+    ) -> Stored:
+        """Answers for a launch."""
 
 
 class KernelLaunch:
@@ -179,7 +187,11 @@ class KernelLaunch:
         if store_bits is not None:
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         for first_block in ONE_LAUNCH if store_bits is None else store_bits.launches:
-            stored = None if store_bits is None else store_bits(q, *asked, first_block)
+            stored = None
+            if store_bits is not None:
+                stored, starts = store_bits(q, *asked, first_block)
+                if starts is not None:
+                    cu_seqlens_q = cu_seqlens_k = starts
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 None, self._window_left, self._window_right, sink, lists, aux_tensors,

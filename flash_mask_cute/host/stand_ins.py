@@ -117,13 +117,14 @@ def window(problem: AttentionProblem) -> tuple[Any, Any]:
     return cutlass.Int32(0) if left else None, cutlass.Int32(0) if right else None
 
 
-def stored_bits(problem: AttentionProblem, tiles: BitTiles) -> tuple[Any, Any] | None:
+def stored_bits(problem: AttentionProblem, tiles: BitTiles) -> tuple[Any, ...] | None:
     """Stored answers that a kernel reads."""
-    return stored_tiles(tiles) if problem.reads_bits else None
+    return stored_tiles(tiles, has_places=problem.varlen_q) if problem.reads_bits else None
 
 
-def stored_tiles(tiles: BitTiles) -> tuple[Any, Any]:
-    """Bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous, and their states."""
+def stored_tiles(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
+    """Bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous, and their states; and
+    their places, where sequences differ in length."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
@@ -136,7 +137,7 @@ def stored_tiles(tiles: BitTiles) -> tuple[Any, Any]:
         (*outer, size, tiles.words, 1),
         assumed_align=_BASE_ALIGNMENT,
     )
-    return bits, strided(3)
+    return (bits, strided(3), strided(2)) if has_places else (bits, strided(3))
 
 
 def aux_tensors(problem: HasAux) -> tuple[Any, ...] | None:

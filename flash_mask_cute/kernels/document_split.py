@@ -14,10 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.kernels.key_block_bounds import KeyBlockBounds
 from flash_mask_cute.masks.intervals import Intervals
 
-WARP = 32
 NOWHERE = -1
 
 
@@ -44,11 +44,11 @@ class DocumentSplit:
         mKeyBounds: cute.Tensor,
         mBegins: cute.Tensor,
         mCuSeqlens: cute.Tensor,
-        mRows: cute.Tensor,
-        mBounds: cute.Tensor,
+        mRows: cute.Tensor | None,
+        mBounds: cute.Tensor | None,
         stream,
     ):
-        """Launch on `stream`: four kernels.
+        """Launch on `stream`: four kernels, or three without mRows and mBounds.
 
         :param mIndices: int32 (batch | 1, 1, seqlen, num_vectors), any strides
         :param mKeyBounds: int32 (batch | 1, 1, 2 * num_vectors, blocks), scratch: as
@@ -70,7 +70,8 @@ class DocumentSplit:
         self.split(mIndices, mBegins, mCuSeqlens, mRows).launch(
             grid=(mCuSeqlens.shape[0] - 1, 1, 1), block=(WARP, 1, 1), stream=stream
         )
-        bounds(mRows, mBounds, tile_n, mCuSeqlens, stream)
+        if const_expr(mRows is not None):
+            bounds(mRows, mBounds, tile_n, mCuSeqlens, stream)
 
     @cute.kernel
     def find(self, mIndices: cute.Tensor, mBounds: cute.Tensor, mBegins: cute.Tensor):
@@ -93,7 +94,7 @@ class DocumentSplit:
         spans = [self._key_span(indices, key) for key in keys]
         begins = []
         for key, (_, last) in zip(keys, spans, strict=True):
-            up_to = _running(last, cutlass.max, upwards=True)
+            up_to = running(last, cutlass.max, upwards=True)
             before = cute.arch.shuffle_sync_up(up_to, offset=1, mask_and_clamp=0)
             before = cutlass.select_(lane == 0, last_before, cutlass.max(before, last_before))
             begins.append((key < seqlen) & (before < key))
@@ -102,7 +103,7 @@ class DocumentSplit:
         for group in reversed(range(self.groups)):
             key = keys[group]
             if not self.causal:
-                onwards = _running(spans[group][0], cutlass.min, upwards=False)
+                onwards = running(spans[group][0], cutlass.min, upwards=False)
                 begins[group] &= cutlass.min(onwards, first_after) >= key
                 first_after = cutlass.min(first_after, cute.arch.shuffle_sync(onwards, 0))
             word = Int32(cute.arch.vote_ballot_sync(begins[group]))
@@ -153,7 +154,7 @@ class DocumentSplit:
         mIndices: cute.Tensor,
         mBegins: cute.Tensor,
         mCuSeqlens: cute.Tensor,
-        mRows: cute.Tensor,
+        mRows: cute.Tensor | None,
     ):
         cta, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
@@ -172,24 +173,11 @@ class DocumentSplit:
             mCuSeqlens[cta] = batch_idx * seqlen + begin
             if cta == mCuSeqlens.shape[0] - 2:
                 mCuSeqlens[cta + 1] = (batch_idx + 1) * seqlen
-        for group in cutlass.range(self.groups, unroll=4):
-            key = slot * self.slot + group * WARP + lane
-            if key < seqlen:
-                first_row = cutlass.select_((own != NOWHERE) & (key >= own), own, previous)
-                for v in cutlass.range_constexpr(self.num_vectors):
-                    value = cutlass.max(mIndices[of_mask, 0, key, v], first_row) - first_row
-                    mRows[0, 0, batch_idx * seqlen + key, v] = value
-
-
-def _running(value: Int32, op, upwards: bool) -> Int32:
-    """op over this lane's value and those of the lanes below it, or above it."""
-    lane = cute.arch.lane_idx()
-    for step in (1, 2, 4, 8, 16):
-        if upwards:
-            other = cute.arch.shuffle_sync_up(value, offset=step, mask_and_clamp=0)
-            reaches = lane >= step
-        else:
-            other = cute.arch.shuffle_sync_down(value, offset=step)
-            reaches = lane < WARP - step
-        value = cutlass.select_(reaches, op(value, other), value)
-    return value
+        if const_expr(mRows is not None):
+            for group in cutlass.range(self.groups, unroll=4):
+                key = slot * self.slot + group * WARP + lane
+                if key < seqlen:
+                    first_row = cutlass.select_((own != NOWHERE) & (key >= own), own, previous)
+                    for v in cutlass.range_constexpr(self.num_vectors):
+                        value = cutlass.max(mIndices[of_mask, 0, key, v], first_row) - first_row
+                        mRows[0, 0, batch_idx * seqlen + key, v] = value

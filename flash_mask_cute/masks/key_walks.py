@@ -262,8 +262,9 @@ class KeyWalks(MaskRules):
     def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:
         """The given bits where a listed logical block asks for them, all where it is full."""
         args, info = self.args.bits, self.block_info
-        first_q_idx = block.index * info.tile_m
-        end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q)
+        offset_q, _ = self._asked_offsets(work)
+        first_q_idx = block.index * info.tile_m + offset_q
+        end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q + offset_q)
         result = share.fill(0)
         qb = first_q_idx // args.block_q
         while qb * args.block_q < end_q_idx:
@@ -275,10 +276,11 @@ class KeyWalks(MaskRules):
         self, work: Work, block: Block, qb: Int32, share: Share, words: tuple, result: tuple
     ) -> tuple:
         args = self.args.bits
-        start = qb * args.block_q - block.index * self.block_info.tile_m
+        offset_q, offset_k = self._asked_offsets(work)
+        start = qb * args.block_q - (block.index * self.block_info.tile_m + offset_q)
         added: list[Any] = []
         for group in range(share.num_groups):
-            k_idx = cutlass.min(share.line(work, group), work.seqlen_k - 1)
+            k_idx = cutlass.min(share.line(work, group), work.seqlen_k - 1) + offset_k
             is_listed, is_full = self._block_bits(work, block.head_idx, qb, k_idx // args.block_k)
             for w in range(self.columns.num_words):
                 bits = bit_range(

@@ -257,8 +257,9 @@ class QueryWalks(MaskRules):
     ) -> tuple:
         """The given bits where a listed logical block asks for them, all where it is full."""
         args, info = self.args.bits, self.block_info
-        first_k_idx = n_block * info.tile_n
-        last_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k) - 1
+        _, offset_k = self._asked_offsets(work)
+        first_k_idx = n_block * info.tile_n + offset_k
+        last_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k + offset_k) - 1
         result = share.fill(0)
         for kb in cutlass.range(first_k_idx // args.block_k, last_k_idx // args.block_k + 1):
             result = self._add_logical_block(work, kb, first_k_idx, share, words, result)
@@ -269,9 +270,10 @@ class QueryWalks(MaskRules):
     ) -> tuple:
         args = self.args.bits
         start = kb * args.block_k - first_k_idx
+        offset_q, _ = self._asked_offsets(work)
         added = []
         for group in range(share.num_groups):
-            q_idx = cutlass.min(self._query(share.line(work, group)), work.seqlen_q - 1)
+            q_idx = cutlass.min(self._query(share.line(work, group)), work.seqlen_q - 1) + offset_q
             is_listed, is_full = self._block_bits(work, work.head_idx, q_idx // args.block_q, kb)
             for w in range(self.columns.num_words):
                 bits = bit_range(

@@ -65,27 +65,36 @@ class StoredArgs(NamedTuple):
 
     states: of each tile what was seen (`core/seen.py`), int32 (batch | 1, m_blocks, n_blocks);
     tiles: of those that are cut the bits, int32 (batch | 1, m_blocks, n_blocks, lines, words).
+    places: where sequences differ in length, int32 (sequences, 2), the number of the first tile of
+    each and how many it has in a row; tiles and states are then (1, 1, tiles, ...).
     """
 
     tiles: cute.Tensor
     states: cute.Tensor
+    places: cute.Tensor | None = None
 
     def from_block(self, first_block: Int32) -> "StoredArgs":
         """Of tensors that begin with the queries of first_block."""
         tiles, states = (
-            cute.domain_offset((0, -first_block, *(0 for _ in x.shape[2:])), x) for x in self
+            cute.domain_offset((0, -first_block, *(0 for _ in x.shape[2:])), x)
+            for x in (self.tiles, self.states)
         )
         return StoredArgs(tiles, states)
 
     def tile(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> cute.Tensor:
         """A bit tile (words, lines)."""
-        batch_idx = cutlass.min(batch_idx, cute.size(self.tiles, mode=[0]) - 1)
-        lines = self.tiles[batch_idx, m_block, n_block, None, None]
+        lines = self.tiles[(*self.place(batch_idx, m_block, n_block), None, None)]
         return cute.make_tensor(lines.iterator, cute.select(lines.layout, [1, 0]))
 
     def state(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> Int32:
-        batch_idx = cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1)
-        return self.states[batch_idx, m_block, n_block]
+        return self.states[self.place(batch_idx, m_block, n_block)]
+
+    def place(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
+        """Where the tile of a sequence lies."""
+        if self.places is None:
+            return cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1), m_block, n_block
+        first, in_row = self.places[batch_idx, 0], self.places[batch_idx, 1]
+        return 0, 0, first + m_block * in_row + n_block
 
 
 class MaskedKernel(Protocol):
@@ -172,7 +181,8 @@ class MaskRules:
 
     columns: where a bit tile has which column of a tile. keys_are_packed: the keys of all sequences
     lie in one tensor. skip: leave hidden blocks out and cut-free blocks unpainted; without it every
-    block of a sequence is visited and painted, to the same result.
+    block of a sequence is visited and painted, to the same result. counts_offsets: sequences are
+    parts of what mask_mod and block lists know, where positions are counted from its begin.
     """
 
     args: MaskArgs
@@ -182,6 +192,7 @@ class MaskRules:
     columns: cutlass.Constexpr[Columns]
     keys_are_packed: cutlass.Constexpr[bool]
     skip: cutlass.Constexpr[bool]
+    counts_offsets: cutlass.Constexpr[bool]
 
     @classmethod
     def of_kernel(
@@ -211,6 +222,7 @@ class MaskRules:
             columns,
             keys_are_packed,
             kernel.skip_blocks,
+            False,
             *more,
         )
 
@@ -252,9 +264,11 @@ class MaskRules:
         is_listed, asks = Boolean(True), Boolean(const_expr(self._can_ask))
         if const_expr(self.args.bits is not None):
             args, info = self.args.bits, self.block_info
+            offset_q, offset_k = self._asked_offsets(work)
             first_q_idx, first_k_idx = m_block * info.tile_m, n_block * info.tile_n
-            end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q)
-            end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k)
+            end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q) + offset_q
+            end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k) + offset_k
+            first_q_idx, first_k_idx = first_q_idx + offset_q, first_k_idx + offset_k
             any_listed, all_full = Int32(0), Int32(1)
             qb = first_q_idx // args.block_q
             while qb * args.block_q < end_q_idx:
@@ -345,14 +359,19 @@ class MaskRules:
     def _ask_mod(self, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32) -> Boolean:
         """mask_mod's answer. Positions past the ends are hidden by others, but it may index tensors
         with them."""
+        offset_q, offset_k = self._asked_offsets(work)
         return call_mask_mod(
             self.mask_mod,
             work.batch_idx,
             head_idx,
-            cutlass.min(q_idx, work.seqlen_q - 1),
-            cutlass.min(k_idx, work.seqlen_k - 1),
+            cutlass.min(q_idx, work.seqlen_q - 1) + offset_q,
+            cutlass.min(k_idx, work.seqlen_k - 1) + offset_k,
             self.args.aux_tensors,
         )
+
+    def _asked_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
+        """What to add to positions of a sequence for those that mask_mod and block lists know."""
+        return (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
 
     def _block_bits(self, work: Work, head_idx: Int32, q_block: Int32, k_block: Int32) -> tuple:
         """Whether a logical block is listed, and whether as a full one: 0 or 1 each."""

@@ -4,10 +4,12 @@ Asking is what such a mask costs (docs/masks.md). Before attention runs, all til
 asked about are painted into global memory, and of each tile is noted whether something of it is
 visible, and whether something is hidden. So attention visits what is visible, whether lists said so
 or not, and its painters read bits instead of asking. A kernel that reads them knows nothing of the
-callable, so one serves all of them.
+callable, so one serves all of them. `kernels/document_bits.py` does it for sequences that the
+answers themselves tell of.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -24,7 +26,7 @@ from flash_mask_cute.masks.bit_tile import WORD, Columns
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_walks import KeyWalks
 from flash_mask_cute.masks.query_walks import QueryWalks
-from flash_mask_cute.masks.rules import MaskArgs, Share, StoredArgs
+from flash_mask_cute.masks.rules import MaskArgs, MaskRules, Share, StoredArgs
 
 
 class Tiling(NamedTuple):
@@ -36,12 +38,29 @@ class Tiling(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The tile of a CTA. any_head: 0, but a number that the compiler does not know."""
+    """The tile of a CTA, and the sequence that it is of.
+
+    batch_idx: of sequences, as `StoredArgs` has them; entry: of what the callable knows, in which
+    the sequence begins at offset. any_head: 0, but a number that the compiler does not know.
+    """
 
     batch_idx: Int32
     m_block: Int32
     n_block: Int32
     any_head: Int32
+    entry: Int32
+    offset: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+    @property
+    def tile(self) -> tuple[Int32, Int32, Int32]:
+        return self.batch_idx, self.m_block, self.n_block
+
+    def work(self, block: Int32) -> Work:
+        """The tile as one of a walk."""
+        lengths = self.offset, self.seqlen_q, self.seqlen_q, self.offset, self.seqlen_k
+        return Work(block, self.any_head, self.entry, *lengths)
 
 
 class BitStore:
@@ -97,15 +116,17 @@ class BitStore:
         :param aux_tensors: what the callable reads
         :param first_block: the first block of queries that stored_bits is for
         """
-        masks = MaskArgs.create(
-            self, (None, None), None, Int32(1), None, (), block_bits, aux_tensors
-        )
-        lengths = Lengths(None, None, None, None, seqlen_q, seqlen_k)
+        masks = self.masks_of(block_bits, aux_tensors)
         stored = StoredArgs(*stored_bits)
         batch, m_blocks, n_blocks, lines, _ = stored.tiles.shape
-        extents = m_blocks, n_blocks, first_block
-        self.kernel(stored.from_block(first_block), *extents, masks, lengths, Int32(0)).launch(
+        extents = m_blocks, n_blocks, first_block, seqlen_q, seqlen_k
+        self.kernel(stored.from_block(first_block), *extents, masks, Int32(0)).launch(
             grid=(batch * m_blocks * n_blocks, 1, 1), block=(lines, 1, 1), stream=stream
+        )
+
+    def masks_of(self, block_bits, aux_tensors) -> MaskArgs:
+        return MaskArgs.create(
+            self, (None, None), None, Int32(1), None, (), block_bits, aux_tensors
         )
 
     @cute.kernel
@@ -115,8 +136,9 @@ class BitStore:
         m_blocks: Int32,
         n_blocks: Int32,
         first_block: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
         masks: MaskArgs,
-        lengths: Lengths,
         any_head: Int32,
     ):
         """A warp paints 32 lines of a tile.
@@ -126,65 +148,80 @@ class BitStore:
         """
         cta, _, _ = cute.arch.block_idx()
         row = cta // n_blocks
-        place = Place(row // m_blocks, first_block + row % m_blocks, cta % n_blocks, any_head)
-        at = place[:3]
-        self.reliance = find_reliance(
-            self.mask_mod, place.batch_idx, any_head, *at[1:], masks.aux_tensors
-        )
+        entry, m_block = row // m_blocks, first_block + row % m_blocks
+        offset = Int32(0)
+        place = Place(entry, m_block, cta % n_blocks, any_head, entry, offset, seqlen_q, seqlen_k)
+        self.fill(stored, masks, place)
+
+    @cute.jit
+    def fill(self, stored: StoredArgs, masks: MaskArgs, place: Place) -> None:
+        """Store what is said of a tile; all threads of a CTA, which has one for each line."""
         lines = stored.tiles.shape[3]
         num_warps = lines // WORD
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         share = Share.create(warp_idx, num_warps, lines, self.columns)
         sSeen = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(num_warps))
 
-        rules, work = self.rules_of(masks, lengths), self.work_of(place, lengths)
-        is_listed, asks = rules.judge_listed(work, any_head, *at[1:])
+        rules = self.rules_of(masks)
+        is_listed, asks = self.judge(rules, masks, place)
         seen = cutlass.select_(is_listed, Int32(VISIBLE), Int32(HIDDEN))
         if is_listed & asks:
-            words = self.words(rules, work, place, share)
+            words = self.words(rules, place, share)
             seen = rules.seen(words)
             if const_expr(rules.has_halves):
                 words = bit_tile.join_halves(words)
-            share.store(stored.tile(*at), words)
+            share.store(stored.tile(*place.tile), words)
         if cute.arch.lane_idx() == 0:
             sSeen[warp_idx] = seen
         cute.arch.sync_threads()
         if warp_idx == 0:
             for i in cutlass.range_constexpr(num_warps):
                 seen = seen | sSeen[i]
-            stored.states[at] = seen
+            stored.states[stored.place(*place.tile)] = seen
+
+    def judge(self, rules: MaskRules, masks: MaskArgs, place: Place) -> tuple[Boolean, Boolean]:
+        """As `MaskRules.judge_listed`; and finds out what the callable uses."""
+        self.reliance = find_reliance(
+            self.mask_mod,
+            place.entry,
+            place.any_head,
+            place.m_block,
+            place.n_block,
+            masks.aux_tensors,
+        )
+        work = self.work_of(place)
+        return rules.judge_listed(work, place.any_head, place.m_block, place.n_block)
+
+    def rules_of(self, masks: MaskArgs) -> MaskRules:
+        none = Int32(0)
+        lengths = Lengths(None, None, None, None, none, none)
+        return replace(self.walks_of(masks, lengths), counts_offsets=True)
 
 
 class QueryBitStore(BitStore):
     """What a block of queries reads: lines are queries."""
 
-    def rules_of(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
+    def walks_of(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
         return QueryWalks.of_kernel(self, self.columns, masks, lengths)
 
-    def work_of(self, place: Place, lengths: Lengths) -> Work:
-        return _work(place, place.m_block, lengths.seqlen_q, lengths)
+    def work_of(self, place: Place) -> Work:
+        return place.work(place.m_block)
 
-    def words(self, rules: QueryWalks, work: Work, place: Place, share: Share) -> tuple:
-        return rules.asked_words(work, place.n_block, share)
+    def words(self, rules: QueryWalks, place: Place, share: Share) -> tuple:
+        return rules.asked_words(self.work_of(place), place.n_block, share)
 
 
 class KeyBitStore(BitStore):
     """What a block of keys reads: lines are keys."""
 
-    def rules_of(self, masks: MaskArgs, lengths: Lengths) -> KeyWalks:
+    def walks_of(self, masks: MaskArgs, lengths: Lengths) -> KeyWalks:
         return KeyWalks.of_kernel(self, self.columns, masks, lengths, Int32(1), False)
 
-    def work_of(self, place: Place, lengths: Lengths) -> Work:
-        return _work(place, place.n_block, lengths.seqlen_k, lengths)
+    def work_of(self, place: Place) -> Work:
+        return place.work(place.n_block)
 
-    def words(self, rules: KeyWalks, work: Work, place: Place, share: Share) -> tuple:
+    def words(self, rules: KeyWalks, place: Place, share: Share) -> tuple:
         no, asks = Boolean(False), Boolean(True)
         kinds = Int32(Kind.CUT), Int32(Kind.END)
         block = Block(place.m_block, place.any_head, no, no, no, asks, *kinds, Int32(0))
-        return rules.asked_words(work, block, share)
-
-
-def _work(place: Place, block: Int32, slot: Int32, lengths: Lengths) -> Work:
-    none = Int32(0)
-    seqlens = lengths.seqlen_q, none, lengths.seqlen_k
-    return Work(block, place.any_head, place.batch_idx, none, slot, *seqlens)
+        return rules.asked_words(self.work_of(place), block, share)

@@ -219,7 +219,8 @@ class FlashAttentionForwardSm90:
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
         sizes, of logical blocks in which tiles do not nest. stored_bits: `tiles` and `states` of
         stored answers, in place of a mask_mod and block lists (`masks/rules.py` describes all
-        four); this launch computes the query blocks that they have, from first_block on.
+        four); this launch computes the query blocks that they have, from first_block on. With
+        mCuSeqlensQ `places`, too, and no first_block.
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
@@ -229,11 +230,13 @@ class FlashAttentionForwardSm90:
         )
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         stored = blocks = group_bytes = None
-        check_given("first_block", first_block, stored_bits is not None)
+        has_places = const_expr(mCuSeqlensQ is not None)
+        check_given("first_block", first_block, stored_bits is not None and not has_places)
         if const_expr(stored_bits is not None):
             stored = StoredArgs(*stored_bits)
-            blocks = first_block, stored.states.shape[1]
-            stored = stored.from_block(first_block)
+            if const_expr(not has_places):
+                blocks = first_block, stored.states.shape[1]
+                stored = stored.from_block(first_block)
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(

@@ -13,6 +13,7 @@ from random_cases import random_case, random_mask_case
 from support import (
     BF16,
     CASES,
+    DOCUMENT_CASES,
     FP16,
     FP32,
     MASK_CASES,
@@ -25,7 +26,8 @@ from support import (
 from torch import Tensor
 
 import flash_mask_cute
-from flash_mask_cute import ColumnMask
+from flash_mask_cute import ColumnMask, interface
+from flash_mask_cute.host.packed_launch import PackedBwdLaunch
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
@@ -107,6 +109,19 @@ def test_against_oracle(case: Case) -> None:
 @pytest.mark.parametrize("case", MASK_CASES + STORED_CASES, ids=lambda case: case.id)
 def test_masks_against_oracle(case: Case) -> None:
     check(make_inputs(case.packed_if_supported(), "cuda"))
+
+
+@pytest.mark.usefixtures("poisoned_allocations", "documents_packed")
+@pytest.mark.parametrize("case", DOCUMENT_CASES, ids=lambda case: case.id)
+def test_documents_that_answers_tell_of(case: Case) -> None:
+    inputs = make_inputs(case, "cuda")
+    check(inputs)
+    assert any(isinstance(x, PackedBwdLaunch) for x in interface._bwd_launches.values())
+    results = forward(inputs)
+    dout, dlse = make_output_gradients(inputs)
+    first, *others = (backward(inputs, results, dout, dlse, deterministic=True) for _ in range(5))
+    for name in NAMES:
+        assert all(torch.equal(first[name], other[name]) for other in others), name
 
 
 @pytest.mark.usefixtures("poisoned_allocations")

@@ -15,6 +15,7 @@ from public_call import check, check_replay, forward
 from random_cases import random_mask_case
 from support import (
     BF16,
+    DOCUMENT_CASES,
     MASK_CASES,
     STORED_CASES,
     Case,
@@ -25,7 +26,8 @@ from support import (
 from torch import Tensor
 
 import flash_mask_cute
-from flash_mask_cute import ColumnMask, builders
+from flash_mask_cute import ColumnMask, builders, interface
+from flash_mask_cute.host.packed_launch import PackedLaunch
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +54,16 @@ def test_skipping_changes_no_bit(case: Case) -> None:
     visiting = forward(inputs, config={"skip_blocks": False})
     assert torch.equal(skipping[0].view(torch.int16), visiting[0].view(torch.int16))
     assert torch.equal(skipping[1].view(torch.int32), visiting[1].view(torch.int32))
+
+
+@pytest.mark.usefixtures("poisoned_allocations", "documents_packed")
+@pytest.mark.parametrize("case", DOCUMENT_CASES, ids=lambda case: case.id)
+def test_documents_that_answers_tell_of(case: Case) -> None:
+    inputs = make_inputs(case, "cuda")
+    check(inputs)
+    assert any(isinstance(x, PackedLaunch) for x in interface._launches.values())
+    visiting = forward(inputs, config={"skip_blocks": False})
+    assert torch.equal(visiting[0], forward(inputs)[0])
 
 
 @contextmanager

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
-from support import BF16, FP16, FP32, MASK_CASES, STORED_CASES, Case, Inputs, make_inputs
+from support import (
+    BF16,
+    DOCUMENT_CASES,
+    FP16,
+    FP32,
+    MASK_CASES,
+    STORED_CASES,
+    Case,
+    Inputs,
+    make_inputs,
+)
 from torch import Tensor
 
 from flash_mask_cute import functional
@@ -166,6 +176,13 @@ def test_documents_of_a_mask(
 @pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
 def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), launches=4)
+
+
+@pytest.mark.usefixtures("documents_packed")
+@pytest.mark.parametrize("position", range(len(DOCUMENT_CASES)))
+def test_answers_stored_by_documents(simulator: ModuleType, position: int) -> None:
+    inputs = make_inputs(DOCUMENT_CASES[position])
+    run_sim(simulator, inputs, seeds=(1,), launches=4, deterministic=position % 2 == 1)
 
 
 @pytest.mark.parametrize("seed", [11, 12])

@@ -1,0 +1,112 @@
+"""A mask_mod whose answers are stored by documents, on the software GPU, in both directions."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from simulated_forward import run_sim
+from support import DOCUMENT_CASES, make_inputs
+from torch import Tensor
+
+from flash_mask_cute.core.seen import HIDDEN, VISIBLE
+from flash_mask_cute.host.bit_store import DocumentStoring, choose_bwd_storing, choose_storing
+from flash_mask_cute.host.bwd_launch import BwdOperands
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
+
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.usefixtures("poisoned_allocations", "documents_packed"),
+]
+
+TARGET = Target("sm_90a", num_sms=2)
+HEADS, BATCH = 4, 2
+# of each entry; several begin in the same 512 tokens, one has a single token
+LENGTHS = ((200, 100, 550, 1, 299), (700, 450))
+SEQLEN = sum(LENGTHS[0])
+
+
+def ids_of(entries: int) -> Tensor:
+    return torch.stack(
+        [
+            torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int()
+            for lengths in LENGTHS[:entries]
+        ]
+    )
+
+
+def same_document(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return aux[0][b[0], q[0]] == aux[0][b[0], k[0]]
+
+
+def same_for_all(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return aux[0][0, q[0]] == aux[0][0, k[0]]
+
+
+def storing_of(direction: str, head_dim: int, mod: Any, ids: Tensor) -> Any:
+    keywords = {"mask_mod": mod, "aux_tensors": [ids]}
+    q = torch.zeros(BATCH, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
+    if direction == "forward":
+        extras, masks, settings = bundle(keywords)
+        call = _resolve(q, q, q, extras, masks, settings, TARGET)
+        return choose_storing(*call, TARGET, can_pack=True)[1]
+    operands = BwdOperands(q, q, q, q, q, torch.zeros(BATCH, HEADS, SEQLEN))
+    extras, masks, settings = bundle_bwd(keywords)
+    call = _resolve_bwd(operands, extras, masks, settings, TARGET)
+    return choose_bwd_storing(*call, TARGET, can_pack=True)[1]
+
+
+@pytest.mark.parametrize("entries", [1, 2])
+@pytest.mark.parametrize(
+    ("direction", "head_dim", "tile"),
+    [("forward", 64, (192, 128)), ("forward", 128, (128, 128)), ("backward", 128, (64, 128))],
+)
+def test_states_of_the_tiles_of_documents(
+    simulator: ModuleType, direction: str, head_dim: int, tile: tuple[int, int], entries: int
+) -> None:
+    """By the pairs of which each tile consists."""
+    ids = ids_of(entries)
+    storing = storing_of(direction, head_dim, (same_for_all, same_document)[entries - 1], ids)
+    assert isinstance(storing, DocumentStoring) and storing.entries == entries
+    simulator.OPTIONS["delay"] = 1
+    simulator.RESULTS.clear()
+    (_, states, places), cu_seqlens = storing(ids, (ids,), None)
+    (result,) = simulator.RESULTS
+    assert not result["warnings"]
+    starts = cu_seqlens.tolist()
+    assert starts[0] == 0 and starts[-1] == BATCH * SEQLEN
+    # of each slot of 512 tokens the first document that begins there
+    begins = [[0, 850], [0, 700]][:entries]
+    found = [begins[min(entry, entries - 1)] for entry in range(BATCH)]
+    assert set(starts[:-1]) == {x + i * SEQLEN for i, rows in enumerate(found) for x in rows}
+    tile_m, tile_n = tile
+    used = set()
+    for sequence, (start, end) in enumerate(pairwise(starts)):
+        entry = start // SEQLEN if start < end else 0
+        of_mask = min(entry, entries - 1)
+        own = ids[of_mask, start - entry * SEQLEN : end - entry * SEQLEN]
+        sees = own[:, None] == own
+        first, in_row = places[sequence].tolist()
+        assert in_row == -(-(end - start) // tile_n)
+        for m_block in range(-(-(end - start) // tile_m)):
+            for n_block in range(in_row):
+                part = sees[m_block * tile_m :, n_block * tile_n :][:tile_m, :tile_n]
+                expected = VISIBLE * bool(part.any()) + HIDDEN * (not bool(part.all()))
+                number = first + m_block * in_row + n_block
+                assert states[0, 0, number] == expected, (sequence, m_block, n_block)
+                used.add((of_mask, number))
+    # as many as there are, so no two have the same place
+    assert len(used) == len({number for _, number in used}) <= storing.shape[2]
+
+
+@pytest.mark.parametrize("position", range(len(DOCUMENT_CASES)))
+def test_forward(simulator: ModuleType, position: int) -> None:
+    inputs = make_inputs(DOCUMENT_CASES[position])
+    run_sim(simulator, inputs, "sm_90a", seeds=(1,))
+    assert len(simulator.RESULTS) == 2, "one call stores, one reads"
+    if position % 2:
+        run_sim(simulator, inputs, "sm_90a", seeds=(None,), config={"skip_blocks": False})
