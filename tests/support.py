@@ -315,6 +315,26 @@ STORED_CASES = (
     Case("stored-for-a-batch", 2, 300, 200, 4, 4, mask_mod="causal_offset"),
 )  # fmt: skip
 
+# The same with packed sequences, some of them without queries or keys.
+STORED_VARLEN_CASES = (
+    Case(
+        "stored-varlen",
+        heads_q=4, heads_kv=2, lengths_q=(200, 0, 129, 70), lengths_k=(300, 64, 129, 0),
+        mask_mod="documents",
+    ),
+    Case(
+        "stored-varlen-causal-odd-lists-d64",
+        heads_q=4, heads_kv=4, head_dim=64, lengths_q=(1, 300, 250), lengths_k=(1, 300, 400),
+        causal=True, mask_mod="documents", blocks=(48, 80),
+    ),
+    Case(
+        "stored-varlen-columns-bias",
+        heads_q=4, heads_kv=4, lengths_q=(255, 130), lengths_k=(300, 130), column="stepped2",
+        mask_mod="checks", score_mod="head_bias",
+    ),
+)  # fmt: skip
+
+
 # Documents of 50 tokens on average, or none, which `documents_packed` makes packed sequences of.
 DOCUMENT_CASES = (
     Case("packed-two-entries", 2, 800, 800, 4, 4, mask_mod="documents"),

@@ -8,26 +8,24 @@ the same for all. Large calls attend to the documents that answers tell of as to
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.bwd_launch import ResolvedBwd
-from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile import CACHE, compile_fwd, compile_object, options_of
+from flash_mask_cute.host.cache import Compiled
+from flash_mask_cute.host.compile import compile_fwd
 from flash_mask_cute.host.compile_bwd import BwdKernels, compile_bwd
-from flash_mask_cute.host.launch import ONE_LAUNCH, ResolvedFwd, Stored
+from flash_mask_cute.host.compile_store import StoreProblem, compile_store
+from flash_mask_cute.host.launch import ONE_LAUNCH, ResolvedFwd, Starts, Stored
 from flash_mask_cute.host.mask_args import ResolvedMasks
 from flash_mask_cute.host.problem import AttentionProblem, BitTiles
 from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.host.validate import FwdShapes
 from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT
 
-KERNEL_NAME, DOCUMENTS_NAME = "bit_store", "document_bit_store"
 # heads that share the answers: with fewer, a second kernel is not worth its launch
 MIN_HEADS = 4
 # pairs of a query and a key that a launch may store answers for: one entry of 32K tokens, 16 of 8K
@@ -64,7 +62,12 @@ class BitStoring:
         return range(0, self.blocks, self.shape[1])
 
     def __call__(
-        self, q: Tensor, aux_tensors: Any, block_bits: Any, first_block: int | None = 0
+        self,
+        q: Tensor,
+        aux_tensors: Any,
+        block_bits: Any,
+        first_block: int | None = 0,
+        cu_seqlens: Starts = (None, None),
     ) -> Stored:
         """Tiles and states for a launch, on q's device, which is the current one; the rest as the
         kernel takes it."""
@@ -77,12 +80,53 @@ class BitStoring:
 
 
 @dataclass(frozen=True)
+class SequenceStoring:
+    """How the answers of a call with packed sequences are stored.
+
+    shape: of the bit tiles, int32 (1, 1, tiles, lines, words), as many as the sequences may have.
+    function: see `compile_store`.
+    """
+
+    shape: tuple[int, int, int, int, int]
+    batch: int
+    function: Callable[..., None]
+    launches: ClassVar = ONE_LAUNCH
+
+    @staticmethod
+    def create(
+        tiles: BitTiles, shapes: FwdShapes, function: Callable[..., None]
+    ) -> SequenceStoring:
+        rows = shapes.total_q // tiles.tile_m + shapes.batch
+        most = rows * -(-shapes.seqlen_k // tiles.tile_n)
+        return SequenceStoring((1, 1, most, tiles.lines, tiles.words), shapes.batch, function)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of tiles and states."""
+        return _num_bytes(self.shape)
+
+    def __call__(
+        self,
+        q: Tensor,
+        aux_tensors: Any,
+        block_bits: Any,
+        first_block: int | None = None,
+        cu_seqlens: Starts = (None, None),
+    ) -> Stored:
+        """As `BitStoring`."""
+        places = q.new_empty((self.batch, 2), dtype=torch.int32)
+        stored = (*_new_stored(q, self.shape), places)
+        self.function(stored, *cu_seqlens, block_bits, aux_tensors)
+        return Stored(stored)
+
+
+@dataclass(frozen=True)
 class DocumentStoring:
     """How the answers of a call are stored by documents.
 
     shape: of the bit tiles, int32 (1, 1, tiles, lines, words), as many as the documents of all
     entries may have; seqlen: of each of the entries, which are the batch or serve all of it.
-    function: see `compile_document_store`.
+    function: see `compile_store`.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -114,19 +158,24 @@ class DocumentStoring:
         return _num_bytes(self.shape)
 
     def __call__(
-        self, q: Tensor, aux_tensors: Any, block_bits: Any, first_block: int | None = None
+        self,
+        q: Tensor,
+        aux_tensors: Any,
+        block_bits: Any,
+        first_block: int | None = None,
+        cu_seqlens: Starts = (None, None),
     ) -> Stored:
         """As `BitStoring`, and where the documents begin."""
         slots = num_slots(self.seqlen)
         num_bounds = -(-self.seqlen // BOUNDS_TILE)
         places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
-        cu_seqlens = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
+        begin = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
         spans = q.new_empty((self.entries, 1, self.seqlen, 2), dtype=torch.int32)
         bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)
         begins = q.new_empty((self.entries, slots), dtype=torch.int32)
         stored = (*_new_stored(q, self.shape), places)
-        self.function(stored, cu_seqlens, spans, bounds, begins, block_bits, aux_tensors)
-        return Stored(stored, cu_seqlens)
+        self.function(stored, begin, spans, bounds, begins, block_bits, aux_tensors)
+        return Stored(stored, begin)
 
 
 def num_slots(seqlen: int) -> int:
@@ -143,7 +192,7 @@ def _num_bytes(shape: tuple[int, ...]) -> int:
     return (torch.Size(shape).numel() + torch.Size(shape[:3]).numel()) * WORD_BYTES
 
 
-Storing: TypeAlias = BitStoring | DocumentStoring
+Storing: TypeAlias = BitStoring | SequenceStoring | DocumentStoring
 
 
 def compile_call(
@@ -234,10 +283,14 @@ def choose_bwd_storing(
 def _choose_bwd(
     resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool
 ) -> Storing | None:
-    choice = resolved.choice
+    choice, problem = resolved.choice, resolved.problem
+    if choice.tiles.cta_pair:
+        # a part of a walk may lie behind its sequence, which places do not tell
+        can_pack = False
+        if problem.varlen_k:
+            return None
     bit_tiles = BitTiles.of_keys(choice.tiles.tile_m, choice.tile_n)
-    can_pack = can_pack and not choice.tiles.cta_pair
-    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, target, can_pack)
+    return _choose(problem, resolved.shapes, bit_tiles, masks, target, can_pack)
 
 
 def _reading(problem: AttentionProblem) -> AttentionProblem:
@@ -269,38 +322,45 @@ def _choose(
     can_pack: bool,
 ) -> Storing | None:
     lists = masks.block_lists
-    lengths = (problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k)
     if (
         masks.mask_mod is None
         or target.family != HOPPER
         or shapes.heads_q < MIN_HEADS
         or problem.packed_heads > 1
-        or any(lengths)
+        or problem.has_seqused_q
+        or problem.has_seqused_k
+        or problem.varlen_q != problem.varlen_k
         or (lists is not None and lists.mask_block_cnt.shape[1] > 1)
     ):
         return None
+    store = StoreProblem(tiles, problem.aux, has_bits=lists is not None)
+    if problem.varlen_q:
+        if shapes.total_q * shapes.seqlen_k > MAX_PAIRS:
+            return None
+        compiled = compile_store(masks.mask_mod, replace(store, form="sequences"), target)
+        if compiled.meta["relies_on_head"]:
+            return None
+        return SequenceStoring.create(tiles, shapes, compiled.function)
     if _blocks_of_launch(1, shapes, tiles, target) is None:
         return None
-    packs = can_pack and _may_hold_documents(problem, shapes, target)
-    store = StoreProblem(tiles, problem.aux, has_bits=lists is not None)
-    compiled = compile_store(masks.mask_mod, store, target, packs)
+    if can_pack and _may_hold_documents(problem, shapes, target):
+        store = replace(store, form="documents")
+    compiled = compile_store(masks.mask_mod, store, target)
     if compiled.meta["relies_on_head"]:
         return None
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     entries = shapes.batch if compiled.meta["relies_on_batch"] or lists_differ else 1
-    blocks, num_blocks = (
-        _blocks_of_launch(entries, shapes, tiles, target),
-        _num_blocks(shapes, tiles),
-    )
-    if blocks is None:
+    of_launch = _blocks_of_launch(entries, shapes, tiles, target)
+    if of_launch is None:
         return None
-    if packs:
-        if blocks == num_blocks:
+    blocks = _num_blocks(shapes, tiles)
+    if store.form == "documents":
+        if of_launch == blocks:
             return DocumentStoring.create(tiles, entries, shapes, compiled.function)
-        compiled = compile_store(masks.mask_mod, store, target, by_documents=False)
-    shape = (entries, blocks, -(-shapes.seqlen_k // tiles.tile_n), tiles.lines, tiles.words)
+        compiled = compile_store(masks.mask_mod, replace(store, form="entries"), target)
+    shape = (entries, of_launch, -(-shapes.seqlen_k // tiles.tile_n), tiles.lines, tiles.words)
     seqlens = shapes.seqlen_q, shapes.seqlen_k
-    return BitStoring(shape, num_blocks, seqlens, compiled.function)
+    return BitStoring(shape, blocks, seqlens, compiled.function)
 
 
 def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Target) -> bool:
@@ -336,68 +396,3 @@ def _blocks_of_launch(
     of_launch = -(-blocks // -(-blocks // most))
     tiles_of_launch = of_launch * shapes.heads_q * shapes.batch
     return of_launch if tiles_of_launch >= MIN_TILES * target.num_sms else None
-
-
-# -- compilation --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StoreProblem:
-    """What the code depends on beside the callable. aux: as in `AttentionProblem`; has_bits: there
-    are block lists, which the kernel takes as bits."""
-
-    tiles: BitTiles
-    aux: tuple[tuple[str, int], ...]
-    has_bits: bool
-
-
-def compile_store(
-    mask_mod: Callable[..., Any],
-    problem: StoreProblem,
-    target: Target,
-    by_documents: bool = False,
-    cache: CompileCache = CACHE,
-) -> Compiled:
-    """The compiled kernels, from the cache or built now.
-
-    `function` takes, by position: tiles and states (a pair), seqlen_q, seqlen_k, block bits
-    (visible, full, block_q, block_k), aux_tensors (a tuple), first block of queries; None for what
-    the problem does not have. by_documents: tiles, states and places, cu_seqlens, spans, their
-    bounds, begins (`kernels/document_bits.py`), block bits, aux_tensors. `meta`: relies_on_batch,
-    relies_on_head, and what `compile_object` tells.
-    """
-    identity = callable_key(mask_mod)
-    return cache.get(
-        DOCUMENTS_NAME if by_documents else KERNEL_NAME,
-        lambda: {"problem": asdict(problem), "mask_mod": identity},
-        lambda: _build(mask_mod, problem, target, by_documents),
-        arch=target.arch,
-        options=options_of(target),
-        token=(problem, identity),
-    )
-
-
-def _build(
-    mask_mod: Callable[..., Any], problem: StoreProblem, target: Target, by_documents: bool
-) -> Compiled:
-    import cutlass
-
-    from flash_mask_cute.kernels.document_bits import DocumentBitStore
-    from flash_mask_cute.masks.stored_bits import KeyBitStore, QueryBitStore
-    from flash_mask_cute.sm90.wgmma import COLUMNS
-
-    tiles = problem.tiles
-    kind = KeyBitStore if tiles.by_key else QueryBitStore
-    store: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux))
-    asked = stand_ins.block_bits(problem), stand_ins.aux_tensors(problem)
-    arguments: list[Any] = [stand_ins.stored_tiles(tiles, by_documents)]
-    if by_documents:
-        store = DocumentBitStore(store, SLOT, BOUNDS_TILE)
-        scratch = (stand_ins.strided(rank) for rank in (4, 4, 2))
-        arguments += [stand_ins.int32_vector(True), *scratch, *asked]
-    else:
-        arguments += [*stand_ins.int32_pair(), *asked, cutlass.Int32(0)]
-    function, meta = compile_object(store, [*arguments, stand_ins.stream()], options_of(target))
-    assert store.reliance is not None
-    relies_on = {f"relies_on_{name}": uses for name, uses in store.reliance._asdict().items()}
-    return Compiled(function, {**meta, **relies_on})

@@ -182,9 +182,10 @@ class BwdKernelLaunch:
             aux_tensors, columns, bits = self._mask_arguments(masks, cu_seqlens_k)
         stored = None
         if self._store_bits is not None:
-            stored, starts = self._store_bits(q, aux_tensors, bits)
-            if starts is not None:
-                cu_seqlens_q = cu_seqlens_k = starts
+            starts = cu_seqlens_q, cu_seqlens_k
+            stored, found = self._store_bits(q, aux_tensors, bits, None, starts)
+            if found is not None:
+                cu_seqlens_q = cu_seqlens_k = found
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         stats = q.new_empty(self._stats_shape, dtype=torch.float32)
         dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)

@@ -98,6 +98,10 @@ Launch: TypeAlias = Callable[
 ONE_LAUNCH: tuple[Any, ...] = (None,)
 
 
+# cu_seqlens of queries and of keys
+Starts: TypeAlias = tuple[Tensor | None, Tensor | None]
+
+
 class Stored(NamedTuple):
     """Stored answers as a kernel takes them, and where the sequences begin that they are of, if
     the call does not say."""
@@ -114,9 +118,14 @@ class StoreBits(Protocol):
         """The first block of queries of each launch that it takes."""
 
     def __call__(
-        self, q: Tensor, aux_tensors: Any, block_bits: Any, first_block: int | None = None
+        self,
+        q: Tensor,
+        aux_tensors: Any,
+        block_bits: Any,
+        first_block: int | None = None,
+        cu_seqlens: Starts = (None, None),
     ) -> Stored:
-        """Answers for a launch."""
+        """Answers for a launch. cu_seqlens: those of the call."""
 
 
 class KernelLaunch:
@@ -189,9 +198,10 @@ class KernelLaunch:
         for first_block in ONE_LAUNCH if store_bits is None else store_bits.launches:
             stored = None
             if store_bits is not None:
-                stored, starts = store_bits(q, *asked, first_block)
-                if starts is not None:
-                    cu_seqlens_q = cu_seqlens_k = starts
+                starts = cu_seqlens_q, cu_seqlens_k
+                stored, found = store_bits(q, *asked, first_block, starts)
+                if found is not None:
+                    cu_seqlens_q = cu_seqlens_k = found
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 None, self._window_left, self._window_right, sink, lists, aux_tensors,

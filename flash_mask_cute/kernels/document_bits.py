@@ -6,10 +6,9 @@ sequences of a packed batch, whose tiles begin where these begin (docs/masks.md)
 
 First of each query is found which keys it sees first and last. Those are what `DocumentSplit` needs
 to know of the queries that see a key, with queries and keys exchanged, which documents do not mind.
-Then the tiles inside the documents are asked about.
+Then the tiles inside the documents are asked about (`sequence_bits.py`).
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from flash_mask_cute.core.mods import Reliance
-from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.kernels.document_split import DocumentSplit
+from flash_mask_cute.kernels.sequence_bits import SequenceBitStore
 from flash_mask_cute.masks.bit_tile import ALL, WORD, Columns
 from flash_mask_cute.masks.rules import MaskArgs, Share, StoredArgs
 from flash_mask_cute.masks.stored_bits import BitStore, Place, QueryBitStore
@@ -35,14 +34,13 @@ class DocumentBitStore:
     """
 
     def __init__(self, store: BitStore, slot: int, bounds_tile: int):
-        mod = store.mask_mod, store.columns, store.has_aux_tensors
-        self.store = store
-        self.spans = KeySpans(*mod)
+        self.spans = KeySpans(store.mask_mod, store.columns, store.has_aux_tensors)
         self.split = DocumentSplit(KeySpans.NUM_VECTORS, False, slot, bounds_tile)
+        self.sequences = SequenceBitStore(store, are_parts=True)
 
     @property
     def reliance(self) -> Reliance | None:
-        return self.store.reliance
+        return self.sequences.reliance
 
     @cute.jit
     def __call__(
@@ -58,94 +56,20 @@ class DocumentBitStore:
     ):
         """Launch on `stream`.
 
-        :param stored_bits: the fields of a `StoredArgs` with places to fill, contiguous: as many
-            tiles for each entry as its documents may have, whatever they are; of each sequence
-            places
+        :param stored_bits, block_bits, aux_tensors: see `SequenceBitStore`; as many tiles for each
+            entry as its documents may have, whatever they are
         :param mCuSeqlens: int32 (batch * slots + 1,) to fill, a sequence for each slot of tokens
         :param mSpans, mSpanBounds, mBegins: scratch, int32 (entries, 1, seqlen, 2), (entries, 1, 4,
             blocks) and (entries, slots). The batch has as many entries, or all are the same one
-        :param block_bits, aux_tensors: see `BitStore`
         """
-        masks = self.store.masks_of(block_bits, aux_tensors)
-        stored = StoredArgs(*stored_bits)
-        entries, slots = mBegins.shape
-        num_sequences = mCuSeqlens.shape[0] - 1
-        tiles = stored.tiles.shape[2] // entries
-        extents = Int32(entries), Int32(slots), Int32(tiles), Int32(mSpans.shape[2])
-
+        masks = self.sequences.store.masks_of(block_bits, aux_tensors)
         self.spans(mSpans, masks, stream)
         self.split(mSpans, mSpanBounds, mBegins, mCuSeqlens, None, None, stream)
-        self.number(stored.places, mCuSeqlens, *extents[:3]).launch(
-            grid=(num_sequences // slots, 1, 1), block=(WARP, 1, 1), stream=stream
+        entries, slots = mBegins.shape
+        extents = Int32(entries), Int32(slots), Int32(mSpans.shape[2])
+        self.sequences.launch(
+            StoredArgs(*stored_bits), mCuSeqlens, mCuSeqlens, *extents, masks, stream
         )
-        self.fill(stored, mCuSeqlens, *extents[1:], masks, Int32(0)).launch(
-            grid=(stored.tiles.shape[2], 1, 1),
-            block=(stored.tiles.shape[3], 1, 1),
-            stream=stream,
-        )
-
-    @cute.kernel
-    def number(
-        self,
-        mPlaces: cute.Tensor,
-        mCuSeqlens: cute.Tensor,
-        entries: Int32,
-        slots: Int32,
-        tiles: Int32,
-    ):
-        """Number the tiles of all sequences; those of one entry, if it serves all, only once."""
-        batch_idx, _, _ = cute.arch.block_idx()
-        lane = cute.arch.lane_idx()
-        first = cutlass.min(batch_idx, entries - 1) * tiles
-        for base in cutlass.range(0, slots, WARP):
-            slot = base + lane
-            sequence = batch_idx * slots + cutlass.min(slot, slots - 1)
-            length = mCuSeqlens[sequence + 1] - mCuSeqlens[sequence]
-            length = cutlass.select_(slot < slots, length, Int32(0))
-            in_row = cute.ceil_div(length, self.store.plan.tile_n)
-            count = in_row * cute.ceil_div(length, self.store.plan.tile_m)
-            up_to = running(count, operator.add)
-            if slot < slots:
-                mPlaces[sequence, 0] = first + up_to - count
-                mPlaces[sequence, 1] = in_row
-            first += cute.arch.shuffle_sync(up_to, WARP - 1)
-
-    @cute.kernel
-    def fill(
-        self,
-        stored: StoredArgs,
-        mCuSeqlens: cute.Tensor,
-        slots: Int32,
-        tiles: Int32,
-        seqlen: Int32,
-        masks: MaskArgs,
-        any_head: Int32,
-    ):
-        """A CTA asks about a tile, if a sequence has one of its number."""
-        number, _, _ = cute.arch.block_idx()
-        entry = number // tiles
-        sequence = entry * slots + self._owner(stored.places, number, entry * slots, slots)
-        begin = mCuSeqlens[sequence]
-        length = mCuSeqlens[sequence + 1] - begin
-        in_row = cutlass.max(stored.places[sequence, 1], 1)
-        in_sequence = number - stored.places[sequence, 0]
-        m_block = in_sequence // in_row
-        if m_block * self.store.plan.tile_m < length:
-            n_block, offset = in_sequence - m_block * in_row, begin - entry * seqlen
-            place = Place(sequence, m_block, n_block, any_head, entry, offset, length, length)
-            self.store.fill(stored, masks, place)
-
-    @cute.jit
-    def _owner(self, mPlaces: cute.Tensor, number: Int32, first: Int32, slots: Int32) -> Int32:
-        """The last one of the sequences from first on whose tiles begin at number or before."""
-        lane = cute.arch.lane_idx()
-        passed = Int32(0)
-        for base in cutlass.range(0, slots, WARP, unroll=4):
-            slot = base + lane
-            begins = mPlaces[first + cutlass.min(slot, slots - 1), 0] <= number
-            word = Int32(cute.arch.vote_ballot_sync(begins & (slot < slots)))
-            passed += Int32(cute.arch.popc(word))
-        return passed - 1
 
 
 class KeySpans(QueryBitStore):

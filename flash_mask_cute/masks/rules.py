@@ -94,7 +94,9 @@ class StoredArgs(NamedTuple):
         if self.places is None:
             return cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1), m_block, n_block
         first, in_row = self.places[batch_idx, 0], self.places[batch_idx, 1]
-        return 0, 0, first + m_block * in_row + n_block
+        number = first + m_block * in_row + n_block
+        # a sequence may be longer than it was said to be
+        return 0, 0, cutlass.min(number, cute.size(self.states, mode=[2]) - 1)
 
 
 class MaskedKernel(Protocol):

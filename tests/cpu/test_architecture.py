@@ -41,6 +41,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "sm100": ("sm100", "core", "masks", *INDEX_RULES),
     "kernels": ("kernels", "core"),
     "kernels.document_bits": ("kernels", "core", "masks"),
+    "kernels.sequence_bits": ("core", "masks"),
     "kernels.document_split": ("kernels", "core", "masks.intervals"),
     "cpu_path": (
         "host.host_mods",
@@ -59,7 +60,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "host.compile": ("host", "sm90", "sm100", "masks.intervals"),
     "host.compile_bwd": ("host", "sm90", "kernels", "core.row_blocks", "masks.intervals"),
-    "host.bit_store": ("host", "sm90", "kernels", "masks.documents", "masks.stored_bits"),
+    "host.bit_store": ("host", "masks.documents"),
+    "host.compile_store": ("host", "sm90", "kernels", "masks.documents", "masks.stored_bits"),
     "host.launch": ("host", "cpu_path"),
     "host.bwd_launch": ("host", "cpu_backward"),
     "host.mask_args": ("host", "block_sparsity", "masks.column_mask"),
@@ -126,7 +128,7 @@ DEVICE = (
 # Modules that may import cutlass, or device code, inside a function.
 LAZY = (
     "block_sparsity",
-    "host.bit_store",
+    "host.compile_store",
     "host.compile_scan",
     "host.compile_bounds",
     "host.compile_documents",

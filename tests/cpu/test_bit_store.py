@@ -16,14 +16,13 @@ from flash_mask_cute import explain
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.host import bit_store
 from flash_mask_cute.host.bit_store import (
-    BitStoring,
-    StoreProblem,
+    SequenceStoring,
     choose_bwd_storing,
     choose_storing,
-    compile_store,
 )
 from flash_mask_cute.host.bwd_launch import BwdKernelLaunch, BwdOperands
 from flash_mask_cute.host.compile_bwd import BwdKernels
+from flash_mask_cute.host.compile_store import StoreProblem, compile_store
 from flash_mask_cute.host.launch import KernelLaunch
 from flash_mask_cute.host.problem import BitTiles
 from flash_mask_cute.host.target import Target
@@ -113,7 +112,7 @@ def test_what_a_callable_relies_on(mask_mod: Any, rank: int, batch: bool, head: 
     assert (meta["relies_on_batch"], meta["relies_on_head"]) == (batch, head)
 
 
-def choose(case: Case, **more: Any) -> tuple[Any, BitStoring | None]:
+def choose(case: Case, **more: Any) -> tuple[Any, Any]:
     """What `choose_storing` makes of a call."""
     inputs = make_inputs(case)
     extras, masks, settings = bundle(inputs.keywords | more)
@@ -139,11 +138,11 @@ def test_bits_of_one_entry_or_of_all() -> None:
     assert storing is not None and storing.shape == (3, 3, 2, 128, 4)
 
 
-def choose_bwd(case: Case) -> tuple[Any, BitStoring | None, BwdOperands, Any]:
+def choose_bwd(case: Case) -> tuple[Any, Any, BwdOperands, Any]:
     """What `choose_bwd_storing` makes of the backward of a call, and the call."""
     inputs = make_inputs(case)
     out = torch.zeros_like(inputs.q[..., : case.head_dim_v])
-    lse = torch.zeros(case.batch, case.heads_q, case.seqlen_q)
+    lse = torch.zeros(out.shape[:-1]).transpose(-1, -2)
     operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out.clone(), lse)
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
     extras, masks, settings = bundle_bwd(keywords)
@@ -217,7 +216,8 @@ def test_what_the_backward_passes_on() -> None:
     [
         Case("few-heads", 1, 200, 200, 3, 3, mask_mod="checks"),
         Case("packed", 1, 100, 200, 8, 2, mask_mod="checks", pack_gqa=True),
-        Case("varlen", lengths_q=(200,), lengths_k=(200,), heads_q=4, mask_mod="checks"),
+        Case("varlen-k", seqlen_q=200, lengths_k=(200,), heads_q=4, mask_mod="checks"),
+        Case("varlen-by-head", lengths_q=(9,), lengths_k=(9,), heads_q=4, mask_mod="eviction"),
         Case("used", 1, 200, 200, 4, 4, seqused_k=(100,), mask_mod="checks"),
         Case("by-head", 1, 200, 200, 4, 4, mask_mod="eviction"),
         Case("no-mask", 1, 200, 200, 4, 4, causal=True),
@@ -226,6 +226,41 @@ def test_what_the_backward_passes_on() -> None:
 )
 def test_where_nothing_is_stored(case: Case) -> None:
     assert choose(case)[1] is None
+
+
+def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles for all sequences, each with a row of blocks that it may share with none."""
+    lengths = {"lengths_q": (300, 0, 77), "lengths_k": (200, 9, 140), "heads_q": 4, "heads_kv": 4}
+    case = Case("varlen", mask_mod="documents", **lengths)
+    call, storing = choose(case)
+    assert isinstance(storing, SequenceStoring) and call.problem.reads_bits
+    # 377 // 128 + 3 rows of tiles, of as many as the longest sequence has keys for; max_seqlen_k
+    # is not given
+    columns = -(-call.shapes.seqlen_k // 128)
+    assert storing.shape == (1, 1, 5 * columns, 128, 4) and storing.batch == 3
+    calls: list[tuple[Any, ...]] = []
+    told = replace(storing, function=lambda *args: calls.append(args))
+    inputs = make_inputs(case)
+    extras, masks, _ = bundle(inputs.keywords)
+    main = Recorder()
+    KernelLaunch(call, main, inputs.q, inputs.k, inputs.v, None, told)(
+        inputs.q, inputs.k, inputs.v, extras, masks
+    )
+    (((tiles, states, places), starts_q, starts_k, logical, aux),) = calls
+    assert tiles.shape[:3] == states.shape and places.shape == (3, 2)
+    assert starts_q is extras.cu_seqlens_q and starts_k is extras.cu_seqlens_k
+    assert logical is None and len(aux) == 1
+    assert main.given()["stored"][2] is places and main.given()["first_block"] is None
+    assert main.calls[0][6] is starts_q and main.calls[0][7] is starts_k
+
+    rows, keys = call.shapes.total_q, call.shapes.seqlen_k
+    for most, fits in ((rows * keys, True), (rows * keys - 1, False)):
+        monkeypatch.setattr(bit_store, "MAX_PAIRS", most)
+        assert (choose(case)[1] is not None) == fits
+        assert (choose_bwd(case)[1] is not None) == fits
+    monkeypatch.undo()
+    wide = replace(case, head_dim=256, head_dim_v=256)
+    assert choose_bwd(wide)[0].choice.tiles.cta_pair and choose_bwd(wide)[1] is None
 
 
 def test_lists_by_head_are_asked_in_the_kernel() -> None:

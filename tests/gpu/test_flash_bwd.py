@@ -18,6 +18,7 @@ from support import (
     FP32,
     MASK_CASES,
     STORED_CASES,
+    STORED_VARLEN_CASES,
     Case,
     GuardedOutputs,
     Inputs,
@@ -106,7 +107,9 @@ def test_against_oracle(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", MASK_CASES + STORED_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", MASK_CASES + STORED_CASES + STORED_VARLEN_CASES, ids=lambda case: case.id
+)
 def test_masks_against_oracle(case: Case) -> None:
     check(make_inputs(case.packed_if_supported(), "cuda"))
 

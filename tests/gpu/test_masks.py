@@ -18,6 +18,7 @@ from support import (
     DOCUMENT_CASES,
     MASK_CASES,
     STORED_CASES,
+    STORED_VARLEN_CASES,
     Case,
     Inputs,
     assert_close_to_oracle,
@@ -34,7 +35,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", MASK_CASES + STORED_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", MASK_CASES + STORED_CASES + STORED_VARLEN_CASES, ids=lambda case: case.id
+)
 def test_against_oracle(case: Case) -> None:
     check(make_inputs(case.packed_if_supported(), "cuda"))
 
@@ -47,7 +50,9 @@ def test_fuzzed_masks(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", MASK_CASES + STORED_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", MASK_CASES + STORED_CASES + STORED_VARLEN_CASES, ids=lambda case: case.id
+)
 def test_skipping_changes_no_bit(case: Case) -> None:
     inputs = make_inputs(case.packed_if_supported(), "cuda")
     skipping = forward(inputs)

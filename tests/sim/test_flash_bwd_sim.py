@@ -16,6 +16,7 @@ from support import (
     FP32,
     MASK_CASES,
     STORED_CASES,
+    STORED_VARLEN_CASES,
     Case,
     Inputs,
     make_inputs,
@@ -176,6 +177,12 @@ def test_documents_of_a_mask(
 @pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
 def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), launches=4)
+
+
+@pytest.mark.parametrize("position", range(len(STORED_VARLEN_CASES)))
+def test_answers_stored_for_packed_sequences(simulator: ModuleType, position: int) -> None:
+    inputs = make_inputs(STORED_VARLEN_CASES[position])
+    run_sim(simulator, inputs, seeds=(1,), launches=4, deterministic=position == 1)
 
 
 @pytest.mark.usefixtures("documents_packed")

@@ -21,6 +21,7 @@ from support import (
     FP32,
     MASK_CASES,
     STORED_CASES,
+    STORED_VARLEN_CASES,
     Case,
     Inputs,
     assert_close_to_oracle,
@@ -89,6 +90,15 @@ def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None
     if case.blocks is not None:
         run_sim(simulator, inputs, seeds=(None,), config={"tile_m": 192, "tile_n": 80})
         run_sim(simulator, inputs, seeds=(None,), config={"skip_blocks": False})
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", STORED_VARLEN_CASES, ids=lambda case: case.id)
+def test_answers_stored_for_packed_sequences(simulator: ModuleType, case: Case) -> None:
+    inputs = make_inputs(case)
+    run_sim(simulator, inputs, seeds=(1,))
+    assert len(simulator.RESULTS) == 2, "one call stores, one reads"
+    run_sim(simulator, inputs, seeds=(None,), config={"skip_blocks": False})
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
