@@ -21,6 +21,7 @@ from flash_mask_cute import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
+from flash_mask_cute.host import bit_store
 from flash_mask_cute.utils import scalar_to_ssa
 
 # so many heads that answers of a mask_mod are stored
@@ -32,6 +33,11 @@ LENGTHS = [100, 0, 500, 50]
 @cute.jit
 def windowed(b_idx, h_idx, q_idx, kv_idx, aux_tensors):  # type: ignore[no-untyped-def]
     return (kv_idx <= q_idx) & (q_idx - kv_idx < 100)
+
+
+@cute.jit
+def same_document(b_idx, h_idx, q_idx, kv_idx, aux_tensors):  # type: ignore[no-untyped-def]
+    return aux_tensors[0][q_idx[0]] == aux_tensors[0][kv_idx[0]]
 
 
 @cute.jit
@@ -79,10 +85,16 @@ def calls(d: int) -> dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]:
         qkv = leaves(d, (tokens, tokens))
         return flash_attn_func(*qkv, startend_row_indices=mask, **more), qkv
 
-    def packed() -> Any:
+    def packed(**more: Any) -> Any:
         starts = torch.tensor([0, 100, 100, 300], dtype=torch.int32, device="cuda")
         qkv = leaves(d, (300, 300), packed=True)
-        return flash_attn_varlen_func(*qkv, starts, starts, 200, 200, causal=True), qkv
+        return flash_attn_varlen_func(*qkv, starts, starts, 200, 200, causal=True, **more), qkv
+
+    def documents_by_answers() -> Any:
+        number = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+        qkv = leaves(d, (sum(LENGTHS), sum(LENGTHS)))
+        aux = [number.int().cuda()]
+        return flash_attn_func(*qkv, mask_mod=same_document, aux_tensors=aux), qkv
 
     def listed() -> Any:
         lists = create_block_mask(windowed, None, None, SEQLEN_Q, SEQLEN_K, device="cuda")
@@ -112,6 +124,8 @@ def calls(d: int) -> dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]:
             builders.causal_document(LENGTHS, **on_gpu), deterministic=True
         ),
         "mask_mod, stored": lambda: dense(mask_mod=windowed),
+        "mask_mod, stored, packed": lambda: packed(mask_mod=windowed),
+        "mask_mod, stored by documents": documents_by_answers,
         "mask_mod, by head": lambda: dense(mask_mod=by_head),
         "mask_mod with lists": listed,
         "score_mod with gradients of its slopes": slopes,
@@ -120,6 +134,7 @@ def calls(d: int) -> dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]:
 
 def main() -> None:
     torch.manual_seed(0)
+    bit_store.MIN_TILES_PACKED = 0
     for d in map(int, sys.argv[1:] or (64, 128, 256)):
         for name, call in calls(d).items():
             out, wanted = call()
