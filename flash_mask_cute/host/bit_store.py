@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from flash_mask_cute.host.cache import Compiled
 from flash_mask_cute.host.compile import compile_fwd
 from flash_mask_cute.host.compile_bwd import BwdKernels, compile_bwd
 from flash_mask_cute.host.compile_store import StoreProblem, compile_store
-from flash_mask_cute.host.launch import ONE_LAUNCH, ResolvedFwd, Starts, Stored
+from flash_mask_cute.host.launch import ONE_LAUNCH, Asked, ResolvedFwd, Stored
 from flash_mask_cute.host.mask_args import ResolvedMasks
 from flash_mask_cute.host.problem import AttentionProblem, BitTiles
 from flash_mask_cute.host.target import HOPPER, Target
@@ -61,21 +61,13 @@ class BitStoring:
         """The first block of queries of each launch."""
         return range(0, self.blocks, self.shape[1])
 
-    def __call__(
-        self,
-        q: Tensor,
-        aux_tensors: Any,
-        block_bits: Any,
-        first_block: int | None = 0,
-        cu_seqlens: Starts = (None, None),
-    ) -> Stored:
-        """Tiles and states for a launch, on q's device, which is the current one; the rest as the
-        kernel takes it."""
+    def __call__(self, q: Tensor, asked: Asked, first_block: int | None = None) -> Stored:
+        """See `StoreBits`."""
         entries, most, *inner = self.shape
         first_block = first_block or 0
         shape = (entries, min(most, self.blocks - first_block), *inner)
         stored = _new_stored(q, shape)
-        self.function(stored, *self.seqlens, block_bits, aux_tensors, first_block)
+        self.function(stored, *self.seqlens, asked.block_bits, asked.aux_tensors, first_block)
         return Stored(stored)
 
 
@@ -105,18 +97,11 @@ class SequenceStoring:
         """Of tiles and states."""
         return _num_bytes(self.shape)
 
-    def __call__(
-        self,
-        q: Tensor,
-        aux_tensors: Any,
-        block_bits: Any,
-        first_block: int | None = None,
-        cu_seqlens: Starts = (None, None),
-    ) -> Stored:
-        """As `BitStoring`."""
+    def __call__(self, q: Tensor, asked: Asked, first_block: int | None = None) -> Stored:
+        """See `StoreBits`."""
         places = q.new_empty((self.batch, 2), dtype=torch.int32)
         stored = (*_new_stored(q, self.shape), places)
-        self.function(stored, *cu_seqlens, block_bits, aux_tensors)
+        self.function(stored, *asked.cu_seqlens, asked.block_bits, asked.aux_tensors)
         return Stored(stored)
 
 
@@ -157,25 +142,19 @@ class DocumentStoring:
         """Of tiles and states."""
         return _num_bytes(self.shape)
 
-    def __call__(
-        self,
-        q: Tensor,
-        aux_tensors: Any,
-        block_bits: Any,
-        first_block: int | None = None,
-        cu_seqlens: Starts = (None, None),
-    ) -> Stored:
-        """As `BitStoring`, and where the documents begin."""
+    def __call__(self, q: Tensor, asked: Asked, first_block: int | None = None) -> Stored:
+        """See `StoreBits`; and tells where the documents begin."""
         slots = num_slots(self.seqlen)
         num_bounds = -(-self.seqlen // BOUNDS_TILE)
         places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
-        begin = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
+        cu_seqlens = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
         spans = q.new_empty((self.entries, 1, self.seqlen, 2), dtype=torch.int32)
         bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)
         begins = q.new_empty((self.entries, slots), dtype=torch.int32)
         stored = (*_new_stored(q, self.shape), places)
-        self.function(stored, begin, spans, bounds, begins, block_bits, aux_tensors)
-        return Stored(stored, begin)
+        scratch = spans, bounds, begins
+        self.function(stored, cu_seqlens, *scratch, asked.block_bits, asked.aux_tensors)
+        return Stored(stored, cu_seqlens)
 
 
 def num_slots(seqlen: int) -> int:

@@ -20,6 +20,7 @@ from flash_mask_cute.host.compile_bwd import BwdKernels, Tails, num_row_blocks
 from flash_mask_cute.host.config import BwdChoice, BwdConfig
 from flash_mask_cute.host.launch import (
     ADDRESS_MASK,
+    Asked,
     StoreBits,
     metadata,
     restride,
@@ -182,8 +183,8 @@ class BwdKernelLaunch:
             aux_tensors, columns, bits = self._mask_arguments(masks, cu_seqlens_k)
         stored = None
         if self._store_bits is not None:
-            starts = cu_seqlens_q, cu_seqlens_k
-            stored, found = self._store_bits(q, aux_tensors, bits, None, starts)
+            asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
+            stored, found = self._store_bits(q, asked)
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             bits, aux_tensors = None, aux_tensors if self._has_aux else None

@@ -98,8 +98,13 @@ Launch: TypeAlias = Callable[
 ONE_LAUNCH: tuple[Any, ...] = (None,)
 
 
-# cu_seqlens of queries and of keys
-Starts: TypeAlias = tuple[Tensor | None, Tensor | None]
+class Asked(NamedTuple):
+    """Of a call, what answers are made from: aux_tensors and block bits as a kernel takes them, and
+    its cu_seqlens, of queries and of keys."""
+
+    aux_tensors: Any
+    block_bits: Any
+    cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class Stored(NamedTuple):
@@ -117,15 +122,8 @@ class StoreBits(Protocol):
     def launches(self) -> Sequence[Any]:
         """The first block of queries of each launch that it takes."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        aux_tensors: Any,
-        block_bits: Any,
-        first_block: int | None = None,
-        cu_seqlens: Starts = (None, None),
-    ) -> Stored:
-        """Answers for a launch. cu_seqlens: those of the call."""
+    def __call__(self, q: Tensor, asked: Asked, first_block: int | None = None) -> Stored:
+        """Answers for a launch, on q's device, which is the current one."""
 
 
 class KernelLaunch:
@@ -192,14 +190,14 @@ class KernelLaunch:
             lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
                 masks, cu_seqlens_k
             )
-        store_bits, asked = self._store_bits, (aux_tensors, bits)
+        store_bits = self._store_bits
+        asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
         if store_bits is not None:
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         for first_block in ONE_LAUNCH if store_bits is None else store_bits.launches:
             stored = None
             if store_bits is not None:
-                starts = cu_seqlens_q, cu_seqlens_k
-                stored, found = store_bits(q, *asked, first_block, starts)
+                stored, found = store_bits(q, asked, first_block)
                 if found is not None:
                     cu_seqlens_q = cu_seqlens_k = found
             self._function(

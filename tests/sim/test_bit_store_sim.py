@@ -14,6 +14,7 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
 from flash_mask_cute.core.seen import HIDDEN, VISIBLE
 from flash_mask_cute.host.bit_store import BitStoring, choose_bwd_storing, choose_storing
 from flash_mask_cute.host.bwd_launch import BwdOperands
+from flash_mask_cute.host.launch import Asked
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import (
     _bwd_kernel_launch,
@@ -118,7 +119,7 @@ def test_states_of_tiles(
     storing = choose(head_dim, **more)
     assert storing is not None
     bits = None if lists is None else tuple(block_bits(lists))
-    tiles, found = run(simulator, 1, lambda: storing(IDS, (IDS,), bits).arguments)
+    tiles, found = run(simulator, 1, lambda: storing(IDS, Asked((IDS,), bits)).arguments)
     sees, (tile_m, tile_n) = dense(states), tile
     assert found.shape == tiles.shape[:3] == (1, -(-SEQLEN // tile_m), -(-SEQLEN // tile_n))
     kinds = set()

@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_mask_cute.core.seen import HIDDEN, VISIBLE
 from flash_mask_cute.host.bit_store import DocumentStoring, choose_bwd_storing, choose_storing
 from flash_mask_cute.host.bwd_launch import BwdOperands
+from flash_mask_cute.host.launch import Asked
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
 
@@ -74,7 +75,7 @@ def test_states_of_the_tiles_of_documents(
     assert isinstance(storing, DocumentStoring) and storing.entries == entries
     simulator.OPTIONS["delay"] = 1
     simulator.RESULTS.clear()
-    (_, states, places), cu_seqlens = storing(ids, (ids,), None)
+    (_, states, places), cu_seqlens = storing(ids, Asked((ids,), None))
     (result,) = simulator.RESULTS
     assert not result["warnings"]
     starts = cu_seqlens.tolist()
