@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from flash_mask_cute.host.mask_args import ResolvedMasks
 from flash_mask_cute.host.problem import AttentionProblem, BitTiles
 from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.host.validate import FwdShapes
-from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT
+from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT, num_slots
+from flash_mask_cute.masks.key_bounds import num_key_blocks
 
 # heads that share the answers: with fewer, a second kernel is not worth its launch
 MIN_HEADS = 4
@@ -32,29 +33,36 @@ MIN_HEADS = 4
 MAX_PAIRS = 1 << 30
 # work tiles for each SM, the least that a part of a call should have: its last ones leave SMs idle
 MIN_TILES = 8
-# work tiles for each SM, the least of a call whose documents are looked for: seven small launches
-MIN_TILES_PACKED = 32
+# blocks of so many queries, over all heads and entries, for each SM: with fewer, the seven launches
+# that look for documents cost more than they gain
+QUERY_BLOCK, MIN_TILES_PACKED = 128, 32
 WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
-class BitStoring:
-    """How the answers of a call are stored.
-
-    shape: of the bit tiles, int32 (batch | 1, blocks of queries, blocks of keys, lines, words),
-    those of a launch of attention; blocks: of queries in all, for which there are as many launches
-    as it takes. function: see `compile_store`.
-    """
+class _TileStoring:
+    """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). function: see
+    `compile_store`."""
 
     shape: tuple[int, int, int, int, int]
-    blocks: int
-    seqlens: tuple[int, int]
     function: Callable[..., None]
 
     @property
     def num_bytes(self) -> int:
         """Of tiles and states."""
-        return _num_bytes(self.shape)
+        return (torch.Size(self.shape).numel() + torch.Size(self.shape[:3]).numel()) * WORD_BYTES
+
+
+@dataclass(frozen=True)
+class BitStoring(_TileStoring):
+    """How the answers of a call are stored.
+
+    shape: (batch | 1, blocks of queries, blocks of keys, ...), of the blocks of a launch of
+    attention; blocks: of queries in all, for which there are as many launches as it takes.
+    """
+
+    blocks: int
+    seqlens: tuple[int, int]
 
     @property
     def launches(self) -> range:
@@ -72,30 +80,14 @@ class BitStoring:
 
 
 @dataclass(frozen=True)
-class SequenceStoring:
+class SequenceStoring(_TileStoring):
     """How the answers of a call with packed sequences are stored.
 
-    shape: of the bit tiles, int32 (1, 1, tiles, lines, words), as many as the sequences may have.
-    function: see `compile_store`.
+    shape: (1, 1, tiles, ...), as many as the sequences may have.
     """
 
-    shape: tuple[int, int, int, int, int]
     batch: int
-    function: Callable[..., None]
     launches: ClassVar = ONE_LAUNCH
-
-    @staticmethod
-    def create(
-        tiles: BitTiles, shapes: FwdShapes, function: Callable[..., None]
-    ) -> SequenceStoring:
-        rows = shapes.total_q // tiles.tile_m + shapes.batch
-        most = rows * -(-shapes.seqlen_k // tiles.tile_n)
-        return SequenceStoring((1, 1, most, tiles.lines, tiles.words), shapes.batch, function)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of tiles and states."""
-        return _num_bytes(self.shape)
 
     def __call__(self, q: Tensor, asked: Asked, first_block: int | None = None) -> Stored:
         """See `StoreBits`."""
@@ -106,46 +98,22 @@ class SequenceStoring:
 
 
 @dataclass(frozen=True)
-class DocumentStoring:
+class DocumentStoring(_TileStoring):
     """How the answers of a call are stored by documents.
 
-    shape: of the bit tiles, int32 (1, 1, tiles, lines, words), as many as the documents of all
-    entries may have; seqlen: of each of the entries, which are the batch or serve all of it.
-    function: see `compile_store`.
+    shape: (1, 1, tiles, ...), as many as the documents of all entries may have; seqlen: of each of
+    the entries, which are the batch or serve all of it.
     """
 
-    shape: tuple[int, int, int, int, int]
     entries: int
     batch: int
     seqlen: int
-    function: Callable[..., None]
     launches: ClassVar = ONE_LAUNCH
-
-    @staticmethod
-    def create(
-        tiles: BitTiles, entries: int, shapes: FwdShapes, function: Callable[..., None]
-    ) -> DocumentStoring:
-        seqlen, tile_m, tile_n = shapes.seqlen_q, tiles.tile_m, tiles.tile_n
-        # of lengths that add up to seqlen: rounded up, the sum of their products with themselves
-        # is at most so much
-        most = (
-            -(-seqlen * seqlen // (tile_m * tile_n))
-            + -(-seqlen // tile_m)
-            + -(-seqlen // tile_n)
-            + num_slots(seqlen)
-        )
-        shape = (1, 1, entries * most, tiles.lines, tiles.words)
-        return DocumentStoring(shape, entries, shapes.batch, seqlen, function)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of tiles and states."""
-        return _num_bytes(self.shape)
 
     def __call__(self, q: Tensor, asked: Asked, first_block: int | None = None) -> Stored:
         """See `StoreBits`; and tells where the documents begin."""
         slots = num_slots(self.seqlen)
-        num_bounds = -(-self.seqlen // BOUNDS_TILE)
+        num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
         places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
         cu_seqlens = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
         spans = q.new_empty((self.entries, 1, self.seqlen, 2), dtype=torch.int32)
@@ -157,18 +125,20 @@ class DocumentStoring:
         return Stored(stored, cu_seqlens)
 
 
-def num_slots(seqlen: int) -> int:
-    """Sequences that an entry is packed as, many of which may be empty."""
-    return -(-seqlen // SLOT)
+def most_tiles(tiles: BitTiles, pairs: int, rows: int, keys: int, sequences: int) -> int:
+    """The most tiles that sequences of so many pairs, queries and keys in all may have.
+
+    Of m x n scores they are sum(ceil(q / m) * ceil(k / n)), less than
+    sum(q * k) / mn + sum(q) / m + sum(k) / n + sequences.
+    """
+    tile_m, tile_n = tiles.tile_m, tiles.tile_n
+    of_pairs = -(-pairs // (tile_m * tile_n))
+    return of_pairs + -(-rows // tile_m) + -(-keys // tile_n) + sequences
 
 
 def _new_stored(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     tiles = q.new_empty(shape, dtype=torch.int32)
     return tiles, q.new_empty(shape[:3], dtype=torch.int32)
-
-
-def _num_bytes(shape: tuple[int, ...]) -> int:
-    return (torch.Size(shape).numel() + torch.Size(shape[:3]).numel()) * WORD_BYTES
 
 
 Storing: TypeAlias = BitStoring | SequenceStoring | DocumentStoring
@@ -216,7 +186,7 @@ def choose_storing(
     A kernel that reads answers may have other tiles than one that asks. Compiles the callable where
     that is needed to know.
     """
-    if _choose_fwd(resolved, masks, target, can_pack) is None:
+    if _choose_fwd(resolved, masks, target, can_pack=False) is None:
         return resolved, None
     reading = resolved.with_choice(resolved.choose(_reading(resolved.problem)))
     storing = _choose_fwd(reading, masks, target, can_pack)
@@ -245,7 +215,7 @@ def choose_bwd_storing(
     resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
 ) -> tuple[ResolvedBwd, Storing | None]:
     """As `choose_storing`, for a backward."""
-    if _choose_bwd(resolved, masks, target, can_pack) is None:
+    if _choose_bwd(resolved, masks, target, can_pack=False) is None:
         return resolved, None
     of_attention = _reading(resolved.problem)
     reading = replace(resolved, choice=resolved.choose(of_attention.mask_kind))
@@ -314,38 +284,53 @@ def _choose(
         return None
     store = StoreProblem(tiles, problem.aux, has_bits=lists is not None)
     if problem.varlen_q:
-        if shapes.total_q * shapes.seqlen_k > MAX_PAIRS:
-            return None
-        compiled = compile_store(masks.mask_mod, replace(store, form="sequences"), target)
-        if compiled.meta["relies_on_head"]:
-            return None
-        return SequenceStoring.create(tiles, shapes, compiled.function)
+        return _choose_for_sequences(shapes, masks.mask_mod, store, target)
     if _blocks_of_launch(1, shapes, tiles, target) is None:
         return None
-    if can_pack and _may_hold_documents(problem, shapes, target):
-        store = replace(store, form="documents")
     compiled = compile_store(masks.mask_mod, store, target)
     if compiled.meta["relies_on_head"]:
         return None
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     entries = shapes.batch if compiled.meta["relies_on_batch"] or lists_differ else 1
-    of_launch = _blocks_of_launch(entries, shapes, tiles, target)
+    of_launch, blocks = (
+        _blocks_of_launch(entries, shapes, tiles, target),
+        _num_blocks(shapes, tiles),
+    )
     if of_launch is None:
         return None
-    blocks = _num_blocks(shapes, tiles)
-    if store.form == "documents":
-        if of_launch == blocks:
-            return DocumentStoring.create(tiles, entries, shapes, compiled.function)
-        compiled = compile_store(masks.mask_mod, replace(store, form="entries"), target)
-    shape = (entries, of_launch, -(-shapes.seqlen_k // tiles.tile_n), tiles.lines, tiles.words)
+    lines = tiles.lines, tiles.words
+    if can_pack and of_launch == blocks and _may_hold_documents(problem, shapes, target):
+        seqlen = shapes.seqlen_q
+        most = most_tiles(tiles, seqlen * seqlen, seqlen, seqlen, num_slots(seqlen))
+        by_documents = replace(store, form="documents", is_causal=problem.is_causal)
+        compiled = compile_store(masks.mask_mod, by_documents, target)
+        extents = entries, shapes.batch, seqlen
+        return DocumentStoring((1, 1, entries * most, *lines), compiled.function, *extents)
+    shape = (entries, of_launch, -(-shapes.seqlen_k // tiles.tile_n), *lines)
     seqlens = shapes.seqlen_q, shapes.seqlen_k
-    return BitStoring(shape, blocks, seqlens, compiled.function)
+    return BitStoring(shape, compiled.function, blocks, seqlens)
+
+
+def _choose_for_sequences(
+    shapes: FwdShapes, mask_mod: Callable[..., Any], store: StoreProblem, target: Target
+) -> SequenceStoring | None:
+    """Where queries and keys are packed."""
+    tiles, pairs = store.tiles, shapes.total_q * shapes.seqlen_k
+    most = most_tiles(tiles, pairs, shapes.total_q, shapes.total_k, shapes.batch)
+    # short sequences leave most of a tile empty
+    if pairs > MAX_PAIRS or most * tiles.tile_m * tiles.tile_n > 2 * MAX_PAIRS:
+        return None
+    compiled = compile_store(mask_mod, replace(store, form="sequences"), target)
+    if compiled.meta["relies_on_head"]:
+        return None
+    shape = (1, 1, most, tiles.lines, tiles.words)
+    return SequenceStoring(shape, compiled.function, shapes.batch)
 
 
 def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Target) -> bool:
     """Whether a call is large enough to look for documents, and has nothing that would have to be
     told where it is in them."""
-    work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // BOUNDS_TILE)
+    work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // QUERY_BLOCK)
     return (
         shapes.seqlen_q == shapes.seqlen_k > SLOT
         and problem.score_mod is None

@@ -25,13 +25,14 @@ class StoreProblem:
 
     aux: as in `AttentionProblem`. has_bits: there are block lists, which the kernel takes as bits.
     form: of what tiles are stored: of entries of one length, of packed sequences, or of documents
-    that are found first.
+    that are found first, for which it matters whether attention is_causal.
     """
 
     tiles: BitTiles
     aux: tuple[tuple[str, int], ...]
     has_bits: bool
     form: Form = "entries"
+    is_causal: bool = False
 
 
 def compile_store(
@@ -79,7 +80,7 @@ def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) 
         store = SequenceBitStore(store, are_parts=False)
         arguments += [stand_ins.int32_vector(True), stand_ins.int32_vector(True), *asked]
     else:
-        store = DocumentBitStore(store, SLOT, BOUNDS_TILE)
+        store = DocumentBitStore(store, problem.is_causal, SLOT, BOUNDS_TILE)
         scratch = (stand_ins.strided(rank) for rank in (4, 4, 2))
         arguments += [stand_ins.int32_vector(True), *scratch, *asked]
     function, meta = compile_object(store, [*arguments, stand_ins.stream()], options_of(target))

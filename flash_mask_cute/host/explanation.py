@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,9 +92,9 @@ def explain_fwd(
     """Explain a resolved call, compiling its kernel if need be. can_pack: see `compile_call`."""
     notes = []
     meta: dict[str, Any] = {}
-    storing = None
+    storing, asked = None, resolved
     if resolved.problem.dtype in _COMPILED_DTYPES:
-        asking = resolved.choice.tiles
+        asking = asked.choice.tiles
         resolved, compiled, storing = compile_call(resolved, masks, target, can_pack)
         meta = dict(compiled.meta)
         if device == "cpu" and resolved.choice.tiles != asking:
@@ -107,7 +107,8 @@ def explain_fwd(
     work_tiles = full = cut = skipped = None
     lengths = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_q, extras.seqused_k)
     columns, lists = masks.column_mask, masks.block_lists
-    if isinstance(storing, DocumentStoring):
+    packs = isinstance(storing, DocumentStoring)
+    if packs and device != "cpu":
         notes.append("tile counts are unknown: documents are found on the device")
     elif any(x is not None and x.is_cuda for x in lengths):
         notes.append("tile counts are unknown: cu_seqlens or seqused are on the device")
@@ -116,16 +117,20 @@ def explain_fwd(
     ):
         notes.append("tile counts are unknown: masks are on the device")
     else:
-        work_tiles, full, cut, skipped = _count_tiles(resolved, extras, masks)
+        counted = resolved
+        if packs:
+            notes.append("the CPU path packs no documents, so none are counted")
+            problem = replace(resolved.problem, varlen_q=False, varlen_k=False)
+            counted = replace(resolved, shapes=asked.shapes, problem=problem)
+        work_tiles, full, cut, skipped = _count_tiles(counted, extras, masks)
     told = masks.describe(resolved.choice.tiles, are_bits=storing is not None)
     if storing is not None:
         parts = len(storing.launches)
         of_part = "" if parts == 1 else f" for each of {parts} parts"
-        told += (
-            f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes{of_part} "
-            "(tiles that it hides are skipped then, and counted as cut here)"
-        )
-    if isinstance(storing, DocumentStoring):
+        told += f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes{of_part}"
+        if cut is not None:
+            told += " (tiles that it hides are skipped then, and counted as cut here)"
+    if packs:
         told += "; documents that its answers tell of are packed sequences"
     if resolved.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")

@@ -35,8 +35,8 @@ class PackedLaunch:
         packed = extras._replace(out=rows_of(out), lse=None)
         _, lse = self._launch(rows_of(q), rows_of(k), rows_of(v), packed, masks)
         if lse is not None:
-            lse = lse_by_sequences(lse, q.shape[0])
-            lse = lse if extras.lse is None else extras.lse.copy_(lse)
+            batch, given = q.shape[0], extras.lse
+            lse = lse_by_sequences(lse, batch) if given is None else _copy_lse(given, lse, batch)
         return out, lse
 
 
@@ -96,6 +96,12 @@ def lse_by_sequences(lse: Tensor, batch: int) -> Tensor:
     """A copy of what a packed forward returned, as a dense one returns it."""
     by_head = lse.unflatten(1, (batch, -1))
     return by_head.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def _copy_lse(given: Tensor, lse: Tensor, batch: int) -> Tensor:
+    """As `lse_by_sequences`, into the caller's."""
+    return given.copy_(lse.unflatten(1, (batch, -1)).transpose(0, 1))
 
 
 def lse_by_heads(lse: Tensor) -> Tensor:

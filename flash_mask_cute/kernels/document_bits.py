@@ -9,20 +9,18 @@ to know of the queries that see a key, with queries and keys exchanged, which do
 Then the tiles inside the documents are asked about (`sequence_bits.py`).
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.mods import Reliance
 from flash_mask_cute.kernels.document_split import DocumentSplit
 from flash_mask_cute.kernels.sequence_bits import SequenceBitStore
-from flash_mask_cute.masks.bit_tile import ALL, WORD, Columns
+from flash_mask_cute.masks.bit_tile import ALL, WORD
 from flash_mask_cute.masks.rules import MaskArgs, Share, StoredArgs
 from flash_mask_cute.masks.stored_bits import BitStore, Place, QueryBitStore
 
+# keys that the words of a line have bits for, and as many queries
 SPANS_TILE = 128
 
 
@@ -30,11 +28,12 @@ class DocumentBitStore:
     """Finds documents, and fills a `StoredArgs` of them; to be passed to `cute.compile`.
 
     :param store: for the tiles of the attention kernel; its `reliance` is known afterwards
+    :param is_causal: nobody sees later keys, whatever the callable says
     :param slot, bounds_tile: see `DocumentSplit`
     """
 
-    def __init__(self, store: BitStore, slot: int, bounds_tile: int):
-        self.spans = KeySpans(store.mask_mod, store.columns, store.has_aux_tensors)
+    def __init__(self, store: BitStore, is_causal: bool, slot: int, bounds_tile: int):
+        self.spans = KeySpans(store, is_causal)
         self.split = DocumentSplit(KeySpans.NUM_VECTORS, False, slot, bounds_tile)
         self.sequences = SequenceBitStore(store, are_parts=True)
 
@@ -72,7 +71,7 @@ class DocumentBitStore:
         )
 
 
-class KeySpans(QueryBitStore):
+class KeySpans:
     """Finds which keys each query sees first and last, by `mask_mod` and block lists.
 
     They are written as column intervals are that hide all but a span (`Intervals`): one past the
@@ -81,8 +80,11 @@ class KeySpans(QueryBitStore):
 
     NUM_VECTORS = 2
 
-    def __init__(self, mask_mod: Callable[..., Any], columns: Columns, has_aux_tensors: bool):
-        super().__init__(mask_mod, SPANS_TILE, SPANS_TILE, columns, has_aux_tensors)
+    def __init__(self, store: BitStore, is_causal: bool):
+        tile = SPANS_TILE, SPANS_TILE
+        self.columns = store.columns
+        self.asks = QueryBitStore(store.mask_mod, *tile, self.columns, store.has_aux_tensors)
+        self.is_causal = is_causal
 
     @cute.jit
     def __call__(self, mSpans: cute.Tensor, masks: MaskArgs, stream):
@@ -120,13 +122,13 @@ class KeySpans(QueryBitStore):
         place = Place(entry, m_block, n_block, any_head, entry, Int32(0), *seqlens)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         share = Share.create(warp_idx, SPANS_TILE // WORD, SPANS_TILE, self.columns)
-        rules = self.rules_of(masks)
-        is_listed, asks = self.judge(rules, masks, place)
+        rules = self.asks.rules_of(masks)
+        is_listed, asks = self.asks.judge(rules, place)
         if is_listed:
             words = share.fill(ALL)
             if asks:
-                words = self.words(rules, place, share)
-            query = share.line(self.work_of(place), 0)
+                words = self.asks.words(rules, place, share)
+            query = share.line(self.asks.work_of(place), 0)
             begin = n_block * SPANS_TILE
             end = cutlass.min(begin + SPANS_TILE, seqlen)
             sees_any, first, last = Boolean(False), end, begin
@@ -139,6 +141,8 @@ class KeySpans(QueryBitStore):
                 at = begin + self.columns.col_of(w, highest)
                 last = cutlass.select_(is_any, cutlass.max(last, at), last)
                 sees_any = sees_any | is_any
+            if const_expr(self.is_causal):
+                sees_any, last = sees_any & (first <= query), cutlass.min(last, query)
             if sees_any & (query < seqlen):
                 span = mSpans[entry, 0, query, None]
                 cute.arch.atomic_max(span.iterator, cutlass.min(last + 1, end))

@@ -138,14 +138,14 @@ class SequenceBitStore:
     @cute.jit
     def _owner(self, mPlaces: cute.Tensor, number: Int32, first: Int32, slots: Int32) -> Int32:
         """The last one of the sequences from first on whose tiles begin at number or before."""
-        lane = cute.arch.lane_idx()
-        passed = Int32(0)
-        for base in cutlass.range(0, slots, WARP, unroll=4):
-            slot = base + lane
-            begins = mPlaces[first + cutlass.min(slot, slots - 1), 0] <= number
-            word = Int32(cute.arch.vote_ballot_sync(begins & (slot < slots)))
-            passed += Int32(cute.arch.popc(word))
-        return passed - 1
+        found, beyond = Int32(0), slots
+        while found + 1 < beyond:
+            middle = (found + beyond) // 2
+            if mPlaces[first + middle, 0] <= number:
+                found = middle
+            else:
+                beyond = middle
+        return found
 
 
 def _length(mCuSeqlens: cute.Tensor, sequence: Int32) -> Int32:

@@ -21,6 +21,11 @@ SLOT = 512
 BOUNDS_TILE = 128
 
 
+def num_slots(seqlen: int) -> int:
+    """Sequences that an entry is packed as, many of which may be empty."""
+    return -(-seqlen // SLOT)
+
+
 class Split(NamedTuple):
     """The documents of column intervals (batch | 1, 1, seqlen, n), all int32.
 
@@ -41,7 +46,7 @@ class Split(NamedTuple):
     @staticmethod
     def empty_like(indices: Tensor, batch: int) -> Split:
         of_mask, _, seqlen, num_vectors = indices.shape
-        slots, rows = -(-seqlen // SLOT), batch * seqlen
+        slots, rows = num_slots(seqlen), batch * seqlen
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=indices.device)
@@ -78,7 +83,7 @@ def _split_by_torch(given: Tensor, causal: bool, like: Split) -> Split:
     indices = given[:, 0]
     of_mask, seqlen, num_vectors = indices.shape
     intervals = Intervals(num_vectors, causal)
-    slots, device = -(-seqlen // SLOT), indices.device
+    slots, device = num_slots(seqlen), indices.device
     values = [x.long() for x in indices.unbind(2)]
     first, last = (_full(x, values[0]) for x in intervals.seen_span(values, values, seqlen))
     smallest, largest = (list(bounds[:, 0, i::2].long().unbind(1)) for i in (0, 1))

@@ -83,13 +83,13 @@ class StoredArgs(NamedTuple):
 
     def tile(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> cute.Tensor:
         """A bit tile (words, lines)."""
-        lines = self.tiles[(*self.place(batch_idx, m_block, n_block), None, None)]
+        lines = self.tiles[(*self.index(batch_idx, m_block, n_block), None, None)]
         return cute.make_tensor(lines.iterator, cute.select(lines.layout, [1, 0]))
 
     def state(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> Int32:
-        return self.states[self.place(batch_idx, m_block, n_block)]
+        return self.states[self.index(batch_idx, m_block, n_block)]
 
-    def place(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
+    def index(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
         """Where the tile of a sequence lies."""
         if self.places is None:
             return cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1), m_block, n_block
@@ -183,8 +183,8 @@ class MaskRules:
 
     columns: where a bit tile has which column of a tile. keys_are_packed: the keys of all sequences
     lie in one tensor. skip: leave hidden blocks out and cut-free blocks unpainted; without it every
-    block of a sequence is visited and painted, to the same result. counts_offsets: sequences are
-    parts of what mask_mod and block lists know, where positions are counted from its begin.
+    block of a sequence is visited and painted, to the same result. counts_offsets: mask_mod and
+    block lists know positions in an entry, in which a sequence begins at offset_q and offset_k.
     """
 
     args: MaskArgs

@@ -4,8 +4,8 @@ Asking is what such a mask costs (docs/masks.md). Before attention runs, all til
 asked about are painted into global memory, and of each tile is noted whether something of it is
 visible, and whether something is hidden. So attention visits what is visible, whether lists said so
 or not, and its painters read bits instead of asking. A kernel that reads them knows nothing of the
-callable, so one serves all of them. `kernels/document_bits.py` does it for sequences that the
-answers themselves tell of.
+callable, so one serves all of them. `kernels/sequence_bits.py` does it for sequences that differ in
+length, `kernels/document_bits.py` for those that the answers themselves tell of.
 """
 
 from collections.abc import Callable
@@ -40,11 +40,11 @@ class Tiling(NamedTuple):
 class Place(NamedTuple):
     """The tile of a CTA, and the sequence that it is of.
 
-    batch_idx: of sequences, as `StoredArgs` has them; entry: of what the callable knows, in which
+    sequence: its number in `StoredArgs`; entry: the batch entry that the callable knows, in which
     the sequence begins at offset. any_head: 0, but a number that the compiler does not know.
     """
 
-    batch_idx: Int32
+    sequence: Int32
     m_block: Int32
     n_block: Int32
     any_head: Int32
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
     @property
     def tile(self) -> tuple[Int32, Int32, Int32]:
-        return self.batch_idx, self.m_block, self.n_block
+        return self.sequence, self.m_block, self.n_block
 
     def work(self, block: Int32) -> Work:
         """The tile as one of a walk."""
@@ -162,8 +162,11 @@ class BitStore:
         share = Share.create(warp_idx, num_warps, lines, self.columns)
         sSeen = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(num_warps))
 
+        self.reliance = find_reliance(
+            self.mask_mod, place.entry, place.any_head, *place.tile[1:], masks.aux_tensors
+        )
         rules = self.rules_of(masks)
-        is_listed, asks = self.judge(rules, masks, place)
+        is_listed, asks = self.judge(rules, place)
         seen = cutlass.select_(is_listed, Int32(VISIBLE), Int32(HIDDEN))
         if is_listed & asks:
             words = self.words(rules, place, share)
@@ -177,22 +180,15 @@ class BitStore:
         if warp_idx == 0:
             for i in cutlass.range_constexpr(num_warps):
                 seen = seen | sSeen[i]
-            stored.states[stored.place(*place.tile)] = seen
+            stored.states[stored.index(*place.tile)] = seen
 
-    def judge(self, rules: MaskRules, masks: MaskArgs, place: Place) -> tuple[Boolean, Boolean]:
-        """As `MaskRules.judge_listed`; and finds out what the callable uses."""
-        self.reliance = find_reliance(
-            self.mask_mod,
-            place.entry,
-            place.any_head,
-            place.m_block,
-            place.n_block,
-            masks.aux_tensors,
-        )
+    def judge(self, rules: MaskRules, place: Place) -> tuple[Boolean, Boolean]:
+        """See `MaskRules.judge_listed`."""
         work = self.work_of(place)
         return rules.judge_listed(work, place.any_head, place.m_block, place.n_block)
 
     def rules_of(self, masks: MaskArgs) -> MaskRules:
+        # lengths are those of a `Place`, whose offset is 0 where a sequence is an entry
         none = Int32(0)
         lengths = Lengths(None, None, None, None, none, none)
         return replace(self.walks_of(masks, lengths), counts_offsets=True)

@@ -241,7 +241,8 @@ class FlashAttentionBackwardSm90:
         tile_counter, column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block
         lists are always given as bits. aux_grads: fp32 tensors of the shapes of the aux tensors
         that wants_aux numbers, to which their gradients are added. stored_bits: `tiles` and
-        `states` of stored answers, in place of a mask_mod and block_bits (`masks/rules.py`).
+        `states` of stored answers, with mCuSeqlensQ `places`, too, in place of a mask_mod and
+        block_bits (`masks/rules.py`).
         """
         check_given("mTurns", mTurns, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))

@@ -60,7 +60,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "host.compile": ("host", "sm90", "sm100", "masks.intervals"),
     "host.compile_bwd": ("host", "sm90", "kernels", "core.row_blocks", "masks.intervals"),
-    "host.bit_store": ("host", "masks.documents"),
+    "host.bit_store": ("host", "masks.documents", "masks.key_bounds"),
     "host.compile_store": ("host", "sm90", "kernels", "masks.documents", "masks.stored_bits"),
     "host.launch": ("host", "cpu_path"),
     "host.bwd_launch": ("host", "cpu_backward"),

@@ -234,10 +234,9 @@ def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("varlen", mask_mod="documents", **lengths)
     call, storing = choose(case)
     assert isinstance(storing, SequenceStoring) and call.problem.reads_bits
-    # 377 // 128 + 3 rows of tiles, of as many as the longest sequence has keys for; max_seqlen_k
-    # is not given
-    columns = -(-call.shapes.seqlen_k // 128)
-    assert storing.shape == (1, 1, 5 * columns, 128, 4) and storing.batch == 3
+    # of the pairs, the queries, the keys and the sequences
+    most = -(-377 * call.shapes.seqlen_k // 128**2) + 3 + 3 + 3
+    assert storing.shape == (1, 1, most, 128, 4) and storing.batch == 3
     calls: list[tuple[Any, ...]] = []
     told = replace(storing, function=lambda *args: calls.append(args))
     inputs = make_inputs(case)
@@ -254,10 +253,16 @@ def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main.calls[0][6] is starts_q and main.calls[0][7] is starts_k
 
     rows, keys = call.shapes.total_q, call.shapes.seqlen_k
-    for most, fits in ((rows * keys, True), (rows * keys - 1, False)):
+    for most, fits in ((4 * rows * keys, True), (rows * keys - 1, False)):
         monkeypatch.setattr(bit_store, "MAX_PAIRS", most)
         assert (choose(case)[1] is not None) == fits
         assert (choose_bwd(case)[1] is not None) == fits
+    # sequences so short that most of each tile is empty
+    lengths = {"lengths_q": (9,) * 40, "lengths_k": (9,) * 40, "heads_q": 4, "heads_kv": 4}
+    short = Case("short", mask_mod="documents", **lengths)
+    for most, fits in ((360 * 360, False), (360 * 360 * 10, True)):
+        monkeypatch.setattr(bit_store, "MAX_PAIRS", most)
+        assert (choose(short)[1] is not None) == fits
     monkeypatch.undo()
     wide = replace(case, head_dim=256, head_dim_v=256)
     assert choose_bwd(wide)[0].choice.tiles.cta_pair and choose_bwd(wide)[1] is None

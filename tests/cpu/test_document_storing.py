@@ -12,12 +12,19 @@ from torch import Tensor
 
 from flash_mask_cute import explain, interface
 from flash_mask_cute.host import bit_store
-from flash_mask_cute.host.bit_store import BitStoring, DocumentStoring, choose_storing
+from flash_mask_cute.host.bit_store import (
+    BitStoring,
+    DocumentStoring,
+    choose_storing,
+    most_tiles,
+)
 from flash_mask_cute.host.bwd_launch import BwdExtras, BwdKernelLaunch, BwdOperands
 from flash_mask_cute.host.launch import Extras, KernelLaunch
 from flash_mask_cute.host.packed_launch import PackedBwdLaunch, PackedLaunch, rows_follow
+from flash_mask_cute.host.problem import BitTiles
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _resolve, bundle
+from flash_mask_cute.masks.documents import num_slots
 
 TARGET = Target.default()
 DOCUMENTS = Case("documents", 2, 700, 700, 4, 2, mask_mod="documents")
@@ -52,11 +59,10 @@ def test_there_is_room_for_the_tiles_of_any_documents(tile: tuple[int, int]) -> 
     tile_m, tile_n = tile
     generator = torch.Generator().manual_seed(5)
     for seqlen in (513, 1024, 1300, 4096):
-        shapes = interface.FwdShapes(1, seqlen, seqlen, seqlen, seqlen, 4, 4, 128, 128)
-        tiles = bit_store.BitTiles.of_queries(*tile)
-        most = DocumentStoring.create(tiles, 1, shapes, print).shape[2]
+        slots = num_slots(seqlen)
+        tiles = BitTiles.of_queries(*tile)
+        most = most_tiles(tiles, seqlen * seqlen, seqlen, seqlen, slots)
         for _ in range(200):
-            slots = bit_store.num_slots(seqlen)
             cuts = torch.randint(0, seqlen + 1, (slots - 1,), generator=generator)
             starts = torch.tensor([0, *cuts.sort().values.tolist(), seqlen])
             lengths = starts.diff()
@@ -197,7 +203,7 @@ def test_launches_of_a_call_and_of_its_backward() -> None:
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
     told = explain(q, k, v, **keywords)
     assert "documents that its answers tell of are packed sequences" in told.masks
-    assert "documents are found on the device" in told.note and told.work_tiles is None
+    assert "the CPU path packs no documents" in told.note and told.work_tiles == 2 * 4 * 6
     assert "packed" not in explain(apart, k, v, **keywords).masks
 
 

@@ -48,8 +48,12 @@ def same_for_all(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return aux[0][0, q[0]] == aux[0][0, k[0]]
 
 
-def storing_of(direction: str, head_dim: int, mod: Any, ids: Tensor) -> Any:
-    keywords = {"mask_mod": mod, "aux_tensors": [ids]}
+def until_the_end(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return q[0] < aux[0][k[0]]
+
+
+def storing_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: Any) -> Any:
+    keywords = {"mask_mod": mod, "aux_tensors": [aux], **more}
     q = torch.zeros(BATCH, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     if direction == "forward":
         extras, masks, settings = bundle(keywords)
@@ -102,6 +106,17 @@ def test_states_of_the_tiles_of_documents(
                 used.add((of_mask, number))
     # as many as there are, so no two have the same place
     assert len(used) == len({number for _, number in used}) <= storing.shape[2]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_causal_masking_hides_later_keys(simulator: ModuleType, causal: bool) -> None:
+    """What a callable says of them does not join documents that it separates otherwise."""
+    lengths = torch.tensor(LENGTHS[1])
+    ends = torch.repeat_interleave(lengths.cumsum(0), lengths).int()
+    storing = storing_of("forward", 64, until_the_end, ends, causal=causal)
+    _, cu_seqlens = storing(ends, Asked((ends,), None))
+    begins = {0, LENGTHS[1][0]} if causal else {0}
+    assert {x % SEQLEN for x in cu_seqlens.tolist()} == begins
 
 
 @pytest.mark.parametrize("position", range(len(DOCUMENT_CASES)))
