@@ -191,8 +191,8 @@ class KernelLaunch:
                 masks, cu_seqlens_k
             )
         store_bits = self._store_bits
-        asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
         if store_bits is not None:
+            asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         for first_block in ONE_LAUNCH if store_bits is None else store_bits.launches:
             stored = None

@@ -124,6 +124,8 @@ class KeySpans:
         share = Share.create(warp_idx, SPANS_TILE // WORD, SPANS_TILE, self.columns)
         rules = self.asks.rules_of(masks)
         is_listed, asks = self.asks.judge(rules, place)
+        if const_expr(self.is_causal):
+            is_listed = is_listed & (n_block <= m_block)
         if is_listed:
             words = share.fill(ALL)
             if asks:
