@@ -56,6 +56,7 @@ from flash_mask_cute.host.packed_launch import (
     rows_of,
 )
 from flash_mask_cute.host.problem import AttentionProblem, dtype_name, fold_window
+from flash_mask_cute.host.score_traits import computes_functions
 from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.host.validate import (
     FwdShapes,
@@ -348,7 +349,9 @@ def _resolve(
         learnable_sink=extras.learnable_sink,
         needs_lse=settings.return_lse or extras.lse is not None,
     )
-    is_causal = problem.is_causal
+    score_mod, is_causal = resolved_masks.score_mod, problem.is_causal
+    if score_mod is not None:
+        problem = replace(problem, score_functions=computes_functions(score_mod, problem))
     window = None
     if window_left is not None and (is_causal or window_right is not None):
         window = window_left + (window_right or 0) + 1

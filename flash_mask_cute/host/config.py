@@ -233,6 +233,7 @@ def _choose_tiles(
         and shapes.seqlen_k >= row.min_seqlen_k
         and (row.max_window is None or (window is not None and window <= row.max_window))
         and not (row.cta_pair and override is not None and override.cta_pair is False)
+        and (not row.for_functions or problem.bends_causal_scores)
         and (not row.for_lists or _takes_lists(row, problem, block_size))
     )
     return _fit(family, row, problem.head_dim, problem.head_dim_v, override)
@@ -288,6 +289,8 @@ def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal
         conditions += f", seqlen_k >= {row.min_seqlen_k}"
     if row.max_window is not None:
         conditions += f", window <= {row.max_window}"
+    if row.for_functions:
+        conditions += ", functions of scores, causal"
     if row.for_lists:
         conditions += f", blocks of a multiple of {row.tile_m} x {row.tile_n}"
     changed = _changed(asdict(_of_row(row)), asdict(tiles), given)

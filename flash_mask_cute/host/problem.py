@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -72,8 +72,10 @@ class AttentionProblem:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
     tensor. wants_aux: numbers of those whose gradients a backward sums. has_lists: block lists are
     given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
-    whose states are given as bits. reads_bits: what a mask_mod and block lists say was stored
-    (`bit_store.py`), and neither is here. deterministic: only backwards differ by it.
+    whose states are given as bits. score_functions: score_mod computes functions of scores
+    (`score_traits.py`), which tiles of the forward depend on. reads_bits: what a mask_mod and block
+    lists say was stored (`bit_store.py`), and neither is here. deterministic: only backwards differ
+    by it.
 
     The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
     as bits only.
@@ -97,6 +99,7 @@ class AttentionProblem:
     score_mod: str | None = None
     mask_mod: str | None = None
     score_mod_bwd: str | None = None
+    score_functions: bool = False
     aux: tuple[tuple[str, int], ...] = ()
     wants_aux: tuple[int, ...] = ()
     has_lists: bool = False
@@ -133,6 +136,13 @@ class AttentionProblem:
         if masks or any(varying):
             return "other"
         return "causal" if self.is_causal else "full"
+
+    @property
+    def bends_causal_scores(self) -> bool:
+        """Whether a soft cap or a score_mod computes functions of scores, and causal masking is all
+        that hides any."""
+        masks = replace(self, score_mod=None).mask_kind
+        return (self.has_softcap or self.score_functions) and masks == "causal"
 
     @staticmethod
     def of(

@@ -18,6 +18,7 @@ class FwdRow(NamedTuple):
     for_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
     then reads the lists as they are, and no block is cut but by its own mask. Not where a mask_mod
     has answered before: its bits are of tiles of any size.
+    for_functions: only where functions are computed of scores that causal masking alone hides.
     """
 
     max_dim: int
@@ -34,6 +35,7 @@ class FwdRow(NamedTuple):
     min_seqlen_q: int = 0
     cta_pair: bool = False
     for_lists: bool = False
+    for_functions: bool = False
 
 
 class BwdRow(NamedTuple):
@@ -97,6 +99,12 @@ SM90_FWD = (
         "as above; in long walks what its tiles waste along the diagonal weighs little",
         masks=("causal", "score_mod"),
         min_seqlen_k=32768,
+    ),
+    FwdRow(
+        *(128, 128, 192, 80, 3, 1, False),
+        "three warpgroups hide the latency of a soft cap's functions",
+        min_seqlen_k=8192,
+        for_functions=True,
     ),
     FwdRow(
         *(128, 128, 128, 128, 2, 2, False),

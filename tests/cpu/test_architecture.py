@@ -75,6 +75,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "host.compile_scan": ("host", "kernels"),
     "host.host_mods": ("host", "core.mods", "core.derivative"),
+    "host.score_traits": ("host", "core.mods"),
     "host.compile_bounds": ("host", "kernels"),
     "host.compile_documents": ("host", "kernels", "masks.documents"),
     "plotting": ("masks.column_mask", "block_sparsity", "host.host_mods", "host.validate"),
@@ -139,6 +140,7 @@ LAZY = (
     "host.cache",
     "host.callable_key",
     "host.host_mods",
+    "host.score_traits",
     BAND,
 )
 # Modules that work on ints of either world.

@@ -30,6 +30,7 @@ def choose(
     unpackable: str | None = None,
     mask_mod: str | None = None,
     score_mod: str | None = None,
+    **fields: Any,
 ) -> FwdChoice:
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     problem = AttentionProblem(
@@ -42,6 +43,7 @@ def choose(
         has_lists=block_size is not None,
         mask_mod=mask_mod,
         score_mod=score_mod,
+        **fields,
     )
     shapes = FwdShapes(
         1, seqlen_q, seqlen_k, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
@@ -163,6 +165,7 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         row.max_dim_v,
         seqlen_k=row.min_seqlen_k or 500,
         is_causal="full" not in row.masks,
+        has_softcap=row.for_functions,
         window=row.max_window,
         block_size=(row.tile_m, row.tile_n) if row.for_lists else None,
         **{kind: "key" for kind in ("mask_mod", "score_mod") if kind in row.masks},
@@ -182,11 +185,30 @@ def test_rows_are_reachable() -> None:
             and (not before.masks or (row.masks and set(row.masks) <= set(before.masks)))
             and before.max_window is None
             and not before.for_lists
+            and not before.for_functions
             and before.min_seqlen_k <= row.min_seqlen_k
             for before in SM90_FWD[:position]
         )
         assert not covered, row
     assert (SM90_FWD[-1].max_dim, SM90_FWD[-1].max_dim_v) == (256, 256)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tile_m"),
+    [
+        ({"has_softcap": True}, 192),
+        ({"score_mod": "key", "score_functions": True}, 192),
+        ({"score_mod": "key"}, 128),
+        ({"has_softcap": True, "window": 4096}, 128),
+        ({"has_softcap": True, "varlen_q": True, "varlen_k": True}, 128),
+        ({"has_softcap": True, "mask_mod": "key"}, 128),
+        ({"has_softcap": True, "seqlen_k": 4096}, 128),
+    ],
+)
+def test_functions_of_causal_scores(fields: dict[str, Any], tile_m: int) -> None:
+    choice = choose(**{"seqlen_k": 8192, "is_causal": True, **fields})
+    assert choice.tiles.tile_m == tile_m
+    assert ("functions of scores" in choice.reason) is (tile_m == 192)
 
 
 def test_a_row_that_does_not_fit_is_made_smaller_and_says_so() -> None:

@@ -1,0 +1,83 @@
+"""Whether a score_mod computes functions of scores, by tracing it; no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import cutlass.cute as cute
+import pytest
+import torch
+
+from flash_mask_cute import explain
+from flash_mask_cute.host import score_traits
+from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.host.score_traits import computes_functions
+
+PROBLEM = AttentionProblem("bfloat16", 128, 128, is_causal=True)
+
+
+def _capped(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score * 0.05, fastmath=True) * 20.0
+
+
+def _biased(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[0][h[0], k[0]]
+
+
+def _bias_is_capped(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + cute.math.tanh(aux[0][h[0], k[0]] + 0.0 * score, fastmath=True)
+
+
+def _function_of_the_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + cute.math.tanh(aux[0][h[0], k[0]], fastmath=True)
+
+
+def _untraceable(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize(
+    ("mod", "expected"),
+    [
+        (_capped, True),
+        (_biased, False),
+        (_bias_is_capped, True),
+        (_function_of_the_bias, False),
+        (_untraceable, False),
+    ],
+)
+def test_what_is_computed_of_a_score(mod: Any, expected: bool) -> None:
+    problem = replace(PROBLEM, score_mod=callable_key(mod), aux=(("float32", 2),))
+    assert computes_functions(mod, problem) is expected
+
+
+def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def trace(mod: Any, problem: AttentionProblem) -> bool:
+        asked.append(mod)
+        return True
+
+    monkeypatch.setattr(score_traits, "_known", {})
+    monkeypatch.setattr(score_traits, "_trace", trace)
+    for name in ("float32", "float32", "bfloat16"):
+        problem = replace(PROBLEM, score_mod=callable_key(_biased), aux=((name, 2),))
+        assert computes_functions(_biased, problem)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tiles"),
+    [
+        ({"score_mod": _capped}, (192, 80)),
+        ({"softcap": 20.0}, (192, 80)),
+        ({"score_mod": _biased, "aux_tensors": [torch.zeros(2, 8192)]}, (128, 128)),
+    ],
+    ids=["capped", "softcap", "biased"],
+)
+def test_tiles_of_a_call(arguments: dict[str, Any], tiles: tuple[int, int]) -> None:
+    q = torch.zeros(1, 8192, 2, 128, dtype=torch.bfloat16)
+    found = explain(q, q, q, causal=True, **arguments)
+    assert (found.tiles.tile_m, found.tiles.tile_n) == tiles
