@@ -233,7 +233,7 @@ def _choose_tiles(
         and shapes.seqlen_k >= row.min_seqlen_k
         and (row.max_window is None or (window is not None and window <= row.max_window))
         and not (row.cta_pair and override is not None and override.cta_pair is False)
-        and (not row.for_functions or problem.bends_causal_scores)
+        and (not row.for_functions or problem.functions_under_causal)
         and (not row.for_lists or _takes_lists(row, problem, block_size))
     )
     return _fit(family, row, problem.head_dim, problem.head_dim_v, override)

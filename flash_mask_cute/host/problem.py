@@ -138,7 +138,7 @@ class AttentionProblem:
         return "causal" if self.is_causal else "full"
 
     @property
-    def bends_causal_scores(self) -> bool:
+    def functions_under_causal(self) -> bool:
         """Whether a soft cap or a score_mod computes functions of scores, and causal masking is all
         that hides any."""
         masks = replace(self, score_mod=None).mask_kind
