@@ -292,10 +292,8 @@ def _choose(
         return None
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     entries = shapes.batch if compiled.meta["relies_on_batch"] or lists_differ else 1
-    of_launch, blocks = (
-        _blocks_of_launch(entries, shapes, tiles, target),
-        _num_blocks(shapes, tiles),
-    )
+    blocks = _num_blocks(shapes, tiles)
+    of_launch = _blocks_of_launch(entries, shapes, tiles, target)
     if of_launch is None:
         return None
     lines = tiles.lines, tiles.words

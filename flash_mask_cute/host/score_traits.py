@@ -31,7 +31,7 @@ def _trace(score_mod: Callable[..., Any], problem: AttentionProblem) -> bool:
 
     from flash_mask_cute.core.mods import ScoreModTraits
 
-    found = [False]
+    found: list[bool] = []
 
     @cute.jit
     def ask(aux_tensors: Any) -> None:
@@ -41,4 +41,4 @@ def _trace(score_mod: Callable[..., Any], problem: AttentionProblem) -> bool:
         cute.compile(ask, stand_ins.aux_tensors(problem), no_jit_engine=True)
     except Exception:
         return False
-    return found[-1]
+    return any(found)
