@@ -132,6 +132,12 @@ MASK_MODS = {
 T5_REACH = 16
 
 
+def _cap(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    from cutlass.cute.math import tanh  # type: ignore[attr-defined]
+
+    return 15.0 * tanh(score * (1.0 / 15.0), fastmath=True)
+
+
 def _alibi(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     from cutlass import Float32
     from cutlass.cute.math import absi, exp2  # type: ignore[attr-defined]
@@ -186,6 +192,11 @@ SCORE_MODS = {
         lambda score, b, h, q, k, aux: score * 1.1,
     ),
 }
+# in no table: what a test of functions, and of factors that the softmax takes over, adds
+CAP = ScoreRecipe(
+    _cap,
+    lambda score, b, h, q, k, aux: 15.0 * (score / 15.0).tanh(),
+)
 LARGEST_STRETCH = 1.1
 """By which a score_mod of this table may multiply a difference of scores."""
 

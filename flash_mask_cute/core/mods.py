@@ -1,14 +1,17 @@
-"""How user callables are called: one score at a time, every argument a one-element vector.
+"""How user callables are called.
 
 `score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)` returns a score,
 `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors)` whether it counts. Both see `cute.TensorSSA`
 values: Float32 the score, Int32 the indices, which are positions inside the sequence and the query
 head. The convention is that of FlexAttention in flash-attn-4; a callable that reads `q_idx[0]` to
-index an aux tensor and one that only computes both work. One-element vectors lose nothing on
-Hopper, which has no packed fp32 or integer arithmetic.
+index an aux tensor and one that only computes both work.
+
+Vectors have one element. Where packed fp32 arithmetic makes it worth while, a score_mod that takes
+scores and keys element by element has a row's scores at once (`ScoreModTraits`); masks are
+integers, for which there is none.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,9 +19,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import scf, vector
+from cutlass._mlir.dialects import vector
 from cutlass.base_dsl.common import DSLRuntimeError
 
+from flash_mask_cute.core import mod_text
 from flash_mask_cute.core.work_ring import Work
 
 _NEGATES = "negates a vector by `not` or `~`: write the opposite, or (...) == False"
@@ -33,15 +37,25 @@ _RESULTS = {
     "mask_mod": "whether the score counts",
     "score_mod_bwd": "the gradient by the score",
 }
-# What the pipe of the exponentials computes in an instruction, by `_fast_function`.
-_FUNCTIONS = {"cos", "ex2", "exp", "exp2", "lg2", "log", "log2", "rcp", "rsqrt", "sin", "tanh"}
 
 
-def _vector(value: Any, dtype: type[cutlass.Numeric]) -> cute.TensorSSA:
-    ssa = cute.full((1,), dtype(value), dtype)
-    # A vector keeps what its first `[0]` computed, which must not lie inside a branch of the mod.
-    _ = ssa[0]
+def _vector(value: Any, dtype: type[cutlass.Numeric], width: int = 1) -> cute.TensorSSA:
+    """A number, repeated."""
+    ssa = cute.full((width,), dtype(value), dtype)
+    _keep_first(ssa)
     return ssa
+
+
+def _keep_first(ssa: cute.TensorSSA) -> None:
+    """A vector keeps what its first `[0]` computed, which must not lie inside a branch of a mod."""
+    _ = ssa[0]
+
+
+def _vector_of(numbers: Sequence[cutlass.Numeric]) -> cute.TensorSSA:
+    dtype, width = type(numbers[0]), len(numbers)
+    ir_type = ir.VectorType.get([width], dtype.mlir_type)
+    elements = vector.from_elements(ir_type, [x.ir_value() for x in numbers])
+    return cute.TensorSSA(elements, (width,), dtype)
 
 
 def call_score_mod(
@@ -59,9 +73,23 @@ def call_score_mod(
     kind: what the callable is, one of _RESULTS.
     """
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    return _modified(score_mod, _vector(score, Float32), indices, aux_tensors, kind)[0]
+
+
+def _modified(
+    score_mod: Callable[..., Any],
+    score: cute.TensorSSA,
+    indices: list[cute.TensorSSA],
+    aux_tensors: Any,
+    kind: str = "score_mod",
+) -> list[Float32]:
+    """What `call_score_mod` returns, of each element of vectors."""
     with _tracing(score_mod, aux_tensors):
-        result = score_mod(_vector(score, Float32), *indices, aux_tensors)
-    number = _scalar(kind, result)
+        result = score_mod(score, *indices, aux_tensors)
+    return [_checked(kind, x) for x in _elements(kind, result, cute.size(score.shape))]
+
+
+def _checked(kind: str, number: Any) -> Float32:
     if _is_condition(number):
         # as a number it would be 0 or 1
         hides = "to hide scores, pass the condition as mask_mod; " if kind == "score_mod" else ""
@@ -122,19 +150,26 @@ def modify_row(
     k_idx_of: Callable[[int], Int32],
     aux_tensors: Any,
     factor: float = 1.0,
+    by_rows: bool = False,
 ) -> None:
     """Let a score_mod have row r of scores (rows, cols), which `scale` makes of what is there.
 
-    k_idx_of: the key of a column, in the sequence. factor: what the caller multiplies by later
-    (`ScoreModTraits`).
+    k_idx_of: the key of a column, in the sequence. factor: what the caller multiplies by later;
+    by_rows: all columns at once (both `ScoreModTraits`).
     """
-    for c in range(cute.size(scores, mode=[1])):
-        score = scores[r, c] * scale
-        modified = call_score_mod(
-            score_mod, score, place.batch_idx, place.head_idx, place.q_idx, k_idx_of(c), aux_tensors
-        )
-        scores[r, c] = modified if factor == 1.0 else _divided(modified, factor)
-        _join_factors(score, scale)
+    num_cols = cute.size(scores, mode=[1])
+    width = num_cols if by_rows else 1
+    for first in range(0, num_cols, width):
+        cols = range(first, first + width)
+        score = _vector_of([scores[r, c] for c in cols]) * scale
+        indices = [_vector(i, Int32, width) for i in place]
+        keys = _vector_of([Int32(k_idx_of(c)) for c in cols])
+        if not by_rows:
+            _keep_first(score), _keep_first(keys)
+        modified = _modified(score_mod, score, [*indices, keys], aux_tensors)
+        for c, number in zip(cols, modified, strict=True):
+            scores[r, c] = number if factor == 1.0 else mod_text.divided(number, factor)
+        mod_text.join_factors(score, scale)
 
 
 def call_mask_mod(
@@ -149,7 +184,7 @@ def call_mask_mod(
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
     with _tracing(mask_mod, aux_tensors):
         result = mask_mod(*indices, aux_tensors)
-    return Boolean(_scalar("mask_mod", result))
+    return Boolean(_elements("mask_mod", result, 1)[0])
 
 
 class Reliance(NamedTuple):
@@ -175,25 +210,16 @@ def find_reliance(
     """
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
     # what there is of an argument before the call is all that the callable can get hold of
-    watched = [_made_of(vector.ir_value()) for vector in indices[:2]]
-    before = [_count_uses(values) for values in watched]
+    watched = [mod_text.made_of(vector.ir_value()) for vector in indices[:2]]
+    before = [mod_text.count_uses(values) for values in watched]
     with _tracing(mask_mod, aux_tensors):
         mask_mod(*indices, aux_tensors)
-    after = (_count_uses(values) for values in watched)
+    after = (mod_text.count_uses(values) for values in watched)
     return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
 
 
-def _made_of(value: Any) -> list[Any]:
-    """A value and all that is made of it, in the text so far."""
-    results = [result for use in value.uses for result in use.owner.operation.results]
-    return [value, *(found for result in results for found in _made_of(result))]
-
-
-def _count_uses(values: list[Any]) -> int:
-    return sum(1 for value in values for _ in value.uses)
-
-
-def _scalar(kind: str, result: Any) -> Any:
+def _elements(kind: str, result: Any, width: int) -> list[Any]:
+    """What a callable returned for `width` pairs of a query and a key, as so many numbers."""
     if result is None:
         raise TypeError(f"{kind} returned None: it must return {_RESULTS[kind]}")
     if isinstance(result, cutlass.Vector) and not isinstance(result, cute.TensorSSA):
@@ -206,10 +232,12 @@ def _scalar(kind: str, result: Any) -> Any:
                 f"{kind} must return one value that the compiler knows, got "
                 f"{result!r}, a {found.__module__}.{found.__qualname__}"
             )
-        return result
-    if cute.size(result.shape) != 1:
+        return [result] * width
+    if cute.size(result.shape) == 1:
+        return [result[0]] * width
+    if result.shape != (width,):
         raise TypeError(f"{kind} must return one value, got a vector of shape {result.shape}")
-    return result[0]
+    return [result[i] for i in range(width)]
 
 
 def _is_condition(number: Any) -> bool:
@@ -270,129 +298,45 @@ def _refuse_truth_value(vector: cute.TensorSSA) -> NoReturn:
     )
 
 
-# -- the text that a score_mod leaves ------------------------------------------------------------
-
-
 class ScoreModTraits(NamedTuple):
     """What a kernel wants to know of a score_mod beforehand.
 
     computes_functions: it applies fast tanh, exp2 or the like to a score. factor: the number by
-    which it multiplies last, which the softmax may do as well; 1 if there is none.
+    which it multiplies last, which the softmax may do as well; 1 if there is none. takes_rows: it
+    makes of vectors of scores and keys what it makes of each element.
     """
 
-    computes_functions: bool
-    factor: float
+    computes_functions: bool = False
+    factor: float = 1.0
+    takes_rows: bool = False
 
     @staticmethod
     def of(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
-        """Called while a kernel is traced: traces the callable once more, and takes that out."""
-        probe = scf.IfOp(Boolean(False).ir_value())
-        with ir.InsertionPoint(probe.then_block):
+        """Called while a kernel is traced: traces the callable twice more, and takes that out."""
+        with mod_text.draft():
             score = cute.full((1,), Float32(0.0), Float32)[0]
             places = (Int32(0) for _ in range(4))
             modified = call_score_mod(score_mod, score, *places, aux_tensors)
-            factor, _ = _last_factor(modified)
-            traits = ScoreModTraits(_reaches_function(score.ir_value()), factor)
-            scf.YieldOp([])
-        probe.operation.erase()
-        return traits
+            computes_functions = mod_text.reaches_function(score.ir_value())
+            factor = mod_text.last_factor(modified)
+        with mod_text.draft():
+            return ScoreModTraits(computes_functions, factor, _takes_rows(score_mod, aux_tensors))
 
 
-def _reaches_function(origin: ir.Value) -> bool:
-    """Whether one of _FUNCTIONS is computed of a value, by way of any others."""
-    seen: set[int] = set()
-    pending = [origin]
-    while pending:
-        for use in pending.pop().uses:
-            user = use.owner.operation
-            if _fast_function(user) in _FUNCTIONS:
-                return True
-            results = user.results if user.name != "scf.yield" else user.parent.operation.results
-            # `==` of the DSL's values would trace a comparison
-            fresh = [x for x in results if ir.Value.__hash__(x) not in seen]
-            seen.update(ir.Value.__hash__(x) for x in fresh)
-            pending.extend(fresh)
-    return False
+def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:
+    """See `ScoreModTraits`. Such a callable reads no element of scores and keys, as it would to
+    load from an aux tensor for each key; `h_idx[0]` and `q_idx[0]`, the same for a row, it may.
 
-
-def _fast_function(operation: ir.Operation) -> str:
-    """The function that an operation computes by a fast instruction, as far as one can tell.
-
-    By a slow one, it is so much arithmetic besides that the pipe of the exponentials has time.
+    One that fails with rows has single elements.
     """
-    attributes = operation.attributes
-    for name in ("intrin", "asm_string"):
-        if name in attributes:
-            return ir.StringAttr(attributes[name]).value.removeprefix("llvm.nvvm.").split(".")[0]
-    dialect, name = operation.name.split(".")[:2]
-    is_fast = "fastmath" in attributes and "<fast>" in str(attributes["fastmath"])
-    return name if is_fast or dialect != "math" else ""
-
-
-def _join_factors(score: Float32, scale: Float32) -> None:
-    """Where a mod has multiplied the score by a number, and done nothing else with it, let the
-    number join `scale`, of which the score is a multiple: one product instead of two.
-
-    That rounds once instead of twice. Numbers with which the factor might leave fp32 stay.
-    """
-    product = score.ir_value().owner.operation
-    vectors = [use.owner.operation for use in product.results[0].uses]
-    users = [use.owner.operation for vector in vectors for use in vector.results[0].uses]
-    users = [user for user in users if user.name != "vector.extract" or _is_used(user)]
-    if len(users) != 1 or users[0].name != "arith.mulf":
-        return
-    numbers = [x for x in map(_number, users[0].operands) if x is not None]
-    if len(numbers) == 1 and _is_moderate(abs(numbers[0])):
-        with ir.InsertionPoint(product):
-            product.operands[1] = (scale * numbers[0]).ir_value()
-        users[0].results[0].replace_all_uses_with(vectors[0].results[0])
-
-
-def _is_moderate(factor: float) -> bool:
-    return 2.0**-60 < factor < 2.0**60
-
-
-def _last_factor(value: Float32) -> tuple[float, ir.Value]:
-    """The positive number by which a mod has multiplied last, and what it has multiplied; 1 and the
-    value itself if there is none."""
-    result = value.ir_value()
-    product = _maker(result)
-    if product is not None and product.name == "vector.extract":
-        product = _maker(product.operands[0])
-    if product is not None and product.name == "arith.mulf":
-        for number, other in zip(product.operands, list(product.operands)[::-1], strict=True):
-            factor = _number(number)
-            if factor is not None and _is_moderate(factor):
-                return factor, other
-    return 1.0, result
-
-
-def _divided(value: Float32, factor: float) -> Float32:
-    """value / factor, which is there already if the last product is by this factor."""
-    found, other = _last_factor(value)
-    if found != factor:
-        return value * (1.0 / factor)
-    if isinstance(other.type, ir.VectorType):
-        other = vector.extract(other, [], [0] * other.type.rank)
-    return Float32(other)
-
-
-def _is_used(operation: ir.Operation) -> bool:
-    return any(True for _ in operation.results[0].uses)
-
-
-def _number(value: ir.Value) -> float | None:
-    """The number that a value is, or that a vector repeats, if it is one at compile time."""
-    operation = _maker(value)
-    if operation is None or operation.name not in ("vector.broadcast", "arith.constant"):
-        return None
-    if operation.name == "vector.broadcast":
-        return _number(operation.operands[0])
-    number = operation.attributes["value"]
-    return number.value if isinstance(number, ir.FloatAttr) else None
-
-
-def _maker(value: ir.Value) -> ir.Operation | None:
-    """The operation that a value is a result of; None of an argument."""
-    owner = value.owner
-    return owner.operation if isinstance(owner, ir.OpView | ir.Operation) else None
+    scores = _vector_of([Float32(0.0), Float32(1.0)])
+    places = [_vector(Int32(0), Int32, 2) for _ in range(3)]
+    keys = _vector_of([Int32(0), Int32(1)])
+    try:
+        with _tracing(score_mod, aux_tensors):
+            result = score_mod(scores, *places, keys, aux_tensors)
+        is_by_element = mod_text.is_by_element(scores, keys)
+        _elements("score_mod", result, 2)
+    except Exception:
+        return False
+    return is_by_element

@@ -64,8 +64,8 @@ class ScoreScales(NamedTuple):
             scale_log2 = Float32(LOG2_E)
         return ScoreScales(scale_log2, scale_in, softcap)
 
-    def bounded(self, product: Float32) -> Float32:
-        """A raw product as a share of the cap, from -1 to 1."""
+    def bounded(self, product: Float32 | cute.TensorSSA) -> Float32 | cute.TensorSSA:
+        """A raw product, a number or a vector of them, as a share of the cap, from -1 to 1."""
         return cute.math.tanh(product * self.scale_in, fastmath=True)
 
     @property
@@ -82,6 +82,13 @@ class ScoreArgs(NamedTuple):
 
     scales: ScoreScales
     sink: cute.Tensor | None
+
+    def multiplied(self, factor: float) -> "ScoreArgs":
+        """The softmax multiplies scores by a factor besides."""
+        if factor == 1.0:
+            return self
+        scale_log2 = self.scales.scale_log2 * factor
+        return self._replace(scales=self.scales._replace(scale_log2=scale_log2))
 
 
 def _chained_reduce(values: Sequence[Float32], op: BinaryOp) -> Float32:

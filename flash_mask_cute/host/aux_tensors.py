@@ -19,8 +19,10 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in AUX_DTYPES)
         raise TypeError(f"{name} must have dtype {allowed}, got {tensor.dtype}")
     if not 1 <= tensor.dim() <= MAX_AUX_RANK:
+        shape = tuple(tensor.shape)
+        hint = "" if shape else "; pass a number as x.view(1), and read it by [0]"
         raise ValueError(
-            f"{name} must have 1 to {MAX_AUX_RANK} dimensions, got shape {tuple(tensor.shape)}"
+            f"{name} must have 1 to {MAX_AUX_RANK} dimensions, got shape {shape}{hint}"
         )
     if tensor.device != device:
         raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")

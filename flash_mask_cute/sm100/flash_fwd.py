@@ -53,7 +53,7 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, store_lse
-from flash_mask_cute.core.mods import RowPlace, inside, modify_row
+from flash_mask_cute.core.mods import RowPlace, ScoreModTraits, inside, modify_row
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
@@ -178,6 +178,8 @@ class FlashAttentionForwardSm100:
         self.is_local = is_local
         self.mask_mod = mask_mod
         self.score_mod = score_mod
+        # of the score_mod, known while the kernel is traced
+        self.traits = ScoreModTraits()
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
         self.skip_blocks = skip_blocks
@@ -278,6 +280,9 @@ class FlashAttentionForwardSm100:
         cute.arch.mbarrier_init_fence()
         group.sync()
         tiles = plan.tiles(storage)
+        if const_expr(self.score_mod is not None):
+            self.traits = ScoreModTraits.of(self.score_mod, masks.aux_tensors)
+        score_args = score_args.multiplied(self.traits.factor)
 
         if warp_idx < Role.OUTPUT:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
@@ -543,10 +548,8 @@ class FlashAttentionForwardSm100:
         self, scales, aux_tensors, ring, half, tile, block, chunk: int, is_cut: bool, scores
     ):
         """Soft-cap the scores of a chunk of a key block, and let score_mod have them."""
-        num_cols = cute.size(scores)
         if scales.cap is not None:
-            for c in range(num_cols):
-                scores[0, c] = scales.bounded(scores[0, c])
+            scores.store(scales.bounded(scores.load()))
         if self.score_mod is not None:
             work = ring.read(tile)
             first_k_idx = block.index * self.plan.tile_n + chunk * umma.CHUNK
@@ -559,6 +562,8 @@ class FlashAttentionForwardSm100:
                 RowPlace.of(work, row, self.plan.packed_heads),
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
+                self.traits.factor,
+                self.traits.takes_rows,
             )
 
     # -- output ---------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class KeyBlocks:
         scales: ScoreScales,
         aux_tensors: Any,
     ) -> "KeyBlocks":
-        traits = ScoreModTraits(computes_functions=False, factor=1.0)
+        traits = ScoreModTraits()
         if score_mod is not None:
             traits = ScoreModTraits.of(score_mod, aux_tensors)
         computes_functions = scales.cap is not None or traits.computes_functions

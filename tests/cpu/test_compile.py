@@ -393,6 +393,26 @@ def test_a_number_that_multiplies_the_score_joins_its_scale(tmp_path: Path) -> N
     assert products[grown] > products[squashed] + 3 * 64 - 4
 
 
+def grown_one_by_one(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.math.tanh(score[0] * 2.0**70, fastmath=True) * 10.0
+
+
+def test_blackwell_multiplies_two_scores_at_once(tmp_path: Path) -> None:
+    """Where a callable takes no element out of a vector."""
+    products = []
+    for mod in (grown, grown_one_by_one):
+        problem = replace(PLAIN, score_mod=callable_key(mod))
+        meta, counts = build(problem, tmp_path, Mods(score_mod=mod), target=B200)
+        if not counts:
+            pytest.skip("nothing here can read machine code")
+        check_code("", meta, {})
+        products.append((counts.get("FMUL", 0), counts.get("FMUL2", 0)))
+    (scalars, pairs), (scalars_one_by_one, pairs_one_by_one) = products
+    # scale and 2**70 of 128 scores, in a cut block and a whole one, twice each (a new maximum)
+    assert scalars_one_by_one - scalars > 3 * 2 * 128
+    assert pairs - pairs_one_by_one > 3 * 128
+
+
 @pytest.mark.parametrize(
     "fields, mod, share",
     [

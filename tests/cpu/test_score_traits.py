@@ -8,12 +8,16 @@ from typing import Any
 import cutlass.cute as cute
 import pytest
 import torch
+from cutlass import Float32, Int32
 
 from flash_mask_cute import explain
-from flash_mask_cute.host import score_traits
+from flash_mask_cute.core.mods import ScoreModTraits
+from flash_mask_cute.host import score_traits, stand_ins
+from flash_mask_cute.host.cache import compile_lock
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.score_traits import computes_functions
+from flash_mask_cute.utils import scalar_to_ssa
 
 PROBLEM = AttentionProblem("bfloat16", 128, 128, is_causal=True)
 
@@ -51,6 +55,66 @@ def _untraceable(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 def test_what_is_computed_of_a_score(mod: Any, expected: bool) -> None:
     problem = replace(PROBLEM, score_mod=callable_key(mod), aux=(("float32", 2),))
     assert computes_functions(mod, problem) is expected
+
+
+def _of_the_head(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score - aux[0][h[0], q[0]] * (q - k).to(Float32)
+
+
+def _of_a_key(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + (q[0] - k[0]) * 0.5
+
+
+def _of_a_score(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.full((1,), score[0] * 2.0, Float32)
+
+
+def _chosen(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return cute.where(k < scalar_to_ssa(7, Int32), score, score * 0.5)
+
+
+def _constant(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return 0.25
+
+
+@cute.jit
+def _branches(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    kept = score
+    if k[0] < 7:
+        kept = score * 0.5
+    return kept
+
+
+def _largest(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score - score.reduce(cute.ReductionOp.MAX, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mod", "expected"),
+    [
+        (_capped, True),
+        (_of_the_head, True),
+        (_chosen, True),
+        (_constant, True),
+        (_biased, False),
+        (_of_a_key, False),
+        (_of_a_score, False),
+        (_branches, False),
+        (_largest, False),
+    ],
+)
+def test_which_callables_take_rows(mod: Any, expected: bool) -> None:
+    """Those that read no element of scores and keys."""
+    problem = replace(PROBLEM, aux=(("float32", 2),))
+    found = []
+
+    @cute.jit
+    def ask(aux_tensors: Any) -> None:
+        found.append(ScoreModTraits.of(mod, aux_tensors))
+
+    with compile_lock():
+        cute.compile(ask, stand_ins.aux_tensors(problem), no_jit_engine=True)
+    assert found[0].takes_rows is expected
 
 
 def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

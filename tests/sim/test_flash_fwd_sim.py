@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import cutlass
-import cutlass.cute as cute
 import mask_cases
 import pytest
 import simulated_forward
@@ -370,20 +369,13 @@ def test_lists_end_where_the_queries_do(simulator: ModuleType) -> None:
     assert not out[100:].any()
 
 
-def _cap(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return 15.0 * cute.math.tanh(score * (1.0 / 15.0), fastmath=True)
-
-
-CAP = ScoreRecipe(_cap, lambda score, b, h, q, k, aux: 15.0 * (score / 15.0).tanh())
-
-
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_factors_of_a_score_mod_join_those_of_the_softmax(
     simulator: ModuleType, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first and the last: O, LSE and the sink's share must be as if they had not."""
-    monkeypatch.setitem(mask_cases.SCORE_MODS, "cap", CAP)
+    monkeypatch.setitem(mask_cases.SCORE_MODS, "cap", mask_cases.CAP)
     case = Case(
         "cap", 1, 255, 300, 1, 1, head_dim=head_dim, causal=True, sink=FP32, score_mod="cap"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from types import ModuleType
 
+import mask_cases
 import pytest
 import simulated_forward
 import torch
@@ -118,6 +119,17 @@ MASKS = tuple(case for case in MASK_CASES if case.id not in LEFT_OUT)
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(MASKS[position].packed_if_supported())
     run_sim(simulator, inputs, seeds=SEEDS if position % 3 == 0 else (1,))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_score_mod_that_has_rows_at_once(
+    simulator: ModuleType, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whose factors, the first and the last, join those of the softmax."""
+    monkeypatch.setitem(mask_cases.SCORE_MODS, "cap", mask_cases.CAP)
+    case = Case("cap", 1, 255, 300, heads, 1, causal=True, sink=FP32, score_mod="cap")
+    run_sim(simulator, make_inputs(case.packed_if_supported()), seeds=SEEDS)
 
 
 @pytest.mark.usefixtures("poisoned_allocations")

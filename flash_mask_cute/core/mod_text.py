@@ -1,0 +1,155 @@
+"""What a user callable leaves in the text of a kernel: what it computes, and how to change it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import scf, vector
+
+# What the pipe of the exponentials computes in an instruction, by `_fast_function`.
+_FUNCTIONS = {"cos", "ex2", "exp", "exp2", "lg2", "log", "log2", "rcp", "rsqrt", "sin", "tanh"}
+# Dialects whose operations take vectors element by element.
+_BY_ELEMENT = {"arith", "math"}
+
+
+@contextmanager
+def draft() -> Iterator[None]:
+    """A context whose text is taken out again; not after an error, whose report may show values."""
+    place = scf.IfOp(Boolean(False).ir_value())
+    with ir.InsertionPoint(place.then_block):
+        yield
+        scf.YieldOp([])
+    place.operation.erase()
+
+
+def made_of(value: ir.Value) -> list[ir.Value]:
+    """A value and all that is made of it, in the text so far."""
+    results = [result for use in value.uses for result in use.owner.operation.results]
+    return [value, *(found for result in results for found in made_of(result))]
+
+
+def count_uses(values: list[ir.Value]) -> int:
+    return sum(1 for value in values for _ in value.uses)
+
+
+def reaches_function(origin: ir.Value) -> bool:
+    """Whether one of _FUNCTIONS is computed of a value, by way of any others."""
+    return any(_fast_function(user) in _FUNCTIONS for user in _users_of(origin))
+
+
+def is_by_element(*origins: cute.TensorSSA) -> bool:
+    """Whether all that is made of vectors is made element by element."""
+    return all(_is_by_element(user) for origin in origins for user in _users_of(origin.ir_value()))
+
+
+def join_factors(score: cute.TensorSSA, scale: Float32) -> None:
+    """Where a mod has multiplied the score by a number, and done nothing else with it, let the
+    number join `scale`, of which the score is a multiple: one product instead of two.
+
+    That rounds once instead of twice. Numbers with which the factor might leave fp32 stay.
+    """
+    product = score.ir_value().owner.operation
+    users = [use.owner.operation for use in product.results[0].uses]
+    users = [user for user in users if user.name != "vector.extract" or _is_used(user)]
+    if len(users) != 1 or users[0].name != "arith.mulf":
+        return
+    numbers = [x for x in map(_number, users[0].operands) if x is not None]
+    if len(numbers) == 1 and _is_moderate(abs(numbers[0])):
+        with ir.InsertionPoint(product):
+            product.operands[1] = cute.full(score.shape, scale * numbers[0], Float32).ir_value()
+        users[0].results[0].replace_all_uses_with(product.results[0])
+
+
+def last_factor(value: Float32) -> float:
+    """The positive number by which a mod has multiplied last; 1 if there is none."""
+    return _last_product(value)[0]
+
+
+def divided(value: Float32, factor: float) -> Float32:
+    """value / factor, which is there already if the last product is by this factor."""
+    found, other = _last_product(value)
+    if found != factor:
+        return value * (1.0 / factor)
+    if isinstance(other.type, ir.VectorType):
+        # of the same element
+        taken = value.ir_value().owner.operation
+        places = list(taken.operands)[1:], list(taken.attributes["static_position"])
+        other = vector.extract(other, *places)
+    return Float32(other)
+
+
+def _users_of(origin: ir.Value) -> Iterator[ir.Operation]:
+    """The operations that take a value, or anything made of it, perhaps repeatedly."""
+    seen: set[int] = set()
+    pending = [origin]
+    while pending:
+        for use in pending.pop().uses:
+            user = use.owner.operation
+            yield user
+            results = user.results if user.name != "scf.yield" else user.parent.operation.results
+            # `==` of the DSL's values would trace a comparison
+            fresh = [x for x in results if ir.Value.__hash__(x) not in seen]
+            seen.update(ir.Value.__hash__(x) for x in fresh)
+            pending.extend(fresh)
+
+
+def _fast_function(operation: ir.Operation) -> str:
+    """The function that an operation computes by a fast instruction, as far as one can tell.
+
+    By a slow one, it is so much arithmetic besides that the pipe of the exponentials has time.
+    """
+    attributes = operation.attributes
+    for name in ("intrin", "asm_string"):
+        if name in attributes:
+            return ir.StringAttr(attributes[name]).value.removeprefix("llvm.nvvm.").split(".")[0]
+    dialect, name = operation.name.split(".")[:2]
+    is_fast = "fastmath" in attributes and "<fast>" in str(attributes["fastmath"])
+    return name if is_fast or dialect != "math" else ""
+
+
+def _is_by_element(operation: ir.Operation) -> bool:
+    return operation.name.split(".")[0] in _BY_ELEMENT and all(
+        isinstance(x.type, ir.VectorType) for x in operation.results
+    )
+
+
+def _is_moderate(factor: float) -> bool:
+    return 2.0**-60 < factor < 2.0**60
+
+
+def _last_product(value: Float32) -> tuple[float, ir.Value]:
+    """The positive number by which a mod has multiplied last, and what it has multiplied; 1 and the
+    value itself if there is none."""
+    result = value.ir_value()
+    product = _maker(result)
+    if product is not None and product.name == "vector.extract":
+        product = _maker(product.operands[0])
+    if product is not None and product.name == "arith.mulf":
+        for number, other in zip(product.operands, list(product.operands)[::-1], strict=True):
+            factor = _number(number)
+            if factor is not None and _is_moderate(factor):
+                return factor, other
+    return 1.0, result
+
+
+def _is_used(operation: ir.Operation) -> bool:
+    return any(True for _ in operation.results[0].uses)
+
+
+def _number(value: ir.Value) -> float | None:
+    """The number that a value is, or that a vector repeats, if it is one at compile time."""
+    operation = _maker(value)
+    if operation is None or operation.name not in ("vector.broadcast", "arith.constant"):
+        return None
+    if operation.name == "vector.broadcast":
+        return _number(operation.operands[0])
+    number = operation.attributes["value"]
+    return number.value if isinstance(number, ir.FloatAttr) else None
+
+
+def _maker(value: ir.Value) -> ir.Operation | None:
+    """The operation that a value is a result of; None of an argument."""
+    owner = value.owner
+    return owner.operation if isinstance(owner, ir.OpView | ir.Operation) else None
