@@ -128,14 +128,22 @@ class TileScheduler:
                 self.counter[1] = Int32(0)
 
     def locate(
-        self, search: Search, num_blocks_of: Callable[[Int32], Int32]
+        self,
+        search: Search,
+        num_blocks_of: Callable[[Int32], Int32],
+        first_block_of: Callable[[Int32], Int32] | None = None,
     ) -> tuple[WorkTile, Search]:
         """The tile at hand, and the search moved up to it. Run by a whole warp.
 
-        num_blocks_of(batch_idx): blocks of a sequence, used where they differ.
+        num_blocks_of(batch_idx): blocks of a sequence, used where they differ; first_block_of: the
+        first of them, None where a launch has all.
         """
         if const_expr(self.varlen):
-            return self._locate_varlen(search, num_blocks_of)
+            work, search = self._locate_varlen(search, num_blocks_of)
+            if const_expr(first_block_of is not None):
+                sequence = cutlass.min(work.batch_idx, self.params.num_batch - 1)
+                work = work._replace(block=work.block + first_block_of(sequence))
+            return work, search
         return self._locate_dense(search.index), search
 
     def _walk_order(self, block: Int32, num_blocks: Int32) -> Int32:

@@ -7,9 +7,9 @@ the same for all. Large calls attend to the documents that answers tell of as to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from flash_mask_cute.host.cache import Compiled
 from flash_mask_cute.host.compile import compile_fwd
 from flash_mask_cute.host.compile_bwd import BwdKernels, compile_bwd
 from flash_mask_cute.host.compile_store import StoreProblem, compile_store
-from flash_mask_cute.host.launch import ONE_LAUNCH, Asked, ResolvedFwd, Stored
+from flash_mask_cute.host.launch import Asked, ResolvedFwd, Stored
 from flash_mask_cute.host.mask_args import ResolvedMasks
 from flash_mask_cute.host.problem import AttentionProblem, BitTiles
 from flash_mask_cute.host.target import HOPPER, Target
@@ -65,18 +65,19 @@ class BitStoring(_TileStoring):
     seqlens: tuple[int, int]
 
     @property
-    def launches(self) -> range:
-        """The first block of queries of each launch."""
-        return range(0, self.blocks, self.shape[1])
+    def num_parts(self) -> int:
+        return -(-self.blocks // self.shape[1])
 
-    def __call__(self, q: Tensor, asked: Asked, first_block: int | None = None) -> Stored:
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
         """See `StoreBits`."""
         entries, most, *inner = self.shape
-        first_block = first_block or 0
-        shape = (entries, min(most, self.blocks - first_block), *inner)
-        stored = _new_stored(q, shape)
-        self.function(stored, *self.seqlens, asked.block_bits, asked.aux_tensors, first_block)
-        return Stored(stored)
+        for first in range(0, self.blocks, most):
+            part = first, min(most, self.blocks - first)
+            stored = _new_stored(q, (entries, part[1], *inner))
+            self.function(stored, *self.seqlens, asked.block_bits, asked.aux_tensors, part)
+            yield Stored(stored, part)
+            # so that the next part has its memory
+            del stored
 
 
 @dataclass(frozen=True)
@@ -87,31 +88,39 @@ class SequenceStoring(_TileStoring):
     """
 
     batch: int
-    launches: ClassVar = ONE_LAUNCH
+    num_parts = 1
 
-    def __call__(self, q: Tensor, asked: Asked, first_block: int | None = None) -> Stored:
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
         """See `StoreBits`."""
         places = q.new_empty((self.batch, 2), dtype=torch.int32)
-        stored = (*_new_stored(q, self.shape), places)
-        self.function(stored, *asked.cu_seqlens, asked.block_bits, asked.aux_tensors)
-        return Stored(stored)
+        stored, part = (*_new_stored(q, self.shape), places), (0, self.shape[2])
+        self.function(stored, *asked.cu_seqlens, asked.block_bits, asked.aux_tensors, part)
+        yield Stored(stored, part)
 
 
 @dataclass(frozen=True)
 class DocumentStoring(_TileStoring):
     """How the answers of a call are stored by documents.
 
-    shape: (1, 1, tiles, ...), as many as the documents of all entries may have; seqlen: of each of
-    the entries, which are the batch or serve all of it.
+    shape: (1, 1, tiles, ...), of a launch of attention, as many as the documents of all entries may
+    have, or some and those of a block of queries besides; seqlen: of each of the entries, which are
+    the batch or serve all of it; tiles: as many as the documents of one may have; step: by how many
+    tiles the next launch begins later.
     """
 
     entries: int
     batch: int
     seqlen: int
-    launches: ClassVar = ONE_LAUNCH
+    tiles: int
+    step: int
 
-    def __call__(self, q: Tensor, asked: Asked, first_block: int | None = None) -> Stored:
-        """See `StoreBits`; and tells where the documents begin."""
+    @property
+    def num_parts(self) -> int:
+        return -(-self.entries * self.tiles // self.step)
+
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """See `StoreBits`; and tells where the documents begin. Parts share their memory; the last
+        ones are empty, unless all is one document."""
         slots = num_slots(self.seqlen)
         num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
         places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
@@ -120,9 +129,11 @@ class DocumentStoring(_TileStoring):
         bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)
         begins = q.new_empty((self.entries, slots), dtype=torch.int32)
         stored = (*_new_stored(q, self.shape), places)
-        scratch = spans, bounds, begins
-        self.function(stored, cu_seqlens, *scratch, asked.block_bits, asked.aux_tensors)
-        return Stored(stored, cu_seqlens)
+        of_all = cu_seqlens, spans, bounds, begins, asked.block_bits, asked.aux_tensors, self.tiles
+        for first in range(0, self.entries * self.tiles, self.step):
+            part = first, self.step
+            self.function(stored, *of_all, part)
+            yield Stored(stored, part, cu_seqlens)
 
 
 def most_tiles(tiles: BitTiles, pairs: int, rows: int, keys: int, sequences: int) -> int:
@@ -297,13 +308,17 @@ def _choose(
     if of_launch is None:
         return None
     lines = tiles.lines, tiles.words
-    if can_pack and of_launch == blocks and _may_hold_documents(problem, shapes, target):
+    if can_pack and _may_hold_documents(problem, shapes, target):
         seqlen = shapes.seqlen_q
         most = most_tiles(tiles, seqlen * seqlen, seqlen, seqlen, num_slots(seqlen))
+        step = room = entries * most
+        if of_launch < blocks:
+            step = MAX_PAIRS // (tiles.tile_m * tiles.tile_n)
+            room = step + -(-seqlen // tiles.tile_n)
         by_documents = replace(store, form="documents", is_causal=problem.is_causal)
         compiled = compile_store(masks.mask_mod, by_documents, target)
-        extents = entries, shapes.batch, seqlen
-        return DocumentStoring((1, 1, entries * most, *lines), compiled.function, *extents)
+        extents = entries, shapes.batch, seqlen, most, step
+        return DocumentStoring((1, 1, room, *lines), compiled.function, *extents)
     shape = (entries, of_launch, -(-shapes.seqlen_k // tiles.tile_n), *lines)
     seqlens = shapes.seqlen_q, shapes.seqlen_k
     return BitStoring(shape, compiled.function, blocks, seqlens)

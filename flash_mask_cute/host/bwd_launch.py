@@ -184,7 +184,8 @@ class BwdKernelLaunch:
         stored = None
         if self._store_bits is not None:
             asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
-            stored, found = self._store_bits(q, asked)
+            # the only part
+            stored, _, found = next(self._store_bits.parts(q, asked))
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             bits, aux_tensors = None, aux_tensors if self._has_aux else None

@@ -42,7 +42,7 @@ def compile_fwd(
     seqused_q, seqused_k, None, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k), stored
-    bits, the first block of queries that these are of; None for what the problem does not have.
+    bits, what part of the call these are of (a pair); None for what the problem does not have.
     """
     name = KERNEL_NAMES[target.family]
     return cached_attention(
@@ -159,7 +159,7 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         int32_pair() if problem.has_lists else None,
         stand_ins.block_bits(problem),
         stand_ins.stored_bits(problem, BitTiles.of_queries(tiles.tile_m, tiles.tile_n)),
-        cutlass.Int32(0) if problem.reads_bits and not problem.varlen_q else None,
+        int32_pair() if problem.reads_bits else None,
     ]
 
 

@@ -42,13 +42,14 @@ def compile_store(
 
     `function` takes, by position and by the form:
 
-    entries: tiles and states (a pair), seqlen_q, seqlen_k, asked, first block of queries.
-    sequences: tiles, states and places (a triple), cu_seqlens_q, cu_seqlens_k, asked.
-    documents: such a triple, cu_seqlens, spans, their bounds, begins, asked
-    (`kernels/document_bits.py`).
+    entries: tiles and states (a pair), seqlen_q, seqlen_k, asked, part.
+    sequences: tiles, states and places (a triple), cu_seqlens_q, cu_seqlens_k, asked, part.
+    documents: such a triple, cu_seqlens, spans, their bounds, begins, asked, the tiles of an entry,
+    part (`kernels/document_bits.py`).
 
     asked: block bits (visible, full, block_q, block_k) and aux_tensors (a tuple), None for what the
-    problem does not have. `meta`: relies_on_batch, relies_on_head, and what `compile_object` tells.
+    problem does not have; part: a pair (`StoredArgs`). `meta`: relies_on_batch, relies_on_head, and
+    what `compile_object` tells.
     """
     identity = callable_key(mask_mod)
     return cache.get(
@@ -75,15 +76,16 @@ def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) 
     arguments: list[Any] = [stand_ins.stored_tiles(tiles, has_places=form != "entries")]
     asked = stand_ins.block_bits(problem), stand_ins.aux_tensors(problem)
     if form == "entries":
-        arguments += [*stand_ins.int32_pair(), *asked, cutlass.Int32(0)]
+        arguments += [*stand_ins.int32_pair(), *asked]
     elif form == "sequences":
         store = SequenceBitStore(store, are_parts=False)
         arguments += [stand_ins.int32_vector(True), stand_ins.int32_vector(True), *asked]
     else:
         store = DocumentBitStore(store, problem.is_causal, SLOT, BOUNDS_TILE)
         scratch = (stand_ins.strided(rank) for rank in (4, 4, 2))
-        arguments += [stand_ins.int32_vector(True), *scratch, *asked]
-    function, meta = compile_object(store, [*arguments, stand_ins.stream()], options_of(target))
+        arguments += [stand_ins.int32_vector(True), *scratch, *asked, cutlass.Int32(0)]
+    arguments += [stand_ins.int32_pair(), stand_ins.stream()]
+    function, meta = compile_object(store, arguments, options_of(target))
     assert store.reliance is not None
     relies_on = {f"relies_on_{name}": uses for name, uses in store.reliance._asdict().items()}
     return Compiled(function, {**meta, **relies_on})

@@ -125,7 +125,7 @@ def explain_fwd(
         work_tiles, full, cut, skipped = _count_tiles(counted, extras, masks)
     told = masks.describe(resolved.choice.tiles, are_bits=storing is not None)
     if storing is not None:
-        parts = len(storing.launches)
+        parts = storing.num_parts
         of_part = "" if parts == 1 else f" for each of {parts} parts"
         told += f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes{of_part}"
         if cut is not None:

@@ -7,7 +7,7 @@ tensors of every later call that has the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -94,10 +94,6 @@ Launch: TypeAlias = Callable[
 ]
 
 
-# of all queries
-ONE_LAUNCH: tuple[Any, ...] = (None,)
-
-
 class Asked(NamedTuple):
     """Of a call, what answers are made from: aux_tensors and block bits as a kernel takes them, and
     its cu_seqlens, of queries and of keys."""
@@ -108,22 +104,24 @@ class Asked(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Stored answers as a kernel takes them, and where the sequences begin that they are of, if
-    the call does not say."""
+    """Stored answers as a kernel takes them, what of the call they are of (`StoredArgs.part`), and
+    where the sequences begin that they are of, if the call does not say."""
 
     arguments: tuple[Tensor, ...]
+    part: tuple[int, int]
     cu_seqlens: Tensor | None = None
+
+
+# of a call whose kernel asks itself
+NOT_STORED = ((None, None, None),)
 
 
 class StoreBits(Protocol):
     """A `bit_store.Storing`."""
 
-    @property
-    def launches(self) -> Sequence[Any]:
-        """The first block of queries of each launch that it takes."""
-
-    def __call__(self, q: Tensor, asked: Asked, first_block: int | None = None) -> Stored:
-        """Answers for a launch, on q's device, which is the current one."""
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """Answers for one launch after the other, on q's device, which is the current one. Those of
+        a part are not to be read after the next one was asked for."""
 
 
 class KernelLaunch:
@@ -194,17 +192,13 @@ class KernelLaunch:
         if store_bits is not None:
             asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
-        for first_block in ONE_LAUNCH if store_bits is None else store_bits.launches:
-            stored = None
-            if store_bits is not None:
-                stored, found = store_bits(q, asked, first_block)
-                if found is not None:
-                    cu_seqlens_q = cu_seqlens_k = found
+        for stored, part, found in NOT_STORED if store_bits is None else store_bits.parts(q, asked):
+            if found is not None:
+                cu_seqlens_q = cu_seqlens_k = found
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 None, self._window_left, self._window_right, sink, lists, aux_tensors,
-                self._softcap, tile_counter(q, index), columns, block_size, bits, stored,
-                first_block,
+                self._softcap, tile_counter(q, index), columns, block_size, bits, stored, part,
             )  # fmt: skip
             # so that the next part has its memory
             stored = None

@@ -51,24 +51,30 @@ class DocumentBitStore:
         mBegins: cute.Tensor,
         block_bits,
         aux_tensors,
+        tiles: Int32,
+        part: tuple,
         stream,
     ):
-        """Launch on `stream`.
+        """Launch on `stream`. Documents are found with the first part.
 
-        :param stored_bits, block_bits, aux_tensors: see `SequenceBitStore`; as many tiles for each
-            entry as its documents may have, whatever they are
+        :param stored_bits, block_bits, aux_tensors: see `SequenceBitStore`
+        :param tiles: as many for each entry as its documents may have, whatever they are
+        :param part: see `StoredArgs`; stored_bits has room for it and for the rest of a block's
+            tiles
         :param mCuSeqlens: int32 (batch * slots + 1,) to fill, a sequence for each slot of tokens
         :param mSpans, mSpanBounds, mBegins: scratch, int32 (entries, 1, seqlen, 2), (entries, 1, 4,
             blocks) and (entries, slots). The batch has as many entries, or all are the same one
         """
         masks = self.sequences.store.masks_of(block_bits, aux_tensors)
-        self.spans(mSpans, masks, stream)
-        self.split(mSpans, mSpanBounds, mBegins, mCuSeqlens, None, None, stream)
-        entries, slots = mBegins.shape
-        extents = Int32(entries), Int32(slots), Int32(mSpans.shape[2])
-        self.sequences.launch(
-            StoredArgs(*stored_bits), mCuSeqlens, mCuSeqlens, *extents, masks, stream
-        )
+        stored = StoredArgs(*stored_bits).of_part(*part)
+        starts, (entries, slots) = (mCuSeqlens, mCuSeqlens), mBegins.shape
+        if part[0] == 0:
+            self.spans(mSpans, masks, stream)
+            self.split(mSpans, mSpanBounds, mBegins, mCuSeqlens, None, None, stream)
+            extents = Int32(entries), Int32(slots), tiles
+            self.sequences.launch_number(stored.places, *starts, *extents, stream)
+        extents = Int32(slots), tiles, Int32(mSpans.shape[2])
+        self.sequences.launch_fill(stored, *starts, *extents, masks, stream)
 
 
 class KeySpans:

@@ -1,7 +1,8 @@
 """Answers of a `mask_mod`, stored for sequences that differ in length (`masks/stored_bits.py`).
 
 The tiles of all sequences are numbered one after the other, and a table says where those of each
-begin: `StoredArgs` with places.
+begin: `StoredArgs` with places. How many there are is known on the device only, so CTAs take them
+by turns.
 """
 
 import operator
@@ -14,6 +15,9 @@ from flash_mask_cute.core.mods import Reliance
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.masks.rules import MaskArgs, StoredArgs
 from flash_mask_cute.masks.stored_bits import BitStore, Place
+
+# CTAs that fill tiles, more than an SM holds of them times the SMs of any GPU
+MAX_CTAS = 1 << 13
 
 
 class SequenceBitStore:
@@ -40,41 +44,56 @@ class SequenceBitStore:
         mCuSeqlensK: cute.Tensor,
         block_bits,
         aux_tensors,
+        part: tuple,
         stream,
     ):
         """Launch on `stream`, two kernels, for sequences of which each is an entry.
 
         :param stored_bits: the fields of a `StoredArgs` with places to fill, contiguous: tiles
             enough for all sequences
+        :param part: all of them
         :param mCuSeqlensQ, mCuSeqlensK: int32 (sequences + 1,)
         :param block_bits, aux_tensors: see `BitStore`
         """
         masks = self.store.masks_of(block_bits, aux_tensors)
         slots = Int32(mCuSeqlensQ.shape[0] - 1)
-        starts, extents = (mCuSeqlensQ, mCuSeqlensK), (Int32(1), slots, Int32(0))
-        self.launch(StoredArgs(*stored_bits), *starts, *extents, masks, stream)
+        stored = StoredArgs(*stored_bits).of_part(*part)
+        starts, tiles = (mCuSeqlensQ, mCuSeqlensK), part[1]
+        self.launch_number(stored.places, *starts, Int32(1), slots, tiles, stream)
+        self.launch_fill(stored, *starts, slots, tiles, Int32(0), masks, stream)
 
-    def launch(
+    def launch_number(
         self,
-        stored: StoredArgs,
+        mPlaces: cute.Tensor,
         mCuSeqlensQ: cute.Tensor,
         mCuSeqlensK: cute.Tensor,
         entries: Int32,
         slots: Int32,
+        tiles: Int32,
+        stream,
+    ) -> None:
+        """entries: those that have tiles of their own, at most `tiles` each; slots: sequences of an
+        entry."""
+        num_sequences = mCuSeqlensQ.shape[0] - 1
+        self.number(mPlaces, mCuSeqlensQ, mCuSeqlensK, entries, slots, tiles).launch(
+            grid=(num_sequences // slots, 1, 1), block=(WARP, 1, 1), stream=stream
+        )
+
+    def launch_fill(
+        self,
+        stored: StoredArgs,
+        mCuSeqlensQ: cute.Tensor,
+        mCuSeqlensK: cute.Tensor,
+        slots: Int32,
+        tiles: Int32,
         seqlen: Int32,
         masks: MaskArgs,
         stream,
     ) -> None:
-        """entries: those that have tiles of their own, each as many; slots: sequences of an entry,
-        seqlen: positions of it."""
-        tiles = stored.tiles.shape[2] // entries
-        num_sequences = mCuSeqlensQ.shape[0] - 1
-        self.number(stored.places, mCuSeqlensQ, mCuSeqlensK, entries, slots, tiles).launch(
-            grid=(num_sequences // slots, 1, 1), block=(WARP, 1, 1), stream=stream
-        )
+        """Of numbered tiles those of stored.part; seqlen: positions of an entry."""
         starts, extents = (mCuSeqlensQ, mCuSeqlensK), (slots, tiles, seqlen)
         self.fill(stored, *starts, *extents, masks, Int32(0)).launch(
-            grid=(stored.tiles.shape[2], 1, 1),
+            grid=(cutlass.min(stored.tiles.shape[2], MAX_CTAS), 1, 1),
             block=(stored.tiles.shape[3], 1, 1),
             stream=stream,
         )
@@ -117,23 +136,32 @@ class SequenceBitStore:
         masks: MaskArgs,
         any_head: Int32,
     ):
-        """A CTA asks about a tile, if a sequence has one of its number."""
-        number, _, _ = cute.arch.block_idx()
-        entry = number // tiles
-        sequence = entry * slots + self._owner(stored.places, number, entry * slots, slots)
-        offset = Int32(0)
-        if const_expr(self.are_parts):
-            offset = mCuSeqlensQ[sequence] - entry * seqlen
-        else:
-            entry = sequence
-        lengths = _length(mCuSeqlensQ, sequence), _length(mCuSeqlensK, sequence)
-        in_row = stored.places[sequence, 1]
-        in_sequence = number - stored.places[sequence, 0]
-        m_block = in_sequence // cutlass.max(in_row, 1)
-        if (m_block * self.store.plan.tile_m < lengths[0]) & (in_row > 0):
-            n_block = in_sequence - m_block * in_row
-            place = Place(sequence, m_block, n_block, any_head, entry, offset, *lengths)
-            self.store.fill(stored, masks, place)
+        """CTAs ask by turns about the tiles of a part."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        first, _ = stored.part
+        last = cute.size(mCuSeqlensQ) - 2
+        rows = cute.ceil_div(_length(mCuSeqlensQ, last), self.store.plan.tile_m)
+        end = stored.places[last, 0] + rows * stored.places[last, 1]
+        end = cutlass.min(end, first + cute.size(stored.states, mode=[2]))
+        for number in cutlass.range(first + cta, end, ctas):
+            entry = number // tiles
+            sequence = entry * slots + self._owner(stored.places, number, entry * slots, slots)
+            offset = Int32(0)
+            if const_expr(self.are_parts):
+                offset = mCuSeqlensQ[sequence] - entry * seqlen
+            else:
+                entry = sequence
+            lengths = _length(mCuSeqlensQ, sequence), _length(mCuSeqlensK, sequence)
+            in_row = stored.places[sequence, 1]
+            in_sequence = number - stored.places[sequence, 0]
+            m_block = in_sequence // cutlass.max(in_row, 1)
+            begin, end_of_part = stored.rows_of_part(sequence)
+            is_of_part = (m_block >= begin) & (m_block < end_of_part)
+            if is_of_part & (m_block * self.store.plan.tile_m < lengths[0]) & (in_row > 0):
+                n_block = in_sequence - m_block * in_row
+                place = Place(sequence, m_block, n_block, any_head, entry, offset, *lengths)
+                self.store.fill(stored, masks, place)
 
     @cute.jit
     def _owner(self, mPlaces: cute.Tensor, number: Int32, first: Int32, slots: Int32) -> Int32:

@@ -52,6 +52,9 @@ class KeyWalks(MaskRules):
     is_part: cutlass.Constexpr[bool] = False
     staggers: cutlass.Constexpr[bool] = False
 
+    # a launch has all blocks
+    first_block = None
+
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence, keys that are not in use included."""
         starts = lengths.cu_seqlens_k

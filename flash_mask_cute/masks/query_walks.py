@@ -3,6 +3,7 @@
 A line of a bit tile is a query row (of the packed rows, where heads share a tile).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,10 +44,22 @@ class QueryWalks(MaskRules):
     cuts_overhang: cutlass.Constexpr[bool] = False
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
-        """Work tiles of a packed sequence, rows that are not in use included."""
+        """Work tiles that a launch has of a packed sequence, rows that are not in use included."""
         starts, info = lengths.cu_seqlens_q, self.block_info
         rows = (starts[batch_idx + 1] - starts[batch_idx]) * info.qhead_per_kvhead_packgqa
-        return cute.ceil_div(rows, info.tile_m)
+        blocks = cute.ceil_div(rows, info.tile_m)
+        if self.first_block is None:
+            return blocks
+        first, end = self.args.stored.rows_of_part(batch_idx)
+        return cutlass.min(end, blocks) - cutlass.min(first, blocks)
+
+    @property
+    def first_block(self) -> Callable[[Int32], Int32] | None:
+        """The first of them, of a sequence; None where it has all."""
+        stored = self.args.stored
+        if stored is None or stored.part is None:
+            return None
+        return lambda batch_idx: stored.rows_of_part(batch_idx)[0]
 
     @property
     def _bits_per_word(self) -> int:

@@ -31,9 +31,9 @@ def plan_walks(
     ring has room for it.
     """
     is_by_keys = isinstance(rules, KeyWalks)
-    num_blocks_of = partial(rules.num_blocks, lengths)
+    blocks_of = partial(rules.num_blocks, lengths), rules.first_block
     tiles, chunks = Int32(0), Int32(0)
-    tile, search = scheduler.locate(scheduler.start(), num_blocks_of)
+    tile, search = scheduler.locate(scheduler.start(), *blocks_of)
     while tile.is_valid:
         work = describe(tile, lengths, is_by_keys)
         ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
@@ -43,7 +43,7 @@ def plan_walks(
         ring.acquire(tiles)
         if const_expr(claims_late):
             walk.wait_until_read(chunks)
-        tile, search = scheduler.locate(scheduler.advance(search, tiles - 1), num_blocks_of)
+        tile, search = scheduler.locate(scheduler.advance(search, tiles - 1), *blocks_of)
     scheduler.finish()
     ring.write(tiles, NO_WORK)
 

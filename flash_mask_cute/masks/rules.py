@@ -66,20 +66,33 @@ class StoredArgs(NamedTuple):
     states: of each tile what was seen (`core/seen.py`), int32 (batch | 1, m_blocks, n_blocks);
     tiles: of those that are cut the bits, int32 (batch | 1, m_blocks, n_blocks, lines, words).
     places: where sequences differ in length, int32 (sequences, 2), the number of the first tile of
-    each and how many it has in a row; tiles and states are then (1, 1, tiles, ...).
+    each and how many it has in a row; tiles and states are then (1, 1, tiles, ...). part: what a
+    launch has of that, None if all: the blocks of queries from the first one on, and how many; with
+    places the blocks whose first tile has a number from the first one on, and how many numbers.
+    The tensors begin there.
     """
 
     tiles: cute.Tensor
     states: cute.Tensor
     places: cute.Tensor | None = None
+    part: tuple[Int32, Int32] | None = None
 
-    def from_block(self, first_block: Int32) -> "StoredArgs":
-        """Of tensors that begin with the queries of first_block."""
+    def of_part(self, first: Int32, count: Int32) -> "StoredArgs":
+        if self.places is not None:
+            return self._replace(part=(first, count))
         tiles, states = (
-            cute.domain_offset((0, -first_block, *(0 for _ in x.shape[2:])), x)
+            cute.domain_offset((0, -first, *(0 for _ in x.shape[2:])), x)
             for x in (self.tiles, self.states)
         )
-        return StoredArgs(tiles, states)
+        return StoredArgs(tiles, states, part=(first, count))
+
+    def rows_of_part(self, sequence: Int32) -> tuple[Int32, Int32]:
+        """The blocks of queries of a sequence that a launch has: the first one and one past the
+        last one, which may lie behind the sequence."""
+        first, count = self.part
+        begin, in_row = self.places[sequence, 0], cutlass.max(self.places[sequence, 1], 1)
+        ends = (cutlass.max(x - begin, 0) for x in (first, first + count))
+        return tuple(cute.ceil_div(x, in_row) for x in ends)
 
     def tile(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> cute.Tensor:
         """A bit tile (words, lines)."""
@@ -95,6 +108,8 @@ class StoredArgs(NamedTuple):
             return cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1), m_block, n_block
         first, in_row = self.places[batch_idx, 0], self.places[batch_idx, 1]
         number = first + m_block * in_row + n_block
+        if self.part is not None:
+            number -= self.part[0]
         # a sequence may be longer than it was said to be
         return 0, 0, cutlass.min(number, cute.size(self.states, mode=[2]) - 1)
 

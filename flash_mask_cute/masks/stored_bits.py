@@ -104,7 +104,7 @@ class BitStore:
         seqlen_k: Int32,
         block_bits,
         aux_tensors,
-        first_block: Int32,
+        part: tuple,
         stream,
     ):
         """Launch on `stream`.
@@ -114,13 +114,14 @@ class BitStore:
         :param seqlen_q, seqlen_k: of each sequence
         :param block_bits: of all logical blocks, the same for all heads (`BitArgs`), or None
         :param aux_tensors: what the callable reads
-        :param first_block: the first block of queries that stored_bits is for
+        :param part: the blocks of queries that stored_bits is for, the first one and how many
         """
         masks = self.masks_of(block_bits, aux_tensors)
-        stored = StoredArgs(*stored_bits)
-        batch, m_blocks, n_blocks, lines, _ = stored.tiles.shape
+        stored = StoredArgs(*stored_bits).of_part(*part)
+        first_block, m_blocks = part
+        batch, _, n_blocks, lines, _ = stored.tiles.shape
         extents = m_blocks, n_blocks, first_block, seqlen_q, seqlen_k
-        self.kernel(stored.from_block(first_block), *extents, masks, Int32(0)).launch(
+        self.kernel(stored, *extents, masks, Int32(0)).launch(
             grid=(batch * m_blocks * n_blocks, 1, 1), block=(lines, 1, 1), stream=stream
         )
 
@@ -181,6 +182,8 @@ class BitStore:
             for i in cutlass.range_constexpr(num_warps):
                 seen = seen | sSeen[i]
             stored.states[stored.index(*place.tile)] = seen
+        # the CTA may go on to another tile
+        cute.arch.sync_threads()
 
     def judge(self, rules: MaskRules, place: Place) -> tuple[Boolean, Boolean]:
         """See `MaskRules.judge_listed`."""

@@ -212,11 +212,11 @@ class FlashAttentionForwardSm100:
         block_size=None,
         block_bits=None,
         stored_bits=None,
-        first_block=None,
+        part=None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         refused = ("mPageTable", mPageTable), ("stored_bits", stored_bits)
-        for name, given in (*refused, ("first_block", first_block)):
+        for name, given in (*refused, ("part", part)):
             if const_expr(given is not None):
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         plan, group = self.plan, self.plan.group

@@ -205,7 +205,7 @@ class FlashAttentionForwardSm90:
         block_size=None,
         block_bits=None,
         stored_bits: tuple | None = None,
-        first_block: Int32 | None = None,
+        part: tuple | None = None,
     ):
         """Launch on `stream`.
 
@@ -218,9 +218,9 @@ class FlashAttentionForwardSm90:
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
         sizes, of logical blocks in which tiles do not nest. stored_bits: `tiles` and `states` of
-        stored answers, in place of a mask_mod and block lists (`masks/rules.py` describes all
-        four); this launch computes the query blocks that they have, from first_block on. With
-        mCuSeqlensQ `places`, too, and no first_block.
+        stored answers, and with mCuSeqlensQ `places`, in place of a mask_mod and block lists
+        (`masks/rules.py` describes all four), for the query blocks that this launch computes: its
+        `part`, a pair (`StoredArgs`).
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
@@ -230,13 +230,11 @@ class FlashAttentionForwardSm90:
         )
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         stored = blocks = group_bytes = None
-        has_places = const_expr(mCuSeqlensQ is not None)
-        check_given("first_block", first_block, stored_bits is not None and not has_places)
+        check_given("part", part, stored_bits is not None)
         if const_expr(stored_bits is not None):
-            stored = StoredArgs(*stored_bits)
-            if const_expr(not has_places):
-                blocks = first_block, stored.states.shape[1]
-                stored = stored.from_block(first_block)
+            stored = StoredArgs(*stored_bits).of_part(*part)
+            if const_expr(mCuSeqlensQ is None):
+                blocks = part
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(

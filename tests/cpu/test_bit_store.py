@@ -203,9 +203,9 @@ def test_what_the_backward_passes_on() -> None:
     told = replace(storing, function=lambda *args: stored.append(args))
     kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
     BwdKernelLaunch(call, kernels, operands, others[0], told)(operands, *others)
-    (((tiles, states), *_, logical, aux, first_block),) = stored
+    (((tiles, states), *_, logical, aux, part),) = stored
     assert (tiles.shape[:3], states.shape) == ((1, 4, 2), (1, 4, 2))
-    assert (first_block, logical[2:], len(aux)) == (0, (48, 80), 1)
+    assert (part, logical[2:], len(aux)) == ((0, 4), (48, 80), 1)
     ((*_, aux_tensors, _, _, _, logical_of_main, _, stored_of_main),) = main
     assert stored_of_main[0] is tiles and stored_of_main[1] is states
     assert (aux_tensors, logical_of_main) == (None, None)
@@ -245,11 +245,11 @@ def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     KernelLaunch(call, main, inputs.q, inputs.k, inputs.v, None, told)(
         inputs.q, inputs.k, inputs.v, extras, masks
     )
-    (((tiles, states, places), starts_q, starts_k, logical, aux),) = calls
+    (((tiles, states, places), starts_q, starts_k, logical, aux, part),) = calls
     assert tiles.shape[:3] == states.shape and places.shape == (3, 2)
     assert starts_q is extras.cu_seqlens_q and starts_k is extras.cu_seqlens_k
     assert logical is None and len(aux) == 1
-    assert main.given()["stored"][2] is places and main.given()["first_block"] is None
+    assert main.given()["stored"][2] is places and main.given()["part"] == part == (0, most)
     assert main.calls[0][6] is starts_q and main.calls[0][7] is starts_k
 
     rows, keys = call.shapes.total_q, call.shapes.seqlen_k
@@ -297,7 +297,7 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         if storing is not None:
             # 12 blocks of 128, of which four fit
             assert (storing.shape[1], storing.blocks) == (4, 12)
-            assert list(storing.launches) == [0, 4, 8]
+            assert storing.num_parts == 3
             assert storing.num_bytes == 4 * 8 * (2048 + 4)
     monkeypatch.setattr(bit_store, "MIN_TILES", 0)
     assert choose_bwd(case)[1] is None
@@ -319,10 +319,11 @@ def test_launches_of_parts() -> None:
         inputs.q, inputs.k, inputs.v, extras, masks
     )
     for i in range(2):
-        assert [(args[0][i].shape[1], args[-1]) for args in stored] == [(4, 0), (4, 4), (1, 8)]
+        assert [args[0][i].shape[1] for args in stored] == [4, 4, 1]
     given = [main.given(i) for i in range(3)]
     assert all(x["stored"][1] is args[0][1] for x, args in zip(given, stored, strict=True))
-    assert [x["first_block"] for x in given] == [0, 4, 8]
+    assert [args[-1] for args in stored] == [(0, 4), (4, 4), (8, 1)]
+    assert [x["part"] for x in given] == [(0, 4), (4, 4), (8, 1)]
     assert main.calls[0][3] is main.calls[2][3], "one output"
 
 

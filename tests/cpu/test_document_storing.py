@@ -93,11 +93,25 @@ def test_small_calls_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("documents_packed")
-def test_bits_of_parts_of_the_queries_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many tiles as there is room for, of any documents, and the rest of a block's."""
     monkeypatch.setattr(bit_store, "MIN_TILES", 0)
     monkeypatch.setattr(bit_store, "MAX_PAIRS", 2 * 400 * 700)
     _, storing = choose(DOCUMENTS)
-    assert isinstance(storing, BitStoring) and len(storing.launches) == 2
+    assert isinstance(storing, DocumentStoring)
+    # 560000 / (128 * 128) is 34.2
+    assert (storing.tiles, storing.step, storing.shape[2]) == (44, 34, 34 + 6)
+    assert storing.num_parts == 3
+    launch, calls, call = recorded(DOCUMENTS)
+    launch(*call)
+    stores, mains = calls[::2], calls[1::2]
+    assert [x[-1] for x in stores] == [x[-1] for x in mains] == [(0, 34), (34, 34), (68, 34)]
+    assert all(x[-2] == 44 for x in stores)
+    for i in range(3):
+        assert len({x[0][i].data_ptr() for x in (*stores, *((x[-2],) for x in mains))}) == 1
+    assert len({x[1].data_ptr() for x in stores} | {x[6].data_ptr() for x in mains}) == 1
+    told = explain(*call[:3], mask_mod=call[4].mask_mod, aux_tensors=call[4].aux_tensors)
+    assert "for each of 3 parts" in told.masks and "packed sequences" in told.masks
 
 
 def test_rows_that_follow_each_other() -> None:
@@ -129,7 +143,8 @@ def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], Any]:
 def test_what_a_forward_passes_on() -> None:
     launch, calls, call = recorded(DOCUMENTS)
     out, lse = launch(*call)
-    (stored, cu_seqlens, spans, bounds, begins, logical, aux), main = calls
+    (stored, cu_seqlens, spans, bounds, begins, logical, aux, most, part), main = calls
+    assert part == (0, 88) and most == 44
     tiles, states, places = stored
     assert tiles.shape[:3] == states.shape and places.shape == (4, 2)
     assert (spans.shape, bounds.shape, begins.shape) == ((2, 1, 700, 2), (2, 1, 4, 6), (2, 2))
@@ -138,7 +153,7 @@ def test_what_a_forward_passes_on() -> None:
     assert (q.shape, rows.shape, lse_rows.shape) == ((1400, 4, 128), (1400, 4, 128), (4, 1400))
     assert q.data_ptr() == call[0].data_ptr() and out.data_ptr() == rows.data_ptr()
     assert main[6] is main[7] is cu_seqlens
-    assert main[-2] is stored and main[-1] is None
+    assert main[-2] is stored and main[-1] is part
     assert (out.shape, lse.shape) == ((2, 700, 4, 128), (2, 4, 700))
     by_sequence = lse_rows.view(4, 2, 700).transpose(0, 1)
     assert torch.equal(lse.view(torch.int32), by_sequence.contiguous().view(torch.int32))

@@ -119,7 +119,9 @@ def test_states_of_tiles(
     storing = choose(head_dim, **more)
     assert storing is not None
     bits = None if lists is None else tuple(block_bits(lists))
-    tiles, found = run(simulator, 1, lambda: storing(IDS, Asked((IDS,), bits)).arguments)
+    tiles, found = run(
+        simulator, 1, lambda: next(storing.parts(IDS, Asked((IDS,), bits))).arguments
+    )
     sees, (tile_m, tile_n) = dense(states), tile
     assert found.shape == tiles.shape[:3] == (1, -(-SEQLEN // tile_m), -(-SEQLEN // tile_n))
     kinds = set()

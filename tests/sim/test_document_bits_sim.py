@@ -8,16 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_forward import run_sim
-from support import DOCUMENT_CASES, make_inputs
+from simulated_forward import launch_on_simulator, run_sim
+from support import DOCUMENT_CASES, Case, Inputs, make_inputs
 from torch import Tensor
 
 from flash_mask_cute.core.seen import HIDDEN, VISIBLE
-from flash_mask_cute.host.bit_store import DocumentStoring, choose_bwd_storing, choose_storing
+from flash_mask_cute.host import bit_store
+from flash_mask_cute.host.bit_store import (
+    DocumentStoring,
+    choose_bwd_storing,
+    choose_storing,
+    most_tiles,
+)
 from flash_mask_cute.host.bwd_launch import BwdOperands
 from flash_mask_cute.host.launch import Asked
+from flash_mask_cute.host.problem import BitTiles
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
+from flash_mask_cute.masks.documents import num_slots
 
 pytestmark = [
     pytest.mark.sim,
@@ -52,6 +60,12 @@ def until_the_end(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return q[0] < aux[0][k[0]]
 
 
+def tiles_of(tile: tuple[int, int]) -> int:
+    """The most that the documents of an entry may have."""
+    slots = num_slots(SEQLEN)
+    return most_tiles(BitTiles.of_queries(*tile), SEQLEN * SEQLEN, SEQLEN, SEQLEN, slots)
+
+
 def storing_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: Any) -> Any:
     keywords = {"mask_mod": mod, "aux_tensors": [aux], **more}
     q = torch.zeros(BATCH, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
@@ -79,7 +93,7 @@ def test_states_of_the_tiles_of_documents(
     assert isinstance(storing, DocumentStoring) and storing.entries == entries
     simulator.OPTIONS["delay"] = 1
     simulator.RESULTS.clear()
-    (_, states, places), cu_seqlens = storing(ids, Asked((ids,), None))
+    (_, states, places), _, cu_seqlens = next(storing.parts(ids, Asked((ids,), None)))
     (result,) = simulator.RESULTS
     assert not result["warnings"]
     starts = cu_seqlens.tolist()
@@ -114,9 +128,45 @@ def test_causal_masking_hides_later_keys(simulator: ModuleType, causal: bool) ->
     lengths = torch.tensor(LENGTHS[1])
     ends = torch.repeat_interleave(lengths.cumsum(0), lengths).int()
     storing = storing_of("forward", 64, until_the_end, ends, causal=causal)
-    _, cu_seqlens = storing(ends, Asked((ends,), None))
+    (_, _, cu_seqlens) = next(storing.parts(ends, Asked((ends,), None)))
     begins = {0, LENGTHS[1][0]} if causal else {0}
     assert {x % SEQLEN for x in cu_seqlens.tolist()} == begins
+
+
+@pytest.mark.parametrize("entries", [1, 2])
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, (192, 128)), (128, (128, 128))])
+def test_parts_of_documents(
+    simulator: ModuleType,
+    head_dim: int,
+    tile: tuple[int, int],
+    entries: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Attention in parts computes what it computes at once, bit for bit; those behind the last tile
+    store and compute nothing."""
+    ids, (tile_m, tile_n) = ids_of(entries), tile
+    mod = (same_for_all, same_document)[entries - 1]
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(BATCH, SEQLEN, HEADS, head_dim, generator=generator).bfloat16()
+        for _ in range(3)
+    )
+    inputs = Inputs(Case("parts"), q, k, v, {"mask_mod": mod, "aux_tensors": [ids]})
+    whole = launch_on_simulator(inputs, "sm_90a")
+    monkeypatch.setattr(bit_store, "MIN_TILES", 0)
+    for most in (20, 40):
+        monkeypatch.setattr(bit_store, "MAX_PAIRS", most * tile_m * tile_n)
+        for seed in (None, 1):
+            simulator.OPTIONS.pop("delay", None)
+            if seed is not None:
+                simulator.OPTIONS["delay"] = seed
+            simulator.RESULTS.clear()
+            parts = launch_on_simulator(inputs, "sm_90a")
+            assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
+            assert not any(result["warnings"] for result in simulator.RESULTS)
+            # a call that stores and one that attends, for each part
+            num_parts = -(-entries * tiles_of(tile) // most)
+            assert num_parts > 1 and len(simulator.RESULTS) == 2 * num_parts
 
 
 @pytest.mark.parametrize("position", range(len(DOCUMENT_CASES)))
