@@ -38,14 +38,17 @@ MIN_TILES = 8
 QUERY_BLOCK, MIN_TILES_PACKED = 128, 32
 WORD_BYTES = 4
 
+Window: TypeAlias = tuple[int | None, int | None]
+
 
 @dataclass(frozen=True)
 class _TileStoring:
     """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). function: see
-    `compile_store`."""
+    `compile_store`; window: what it is told."""
 
     shape: tuple[int, int, int, int, int]
     function: Callable[..., None]
+    window: Window
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +77,8 @@ class BitStoring(_TileStoring):
         for first in range(0, self.blocks, most):
             part = first, min(most, self.blocks - first)
             stored = _new_stored(q, (entries, part[1], *inner))
-            self.function(stored, *self.seqlens, asked.block_bits, asked.aux_tensors, part)
+            of_call = asked.block_bits, asked.aux_tensors, *self.window
+            self.function(stored, *self.seqlens, *of_call, part)
             yield Stored(stored, part)
             # so that the next part has its memory
             del stored
@@ -94,7 +98,8 @@ class SequenceStoring(_TileStoring):
         """See `StoreBits`."""
         places = q.new_empty((self.batch, 2), dtype=torch.int32)
         stored, part = (*_new_stored(q, self.shape), places), (0, self.shape[2])
-        self.function(stored, *asked.cu_seqlens, asked.block_bits, asked.aux_tensors, part)
+        of_call = asked.block_bits, asked.aux_tensors, *self.window
+        self.function(stored, *asked.cu_seqlens, *of_call, part)
         yield Stored(stored, part)
 
 
@@ -129,7 +134,8 @@ class DocumentStoring(_TileStoring):
         bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)
         begins = q.new_empty((self.entries, slots), dtype=torch.int32)
         stored = (*_new_stored(q, self.shape), places)
-        of_all = cu_seqlens, spans, bounds, begins, asked.block_bits, asked.aux_tensors, self.tiles
+        of_call = asked.block_bits, asked.aux_tensors, *self.window
+        of_all = cu_seqlens, spans, bounds, begins, *of_call, self.tiles
         for first in range(0, self.entries * self.tiles, self.step):
             part = first, self.step
             self.function(stored, *of_all, part)
@@ -219,7 +225,8 @@ def _choose_fwd(
 ) -> Storing | None:
     tiles = resolved.choice.tiles
     bit_tiles = BitTiles.of_queries(tiles.tile_m, tiles.tile_n)
-    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, target, can_pack)
+    window = resolved.window_left, resolved.window_right
+    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, window, target, can_pack)
 
 
 def choose_bwd_storing(
@@ -250,7 +257,8 @@ def _choose_bwd(
         if problem.varlen_k:
             return None
     bit_tiles = BitTiles.of_keys(choice.tiles.tile_m, choice.tile_n)
-    return _choose(problem, resolved.shapes, bit_tiles, masks, target, can_pack)
+    window = resolved.window_left, resolved.window_right
+    return _choose(problem, resolved.shapes, bit_tiles, masks, window, target, can_pack)
 
 
 def _reading(problem: AttentionProblem) -> AttentionProblem:
@@ -278,6 +286,7 @@ def _choose(
     shapes: FwdShapes,
     tiles: BitTiles,
     masks: ResolvedMasks,
+    window: Window,
     target: Target,
     can_pack: bool,
 ) -> Storing | None:
@@ -293,9 +302,16 @@ def _choose(
         or (lists is not None and lists.mask_block_cnt.shape[1] > 1)
     ):
         return None
-    store = StoreProblem(tiles, problem.aux, has_bits=lists is not None)
+    store = StoreProblem(
+        tiles,
+        problem.aux,
+        has_bits=lists is not None,
+        is_causal=problem.is_causal,
+        has_window_left=problem.has_window_left,
+        has_window_right=problem.has_window_right,
+    )
     if problem.varlen_q:
-        return _choose_for_sequences(shapes, masks.mask_mod, store, target)
+        return _choose_for_sequences(shapes, masks.mask_mod, store, window, target)
     if _blocks_of_launch(1, shapes, tiles, target) is None:
         return None
     compiled = compile_store(masks.mask_mod, store, target)
@@ -315,17 +331,20 @@ def _choose(
         if of_launch < blocks:
             step = MAX_PAIRS // (tiles.tile_m * tiles.tile_n)
             room = step + -(-seqlen // tiles.tile_n)
-        by_documents = replace(store, form="documents", is_causal=problem.is_causal)
-        compiled = compile_store(masks.mask_mod, by_documents, target)
+        compiled = compile_store(masks.mask_mod, replace(store, form="documents"), target)
         extents = entries, shapes.batch, seqlen, most, step
-        return DocumentStoring((1, 1, room, *lines), compiled.function, *extents)
+        return DocumentStoring((1, 1, room, *lines), compiled.function, window, *extents)
     shape = (entries, of_launch, -(-shapes.seqlen_k // tiles.tile_n), *lines)
     seqlens = shapes.seqlen_q, shapes.seqlen_k
-    return BitStoring(shape, compiled.function, blocks, seqlens)
+    return BitStoring(shape, compiled.function, window, blocks, seqlens)
 
 
 def _choose_for_sequences(
-    shapes: FwdShapes, mask_mod: Callable[..., Any], store: StoreProblem, target: Target
+    shapes: FwdShapes,
+    mask_mod: Callable[..., Any],
+    store: StoreProblem,
+    window: Window,
+    target: Target,
 ) -> SequenceStoring | None:
     """Where queries and keys are packed."""
     tiles, pairs = store.tiles, shapes.total_q * shapes.seqlen_k
@@ -337,7 +356,7 @@ def _choose_for_sequences(
     if compiled.meta["relies_on_head"]:
         return None
     shape = (1, 1, most, tiles.lines, tiles.words)
-    return SequenceStoring(shape, compiled.function, shapes.batch)
+    return SequenceStoring(shape, compiled.function, window, shapes.batch)
 
 
 def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Target) -> bool:

@@ -25,7 +25,7 @@ class StoreProblem:
 
     aux: as in `AttentionProblem`. has_bits: there are block lists, which the kernel takes as bits.
     form: of what tiles are stored: of entries of one length, of packed sequences, or of documents
-    that are found first, for which it matters whether attention is_causal.
+    that are found first. The others: of attention.
     """
 
     tiles: BitTiles
@@ -33,6 +33,8 @@ class StoreProblem:
     has_bits: bool
     form: Form = "entries"
     is_causal: bool = False
+    has_window_left: bool = False
+    has_window_right: bool = False
 
 
 def compile_store(
@@ -42,14 +44,14 @@ def compile_store(
 
     `function` takes, by position and by the form:
 
-    entries: tiles and states (a pair), seqlen_q, seqlen_k, asked, part.
-    sequences: tiles, states and places (a triple), cu_seqlens_q, cu_seqlens_k, asked, part.
-    documents: such a triple, cu_seqlens, spans, their bounds, begins, asked, the tiles of an entry,
-    part (`kernels/document_bits.py`).
+    entries: tiles and states (a pair), seqlen_q, seqlen_k, asked, window, part.
+    sequences: tiles, states and places (a triple), cu_seqlens_q, cu_seqlens_k, asked, window, part.
+    documents: such a triple, cu_seqlens, spans, their bounds, begins, asked, window, the tiles of
+    an entry, part (`kernels/document_bits.py`).
 
     asked: block bits (visible, full, block_q, block_k) and aux_tensors (a tuple), None for what the
-    problem does not have; part: a pair (`StoredArgs`). `meta`: relies_on_batch, relies_on_head, and
-    what `compile_object` tells.
+    problem does not have; window: its left and its right side; part: a pair (`StoredArgs`). `meta`:
+    relies_on_batch, relies_on_head, and what `compile_object` tells.
     """
     identity = callable_key(mask_mod)
     return cache.get(
@@ -72,16 +74,21 @@ def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) 
 
     tiles, form = problem.tiles, problem.form
     kind = KeyBitStore if tiles.by_key else QueryBitStore
-    store: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux))
+    band = problem.is_causal, problem.has_window_left or problem.has_window_right
+    store: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux), *band)
     arguments: list[Any] = [stand_ins.stored_tiles(tiles, has_places=form != "entries")]
-    asked = stand_ins.block_bits(problem), stand_ins.aux_tensors(problem)
+    asked = (
+        stand_ins.block_bits(problem),
+        stand_ins.aux_tensors(problem),
+        *stand_ins.window(problem),
+    )
     if form == "entries":
         arguments += [*stand_ins.int32_pair(), *asked]
     elif form == "sequences":
         store = SequenceBitStore(store, are_parts=False)
         arguments += [stand_ins.int32_vector(True), stand_ins.int32_vector(True), *asked]
     else:
-        store = DocumentBitStore(store, problem.is_causal, SLOT, BOUNDS_TILE)
+        store = DocumentBitStore(store, SLOT, BOUNDS_TILE)
         scratch = (stand_ins.strided(rank) for rank in (4, 4, 2))
         arguments += [stand_ins.int32_vector(True), *scratch, *asked, cutlass.Int32(0)]
     arguments += [stand_ins.int32_pair(), stand_ins.stream()]

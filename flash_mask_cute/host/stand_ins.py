@@ -12,6 +12,16 @@ from flash_mask_cute.host.problem import CUTLASS_NAMES, STRIDE_STEP, AttentionPr
 _BASE_ALIGNMENT = 16  # bytes
 
 
+class HasWindow(Protocol):
+    """A problem that says which sides a window has."""
+
+    @property
+    def has_window_left(self) -> bool: ...
+
+    @property
+    def has_window_right(self) -> bool: ...
+
+
 class HasAux(Protocol):
     """A problem with `aux`, as in `AttentionProblem`."""
 
@@ -109,7 +119,7 @@ def lengths(problem: AttentionProblem) -> tuple[Any, ...]:
     )
 
 
-def window(problem: AttentionProblem) -> tuple[Any, Any]:
+def window(problem: HasWindow) -> tuple[Any, Any]:
     """window_left and window_right."""
     import cutlass
 

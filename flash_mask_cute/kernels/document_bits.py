@@ -28,12 +28,11 @@ class DocumentBitStore:
     """Finds documents, and fills a `StoredArgs` of them; to be passed to `cute.compile`.
 
     :param store: for the tiles of the attention kernel; its `reliance` is known afterwards
-    :param is_causal: nobody sees later keys, whatever the callable says
     :param slot, bounds_tile: see `DocumentSplit`
     """
 
-    def __init__(self, store: BitStore, is_causal: bool, slot: int, bounds_tile: int):
-        self.spans = KeySpans(store, is_causal)
+    def __init__(self, store: BitStore, slot: int, bounds_tile: int):
+        self.spans = KeySpans(store)
         self.split = DocumentSplit(KeySpans.NUM_VECTORS, False, slot, bounds_tile)
         self.sequences = SequenceBitStore(store, are_parts=True)
 
@@ -51,13 +50,16 @@ class DocumentBitStore:
         mBegins: cute.Tensor,
         block_bits,
         aux_tensors,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
         tiles: Int32,
         part: tuple,
         stream,
     ):
         """Launch on `stream`. Documents are found with the first part.
 
-        :param stored_bits, block_bits, aux_tensors: see `SequenceBitStore`
+        :param stored_bits, block_bits, aux_tensors, window_left, window_right: see
+            `SequenceBitStore`
         :param tiles: as many for each entry as its documents may have, whatever they are
         :param part: see `StoredArgs`; stored_bits has room for it and for the rest of a block's
             tiles
@@ -65,7 +67,7 @@ class DocumentBitStore:
         :param mSpans, mSpanBounds, mBegins: scratch, int32 (entries, 1, seqlen, 2), (entries, 1, 4,
             blocks) and (entries, slots). The batch has as many entries, or all are the same one
         """
-        masks = self.sequences.store.masks_of(block_bits, aux_tensors)
+        masks = self.sequences.store.masks_of(block_bits, aux_tensors, (window_left, window_right))
         stored = StoredArgs(*stored_bits).of_part(*part)
         starts, (entries, slots) = (mCuSeqlens, mCuSeqlens), mBegins.shape
         if part[0] == 0:
@@ -81,16 +83,19 @@ class KeySpans:
     """Finds which keys each query sees first and last, by `mask_mod` and block lists.
 
     They are written as column intervals are that hide all but a span (`Intervals`): one past the
-    last one, 0 if there is none, and the first one, seqlen if there is none.
+    last one, 0 if there is none, and the first one, seqlen if there is none. Nobody sees what lies
+    outside of causal masking and window, whatever the callable says.
+
+    A tile inside of what its queries are known to see would tell nothing new. So the outermost keys
+    are asked about first, and where there are no documents most of the others never.
     """
 
     NUM_VECTORS = 2
 
-    def __init__(self, store: BitStore, is_causal: bool):
-        tile = SPANS_TILE, SPANS_TILE
+    def __init__(self, store: BitStore):
+        tile, band = (SPANS_TILE, SPANS_TILE), (store.is_causal, store.is_local)
         self.columns = store.columns
-        self.asks = QueryBitStore(store.mask_mod, *tile, self.columns, store.has_aux_tensors)
-        self.is_causal = is_causal
+        self.asks = QueryBitStore(store.mask_mod, *tile, self.columns, store.has_aux_tensors, *band)
 
     @cute.jit
     def __call__(self, mSpans: cute.Tensor, masks: MaskArgs, stream):
@@ -119,26 +124,38 @@ class KeySpans:
     def widen(
         self, mSpans: cute.Tensor, blocks: Int32, seqlen: Int32, masks: MaskArgs, any_head: Int32
     ):
-        """Widen the spans of a tile's queries to what they see of it."""
+        """Widen the spans of a tile's queries to what they see of it.
+
+        By turns of all queries: the first keys, the last ones or the own ones, and the others.
+        """
         cta, _, _ = cute.arch.block_idx()
-        row = cta // blocks
+        ctas, _, _ = cute.arch.grid_dim()
+        rows = ctas // blocks
+        turn = cta // rows
+        row = cta - turn * rows
         entry = row // blocks
-        m_block, n_block = row - entry * blocks, cta - row * blocks
+        m_block = row - entry * blocks
+        outermost = m_block if const_expr(self.asks.is_causal) else blocks - 1
+        n_block = cutlass.select_(turn > outermost, turn, turn - 1)
+        n_block = cutlass.select_(turn == 1, outermost, n_block)
+        n_block = cutlass.max(n_block, 0)
         seqlens = seqlen, seqlen
         place = Place(entry, m_block, n_block, any_head, entry, Int32(0), *seqlens)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         share = Share.create(warp_idx, SPANS_TILE // WORD, SPANS_TILE, self.columns)
         rules = self.asks.rules_of(masks)
         is_listed, asks = self.asks.judge(rules, place)
-        if const_expr(self.is_causal):
-            is_listed = is_listed & (n_block <= m_block)
-        if is_listed:
+        work = self.asks.work_of(place)
+        query = share.line(work, 0)
+        begin = n_block * SPANS_TILE
+        end = cutlass.min(begin + SPANS_TILE, seqlen)
+        may_widen = query < seqlen
+        if may_widen:
+            may_widen = (mSpans[entry, 0, query, 1] > begin) | (mSpans[entry, 0, query, 0] < end)
+        if is_listed & cute.arch.vote_any_sync(may_widen):
             words = share.fill(ALL)
             if asks:
                 words = self.asks.words(rules, place, share)
-            query = share.line(self.asks.work_of(place), 0)
-            begin = n_block * SPANS_TILE
-            end = cutlass.min(begin + SPANS_TILE, seqlen)
             sees_any, first, last = Boolean(False), end, begin
             for w, word in enumerate(words):
                 lowest = WORD - 1 - Int32(cute.arch.clz(word & (0 - word)))
@@ -149,8 +166,10 @@ class KeySpans:
                 at = begin + self.columns.col_of(w, highest)
                 last = cutlass.select_(is_any, cutlass.max(last, at), last)
                 sees_any = sees_any | is_any
-            if const_expr(self.is_causal):
-                sees_any, last = sees_any & (first <= query), cutlass.min(last, query)
+            if const_expr(self.asks.is_causal or self.asks.is_local):
+                low, high = rules.block_info.band(work.seqlen).k_range(query)
+                first, last = cutlass.max(first, low), cutlass.min(last, high - 1)
+                sees_any = sees_any & (first <= last)
             if sees_any & (query < seqlen):
                 span = mSpans[entry, 0, query, None]
                 cute.arch.atomic_max(span.iterator, cutlass.min(last + 1, end))

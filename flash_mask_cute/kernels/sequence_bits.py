@@ -44,6 +44,8 @@ class SequenceBitStore:
         mCuSeqlensK: cute.Tensor,
         block_bits,
         aux_tensors,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
         part: tuple,
         stream,
     ):
@@ -53,9 +55,9 @@ class SequenceBitStore:
             enough for all sequences
         :param part: all of them
         :param mCuSeqlensQ, mCuSeqlensK: int32 (sequences + 1,)
-        :param block_bits, aux_tensors: see `BitStore`
+        :param block_bits, aux_tensors, window_left, window_right: see `BitStore`
         """
-        masks = self.store.masks_of(block_bits, aux_tensors)
+        masks = self.store.masks_of(block_bits, aux_tensors, (window_left, window_right))
         slots = Int32(mCuSeqlensQ.shape[0] - 1)
         stored = StoredArgs(*stored_bits).of_part(*part)
         starts, tiles = (mCuSeqlensQ, mCuSeqlensK), part[1]

@@ -2,10 +2,12 @@
 
 Asking is what such a mask costs (docs/masks.md). Before attention runs, all tiles that have to be
 asked about are painted into global memory, and of each tile is noted whether something of it is
-visible, and whether something is hidden. So attention visits what is visible, whether lists said so
-or not, and its painters read bits instead of asking. A kernel that reads them knows nothing of the
-callable, so one serves all of them. `kernels/sequence_bits.py` does it for sequences that differ in
-length, `kernels/document_bits.py` for those that the answers themselves tell of.
+visible, and whether something is hidden. Tiles outside of causal masking and window, which no walk
+of attention visits, count as hidden and are not asked about. So attention visits what is visible,
+whether lists said so or not, and its painters read bits instead of asking. A kernel that reads them
+knows nothing of the callable, so one serves all of them. `kernels/sequence_bits.py` does it for
+sequences that differ in length, `kernels/document_bits.py` for those that the answers themselves
+tell of.
 """
 
 from collections.abc import Callable
@@ -74,11 +76,10 @@ class BitStore:
     :param tile_m, tile_n: query rows and keys of a tile of the attention kernel
     :param columns: where its bit tiles have which column
     :param has_aux_tensors: the call passes aux_tensors to the callable
+    :param is_causal, is_local: of attention: which tiles are not asked about. The band is no part
+        of the bits
     """
 
-    # the other masks are no part of the bits
-    is_causal = False
-    is_local = False
     intervals: Intervals | None = None
     skip_blocks = True
 
@@ -89,11 +90,15 @@ class BitStore:
         tile_n: int,
         columns: Columns,
         has_aux_tensors: bool,
+        is_causal: bool,
+        is_local: bool,
     ):
         self.mask_mod = mask_mod
         self.plan = Tiling(tile_m, tile_n)
         self.columns = columns
         self.has_aux_tensors = has_aux_tensors
+        self.is_causal = is_causal
+        self.is_local = is_local
         self.reliance: Reliance | None = None
 
     @cute.jit
@@ -104,6 +109,8 @@ class BitStore:
         seqlen_k: Int32,
         block_bits,
         aux_tensors,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
         part: tuple,
         stream,
     ):
@@ -114,9 +121,10 @@ class BitStore:
         :param seqlen_q, seqlen_k: of each sequence
         :param block_bits: of all logical blocks, the same for all heads (`BitArgs`), or None
         :param aux_tensors: what the callable reads
+        :param window_left, window_right: of attention
         :param part: the blocks of queries that stored_bits is for, the first one and how many
         """
-        masks = self.masks_of(block_bits, aux_tensors)
+        masks = self.masks_of(block_bits, aux_tensors, (window_left, window_right))
         stored = StoredArgs(*stored_bits).of_part(*part)
         first_block, m_blocks = part
         batch, _, n_blocks, lines, _ = stored.tiles.shape
@@ -125,10 +133,8 @@ class BitStore:
             grid=(batch * m_blocks * n_blocks, 1, 1), block=(lines, 1, 1), stream=stream
         )
 
-    def masks_of(self, block_bits, aux_tensors) -> MaskArgs:
-        return MaskArgs.create(
-            self, (None, None), None, Int32(1), None, (), block_bits, aux_tensors
-        )
+    def masks_of(self, block_bits, aux_tensors, window: tuple) -> MaskArgs:
+        return MaskArgs.create(self, window, None, Int32(1), None, (), block_bits, aux_tensors)
 
     @cute.kernel
     def kernel(
@@ -186,9 +192,13 @@ class BitStore:
         cute.arch.sync_threads()
 
     def judge(self, rules: MaskRules, place: Place) -> tuple[Boolean, Boolean]:
-        """See `MaskRules.judge_listed`."""
+        """See `MaskRules.judge_listed`; a tile outside of the band counts as not listed."""
         work = self.work_of(place)
-        return rules.judge_listed(work, place.any_head, place.m_block, place.n_block)
+        is_listed, asks = rules.judge_listed(work, place.any_head, place.m_block, place.n_block)
+        if const_expr(self.is_causal or self.is_local):
+            first, end = rules.block_info.get_n_block_min_max(work.seqlen, place.m_block)
+            is_listed = is_listed & (place.n_block >= first) & (place.n_block < end)
+        return is_listed, asks
 
     def rules_of(self, masks: MaskArgs) -> MaskRules:
         # lengths are those of a `Place`, whose offset is 0 where a sequence is an entry

@@ -203,7 +203,8 @@ def test_what_the_backward_passes_on() -> None:
     told = replace(storing, function=lambda *args: stored.append(args))
     kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
     BwdKernelLaunch(call, kernels, operands, others[0], told)(operands, *others)
-    (((tiles, states), *_, logical, aux, part),) = stored
+    (((tiles, states), *_, logical, aux, left, right, part),) = stored
+    assert left is right is None
     assert (tiles.shape[:3], states.shape) == ((1, 4, 2), (1, 4, 2))
     assert (part, logical[2:], len(aux)) == ((0, 4), (48, 80), 1)
     ((*_, aux_tensors, _, _, _, logical_of_main, _, stored_of_main),) = main
@@ -245,7 +246,7 @@ def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     KernelLaunch(call, main, inputs.q, inputs.k, inputs.v, None, told)(
         inputs.q, inputs.k, inputs.v, extras, masks
     )
-    (((tiles, states, places), starts_q, starts_k, logical, aux, part),) = calls
+    (((tiles, states, places), starts_q, starts_k, logical, aux, _, _, part),) = calls
     assert tiles.shape[:3] == states.shape and places.shape == (3, 2)
     assert starts_q is extras.cu_seqlens_q and starts_k is extras.cu_seqlens_k
     assert logical is None and len(aux) == 1
@@ -369,7 +370,7 @@ def test_what_the_launch_passes_on() -> None:
     KernelLaunch(call, attention, inputs.q, inputs.k, inputs.v, None, told)(
         inputs.q, inputs.k, inputs.v, extras, masks
     )
-    ((tiles, states), seqlen_q, seqlen_k, logical, aux, _), *others = stored
+    ((tiles, states), seqlen_q, seqlen_k, logical, aux, *_), *others = stored
     assert not others
     assert (tiles.shape, states.shape) == ((1, 2, 2, 128, 4), (1, 2, 2))
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (tiles, states))

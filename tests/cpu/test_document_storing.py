@@ -143,7 +143,7 @@ def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], Any]:
 def test_what_a_forward_passes_on() -> None:
     launch, calls, call = recorded(DOCUMENTS)
     out, lse = launch(*call)
-    (stored, cu_seqlens, spans, bounds, begins, logical, aux, most, part), main = calls
+    (stored, cu_seqlens, spans, bounds, begins, logical, aux, _, _, most, part), main = calls
     assert part == (0, 88) and most == 44
     tiles, states, places = stored
     assert tiles.shape[:3] == states.shape and places.shape == (4, 2)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import ColumnMask, builders, interface
+from flash_mask_cute.host import bit_store
 from flash_mask_cute.host.packed_launch import PackedLaunch
 from flash_mask_cute.interface import _flash_attn_fwd
 
@@ -69,6 +70,25 @@ def test_documents_that_answers_tell_of(case: Case) -> None:
     assert any(isinstance(x, PackedLaunch) for x in interface._launches.values())
     visiting = forward(inputs, config={"skip_blocks": False})
     assert torch.equal(visiting[0], forward(inputs)[0])
+
+
+@pytest.mark.usefixtures("poisoned_allocations", "documents_packed")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_documents_in_parts(head_dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed at once, bit for bit."""
+    case = Case("parts", 2, 3000, 3000, 8, 8, head_dim, causal=causal, mask_mod="documents")
+    inputs = make_inputs(case, "cuda")
+    whole = forward(inputs)
+    for pairs in (2 * 3000 * 400, 2 * 3000 * 1500):
+        monkeypatch.setattr(bit_store, "MIN_TILES", 0)
+        monkeypatch.setattr(bit_store, "MAX_PAIRS", pairs)
+        monkeypatch.setattr(interface, "_launches", {})
+        parts = forward(inputs)
+        (launch,) = interface._launches.values()
+        assert isinstance(launch, PackedLaunch) and launch._launch._store_bits.num_parts > 1
+        for x, y in zip(whole, parts, strict=True):
+            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
 @contextmanager

@@ -94,6 +94,52 @@ def run(simulator: ModuleType, launches: int, call: Callable[[], Any]) -> Any:
     return result
 
 
+# of a call, and which keys a query sees by it
+BANDS: tuple[tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]], ...] = (
+    ({"causal": True}, lambda q, k: k <= q),
+    ({"window_size_left": 150}, lambda q, k: k >= q - 150),
+    (
+        {"window_size_left": 60, "window_size_right": 200},
+        lambda q, k: (k >= q - 60) & (k <= q + 200),
+    ),
+)
+
+
+@pytest.mark.parametrize("band", range(len(BANDS)))
+@pytest.mark.parametrize(
+    ("choose", "head_dim", "tile"),
+    [(fwd_storing, 128, (128, 128)), (bwd_storing, 64, (128, 128)), (bwd_storing, 128, (64, 128))],
+    ids=["fwd-d128", "bwd-d64", "bwd-d128"],
+)
+def test_tiles_outside_of_the_band_are_not_asked_about(
+    simulator: ModuleType,
+    choose: Callable[..., BitStoring | None],
+    head_dim: int,
+    tile: tuple[int, int],
+    band: int,
+) -> None:
+    """They count as hidden; what is said of the others does not depend on the band."""
+    given, sees_by_band = BANDS[band]
+    storing = choose(head_dim, **given)
+    assert storing is not None
+    asked = Asked((IDS,), None)
+    _, found = run(simulator, 1, lambda: next(storing.parts(IDS, asked)).arguments)
+    at, (tile_m, tile_n) = torch.arange(SEQLEN), tile
+    in_band = sees_by_band(at[:, None], at)
+    num_outside = 0
+    for m_block in range(found.shape[1]):
+        for n_block in range(found.shape[2]):
+            rows, cols = (
+                slice(i * n, (i + 1) * n) for i, n in ((m_block, tile_m), (n_block, tile_n))
+            )
+            part = SEES[rows, cols]
+            expected = VISIBLE * bool(part.any()) + HIDDEN * (not bool(part.all()))
+            if not in_band[rows, cols].any():
+                expected, num_outside = HIDDEN, num_outside + 1
+            assert found[0, m_block, n_block] == expected, (m_block, n_block)
+    assert num_outside
+
+
 @pytest.mark.parametrize("has_lists", [False, True], ids=["alone", "lists"])
 @pytest.mark.parametrize(
     ("choose", "head_dim", "tile"),
