@@ -40,8 +40,9 @@ def reaches_function(origin: ir.Value) -> bool:
 
 
 def is_by_element(*origins: cute.TensorSSA) -> bool:
-    """Whether all that is made of vectors is made element by element."""
-    return all(_is_by_element(user) for origin in origins for user in _users_of(origin.ir_value()))
+    """Whether all that is made of vectors, and used, is made element by element."""
+    users = (user for origin in origins for user in _users_of(origin.ir_value()))
+    return all(_is_by_element(user) or _is_unused_element(user) for user in users)
 
 
 def join_factors(score: cute.TensorSSA, scale: Float32) -> None:
@@ -52,7 +53,7 @@ def join_factors(score: cute.TensorSSA, scale: Float32) -> None:
     """
     product = score.ir_value().owner.operation
     users = [use.owner.operation for use in product.results[0].uses]
-    users = [user for user in users if user.name != "vector.extract" or _is_used(user)]
+    users = [user for user in users if not _is_unused_element(user)]
     if len(users) != 1 or users[0].name != "arith.mulf":
         return
     numbers = [x for x in map(_number, users[0].operands) if x is not None]
@@ -134,8 +135,8 @@ def _last_product(value: Float32) -> tuple[float, ir.Value]:
     return 1.0, result
 
 
-def _is_used(operation: ir.Operation) -> bool:
-    return any(True for _ in operation.results[0].uses)
+def _is_unused_element(operation: ir.Operation) -> bool:
+    return operation.name == "vector.extract" and not any(True for _ in operation.results[0].uses)
 
 
 def _number(value: ir.Value) -> float | None:

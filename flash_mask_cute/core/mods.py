@@ -164,8 +164,7 @@ def modify_row(
         score = _vector_of([scores[r, c] for c in cols]) * scale
         indices = [_vector(i, Int32, width) for i in place]
         keys = _vector_of([Int32(k_idx_of(c)) for c in cols])
-        if not by_rows:
-            _keep_first(score), _keep_first(keys)
+        _keep_first(score), _keep_first(keys)
         modified = _modified(score_mod, score, [*indices, keys], aux_tensors)
         for c, number in zip(cols, modified, strict=True):
             scores[r, c] = number if factor == 1.0 else mod_text.divided(number, factor)
@@ -332,6 +331,8 @@ def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:
     scores = _vector_of([Float32(0.0), Float32(1.0)])
     places = [_vector(Int32(0), Int32, 2) for _ in range(3)]
     keys = _vector_of([Int32(0), Int32(1)])
+    # a branch may be traced twice
+    _keep_first(scores), _keep_first(keys)
     try:
         with _tracing(score_mod, aux_tensors):
             result = score_mod(scores, *places, keys, aux_tensors)
