@@ -149,13 +149,13 @@ SM90_BWD = (
         ("score_mod", "mask_mod"),
     ),
     BwdRow(
-        *(64, 64, 128, 2, 2, 1, 64),
-        "registers for 128 queries and all values beside the sums of dK and dV",
-        ("full", "causal", "other"),
+        *(64, 64, 128, 2, 2, 1, 48),
+        "registers for 128 queries and most values beside the sums of dK and dV",
+        ("full", "causal"),
     ),
     BwdRow(
-        *(64, 64, 128, 2, 2, 1, 32),
-        "registers for 128 queries and half of the values, which leave some for who paints edges",
+        *(64, 64, 128, 2, 2, 1, 16),
+        "registers for 128 queries and a few values, which leave enough for who plans and paints",
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),

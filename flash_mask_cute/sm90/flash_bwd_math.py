@@ -22,60 +22,26 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
 
-# columns of a thread whose LSE or delta is in registers at a time
-COLS_AT_A_TIME = 16
-
 
 @cute.jit
 def probabilities(scores: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float32) -> None:
     """P = exp(S - LSE) in place of S."""
-    after = None
-    for first in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), COLS_AT_A_TIME):
-        lse = _read(sLSE, first, after)
-        for i in cutlass.range_constexpr(cute.size(lse)):
-            for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-                exponent = cute.math.fma(scores[r, first + i], scale_log2, -lse[i])
-                scores[r, first + i] = cute.math.exp2(exponent, fastmath=True)
-                after = exponent
+    lse = cute.make_rmem_tensor(sLSE.layout.shape, Float32)
+    cute.autovec_copy(sLSE, lse)
+    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            exponent = cute.math.fma(scores[r, c], scale_log2, -lse[c])
+            scores[r, c] = cute.math.exp2(exponent, fastmath=True)
 
 
 @cute.jit
 def score_gradients(grads: cute.Tensor, factors: cute.Tensor, sDelta: cute.Tensor) -> None:
     """dS = factor * (dP - delta) in place of dP. A factor is P, or what `ScoreChain` made of it."""
-    after = None
-    for first in cutlass.range_constexpr(0, cute.size(grads, mode=[1]), COLS_AT_A_TIME):
-        delta = _read(sDelta, first, after)
-        for i in cutlass.range_constexpr(cute.size(delta)):
-            for r in cutlass.range_constexpr(cute.size(grads, mode=[0])):
-                c = first + i
-                grads[r, c] = factors[r, c] * (grads[r, c] - delta[i])
-                after = grads[r, c]
-
-
-def _read(sStats: cute.Tensor, first: int, after: Float32 | None) -> cute.Tensor:
-    """The statistics of some columns, read when `after` is known.
-
-    The compiler would read those of all columns at once, ahead of what is done with them, and has
-    no registers for that: it spills others.
-    """
-    count = min(COLS_AT_A_TIME, cute.size(sStats) - first)
-    pairs = cute.local_tile(sStats, (2, count // 2), (0, first // count))
-    if after is not None:
-        pointer = pairs.iterator
-        # grids are one-dimensional, but the compiler does not know that
-        zero = cute.arch.grid_dim()[2] - 1
-        address = Int32(pointer.toint()) | (_bits(after) & zero)
-        pointer = cute.make_ptr(Float32, address, pointer.memspace, assumed_align=8)
-        pairs = cute.make_tensor(pointer, pairs.layout)
-    values = cute.make_rmem_tensor(pairs.layout.shape, Float32)
-    cute.autovec_copy(pairs, values)
-    return values
-
-
-def _bits(value: Float32) -> Int32:
-    word = cute.make_rmem_tensor(1, Float32)
-    word[0] = value
-    return cute.recast_tensor(word, Int32)[0]
+    delta = cute.make_rmem_tensor(sDelta.layout.shape, Float32)
+    cute.autovec_copy(sDelta, delta)
+    for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
+        for r in cutlass.range_constexpr(cute.size(grads, mode=[0])):
+            grads[r, c] = factors[r, c] * (grads[r, c] - delta[c])
 
 
 @dataclass(frozen=True)
