@@ -355,7 +355,6 @@ class BwdTiles:
     skip_blocks: bool = True
     clears_dq: bool = False
     cta_pair: bool = False
-    own_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -458,7 +457,7 @@ def _bwd_conditions(row: BwdRow) -> str:
 
 def _of_bwd_row(row: BwdRow) -> BwdTiles:
     stages = (row.stages_q, row.stages_do, row.stages_kv)
-    of_dq = {"clears_dq": row.clears_dq, "cta_pair": row.cta_pair, "own_groups": row.own_groups}
+    of_dq = {"clears_dq": row.clears_dq, "cta_pair": row.cta_pair}
     return BwdTiles(row.tile_m, *stages, row.value_cols, **of_dq)
 
 
@@ -481,5 +480,5 @@ def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> Any:
     from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
 
     stages = (tiles.stages_q, tiles.stages_do, tiles.stages_kv)
-    more = tiles.value_cols, tiles.cta_pair, tiles.own_groups
+    more = tiles.value_cols, tiles.cta_pair
     return BwdPlan(BFloat16, head_dim, head_dim_v, tiles.tile_m, *stages, *more)

@@ -61,7 +61,6 @@ class BwdRow(NamedTuple):
     above_dim: int = 0
     clears_dq: bool = False
     cta_pair: bool = False
-    own_groups: int = 1
 
 
 SM90_FWD = (
@@ -150,15 +149,13 @@ SM90_BWD = (
         ("score_mod", "mask_mod"),
     ),
     BwdRow(
-        *(64, 64, 64, 2, 2, 1, 0),
-        "128 keys a warpgroup: half as much of Q, dO and dQ passes through L2",
+        *(64, 64, 128, 2, 2, 1, 48),
+        "registers for 128 queries and most values beside the sums of dK and dV",
         ("full", "causal"),
-        own_groups=2,
     ),
     BwdRow(
-        *(64, 64, 64, 2, 2, 1, 0),
-        "128 keys a warpgroup: half as much of Q, dO and dQ passes through L2",
-        own_groups=2,
+        *(64, 64, 128, 2, 2, 1, 16),
+        "registers for 128 queries and a few values, which leave enough for who plans and paints",
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),

@@ -169,16 +169,13 @@ class FlashAttentionBackwardSm90:
         deterministic: bool = False,
         clears_dq: bool = False,
         cta_pair: bool = False,
-        own_groups: int = 1,
         num_sms: int = 132,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         stages = (stages_q, stages_do, stages_kv)
-        self.plan = BwdPlan(
-            dtype, head_dim, head_dim_v, tile_m, *stages, value_cols, cta_pair, own_groups
-        )
+        self.plan = BwdPlan(dtype, head_dim, head_dim_v, tile_m, *stages, value_cols, cta_pair)
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)
@@ -426,9 +423,8 @@ class FlashAttentionBackwardSm90:
         plan = self.plan
         ring = channels.ring
         at = self._fragments(tiles)
-        own = range(plan.own_groups)
-        acc_dV = [[wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_dv)] for _ in own]
-        acc_dK = [[wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_d)] for _ in own]
+        acc_dV = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_dv)]
+        acc_dK = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_d)]
         chain = ScoreChain(
             *score_args,
             self.wants_aux,
@@ -438,17 +434,14 @@ class FlashAttentionBackwardSm90:
             (plan.tile_m, plan.tile_n),
             plan.first_key(),
         )
-        more = plan, tiles, channels, chain, passes_over
-        each = tuple(BlockScores.create(*more, i) for i in own)
-        scores = each[0]
+        scores = BlockScores.create(plan, tiles, channels, chain, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
             channels.q.wait(block)
             accumulate = Boolean(False)
             known = Known.nothing()
-            for part in each:
-                part.begin(tile, block)
+            scores.begin(tile, block)
             current = (tiles.words[0, channels.q.index(block)] >> OWN_KIND_SHIFT) & KIND_MASK
             first_seen = self._first_seen(ring.read(tile))
             if const_expr(scores.needs_scores):
@@ -467,7 +460,7 @@ class FlashAttentionBackwardSm90:
                         channels.q.wait_unless(known.q, block)
                         following = tiles.words[0, channels.q.index(block)] & KIND_MASK
                         visit = Visit(tile, block, cut, known)
-                        take = partial(self._take, kind, tiles, channels, at, each, visit)
+                        take = partial(self._take, kind, tiles, channels, at, scores, visit)
                         sums = acc_dV, acc_dK, accumulate
                         if const_expr(kind == Kind.CUT and passes_over):
                             is_hidden = Boolean(False)
@@ -489,16 +482,14 @@ class FlashAttentionBackwardSm90:
                         current = following
 
             work = ring.read(tile)
-            for accs in acc_dK:
-                for acc in accs:
-                    self._scale(acc, softmax_scale)
+            for acc in acc_dK:
+                self._scale(acc, softmax_scale)
             if const_expr(plan.cta_pair):
                 # they are sent from where dS of the last block is
                 channels.grads.acquire(block)
             has_sums = work.has_scores & accumulate
-            for i in own:
-                self._send(acc_dV[i], gradients.dv, tiles, block, work, has_sums, i)
-                self._send(acc_dK[i], gradients.dk, tiles, block, work, has_sums, i)
+            self._send(acc_dV, gradients.dv, tiles, block, work, has_sums)
+            self._send(acc_dK, gradients.dk, tiles, block, work, has_sums)
             # in the next block each warp writes dS where others may still send from
             if const_expr(not plan.shares_keys):
                 sync_warpgroup(Barrier.SENT)
@@ -518,7 +509,7 @@ class FlashAttentionBackwardSm90:
         tiles: Tiles,
         channels: Channels,
         at: Fragments,
-        each: tuple[BlockScores, ...],
+        scores: BlockScores,
         visit: Visit,
         sums: tuple[list, list, Boolean] | None,
     ) -> Known:
@@ -528,20 +519,15 @@ class FlashAttentionBackwardSm90:
         sums: dV and dK so far, and whether there is anything in them; None: this warpgroup's keys
         are hidden from the block, and add nothing but 0 to its dQ.
         """
-        plan, block, scores = self.plan, visit.block, each[-1]
+        plan, block = self.plan, visit.block
         following_cut = visit.cut + int(kind == Kind.CUT)
         if sums is None:
-            for part in each:
-                part.clear(visit)
+            scores.clear(visit)
         else:
             acc_dV, acc_dK, accumulate = sums
             do_stage = channels.do.index(block)
-            for i, part in enumerate(each):
-                part.compute(kind, visit)
-                self._issue_sums(acc_dV[i], part.probs, at.dv_do, do_stage, accumulate)
-                if i + 1 < len(each):
-                    stage = channels.q.index(block)
-                    self._issue_sums(acc_dK[i], part.grads, at.dk_q, stage, accumulate)
+            scores.compute(kind, visit)
+            self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
         if scores.passes_over:
             scores.tell_ready(block, following_cut)
         # dQ reads the dS of both
@@ -550,9 +536,7 @@ class FlashAttentionBackwardSm90:
         stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
         groups = tuple(Int32(group) for group in range(plan.key_groups))
         if sums is None:
-            # the other warpgroup's
-            first = (1 - mma_warpgroup_idx()) * plan.own_groups
-            groups = tuple(first + group for group in range(plan.own_groups))
+            groups = (1 - mma_warpgroup_idx(),)
         issue_dQ = partial(self._issue_dq, at, plan.ds_stage(block), visit.tile, groups=groups)
         if sums is None:
             acc_dQ, num_behind = issue_dQ(0), 0
@@ -565,7 +549,7 @@ class FlashAttentionBackwardSm90:
                 accumulate=accumulate,
             )
             acc_dQ, num_behind = self._issue_dq_and_dk(
-                channels, at, block, issue_dQ, issue_dK, acc_dK[-1]
+                channels, at, block, issue_dQ, issue_dK, acc_dK
             )
         # asked under the products, which hide how long the answer takes
         known = Known(
@@ -740,7 +724,6 @@ class FlashAttentionBackwardSm90:
         block: Int32,
         work: Work,
         has_sums: Boolean,
-        own: int = 0,
     ) -> None:
         """Store this warpgroup's parts of dK or dV of a work tile that ended before query `block`.
 
@@ -751,9 +734,9 @@ class FlashAttentionBackwardSm90:
         """
         plan = self.plan
         rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // plan.column_groups
-        unit = plan.ds_unit(plan.ds_stage(block), plan.key_group(own), 0)
+        unit = plan.ds_unit(plan.ds_stage(block), plan.key_group(), 0)
         smem = cute.local_tile(tiles.ds[None, None, unit], (rows, cols), (0, plan.column_group()))
-        first_key = work.block * plan.tile_n + plan.first_key(own)
+        first_key = work.block * plan.tile_n + plan.first_key()
         if cute.rank(target) == 4:
             gmem = target[None, None, work.head_idx, work.batch_idx]
         else:

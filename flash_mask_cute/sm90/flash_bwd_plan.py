@@ -120,8 +120,6 @@ class BwdPlan:
 
     cta_pair: two CTAs with neighbouring keys sum dQ together (`key_pairs`), half of the columns
     each. Then P takes the way of dS, of which there is one place, so that nothing modifies scores.
-    own_groups: groups of 64 keys that a warpgroup has. With two, it computes them one after the
-    other from the same queries, which so pass through L2 half as often, and their dQ, too.
     """
 
     dtype: type[cutlass.Numeric]
@@ -133,7 +131,6 @@ class BwdPlan:
     stages_kv: int = 1
     value_cols: int = 0
     cta_pair: bool = False
-    own_groups: int = 1
 
     # heads of a group pass by one after the other
     packed_heads = 1
@@ -146,12 +143,12 @@ class BwdPlan:
     @property
     def key_groups(self) -> int:
         """Groups of 64 keys in a work tile."""
-        return 1 if self.shares_keys else NUM_MMA_WARPGROUPS * self.own_groups
+        return 1 if self.shares_keys else NUM_MMA_WARPGROUPS
 
     @property
     def column_groups(self) -> int:
         """Groups of columns of dK and dV that MMA warpgroups have."""
-        return NUM_MMA_WARPGROUPS if self.shares_keys else 1
+        return NUM_MMA_WARPGROUPS // self.key_groups
 
     @property
     def tile_n(self) -> int:
@@ -254,7 +251,7 @@ class BwdPlan:
     def fragment_registers(self) -> int:
         """Registers of a thread for dK, dV, S and dP."""
         cols = sum(self.parts_keys(self.tile_d)) + sum(self.parts_keys(self.tile_dv))
-        return cols // 2 * self.own_groups + self.tile_m
+        return cols // 2 + self.tile_m
 
     @property
     def value_steps(self) -> int:
@@ -349,12 +346,6 @@ class BwdPlan:
         if (len(self.parts_dq) > 1 or self.cta_pair) and self.stages_q == 1:
             # the load warp would wait for a Q that is released after parts of dQ that wait for it
             return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
-        if self.own_groups not in (1, 2):
-            return f"own_groups must be 1 or 2, got {self.own_groups}"
-        if self.own_groups > 1 and (self.shares_keys or self.num_row_groups > 1):
-            return f"own_groups={self.own_groups} is for narrow heads and tile_m=64"
-        if self.own_groups > 1 and self.value_cols > 0:
-            return f"value_cols must be 0 with own_groups={self.own_groups}, got {self.value_cols}"
         if self.value_cols % 16 != 0:
             return f"value_cols must be a multiple of 16, got {self.value_cols}"
         if self.value_cols > 0 and self.shares_keys:
@@ -454,17 +445,17 @@ class BwdPlan:
         """Last coordinate in `layout_k` and `layout_v`, of keys of a work tile."""
         return Cursor(tile, self.stages_kv).index * self.key_groups + key_group
 
-    def own_keys(self, tile: Int32, own: int = 0) -> Int32:
-        """`keys_unit` of a group of this MMA warpgroup's keys."""
-        return self.keys_unit(tile, self.key_group(own))
+    def own_keys(self, tile: Int32) -> Int32:
+        """`keys_unit` of this MMA warpgroup's keys."""
+        return self.keys_unit(tile, self.key_group())
 
-    def first_key(self, own: int = 0) -> Int32:
-        """The first key of a group of this MMA warpgroup, in the work tile."""
-        return self.key_group(own) * ROWS_PER_WARPGROUP
+    def first_key(self) -> Int32:
+        """The first key of this MMA warpgroup, in the work tile."""
+        return self.key_group() * ROWS_PER_WARPGROUP
 
-    def key_group(self, own: int = 0) -> Int32:
-        """Which keys of the work tile a group of this MMA warpgroup's keys is."""
-        return Int32(0) if self.shares_keys else mma_warpgroup_idx() * self.own_groups + own
+    def key_group(self) -> Int32:
+        """Which keys this MMA warpgroup has."""
+        return Int32(0) if self.shares_keys else mma_warpgroup_idx()
 
     def column_group(self) -> Int32:
         """Which columns of dK and dV this MMA warpgroup has."""

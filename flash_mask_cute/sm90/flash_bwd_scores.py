@@ -93,8 +93,7 @@ class BlockScores:
     """P^T and dS^T of a query block.
 
     probs, grads: their words (`wgmma.round_pairs`), for the sums of dV and dK. values: the first
-    columns of this warpgroup's values as an operand (`BwdPlan.value_steps`). own: which of the
-    warpgroup's groups of 64 keys.
+    columns of this warpgroup's values as an operand (`BwdPlan.value_steps`).
     """
 
     plan: cutlass.Constexpr[BwdPlan]
@@ -106,16 +105,10 @@ class BlockScores:
     grads: cute.Tensor
     values: cute.Tensor | None
     passes_over: cutlass.Constexpr[bool]
-    own: cutlass.Constexpr[int]
 
     @staticmethod
     def create(
-        plan: BwdPlan,
-        tiles: Tiles,
-        channels: Channels,
-        chain: ScoreChain,
-        passes_over: bool,
-        own: int,
+        plan: BwdPlan, tiles: Tiles, channels: Channels, chain: ScoreChain, passes_over: bool
     ) -> "BlockScores":
         num_parts = plan.num_score_parts(len(chain.wants_aux))
         mma = plan.mma_scores(num_parts)
@@ -138,7 +131,7 @@ class BlockScores:
         values = None
         if chain.is_empty and plan.value_steps > 0:
             values = wgmma.make_operand_words(plan.value_steps)
-        more = probs, grads, values, passes_over, own
+        more = probs, grads, values, passes_over
         return BlockScores(plan, tiles, channels, chain, factors, *more)
 
     @property
@@ -154,14 +147,14 @@ class BlockScores:
         """Take the values of a work tile that lie in registers, with its first query block."""
         if self.values is not None:
             self.channels.do.wait(block)
-            smem = self.tiles.v[None, None, self.plan.own_keys(tile, self.own)]
+            smem = self.tiles.v[None, None, self.plan.own_keys(tile)]
             keep_columns(self.values, self.plan.mma_values(), smem)
 
     def compute(self, kind: Kind, at: Visit) -> None:
         """Compute P and dS of a query block, which has arrived but for its dO.
 
-        Afterwards dO has arrived, and dQ may read dS after `sync_both`. No products are in flight
-        before but the sums of the warpgroup's keys before these.
+        Without products in flight before; afterwards dO has arrived, and dQ may read dS after
+        `sync_both`.
         """
         if self.plan.shares_keys:
             self._compute_in_turn(kind, at)
@@ -172,11 +165,8 @@ class BlockScores:
 
     def is_hidden(self) -> Boolean:
         """Whether the bits at hand, which have come, hide all keys of this warpgroup."""
-        num_words = self.plan.own_groups * wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD
-        first, seen = mma_warpgroup_idx() * num_words, Int32(0)
-        for i in range(num_words):
-            seen = seen | self.tiles.seen[first + i]
-        return seen == 0
+        first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
+        return (self.tiles.seen[first] | self.tiles.seen[first + 1]) == 0
 
     @cute.jit
     def tell_ready(self, block: Int32, following_cut: Int32) -> None:
@@ -228,7 +218,7 @@ class BlockScores:
         groups = plan.num_row_groups
         size = cute.size(self.grads) // groups
         for i in range(groups):
-            unit = plan.ds_unit(plan.ds_stage(block), plan.key_group(self.own), i)
+            unit = plan.ds_unit(plan.ds_stage(block), mma_warpgroup_idx(), i)
             words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
             self._store_grads(words, unit)
 
@@ -239,9 +229,6 @@ class BlockScores:
         lse, delta = self._statistics(at.block)
         self._issue_scores(acc_S, at)
         channels.do.wait_unless(at.known.do, at.block)
-        if self.own > 0:
-            # the sums of the keys before: there are no registers for their operands beside dP
-            warpgroup.wait_group(1)
         if is_plain:
             self._issue_dp(acc_dP, at)
             warpgroup.wait_group(1)
@@ -331,12 +318,12 @@ class BlockScores:
     # -- steps ----------------------------------------------------------------------------------
 
     def _issue_scores(self, acc_S: cute.Tensor, at: Visit, part: int = 0) -> None:
-        k_tile = self.factors.k[None, None, None, self.plan.own_keys(at.tile, self.own)]
+        k_tile = self.factors.k[None, None, None, self.plan.own_keys(at.tile)]
         q_tile = self.factors.q[part][None, None, None, self.channels.q.index(at.block)]
         wgmma.issue(self.plan.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
 
     def _issue_dp(self, acc_dP: cute.Tensor, at: Visit, part: int = 0) -> None:
-        v_tile = self.factors.v[None, None, None, self.plan.own_keys(at.tile, self.own)]
+        v_tile = self.factors.v[None, None, None, self.plan.own_keys(at.tile)]
         do_tile = self.factors.do[part][None, None, None, self.channels.do.index(at.block)]
         mma = self.plan.mma_scores(self.num_parts)
         if self.values is None:
@@ -359,7 +346,7 @@ class BlockScores:
     def _bits(self, kind: Kind, cut: Int32, is_known: Boolean) -> tuple | None:
         if kind != Kind.CUT:
             return None
-        first = self.plan.first_key(self.own)
+        first = self.plan.first_key()
         return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_known)
 
     def _place(self, at: Visit) -> tuple[Work, Int32, Int32]:
