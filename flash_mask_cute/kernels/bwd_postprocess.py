@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import column_parts
+from flash_mask_cute.core.turns import FINISHED
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
     VECTOR_16_BITS,
@@ -117,7 +118,10 @@ class BwdPostprocess:
         )
         sdQ = cutlass.memory.SmemAllocator().allocate_tensor(Int32, layout, 16)
         rows = rows_of(block, lengths, self.tile_m)
-        if rows.in_slot > 0:
+        is_left = rows.in_slot > 0
+        if const_expr(mTurns is not None):
+            is_left = is_left & (mTurns[head_idx, block] != FINISHED)
+        if is_left:
             has_sums = Boolean(True)
             if const_expr(mTurns is not None):
                 has_sums = mTurns[head_idx, block] != 0
