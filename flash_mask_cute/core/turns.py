@@ -8,9 +8,8 @@ whole warp, and are for bulk copies.
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-# what the word says where there are no turns: an odd number while the first one writes; otherwise
-# twice the number of those whose part is there, or that somebody finished what all had added
-BEGUN, THERE, FINISHED = 1, 2, -1
+# what the word says where there are no turns
+BEGUN, THERE = 1, 2
 
 
 @cute.jit
@@ -29,42 +28,6 @@ def is_first(place: cute.Pointer) -> Boolean:
         cute.arch.sync_warp()
         cute.arch.fence_proxy("async.global")
     return before == 0
-
-
-@cute.jit
-def come(place: cute.Pointer) -> Int32:
-    """The word before this warp came, and if that was 0, BEGUN afterwards: it is to write, and to
-    call `add_done` when it has."""
-    before = Int32(0)
-    if cute.arch.lane_idx() == 0:
-        before = cute.arch.atomic_cas(
-            place, cmp=Int32(0), val=Int32(BEGUN), sem="acquire", scope="gpu"
-        )
-    before = cute.arch.shuffle_sync(before, 0)
-    cute.arch.sync_warp()
-    cute.arch.fence_proxy("async.global")
-    return before
-
-
-@cute.jit
-def wait_until_there(place: cute.Pointer) -> None:
-    """Wait until whoever came first has written."""
-    is_there = Boolean(False)
-    while not is_there:
-        is_there = cute.arch.load(place, Int32, sem="relaxed", scope="gpu") >= THERE
-    cute.arch.fence_acq_rel_gpu()
-    cute.arch.fence_proxy("async.global")
-
-
-@cute.jit
-def add_done(place: cute.Pointer, was_first: Boolean) -> None:
-    """This warp's part is complete."""
-    cute.arch.fence_proxy("async.global")
-    cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
-        cute.arch.atomic_add(
-            place, Int32(THERE) - Int32(was_first), sem="release", scope="gpu"
-        )
 
 
 @cute.jit

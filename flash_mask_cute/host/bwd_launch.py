@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_mask_cute.cpu_backward import flash_attn_bwd_cpu
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile_bwd import BwdKernels, Tails, finishes, num_row_blocks
+from flash_mask_cute.host.compile_bwd import BwdKernels, Tails, num_row_blocks
 from flash_mask_cute.host.config import BwdChoice, BwdConfig
 from flash_mask_cute.host.launch import (
     ADDRESS_MASK,
@@ -111,7 +111,7 @@ class BwdKernelLaunch:
     """
 
     __slots__ = (
-        "_accum_shape", "_copies_dout", "_finishes", "_has_aux", "_clears_dq", "_is_plain", "_kernels",
+        "_accum_shape", "_copies_dout", "_has_aux", "_clears_dq", "_is_plain", "_kernels",
         "_mask_arguments", "_parts_shape", "_restrides", "_scale", "_softcap", "_stats_shape",
         "_store_bits", "_tails", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
@@ -133,7 +133,6 @@ class BwdKernelLaunch:
             tile_m,
         )
         self._kernels = kernels
-        self._finishes = finishes(problem, choice)
         self._store_bits = store_bits
         self._has_aux = bool(problem.aux)
         self._stats_shape = shapes.heads_q, row_blocks, 2, tile_m
@@ -213,7 +212,6 @@ class BwdKernelLaunch:
             q, k, v, dout, stats, dq_accum, turns, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
             seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
             self._softcap, tile_counter(q, index), columns, bits, aux_grads, stored,
-            dq if self._finishes else None,
         )  # fmt: skip
         postprocess(dq_accum, turns, dq, self._scale, cu_seqlens_q, seqused_q)
         if clear_tails is not None:

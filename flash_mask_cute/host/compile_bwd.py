@@ -198,23 +198,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         stand_ins.block_bits(problem),
         stand_ins.aux_grads(problem),
         stand_ins.stored_bits(problem, BitTiles.of_keys(tile_m, choice.tile_n)),
-        operand(dtype, rank_q, problem.head_dim) if finishes(problem, choice) else None,
     ]
-
-
-def finishes(problem: AttentionProblem, choice: BwdChoice) -> bool:
-    return not (
-        problem.deterministic
-        or choice.tiles.clears_dq
-        or choice.tile_d > 128
-        or problem.head_dim_v > 128
-        or problem.has_softcap
-        or problem.intervals is not None
-        or problem.score_mod
-        or problem.mask_mod
-        or problem.has_bits or problem.has_lists or problem.reads_bits
-        or problem.aux
-    )
 
 
 def build_preprocess(facts: RowFacts, target: Target) -> Compiled:

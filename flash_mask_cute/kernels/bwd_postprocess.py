@@ -10,7 +10,6 @@ from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import column_parts
-from flash_mask_cute.core.turns import FINISHED
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
     VECTOR_16_BITS,
@@ -118,10 +117,7 @@ class BwdPostprocess:
         )
         sdQ = cutlass.memory.SmemAllocator().allocate_tensor(Int32, layout, 16)
         rows = rows_of(block, lengths, self.tile_m)
-        is_left = rows.in_slot > 0
-        if const_expr(mTurns is not None):
-            is_left = is_left & (mTurns[head_idx, block] != FINISHED)
-        if is_left:
+        if rows.in_slot > 0:
             has_sums = Boolean(True)
             if const_expr(mTurns is not None):
                 has_sums = mTurns[head_idx, block] != 0

@@ -51,7 +51,6 @@ class KeyWalks(MaskRules):
     takes_turns: cutlass.Constexpr[bool]
     is_part: cutlass.Constexpr[bool] = False
     staggers: cutlass.Constexpr[bool] = False
-    counts: cutlass.Constexpr[bool] = False
 
     # a launch has all blocks
     first_block = None
@@ -89,8 +88,6 @@ class KeyWalks(MaskRules):
                         pending = chunk._replace(visible=visible)
                         if const_expr(self.takes_turns):
                             turn = self._turn(work, chunk)
-                        elif const_expr(self.counts):
-                            turn = self._expected(work, chunk)
                         found_any = Boolean(True)
                 chunk_idx += 1
         ring.write(number, pending, turn)
@@ -102,14 +99,6 @@ class KeyWalks(MaskRules):
             return (visible,)
         late = bit_tile.low_bits(work.block * STAGGER % CHUNK)
         return visible & (late ^ ALL), visible & late
-
-    @cute.jit
-    def _expected(self, work: Work, chunk: Chunk) -> Int32:
-        """How many key blocks see this lane's query block."""
-        m_block = chunk.base + cute.arch.lane_idx()
-        lo, hi = self.block_info.get_n_block_min_max(work.seqlen, m_block)
-        is_whole = (m_block + 1) * self.block_info.tile_m <= work.seqlen_q
-        return cutlass.select_(is_whole, Int32(hi - lo), Int32(0))
 
     @cute.jit
     def _turn(self, work: Work, chunk: Chunk) -> Int32:

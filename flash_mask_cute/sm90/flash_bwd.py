@@ -70,7 +70,7 @@ from flash_mask_cute.masks.key_walks import KeyWalks
 from flash_mask_cute.masks.roles import paint_walks, plan_walks
 from flash_mask_cute.masks.rules import MaskArgs, Share, StoredArgs, check_given
 from flash_mask_cute.sm90 import key_pairs, wgmma
-from flash_mask_cute.sm90.flash_bwd_loads import LAST, BwdLoads, Operands, Scratch
+from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, Operands, Scratch
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
 from flash_mask_cute.sm90.flash_bwd_plan import (
     NUM_MMA_WARPGROUPS,
@@ -97,7 +97,6 @@ class KeyGradients(NamedTuple):
 
     dk: cute.Tensor
     dv: cute.Tensor
-    dq: cute.Tensor | None = None
 
 
 class BwdScoreArgs(NamedTuple):
@@ -231,7 +230,6 @@ class FlashAttentionBackwardSm90:
         block_bits=None,
         aux_grads=None,
         stored_bits: tuple | None = None,
-        mdQ: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -254,11 +252,7 @@ class FlashAttentionBackwardSm90:
         varlen_q = const_expr(mCuSeqlensQ is not None)
         varlen_k = const_expr(mCuSeqlensK is not None)
         operands = self._operands(mQ, mK, mV, mdO, varlen_q, varlen_k)
-        gradients = KeyGradients(
-            tma.key_rows(mdK, varlen_k),
-            tma.key_rows(mdV, varlen_k),
-            tma.key_rows(mdQ, varlen_q) if const_expr(mdQ is not None) else None,
-        )
+        gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
@@ -359,8 +353,7 @@ class FlashAttentionBackwardSm90:
                     cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
         turns = None
-        finishes = const_expr(gradients.dq is not None)
-        if const_expr(self.deterministic or finishes):
+        if const_expr(self.deterministic):
             turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
         channels = plan.channels(storage, turns)
         cute.arch.mbarrier_init_fence()
@@ -370,16 +363,12 @@ class FlashAttentionBackwardSm90:
         else:
             cute.arch.sync_threads()
         tiles = plan.tiles(storage)
-        if const_expr(finishes):
-            if warp_idx == Role.MMA:
-                tiles.last[0] = Int32(0)
-            cute.arch.sync_threads()
         passes_over = self._passes_over(masks, scales)
 
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
-                scheme = (self.deterministic, self.clears_dq, finishes)
+                scheme = (self.deterministic, self.clears_dq)
                 BwdLoads(plan, *scheme, operands, tiles, channels, scratch, lengths).run()
             elif warp_idx == Role.PLAN:
                 # those whose turn comes first, first
@@ -391,7 +380,7 @@ class FlashAttentionBackwardSm90:
                     plan.num_ctas,
                     channels.claims,
                 )
-                rules = self._rules(masks, lengths, group, finishes).of_keys(plan.walk_n)
+                rules = self._rules(masks, lengths, group).of_keys(plan.walk_n)
                 rings = (channels.ring, channels.walk)
                 plan_walks(scheduler, rules, lengths, *rings, claims_late=True)
             else:
@@ -410,14 +399,12 @@ class FlashAttentionBackwardSm90:
             # the other CTA may still arrive on mbarriers of this one
             key_pairs.sync()
 
-    def _rules(
-        self, masks: MaskArgs, lengths: Lengths, group: Int32, finishes: bool = False
-    ) -> KeyWalks:
+    def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
         # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
         # apart anyway; where all are long, that was not measured to be of any use.
         begin_alike = self._may_be_short(masks) and not (self.is_causal or self.is_local)
         staggers = begin_alike and not (self.deterministic or self.clears_dq)
-        more = group, self.deterministic, self.plan.cta_pair, staggers, finishes
+        more = group, self.deterministic, self.plan.cta_pair, staggers
         return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, *more)
 
     # -- mma ------------------------------------------------------------------------------------
@@ -473,10 +460,7 @@ class FlashAttentionBackwardSm90:
                         channels.q.wait_unless(known.q, block)
                         following = tiles.words[0, channels.q.index(block)] & KIND_MASK
                         visit = Visit(tile, block, cut, known)
-                        finish = None
-                        if const_expr(gradients.dq is not None):
-                            finish = partial(self._finish_dq, gradients.dq, tiles, softmax_scale)
-                        take = partial(self._take, kind, tiles, channels, at, scores, visit, finish)
+                        take = partial(self._take, kind, tiles, channels, at, scores, visit)
                         sums = acc_dV, acc_dK, accumulate
                         if const_expr(kind == Kind.CUT and passes_over):
                             is_hidden = Boolean(False)
@@ -527,7 +511,6 @@ class FlashAttentionBackwardSm90:
         at: Fragments,
         scores: BlockScores,
         visit: Visit,
-        finish: Callable | None,
         sums: tuple[list, list, Boolean] | None,
     ) -> Known:
         """Add a query block, which has come but for its dO, to the sums; returns what is known of
@@ -577,7 +560,7 @@ class FlashAttentionBackwardSm90:
         )
         warpgroup.wait_group(num_behind)
         self._release_summed(channels, block)
-        stage_dQ(0, acc_dQ, finish is not None)
+        stage_dQ(0, acc_dQ)
         for i in range(1, len(plan.parts_dq)):
             if not scores.chain.is_empty:
                 # too few registers to have it beside dK
@@ -586,61 +569,8 @@ class FlashAttentionBackwardSm90:
             warpgroup.wait_group(0)
             stage_dQ(i, acc_dQ)
         warpgroup.wait_group(0)
-        if finish is not None:
-            finish(channels, visit, acc_dQ)
         channels.q.release(block)
         return known
-
-    @cute.jit
-    def _finish_dq(
-        self,
-        target: cute.Tensor,
-        tiles: Tiles,
-        softmax_scale: Float32,
-        channels: Channels,
-        visit: Visit,
-        acc_dQ: cute.Tensor,
-    ):
-        """If this CTA is the last one with sums of a block: add what the others have, and store."""
-        plan, block = self.plan, visit.block
-        kind = tiles.last[0]
-        if kind != 0:
-            width = plan.parts_dq[0]
-            if kind == LAST:
-                for g in cutlass.range_constexpr(width // 8):
-                    old = cute.make_rmem_tensor((4,), Float32)
-                    cute.autovec_copy(self._staged(tiles, 0)[None, g], old)
-                    for i in cutlass.range_constexpr(4):
-                        acc_dQ[4 * g + i] = acc_dQ[4 * g + i] + old[i]
-            for i in cutlass.range_constexpr(4 * (width // 8)):
-                acc_dQ[i] = acc_dQ[i] * softmax_scale
-            work = channels.ring.read(visit.tile)
-            stage = channels.q.index(block)
-            m_block, head_idx = tiles.words[1, stage], tiles.words[2, stage]
-            if const_expr(cute.rank(target) == 4):
-                gmem = target[None, None, head_idx, work.batch_idx]
-            else:
-                gmem = cute.domain_offset((work.offset_q, 0), target[None, None, head_idx])
-            first_row, first_col = m_block * plan.tile_m, Int32(0)
-            if const_expr(plan.num_row_groups > 1):
-                first_row += mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-            else:
-                first_col = mma_warpgroup_idx() * width
-            gmem = cute.domain_offset((first_row, 0), gmem)
-            unit = plan.ds_unit(plan.ds_stage(block + 1), plan.key_group(), 0)
-            rows = wgmma.ROWS_PER_WARPGROUP
-            smem = cute.local_tile(tiles.ds[None, None, unit], (rows, width), (0, 0))
-            values = wgmma.rounded(acc_dQ, plan.dtype)
-            num_rows = work.seqlen_q - first_row
-            send_rows(values, plan.mma_dq(width), smem, gmem, num_rows, first_col)
-            sync_warpgroup(Barrier.SENT)
-
-    def _staged(self, tiles: Tiles, part: int) -> cute.Tensor:
-        """(4, column group) what this thread has of a part in the staging memory of dQ."""
-        layout = cute.make_layout(self.plan.shape_dq(self.plan.parts_dq[part]))
-        staged = cute.make_tensor(tiles.dq.iterator, layout)
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-        return staged[None, cute.arch.lane_idx(), None, warp_idx]
 
     def _pass_over(
         self, tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32
@@ -765,27 +695,19 @@ class FlashAttentionBackwardSm90:
         block: Int32,
         part: cutlass.Constexpr[int],
         acc_dQ: cute.Tensor,
-        may_keep: cutlass.Constexpr[bool] = False,
     ):
         """Write this warp's sums of a part of dQ where the load warp adds them from."""
         parts = self.plan.parts_dq
-        staged = self._staged(tiles, part)
+        layout = cute.make_layout(self.plan.shape_dq(parts[part]))
+        staged = cute.make_tensor(tiles.dq.iterator, layout)
+        lane = cute.arch.lane_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
         groups = parts[part] // 8
         quads = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, groups)))
         number = block * len(parts) + part
         channel.acquire(number)
-        if const_expr(may_keep):
-            sends = tiles.last[0] == 0
-            for g in cutlass.range_constexpr(groups):
-                place = staged[None, g].iterator
-                words = cute.recast_tensor(quads[None, g], Int32)
-                cute.arch.inline_ptx(
-                    "@{$r5} st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                    read_only_args=[place, *(words[i] for i in range(4)), sends],
-                )
-        else:
-            for g in cutlass.range_constexpr(groups):
-                cute.autovec_copy(quads[None, g], staged[None, g])
+        for g in cutlass.range_constexpr(groups):
+            cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
         cute.arch.fence_proxy("async.shared", space="cta")
         channel.publish(number)
 

@@ -18,26 +18,12 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import RowBlocks
-from flash_mask_cute.core.turns import (
-    BEGUN,
-    FINISHED,
-    THERE,
-    add_done,
-    come,
-    is_first,
-    pass_turn,
-    wait_for_turn,
-    wait_until_there,
-)
+from flash_mask_cute.core.turns import THERE, is_first, pass_turn, wait_for_turn
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks.key_walks import NO_TURN
 from flash_mask_cute.sm90 import key_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_plan import QUERY_WORDS, BwdPlan, Channels, Tiles
-
-# what becomes of a block's sums besides: not known yet; this CTA is the last one that has any, or
-# the only one, and finishes them; they are zeros and not sent
-UNDECIDED, NOT_SENT, LAST, ALONE = -2, -3, -4, -5
 
 
 class Operands(NamedTuple):
@@ -79,11 +65,10 @@ class Summed(NamedTuple):
     head_idx: Int32
     row_block: Int32
     turn: Int32
-    expected: Int32
 
     @staticmethod
     def nothing() -> "Summed":
-        return Summed(Int32(0), Int32(-1), Int32(NO_TURN), Int32(0))
+        return Summed(Int32(0), Int32(-1), Int32(0))
 
 
 class Loaded(NamedTuple):
@@ -112,7 +97,6 @@ class BwdLoads:
     plan: cutlass.Constexpr[BwdPlan]
     deterministic: cutlass.Constexpr[bool]
     clears_dq: cutlass.Constexpr[bool]
-    finishes: cutlass.Constexpr[bool]
     operands: Operands
     tiles: Tiles
     channels: Channels
@@ -130,11 +114,8 @@ class BwdLoads:
             step = partial(self._load_block, work, tile, state.number)
             chunk, state = channels.walk.visit(chunk, state, step)
             # at once, since the MMA warpgroups need it before the next work tile is known
-            if const_expr(not self.finishes):
-                self._free_staging(state.number - 2, state.sent)
-            if const_expr(self.finishes):
-                pass
-            elif const_expr(self.deterministic):
+            self._free_staging(state.number - 2, state.sent)
+            if const_expr(self.deterministic):
                 # now, for others wait for it
                 self._send_dq(work.block + 1, state.number - 1, state.sent, state.last)
                 cute.arch.cp_async_bulk_wait_group(0)
@@ -145,15 +126,7 @@ class BwdLoads:
                 state = Loaded(state.number, Summed.nothing(), state.last)
             channels.ring.release(tile)
             tile += 1
-        if const_expr(self.finishes):
-            # whoever finished the block before has read what is staged
-            channels.q.acquire(state.number)
-            last = self._decide(state.number - 1, state.sent, state.last)
-            self._send_or_leave(state.number - 1, last)
-            cute.arch.cp_async_bulk_wait_group(0)
-            if last.turn >= 0:
-                add_done(self._turn_of(last), last.turn == 0)
-        elif const_expr(not self.deterministic):
+        if const_expr(not self.deterministic):
             last = self._with_turn(state.last)
             self._send_dq(Int32(0), state.number - 1, Summed.nothing(), last)
             self._free_staging(state.number - 1, last)
@@ -178,12 +151,9 @@ class BwdLoads:
         num_ahead = stages.index(1) if 1 in stages else len(stages)
         for load in loads[:num_ahead]:
             load()
-        if const_expr(self.finishes):
-            last = self._decide(number - 1, state.sent, state.last)
-        else:
-            self._free_staging(number - 2, state.sent)
-            # known by the time the sums are there
-            last = self._with_turn(state.last)
+        self._free_staging(number - 2, state.sent)
+        # known by the time the sums are there
+        last = self._with_turn(state.last)
         for load in loads[num_ahead:]:
             load()
         # Keys have to wait until the work tile before has been computed, of which parts of dQ may
@@ -191,18 +161,11 @@ class BwdLoads:
         if const_expr(plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
-        if const_expr(self.finishes):
-            self._send_or_leave(number - 1, last)
-        else:
-            self._send_dq(work.block + 1, number - 1, state.sent, last)
+        self._send_dq(work.block + 1, number - 1, state.sent, last)
         if const_expr(not plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
-        summed = Summed(block.head_idx, row_block, block.turn, Int32(0))
-        if const_expr(self.finishes):
-            turn = cutlass.select_(block.is_hidden, Int32(NO_TURN), Int32(UNDECIDED))
-            summed = Summed(block.head_idx, row_block, turn, block.turn)
-        return Loaded(number + 1, last, summed)
+        return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.turn))
 
     # -- operands -------------------------------------------------------------------------------
 
@@ -302,65 +265,7 @@ class BwdLoads:
         elif const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
             if summed.row_block >= 0:
                 turn = cutlass.select_(is_first(self._turn_of(summed)), Int32(0), Int32(1))
-        return Summed(summed.head_idx, summed.row_block, turn, summed.expected)
-
-    @cute.jit
-    def _decide(self, number: Int32, sent: Summed, last: Summed) -> Summed:
-        """Free the staging memory for block `number`, and decide what becomes of its sums."""
-        turn = last.turn
-        if last.row_block >= 0:
-            if (turn == UNDECIDED) | (turn == NO_TURN):
-                before = Int32(0)
-                if turn == UNDECIDED:
-                    before = come(self._turn_of(last))
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                if turn == UNDECIDED:
-                    turn = cutlass.select_(before == 0, Int32(0), Int32(1))
-                    may = (last.expected > 0) & (number > 0)
-                    if may & (before == THERE * (last.expected - 1)):
-                        turn = cutlass.select_(before == 0, Int32(ALONE), Int32(LAST))
-                kind = cutlass.select_(turn <= LAST, turn, Int32(0))
-                if number > 0:
-                    if cute.arch.lane_idx() == 0:
-                        self.tiles.last[0] = kind
-                    if turn == LAST:
-                        self._fetch(number, last)
-                    else:
-                        self.channels.dq.release(number - 1)
-                if sent.turn >= 0:
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    add_done(self._turn_of(sent), sent.turn == 0)
-                if before == BEGUN:
-                    wait_until_there(self._turn_of(last))
-                if turn == NO_TURN:
-                    turn = Int32(NOT_SENT)
-        return Summed(last.head_idx, last.row_block, turn, last.expected)
-
-    @cute.jit
-    def _fetch(self, number: Int32, summed: Summed):
-        size = math.prod(self.plan.shape_dq(self.plan.parts_dq[0]))
-        barrier = self.channels.dq.vacancy(number - 1)
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * 4)
-        sums = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
-        sums = cute.make_tensor(sums, cute.make_layout(size))
-        staged = cute.make_tensor(self.tiles.dq.iterator, cute.make_layout(size))
-        tma.copy_bulk(sums, staged, barrier)
-
-    @cute.jit
-    def _send_or_leave(self, number: Int32, summed: Summed):
-        if summed.row_block >= 0:
-            size = math.prod(self.plan.shape_dq(self.plan.parts_dq[0]))
-            target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
-            self.channels.dq.wait(number)
-            if summed.turn > 0:
-                tma.add_bulk(self.tiles.dq.iterator, target, size)
-            elif summed.turn == 0:
-                tma.store_bulk(self.tiles.dq.iterator, target, size)
-            else:
-                cute.arch.cp_async_bulk_commit_group()
-            if summed.turn <= LAST and cute.arch.lane_idx() == 0:
-                cute.arch.store(self._turn_of(summed), Int32(FINISHED))
+        return Summed(summed.head_idx, summed.row_block, turn)
 
     @cute.jit
     def _send_dq(self, own_turn: Int32, number: Int32, sent: Summed, summed: Summed):

@@ -104,7 +104,6 @@ class Tiles(NamedTuple):
     bits: cute.Tensor
     seen: cute.Tensor
     ready: cute.Tensor
-    last: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -488,7 +487,6 @@ class BwdPlan:
             ]
             seen: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, self.tile_n // WORD], 16]
             ready: cute.struct.MemRange[cutlass.Int32, 2]
-            last: cute.struct.MemRange[cutlass.Int32, 2]
             words: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, QUERY_WORDS * self.stages_q], 16
             ]
@@ -527,7 +525,6 @@ class BwdPlan:
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
             seen=storage.seen.get_tensor(cute.make_layout(self.tile_n // WORD)),
             ready=storage.ready.get_tensor(cute.make_layout(2)),
-            last=storage.last.get_tensor(cute.make_layout(1)),
         )
 
     def channels(self, storage: Any, turns: cute.Tensor | None) -> Channels:
