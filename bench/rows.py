@@ -13,7 +13,7 @@ from pathlib import Path
 from bench import ROOT, Json
 
 RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
-HEAD = ("run", "date", "gpu", "commit", "versions")
+HEAD = ("run", "date", "gpu", "commit", "versions", "tokens", "dtype", "deterministic")
 
 
 def _line(value: Json) -> str:
