@@ -131,12 +131,8 @@ class CutePeer:
         options = self._options(case, tensors)
         if self.deterministic:
             options["deterministic"] = True
-        # what the public function makes of masks with documents, the host calls do not
-        is_public = getattr(options.get("startend_row_indices"), "documents", False)
-        if is_public or case.kind == "host_train":
+        if case.kind == "host_train":
             attention = importlib.import_module(self.package).flash_attn_func
-            if not case.returns_gradients:
-                return partial(attention, *tensors[:3], return_lse=True, **options)
             return autograd_call(case, tensors, partial(attention, **options), heads_first=False)
         if not case.is_backward:
             return partial(interface._flash_attn_fwd, *tensors[:3], return_lse=True, **options)

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_mask_cute import packing
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.packed_launch import lse_by_sequences
+from flash_mask_cute.host.packed_launch import holds_documents
 from flash_mask_cute.host.validate import (
     check_bool,
     check_gradient_settings,
@@ -296,8 +295,9 @@ def _attend(
         in_order = settle_order(reason, call.score_mod_bwd, call.deterministic)
         call = call._replace(deterministic=in_order)
     if torch.compiler.is_compiling() or _is_intercepted(q):
-        batch = q.shape[0] if _packs(q, k, v, call) else None
-        arguments = _to_operator(call, batch)
+        others = *call[:6], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch
+        packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
+        arguments = _to_operator(call, q.shape[0] if packs else None)
         out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
         return (out, lse) if return_lse else out
     refuse_transforms()
@@ -342,13 +342,6 @@ def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
         return False  # what is no tensor is refused by the host path, by name
 
 
-def _packs(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> bool:
-    """Whether a call computes the documents of its mask as packed sequences."""
-    mask = call.startend_row_indices
-    others = (*call[:4], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch)
-    return packing.holds_documents(q, k, v, mask, call.causal, others)
-
-
 def _run_forward(
     q: Tensor,
     k: Tensor,
@@ -356,23 +349,13 @@ def _run_forward(
     sink: Tensor | None,
     call: _Call,
     return_lse: bool = True,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    if _packs(q, k, v, call):
-        mask: Any = call.startend_row_indices
-        operands, keywords = packing.by_documents(q, k, v, mask)
-        # autograd refuses to have a result changed in place that is a view
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        call = call._replace(**keywords)
-        _, lse = _run_forward(*operands, sink, call, return_lse, out.flatten(0, 1))
-        return out, None if lse is None else lse_by_sequences(lse, q.shape[0])
     return _flash_attn_fwd(
         q,
         k,
         v,
         learnable_sink=sink,
         pack_gqa=call.pack_gqa,
-        out=out,
         return_lse=return_lse,
         config=call.configs.forward,
         softmax_scale=call.softmax_scale,
@@ -407,14 +390,6 @@ def _run_backward(
     call: _Call,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv, dsink, and the gradients of the aux tensors that wants_aux numbers."""
-    if _packs(q, k, v, call):
-        mask: Any = call.startend_row_indices
-        operands, keywords = packing.by_documents(q, k, v, mask)
-        out, lse, dout, dlse = packing.outputs_by_documents(out, lse, dout, dlse)
-        call = call._replace(**keywords)
-        found: Any = _run_backward(*operands, sink, out, lse, dout, dlse, wants_aux, call)
-        pairs = zip(found[:3], (q, k, v), strict=True)
-        return *(gradient.view(x.shape) for gradient, x in pairs), *found[3:]
     dsink = None if sink is None else torch.empty_like(sink)
     daux: list[Tensor | None] | None = None
     if wants_aux and call.aux_tensors is not None:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_mask_cute import packing
 from flash_mask_cute.host.bit_store import DocumentStoring, compile_bwd_call, compile_call
 from flash_mask_cute.host.bwd_launch import (
     BwdCpuLaunch,
@@ -51,9 +50,12 @@ from flash_mask_cute.host.mask_args import NO_MASKS, Masks, ResolvedMasks
 from flash_mask_cute.host.packed_launch import (
     PackedBwdLaunch,
     PackedLaunch,
+    by_documents,
+    holds_documents,
     packed_operands,
     rows_follow,
     rows_of,
+    with_gradients,
 )
 from flash_mask_cute.host.problem import AttentionProblem, dtype_name, fold_window
 from flash_mask_cute.host.score_traits import computes_functions
@@ -123,7 +125,8 @@ def _flash_attn_fwd(
     and n 1, 2 or 4, the rows that each key hides, as `ColumnMask` tells; with cu_seqlens_k
     (1, heads, total_k, n), rows counted inside their sequence. A tensor means
     `ColumnMask(tensor, causal)`. A ColumnMask keeps what is computed of it between calls; its own
-    `causal` says what its vectors mean, and the call is causal if either of both is.
+    `causal` says what its vectors mean, and the call is causal if either of both is. One that is
+    said to hold documents may be computed as packed sequences.
     score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> score, after softcap, and
     mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean: CuTe callables on one-element
     `cute.TensorSSA`, positions inside the sequence and query heads, compiled into the kernel. What
@@ -265,7 +268,7 @@ def explain(
     q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
 ) -> Explanation:
     """What a forward with these arguments of `_flash_attn_fwd` would run, and why; for a mask with
-    documents, the packed sequences that `flash_attn_func` makes of them. No attention is launched.
+    documents, the packed sequences that are made of them. No attention is launched.
 
     The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU,
     or for a target ("sm_90a", "sm_100a" or "sm_103a"), which need not be there.
@@ -277,13 +280,9 @@ def explain(
     extras, masks, settings = bundle(keywords)
     named = None if target is None else Target.named(target)
     resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
-    mask: Any = masks.startend_row_indices
-    lists, mods = masks.block_sparse_tensors_torch, (masks.score_mod, masks.mask_mod)
-    others = (*extras[1:], lists, *mods)
-    packs = packing.holds_documents(q, k, v, mask, settings.causal, others)
+    packs = _packs(q, k, v, extras, masks, settings) and rows_follow(extras.out)
     if packs:
-        (q, k, v), more = packing.by_documents(q, k, v, mask)
-        extras, masks, settings = bundle({**keywords, **more})
+        q, k, v, extras, masks, settings = _by_documents(q, k, v, extras, masks, settings)
         resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
     can_pack = rows_follow(q, k, v, extras.out)
     where = named or _target_of(q), str(q.device)
@@ -481,11 +480,39 @@ def _resolve_bwd(
     return resolved, resolved_masks
 
 
+def _packs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras | BwdExtras,
+    masks: Masks,
+    settings: Settings | BwdSettings,
+) -> bool:
+    """Whether the documents of the mask are to be packed sequences, as far as inputs tell."""
+    lengths = *extras[1:5], settings.max_seqlen_q, settings.max_seqlen_k
+    others = *lengths, masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch
+    return holds_documents(q, k, v, masks.startend_row_indices, settings.causal, others)
+
+
+def _by_documents(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor, Extras, Masks, Settings]:
+    """The call with the documents of its mask as packed sequences."""
+    batch, seqlen = q.shape[:2]
+    needs_lse = settings.return_lse or extras.lse is not None
+    extras = extras._replace(out=rows_of(extras.out), lse=None)
+    settings = settings._replace(max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse)
+    return rows_of(q), rows_of(k), rows_of(v), *by_documents(extras, masks, batch), settings
+
+
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
 ) -> Launch:
     refuse_transforms()
     resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings)
+    if _packs(q, k, v, extras, masks, settings) and rows_follow(extras.out):
+        launch = _prepare(*_by_documents(q, k, v, extras, masks, settings))
+        return PackedLaunch(launch, resolved.problem.needs_lse, by_mask=True)
     if not q.is_cuda:
         return CpuLaunch(resolved, resolved_masks)
     target = Target.of(q.device)
@@ -509,7 +536,8 @@ def _kernel_launch(
     if not isinstance(storing, DocumentStoring):
         return KernelLaunch(resolved, compiled.function, q, k, v, out, storing)
     rows = rows_of(q), rows_of(k), rows_of(v), rows_of(out)
-    return PackedLaunch(KernelLaunch(resolved, compiled.function, *rows, storing))
+    launch = KernelLaunch(resolved, compiled.function, *rows, storing)
+    return PackedLaunch(launch, resolved.problem.needs_lse, by_mask=False)
 
 
 def _prepare_bwd(
@@ -517,6 +545,12 @@ def _prepare_bwd(
 ) -> BwdLaunch:
     refuse_transforms()
     resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings)
+    q, k, v, out, *_ = operands
+    if _packs(q, k, v, extras, masks, settings) and rows_follow(out, *extras[6:9]):
+        settings = settings._replace(max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1])
+        extras, masks = by_documents(with_gradients(operands, extras), masks, q.shape[0])
+        launch = _prepare_bwd(*packed_operands(operands, extras), masks, settings)
+        return PackedBwdLaunch(launch, by_mask=True)
     if not operands.q.is_cuda:
         return BwdCpuLaunch(resolved, resolved_masks)
     target = Target.of(operands.q.device)
@@ -543,16 +577,17 @@ def _bwd_kernel_launch(
     resolved, kernels, storing = compile_bwd_call(resolved, resolved_masks, target, can_pack)
     if not isinstance(storing, DocumentStoring):
         return BwdKernelLaunch(resolved, kernels, operands, extras, storing)
-    packed = packed_operands(operands, extras)
-    return PackedBwdLaunch(BwdKernelLaunch(resolved, kernels, *packed, storing))
+    packed = packed_operands(operands, with_gradients(operands, extras))
+    return PackedBwdLaunch(BwdKernelLaunch(resolved, kernels, *packed, storing), by_mask=False)
 
 
 _AnyLaunch = TypeVar("_AnyLaunch", Launch, BwdLaunch)
 
 
 def _remember(launches: dict[Any, _AnyLaunch], key: Any, launch: _AnyLaunch) -> None:
+    inner = launch.launch if isinstance(launch, PackedLaunch | PackedBwdLaunch) else launch
     # on the CPU the contents of cu_seqlens and seqused are checked in every call
-    if key is None or isinstance(launch, CpuLaunch | BwdCpuLaunch):
+    if key is None or isinstance(inner, CpuLaunch | BwdCpuLaunch):
         return
     if len(launches) >= _MAX_LAUNCHES:
         launches.clear()

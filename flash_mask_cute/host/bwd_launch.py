@@ -166,11 +166,11 @@ class BwdKernelLaunch:
         ) = extras  # fmt: skip
         of_q, of_k, of_v = self._is_plain
         if dq is None:
-            dq = _new_gradient(q, of_q)
+            dq = new_gradient(q, of_q)
         if dk is None:
-            dk = _new_gradient(k, of_k)
+            dk = new_gradient(k, of_k)
         if dv is None:
-            dv = _new_gradient(v, of_v)
+            dv = new_gradient(v, of_v)
         result = dq, dk, dv
         if self._copies_dout:
             dout = dout.clone(memory_format=torch.contiguous_format)
@@ -309,7 +309,8 @@ class BwdCpuLaunch:
         return dq, dk, dv
 
 
-def _new_gradient(like: Tensor, is_plain: bool) -> Tensor:
+def new_gradient(like: Tensor, is_plain: bool) -> Tensor:
+    """is_plain: `like` is contiguous, with strides that TMA takes."""
     # `empty_like` takes half the time
     return torch.empty_like(like) if is_plain else like.new_empty(like.shape)
 

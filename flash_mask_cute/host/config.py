@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from flash_mask_cute.host.problem import AttentionProblem
@@ -42,6 +42,9 @@ class FwdConfig:
     cta_pair: bool | None = None
     skip_blocks: bool | None = None
 
+    def __post_init__(self) -> None:
+        _check_values(self)
+
     @staticmethod
     def of(value: FwdConfig | Mapping[str, Any] | None) -> FwdConfig | None:
         """What the argument `config` of the public call means.
@@ -76,6 +79,9 @@ class BwdConfig:
     clears_dq: bool | None = None
     cta_pair: bool | None = None
 
+    def __post_init__(self) -> None:
+        _check_values(self)
+
     @staticmethod
     def of(value: BwdConfig | Mapping[str, Any] | None) -> BwdConfig | None:
         """What the argument `config` of the public backward means; errors as in `FwdConfig.of`."""
@@ -86,33 +92,34 @@ _Config = TypeVar("_Config", FwdConfig, BwdConfig)
 
 
 def _config_of(kind: type[_Config], value: Any) -> _Config | None:
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        known = [field.name for field in fields(kind)]
-        unknown = sorted(set(map(str, value)) - set(known))
-        if unknown:
-            raise ValueError(f"config has unknown keys {unknown}; it may have {known}")
-        value = kind(**value)
-    if not isinstance(value, kind):
+    if value is None or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
         raise TypeError(
             f"config must be a {kind.__name__}, a mapping or None, got {type(value).__name__}"
         )
-    for name, number in given_fields(value).items():
+    known = kind.__dataclass_fields__
+    unknown = sorted(str(key) for key in value if key not in known)
+    if unknown:
+        raise ValueError(f"config has unknown keys {unknown}; it may have {list(known)}")
+    return kind(**value)
+
+
+def _check_values(config: FwdConfig | BwdConfig) -> None:
+    for name, number in given_fields(config).items():
         wanted = bool if name in ("share_qo", "cta_pair", "skip_blocks", "clears_dq") else int
         if type(number) is not wanted:
             raise TypeError(f"config.{name} must be of type {wanted.__name__}, got {number!r}")
         smallest = 0 if name == "value_cols" else 1
         if wanted is int and number < smallest:
             raise ValueError(f"config.{name} must be at least {smallest}, got {number}")
-    return value
 
 
 def given_fields(config: FwdConfig | BwdConfig | None) -> dict[str, Any]:
     """The fields that are not None."""
     if config is None:
         return {}
-    return {name: value for name, value in asdict(config).items() if value is not None}
+    return {name: value for name, value in vars(config).items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
         lists_key = type(lists), block_size, *(None if x is None else _meta(x) for x in tensors)
     if columns is not None:
         columns_key = (
-            (columns.causal, *_meta(columns.startend_row_indices))
+            (columns.causal, columns.documents, *_meta(columns.startend_row_indices))
             if isinstance(columns, ColumnMask)
             else _meta(columns)
         )

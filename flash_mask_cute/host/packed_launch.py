@@ -1,63 +1,149 @@
-"""Dense calls that are computed as packed sequences: their tensors seen so, and back."""
+"""Dense calls whose mask holds documents, computed as packed sequences: which, and how.
+
+Tiles of a packed batch begin where documents begin. Under the mask of a whole sequence they begin
+anywhere, and a tile that two documents share visits the keys of both.
+"""
 
 from __future__ import annotations
 
-from typing import overload
+from collections.abc import Iterable
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.host.bwd_launch import (
     BwdExtras,
-    BwdKernelLaunch,
+    BwdLaunch,
     BwdOperands,
     Gradients,
+    new_gradient,
 )
-from flash_mask_cute.host.launch import Extras, KernelLaunch
+from flash_mask_cute.host.launch import Extras, Launch
 from flash_mask_cute.host.mask_args import Masks
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.documents import SLOT
+
+_AnyExtras = TypeVar("_AnyExtras", Extras, BwdExtras)
+
+# -- which --------------------------------------------------------------------------------------
+
+
+def holds_documents(
+    q: Any, k: Any, v: Any, mask: Any, causal: bool, others: Iterable[object]
+) -> bool:
+    """Whether a mask is said to hold documents, and this call can be packed by them.
+
+    Other operands, wrong ones among them, are for the call with the mask as it is. causal: of the
+    call, which must not hide more than the mask does. others: lengths, mods and block lists of the
+    call, which packed sequences do not have as they are.
+    """
+    if not isinstance(mask, ColumnMask) or not mask.documents:
+        return False
+    if any(x is not None for x in others):
+        return False
+    if causal is not False and causal is not mask.causal:
+        return False
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+        return False
+    batch, seqlen = q.shape[:2]
+    of_mask, heads, num_keys, _ = mask.startend_row_indices.shape
+    return (
+        k.shape[:2] == v.shape[:2] == (batch, seqlen)
+        and batch > 0
+        and seqlen > SLOT
+        and of_mask in (1, batch)
+        and heads == 1
+        and num_keys == seqlen
+        and mask.device == q.device
+        and rows_follow(q, k, v)
+    )
+
+
+def rows_follow(*tensors: Tensor | None) -> bool:
+    """Whether the rows of all batch entries of a tensor (batch, row, ...) follow each other."""
+    return all(
+        x is None or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors
+    )
+
+
+# -- how ----------------------------------------------------------------------------------------
 
 
 class PackedLaunch:
-    """Runs the launch of a packed batch, which finds out itself where sequences begin."""
+    """Runs the launch of a packed batch on tensors of a dense one.
 
-    __slots__ = ("_launch",)
+    needs_lse: whether the launch makes LSE. by_mask: the documents of the mask are the sequences;
+    otherwise the launch finds out itself where they begin.
+    """
 
-    def __init__(self, launch: KernelLaunch) -> None:
-        self._launch = launch
+    __slots__ = ("_by_mask", "_needs_lse", "launch")
+
+    def __init__(self, launch: Launch, needs_lse: bool, by_mask: bool) -> None:
+        self.launch = launch
+        self._needs_lse = needs_lse
+        self._by_mask = by_mask
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        out = extras.out
+        batch, seqlen, heads, _ = q.shape
+        # results of their own: autograd refuses to have a view changed in place
+        out, lse = extras.out, extras.lse
         if out is None:
-            # autograd refuses to have a result changed in place that is a view
-            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        packed = extras._replace(out=rows_of(out), lse=None)
-        _, lse = self._launch(rows_of(q), rows_of(k), rows_of(v), packed, masks)
-        if lse is not None:
-            batch, given = q.shape[0], extras.lse
-            lse = lse_by_sequences(lse, batch) if given is None else _copy_lse(given, lse, batch)
+            out = q.new_empty((batch, seqlen, heads, v.shape[-1]))
+        if lse is None and self._needs_lse:
+            lse = q.new_empty((batch, heads, seqlen), dtype=torch.float32)
+        # rows of several sequences do not follow each other in lse
+        by_head: Any = None if lse is None or batch > 1 else lse[0]
+        packed = extras._replace(out=rows_of(out), lse=by_head)
+        if self._by_mask and masks is not None:
+            packed, masks = by_documents(packed, masks, batch)
+        _, by_head = self.launch(rows_of(q), rows_of(k), rows_of(v), packed, masks)
+        if lse is not None and batch > 1:
+            with torch.no_grad():
+                lse.copy_(by_head.unflatten(1, (batch, -1)).transpose(0, 1))
         return out, lse
 
 
 class PackedBwdLaunch:
     """As `PackedLaunch`, for a backward."""
 
-    __slots__ = ("_launch",)
+    __slots__ = ("_by_mask", "launch")
 
-    def __init__(self, launch: BwdKernelLaunch) -> None:
-        self._launch = launch
+    def __init__(self, launch: BwdLaunch, by_mask: bool) -> None:
+        self.launch = launch
+        self._by_mask = by_mask
 
     def __call__(
         self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
     ) -> Gradients:
-        batch, given = operands.q.shape[0], (extras.dq, extras.dk, extras.dv)
-        packed = self._launch(*packed_operands(operands, extras), masks)
-        dq, dk, dv = (
-            new.unflatten(0, (batch, -1)) if old is None else old
-            for new, old in zip(packed, given, strict=True)
-        )
-        return dq, dk, dv
+        extras = with_gradients(operands, extras)
+        gradients: Any = extras[6:9]
+        if self._by_mask and masks is not None:
+            extras, masks = by_documents(extras, masks, operands.q.shape[0])
+        self.launch(*packed_operands(operands, extras), masks)
+        return gradients
+
+
+def by_documents(extras: _AnyExtras, masks: Masks, batch: int) -> tuple[_AnyExtras, Masks]:
+    """With the documents of the mask, which has some, as sequences."""
+    mask: Any = masks.startend_row_indices
+    starts, of_rows = mask.split(batch)
+    extras = extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    return extras, masks._replace(startend_row_indices=of_rows)
+
+
+def with_gradients(operands: BwdOperands, extras: BwdExtras) -> BwdExtras:
+    """With new tensors for the gradients that are not given.
+
+    Of a launch's own, the rows behind the last sequence would be cleared, and here there are none.
+    """
+    dq, dk, dv = (
+        new_gradient(x, x.is_contiguous()) if given is None else given
+        for x, given in zip(operands[:3], extras[6:9], strict=True)
+    )
+    return extras._replace(dq=dq, dk=dk, dv=dv)
 
 
 def packed_operands(operands: BwdOperands, extras: BwdExtras) -> tuple[BwdOperands, BwdExtras]:
@@ -83,25 +169,6 @@ def rows_of(tensor: None) -> None: ...
 def rows_of(tensor: Tensor | None) -> Tensor | None:
     """(batch * rows, ...) of (batch, rows, ...), a copy if they do not follow each other."""
     return None if tensor is None else tensor.flatten(0, 1)
-
-
-def rows_follow(*tensors: Tensor | None) -> bool:
-    """Whether the rows of all batch entries of a tensor (batch, row, ...) follow each other."""
-    return all(
-        x is None or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors
-    )
-
-
-def lse_by_sequences(lse: Tensor, batch: int) -> Tensor:
-    """A copy of what a packed forward returned, as a dense one returns it."""
-    by_head = lse.unflatten(1, (batch, -1))
-    return by_head.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-
-
-@torch.no_grad()
-def _copy_lse(given: Tensor, lse: Tensor, batch: int) -> Tensor:
-    """As `lse_by_sequences`, into the caller's."""
-    return given.copy_(lse.unflatten(1, (batch, -1)).transpose(0, 1))
 
 
 def lse_by_heads(lse: Tensor) -> Tensor:

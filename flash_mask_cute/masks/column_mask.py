@@ -61,10 +61,10 @@ class ColumnMask:
     after a query as well, bottom-right aligned (k > q + seqlen_k - seqlen_q).
 
     documents: a sequence is expected to hold documents, tokens that only see each other. They are
-    found on the device (`split`), and dense self-attention by `flash_attn_func` computes each as a
-    sequence of its own, in both directions, where one mask is for all heads and the call has no
-    mods or block lists. Where there are none, that is right, too, but the forward is no faster; the
-    backward has not been timed there.
+    found on the device (`split`), and dense self-attention computes each as a sequence of its own,
+    in both directions, where one mask is for all heads and the call has no mods or block lists.
+    Where there are none, that is right, too, but the forward is no faster; the backward has not
+    been timed there.
 
     The tensor may be changed in place, between calls; its values are never read by the host.
 

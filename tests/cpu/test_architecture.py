@@ -64,6 +64,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "host.compile_store": ("host", "sm90", "kernels", "masks.documents", "masks.stored_bits"),
     "host.launch": ("host", "cpu_path"),
     "host.bwd_launch": ("host", "cpu_backward"),
+    "host.packed_launch": ("host", "masks.column_mask", "masks.documents"),
     "host.mask_args": ("host", "block_sparsity", "masks.column_mask"),
     "host.validate": ("host", "block_sparsity", "masks.column_mask"),
     "host.explanation": (
@@ -81,7 +82,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "plotting": ("masks.column_mask", "block_sparsity", "host.host_mods", "host.validate"),
     "block_sparsity": (),
     "compute_block_sparsity": ("block_sparsity", "host"),
-    "interface": ("host", "masks.column_mask", "packing"),
+    "interface": ("host", "masks.column_mask"),
     "functional": (
         "interface",
         "host.callable_key",
@@ -91,9 +92,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "masks.column_mask",
         "masks.documents",
         "masks.key_bounds",
-        "packing",
     ),
-    "packing": ("masks.column_mask", "masks.documents", "host.packed_launch"),
     "flash_fwd": ("sm90", "sm100"),
     "flash_bwd": ("sm90", "kernels"),
     "utils": (),

@@ -135,7 +135,7 @@ def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], Any]:
 
     told = replace(storing, function=note)
     rows = (x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v))
-    launch = PackedLaunch(KernelLaunch(call, note, *rows, None, told))
+    launch = PackedLaunch(KernelLaunch(call, note, *rows, None, told), True, by_mask=False)
     return launch, calls, (inputs.q, inputs.k, inputs.v, extras, masks)
 
 
@@ -182,15 +182,16 @@ def test_what_a_backward_passes_on() -> None:
 
     def launch(operands: BwdOperands, extras: BwdExtras, masks: Any) -> tuple[Tensor, ...]:
         seen.extend((operands, extras))
-        return operands.q if extras.dq is None else extras.dq, operands.k, operands.v
+        return extras[6:9]
 
-    packed: Any = PackedBwdLaunch(cast(Any, launch))
+    packed: Any = PackedBwdLaunch(cast(Any, launch), by_mask=False)
     gradients = packed(operands, BwdExtras(dlse=dlse, dq=dq))
     assert gradients[0] is dq and all(x.shape == q.shape for x in gradients)
     given, extras = seen
     assert all(x.shape == (batch * seqlen, heads, 64) for x in given[:5])
     assert [x.data_ptr() for x in given[:4]] == [x.data_ptr() for x in operands[:4]]
-    assert given.dout.is_contiguous() and extras.dq.data_ptr() == dq.data_ptr()
+    assert given.dout.is_contiguous()
+    assert [x.data_ptr() for x in extras[6:9]] == [x.data_ptr() for x in gradients]
     for packed_rows, rows in ((given.lse, lse), (extras.dlse, dlse)):
         assert torch.equal(packed_rows.view(heads, batch, seqlen).transpose(0, 1), rows)
 
@@ -213,7 +214,7 @@ def test_launches_of_a_call_and_of_its_backward() -> None:
     bwd_extras, masks, bwd_settings = interface.bundle_bwd(keywords)
     bwd_call = interface._resolve_bwd(operands, bwd_extras, masks, bwd_settings)
     bwd = interface._bwd_kernel_launch(*bwd_call, TARGET, operands, bwd_extras)
-    assert isinstance(bwd, PackedBwdLaunch) and isinstance(bwd._launch, BwdKernelLaunch)
+    assert isinstance(bwd, PackedBwdLaunch) and isinstance(bwd.launch, BwdKernelLaunch)
 
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
     told = explain(q, k, v, **keywords)
@@ -230,7 +231,7 @@ def test_extras_are_those_of_the_call() -> None:
         seen.append(extras)
         return q, None
 
-    packed: Any = PackedLaunch(cast(Any, launch))
+    packed: Any = PackedLaunch(cast(Any, launch), False, by_mask=False)
     q, sink = torch.zeros(2, 5, 4, 8), torch.zeros(4)
     out, lse = packed(q, q, q, Extras(learnable_sink=sink))
     assert out.shape == q.shape and lse is None

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from flash_mask_cute import explain, functional
 from flash_mask_cute.functional import flash_attn_func, flashmask_attention
+from flash_mask_cute.host.mask_args import Masks, mask_key
+from flash_mask_cute.host.packed_launch import PackedBwdLaunch, PackedLaunch
+from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.documents import SLOT
@@ -178,16 +181,26 @@ def operands(seqlen: int, batch: int) -> list[Tensor]:
     ]
 
 
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keywords of calls of the host path from now on, forward and backward."""
-    seen: list[dict[str, Any]] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the calls of the host path from now on, forward and backward, are packed."""
+    seen: list[bool] = []
 
-    def watch(name: str) -> None:
-        inner = getattr(functional, name)
-        monkeypatch.setattr(functional, name, lambda *a, **k: seen.append(k) or inner(*a, **k))
+    def watch(name: str, launch: type) -> None:
+        call, run = getattr(functional, name), launch.__call__
 
-    watch("_flash_attn_fwd")
-    watch("_flash_attn_bwd")
+        def watched(*operands: Any, **keywords: Any) -> Any:
+            seen.append(False)
+            return call(*operands, **keywords)
+
+        def packed(self: Any, *arguments: Any) -> Any:
+            seen[-1] = True
+            return run(self, *arguments)
+
+        monkeypatch.setattr(functional, name, watched)
+        monkeypatch.setattr(launch, "__call__", packed)
+
+    watch("_flash_attn_fwd", PackedLaunch)
+    watch("_flash_attn_bwd", PackedBwdLaunch)
     return seen
 
 
@@ -218,7 +231,7 @@ def test_results_are_those_of_the_whole_mask(monkeypatch: pytest.MonkeyPatch, na
     plain = ColumnMask(mask.startend_row_indices, mask.causal)
     seen = calls(monkeypatch)
     found, expected = results(flash_attn_func, mask), results(flash_attn_func, plain)
-    assert [x["cu_seqlens_q"] is not None for x in seen] == [True, True, False, False]
+    assert seen == [True, True, False, False]
     for result, other in zip(found, expected, strict=True):
         assert result.shape == other.shape
         torch.testing.assert_close(result, other, rtol=1e-9, atol=1e-9)
@@ -232,7 +245,36 @@ def test_beside_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     found = results(flash_attn_func, mask, **options)
     for result, other in zip(found, results(flash_attn_func, plain, **options), strict=True):
         torch.testing.assert_close(result, other, rtol=1e-9, atol=1e-9)
-    assert seen[0]["cu_seqlens_q"] is not None
+    assert seen == [True, True, False, False]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_results_in_tensors_of_the_caller(batch: int) -> None:
+    mask = SMALL["document"]() if batch == 2 else SMALL["causal_document"]()
+    plain = ColumnMask(mask.startend_row_indices, mask.causal)
+    with torch.no_grad():
+        q, k, v = operands(mask.startend_row_indices.shape[2], batch)
+        out, lse = (torch.full_like(q, 9), torch.full((batch, 2, q.shape[1]), 9.0))
+        found = _flash_attn_fwd(q, k, v, startend_row_indices=mask, out=out, lse=lse)
+        assert found[0] is out and found[1] is lse
+        expected = _flash_attn_fwd(q, k, v, startend_row_indices=plain)
+        gradients = [torch.full_like(x, 9) for x in (q, k, v)]
+        given = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        results = [
+            _flash_attn_bwd(q, k, v, out, out, lse, startend_row_indices=x, dlse=lse, **more)
+            for x, more in ((mask, given), (plain, {}))
+        ]
+    assert all(x is y for x, y in zip(results[0], gradients, strict=True))
+    pairs = zip((out, lse, *gradients), (*expected, *results[1]), strict=True)
+    for result, other in pairs:
+        torch.testing.assert_close(result, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_launch_is_for_masks_with_documents_or_without() -> None:
+    indices = SMALL["causal_document"]().startend_row_indices
+    masks = [ColumnMask(indices, True, documents) for documents in (True, False)]
+    keys = [mask_key(Masks(startend_row_indices=x)) for x in masks]
+    assert keys[0] != keys[1]
 
 
 def _like_transposed(x: Tensor) -> Tensor:
@@ -273,7 +315,7 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = calls(monkeypatch)
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
     found = results(compiled, mask)
-    assert [x["cu_seqlens_q"] is not None for x in seen] == [True, True]
+    assert seen == [True, True]
     expected = results(flash_attn_func, mask)
     for result, other in zip(found, expected, strict=True):
         torch.testing.assert_close(result, other, rtol=1e-9, atol=1e-9)
@@ -315,7 +357,7 @@ def test_where_calls_keep_the_mask_whole(monkeypatch: pytest.MonkeyPatch, why: s
         return [out, *torch.autograd.grad((out * out).sum(), qkv)]
 
     assert all(torch.equal(x, y) for x, y in zip(run(mask), run(plain), strict=True))
-    assert [x["cu_seqlens_q"] for x in seen] == [None] * 4
+    assert seen == [False] * 4
 
 
 def test_explain_tells_what_is_computed() -> None:
@@ -330,8 +372,10 @@ def test_explain_tells_what_is_computed() -> None:
     alone = [explain(*[q[:, :length]] * 3, causal=True) for length in (700, 600)]
     for count in ("full_key_tiles", "cut_key_tiles", "skipped_key_tiles"):
         assert getattr(packed, count) == sum(getattr(x, count) for x in alone)
-    out = torch.empty_like(q)
-    assert "packed" not in explain(q, q, q, startend_row_indices=mask, causal=True, out=out).note
+    apart = torch.empty(2, 2600, 2, 64)[:, :1300]
+    two = torch.zeros(2, 1300, 2, 64)
+    told = [explain(two, two, two, startend_row_indices=mask, out=x) for x in (two.clone(), apart)]
+    assert "packed" in told[0].note and "packed" not in told[1].note
 
 
 def test_wrong_operands_get_their_error() -> None:

@@ -305,7 +305,7 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     }
     config_fwd, config_bwd = shared.pop("config")
     of_forward = {"pack_gqa": shared.pop("pack_gqa"), "config": config_fwd}
-    of_forward |= {"return_lse": True, "out": None}
+    of_forward |= {"return_lse": True}
     of_backward = {name: shared.pop(name) for name in ("score_mod_bwd", "deterministic")}
     of_backward |= {"config": config_bwd, "daux": None}
     for keywords, more in ((found[0], of_forward), (found[1], of_backward | {"dlse": None})):

@@ -86,7 +86,7 @@ def test_documents_in_parts(head_dim: int, causal: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr(interface, "_launches", {})
         parts = forward(inputs)
         (launch,) = interface._launches.values()
-        assert isinstance(launch, PackedLaunch) and launch._launch._store_bits.num_parts > 1
+        assert isinstance(launch, PackedLaunch) and launch.launch._store_bits.num_parts > 1
         for x, y in zip(whole, parts, strict=True):
             assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
