@@ -506,16 +506,23 @@ def _by_documents(
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    masks: Masks,
+    settings: Settings,
+    target: Target | None = None,
 ) -> Launch:
+    """What runs a call. target: whose kernels it is to run, instead of those for q's device."""
     refuse_transforms()
-    resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings)
+    resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, target)
     if _packs(q, k, v, extras, masks, settings) and rows_follow(extras.out):
-        launch = _prepare(*_by_documents(q, k, v, extras, masks, settings))
+        launch = _prepare(*_by_documents(q, k, v, extras, masks, settings), target)
         return PackedLaunch(launch, resolved.problem.needs_lse, by_mask=True)
-    if not q.is_cuda:
+    if target is None and not q.is_cuda:
         return CpuLaunch(resolved, resolved_masks)
-    target = Target.of(q.device)
+    target = target or Target.of(q.device)
     if resolved.shapes.is_empty:
         return EmptyLaunch(resolved)
     return _kernel_launch(resolved, resolved_masks, target, q, k, v, extras.out)
@@ -541,23 +548,27 @@ def _kernel_launch(
 
 
 def _prepare_bwd(
-    operands: BwdOperands, extras: BwdExtras, masks: Masks, settings: BwdSettings
+    operands: BwdOperands,
+    extras: BwdExtras,
+    masks: Masks,
+    settings: BwdSettings,
+    target: Target | None = None,
 ) -> BwdLaunch:
+    """As `_prepare`."""
     refuse_transforms()
-    resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings)
+    resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings, target)
     q, k, v, out, *_ = operands
     if _packs(q, k, v, extras, masks, settings) and rows_follow(out, *extras[6:9]):
         settings = settings._replace(max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1])
         extras, masks = by_documents(with_gradients(operands, extras), masks, q.shape[0])
-        launch = _prepare_bwd(*packed_operands(operands, extras), masks, settings)
+        launch = _prepare_bwd(*packed_operands(operands, extras), masks, settings, target)
         return PackedBwdLaunch(launch, by_mask=True)
-    if not operands.q.is_cuda:
+    if target is None and not q.is_cuda:
         return BwdCpuLaunch(resolved, resolved_masks)
-    target = Target.of(operands.q.device)
+    target = target or Target.of(q.device)
     if target.family != HOPPER:
         raise NotImplementedError(
-            f"q is on {operands.q.device}, a Blackwell device; kernels of the backward exist for "
-            "Hopper only"
+            f"q is on {q.device}, a Blackwell device; kernels of the backward exist for Hopper only"
         )
     if resolved.shapes.is_empty:
         return BwdEmptyLaunch(resolved)

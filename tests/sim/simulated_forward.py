@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_mask_cute.host.mask_args import NO_MASKS
 from flash_mask_cute.host.target import Target
-from flash_mask_cute.interface import _kernel_launch, _resolve, bundle
+from flash_mask_cute.interface import _prepare, bundle
 
 # few, so that small problems give every persistent CTA several work tiles
 SMS = 2
@@ -22,9 +22,7 @@ def launch_on_simulator(inputs: Inputs, arch: str, **more: Any) -> tuple[Tensor,
     """Run the kernel for tensors on the CPU."""
     extras, masks, settings = bundle(inputs.keywords | more)
     q, k, v = inputs.q, inputs.k, inputs.v
-    target = Target(arch, num_sms=SMS)
-    call, call_masks = _resolve(q, k, v, extras, masks, settings, target)
-    launch = _kernel_launch(call, call_masks, target, q, k, v, out=None)
+    launch = _prepare(q, k, v, extras, masks, settings, Target(arch, num_sms=SMS))
     out, lse = launch(q, k, v, extras, None if masks == NO_MASKS else masks)
     assert lse is not None
     return out, lse

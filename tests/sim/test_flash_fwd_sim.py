@@ -31,6 +31,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.host import bit_store
+from flash_mask_cute.host.packed_launch import PackedLaunch
 from flash_mask_cute.host.tables import SM90_FWD, FwdRow
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -89,6 +90,30 @@ def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None
     if case.blocks is not None:
         run_sim(simulator, inputs, seeds=(None,), config={"tile_m": 192, "tile_n": 80})
         run_sim(simulator, inputs, seeds=(None,), config={"skip_blocks": False})
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal-gqa2", 1, 1100, 1100, 2, 1, head_dim=64, causal=True, column="documents1"),
+        Case("both-ways", 2, 600, 600, 1, 1, column="documents2"),
+    ],
+    ids=lambda case: case.id,
+)
+def test_documents_of_a_mask(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    """As packed sequences, many of them empty."""
+    packed, run = [], PackedLaunch.__call__
+    monkeypatch.setattr(
+        PackedLaunch, "__call__", lambda self, *args: packed.append(self) or run(self, *args)
+    )
+    inputs = make_inputs(case)
+    mask = ColumnMask(inputs.keywords["startend_row_indices"], case.causal, documents=True)
+    assert len(mask.split(case.batch).cu_seqlens.unique()) > case.batch + 1
+    run_sim(simulator, inputs, seeds=(1,), startend_row_indices=mask)
+    assert len(packed) == 1
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
