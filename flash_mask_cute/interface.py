@@ -6,7 +6,7 @@ found again by the metadata of later calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -280,9 +280,11 @@ def explain(
     extras, masks, settings = bundle(keywords)
     named = None if target is None else Target.named(target)
     resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
-    packs = _packs(q, k, v, extras, masks, settings) and rows_follow(extras.out)
+    packs = _packs(q, k, v, [extras.out], extras, masks, settings)
     if packs:
-        q, k, v, extras, masks, settings = _by_documents(q, k, v, extras, masks, settings)
+        q, k, v, extras, masks, settings = _by_documents(
+            q, k, v, extras, masks, settings, resolved.problem.needs_lse
+        )
         resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
     can_pack = rows_follow(q, k, v, extras.out)
     where = named or _target_of(q), str(q.device)
@@ -484,22 +486,30 @@ def _packs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    of_rows: Iterable[Tensor | None],
     extras: Extras | BwdExtras,
     masks: Masks,
     settings: Settings | BwdSettings,
 ) -> bool:
-    """Whether the documents of the mask are to be packed sequences, as far as inputs tell."""
+    """Whether the documents of the mask are to be packed sequences. of_rows: the other tensors of
+    the call that have rows and are not copied."""
     lengths = *extras[1:5], settings.max_seqlen_q, settings.max_seqlen_k
     others = *lengths, masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch
-    return holds_documents(q, k, v, masks.startend_row_indices, settings.causal, others)
+    mask = masks.startend_row_indices
+    return holds_documents(q, k, v, mask, settings.causal, others) and rows_follow(*of_rows)
 
 
 def _by_documents(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    masks: Masks,
+    settings: Settings,
+    needs_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Extras, Masks, Settings]:
     """The call with the documents of its mask as packed sequences."""
     batch, seqlen = q.shape[:2]
-    needs_lse = settings.return_lse or extras.lse is not None
     extras = extras._replace(out=rows_of(extras.out), lse=None)
     settings = settings._replace(max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse)
     return rows_of(q), rows_of(k), rows_of(v), *by_documents(extras, masks, batch), settings
@@ -517,9 +527,10 @@ def _prepare(
     """What runs a call. target: whose kernels it is to run, instead of those for q's device."""
     refuse_transforms()
     resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, target)
-    if _packs(q, k, v, extras, masks, settings) and rows_follow(extras.out):
-        launch = _prepare(*_by_documents(q, k, v, extras, masks, settings), target)
-        return PackedLaunch(launch, resolved.problem.needs_lse, by_mask=True)
+    if _packs(q, k, v, [extras.out], extras, masks, settings):
+        needs_lse = resolved.problem.needs_lse
+        packed = _by_documents(q, k, v, extras, masks, settings, needs_lse)
+        return PackedLaunch(_prepare(*packed, target), needs_lse, by_mask=True)
     if target is None and not q.is_cuda:
         return CpuLaunch(resolved, resolved_masks)
     target = target or Target.of(q.device)
@@ -558,7 +569,7 @@ def _prepare_bwd(
     refuse_transforms()
     resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings, target)
     q, k, v, out, *_ = operands
-    if _packs(q, k, v, extras, masks, settings) and rows_follow(out, *extras[6:9]):
+    if _packs(q, k, v, [out, *extras[6:9]], extras, masks, settings):
         settings = settings._replace(max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1])
         extras, masks = by_documents(with_gradients(operands, extras), masks, q.shape[0])
         launch = _prepare_bwd(*packed_operands(operands, extras), masks, settings, target)

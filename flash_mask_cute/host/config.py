@@ -32,6 +32,9 @@ class FwdConfig:
     cta_pair: on Blackwell, two CTAs with neighbouring tiles walk over the keys together.
     skip_blocks: leave out hidden key blocks and the masking of those that nothing cuts. False
     visits and masks every block, to the same result bit for bit.
+
+    Raises:
+        TypeError, ValueError: a value's type is wrong, or a number is not positive.
     """
 
     tile_m: int | None = None
@@ -68,6 +71,9 @@ class BwdConfig:
     them; otherwise who comes first stores (docs/backward_sm90.md). cta_pair: two CTAs with
     neighbouring keys sum dQ together, with cleared sums; for head_dim above 192, where scores are
     neither modified nor capped.
+
+    Raises:
+        TypeError, ValueError: as by `FwdConfig`; value_cols may be 0.
     """
 
     tile_m: int | None = None

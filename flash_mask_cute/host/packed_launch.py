@@ -1,7 +1,5 @@
-"""Dense calls whose mask holds documents, computed as packed sequences: which, and how.
-
-Tiles of a packed batch begin where documents begin. Under the mask of a whole sequence they begin
-anywhere, and a tile that two documents share visits the keys of both.
+"""Dense calls whose mask holds documents, computed as packed sequences: which of those with a
+`ColumnMask` (of those with a mask_mod, `bit_store` tells), and how; why, says `masks.documents`.
 """
 
 from __future__ import annotations
@@ -21,10 +19,14 @@ from flash_mask_cute.host.bwd_launch import (
 )
 from flash_mask_cute.host.launch import Extras, Launch
 from flash_mask_cute.host.mask_args import Masks
+from flash_mask_cute.host.validate import MAX_PACKED_SEQLEN
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.documents import SLOT
 
 _AnyExtras = TypeVar("_AnyExtras", Extras, BwdExtras)
+
+# cu_seqlens are int32
+MAX_PACKED_ROWS = 1 << 31
 
 # -- which --------------------------------------------------------------------------------------
 
@@ -51,7 +53,8 @@ def holds_documents(
     return (
         k.shape[:2] == v.shape[:2] == (batch, seqlen)
         and batch > 0
-        and seqlen > SLOT
+        and SLOT < seqlen <= MAX_PACKED_SEQLEN
+        and batch * seqlen < MAX_PACKED_ROWS
         and of_mask in (1, batch)
         and heads == 1
         and num_keys == seqlen
@@ -97,11 +100,12 @@ class PackedLaunch:
         # rows of several sequences do not follow each other in lse
         by_head: Any = None if lse is None or batch > 1 else lse[0]
         packed = extras._replace(out=rows_of(out), lse=by_head)
-        if self._by_mask and masks is not None:
+        if self._by_mask:
             packed, masks = by_documents(packed, masks, batch)
         _, by_head = self.launch(rows_of(q), rows_of(k), rows_of(v), packed, masks)
         if lse is not None and batch > 1:
-            with torch.no_grad():
+            # a kernel would not ask in which mode the caller made it
+            with torch.inference_mode():
                 lse.copy_(by_head.unflatten(1, (batch, -1)).transpose(0, 1))
         return out, lse
 
@@ -120,15 +124,16 @@ class PackedBwdLaunch:
     ) -> Gradients:
         extras = with_gradients(operands, extras)
         gradients: Any = extras[6:9]
-        if self._by_mask and masks is not None:
+        if self._by_mask:
             extras, masks = by_documents(extras, masks, operands.q.shape[0])
         self.launch(*packed_operands(operands, extras), masks)
         return gradients
 
 
-def by_documents(extras: _AnyExtras, masks: Masks, batch: int) -> tuple[_AnyExtras, Masks]:
+def by_documents(extras: _AnyExtras, masks: Masks | None, batch: int) -> tuple[_AnyExtras, Masks]:
     """With the documents of the mask, which has some, as sequences."""
-    mask: Any = masks.startend_row_indices
+    assert masks is not None and isinstance(masks.startend_row_indices, ColumnMask)
+    mask = masks.startend_row_indices
     starts, of_rows = mask.split(batch)
     extras = extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
     return extras, masks._replace(startend_row_indices=of_rows)
@@ -140,7 +145,7 @@ def with_gradients(operands: BwdOperands, extras: BwdExtras) -> BwdExtras:
     Of a launch's own, the rows behind the last sequence would be cleared, and here there are none.
     """
     dq, dk, dv = (
-        new_gradient(x, x.is_contiguous()) if given is None else given
+        new_gradient(x) if given is None else given
         for x, given in zip(operands[:3], extras[6:9], strict=True)
     )
     return extras._replace(dq=dq, dk=dk, dv=dv)

@@ -36,6 +36,7 @@ from bench import (
 )
 from bench.cases import CASES, BenchCase, make_tensors
 from bench.rows import append_row
+from flash_mask_cute import flash_attn_func
 
 ROW_KEYS = {
     *("run", "date", "gpu", "commit", "versions", "kind", "peer", "mask", "d", "n", "tokens"),
@@ -652,11 +653,12 @@ def test_cute_peer_tells_masks_and_mods(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", ["causal_document", "qk_sparse"])
-def test_masks_say_whether_they_hold_documents(name: str) -> None:
+def test_masks_of_documents_are_told_to_the_public_function(name: str) -> None:
     case = masked(name, 600)
     call = peers.PEERS["ours"].prepare(case, make_tensors(case, "cpu", 0))
-    assert isinstance(call, partial)
-    assert call.keywords["startend_row_indices"].documents == (name == "causal_document")
+    is_public = name == "causal_document"
+    assert isinstance(call, partial) and (call.func is flash_attn_func) == is_public
+    assert call.keywords["startend_row_indices"].documents == is_public
 
 
 class FakeEvent:

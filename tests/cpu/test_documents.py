@@ -12,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_mask_cute import explain, functional
+from flash_mask_cute import explain, functional, interface
 from flash_mask_cute.functional import flash_attn_func, flashmask_attention
+from flash_mask_cute.host.launch import KernelLaunch
 from flash_mask_cute.host.mask_args import Masks, mask_key
-from flash_mask_cute.host.packed_launch import PackedBwdLaunch, PackedLaunch
+from flash_mask_cute.host.packed_launch import (
+    PackedBwdLaunch,
+    PackedLaunch,
+    holds_documents,
+)
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.host.validate import MAX_PACKED_SEQLEN
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -270,11 +277,73 @@ def test_results_in_tensors_of_the_caller(batch: int) -> None:
         torch.testing.assert_close(result, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "packs"),
+    [
+        (1, SLOT, False),
+        (1, SLOT + 1, True),
+        (1, MAX_PACKED_SEQLEN, True),
+        (1, MAX_PACKED_SEQLEN + 1, False),
+        (31, MAX_PACKED_SEQLEN, True),
+        (32, MAX_PACKED_SEQLEN, False),
+    ],
+)
+def test_how_long_sequences_may_be(batch: int, seqlen: int, packs: bool) -> None:
+    """What packed kernels take, and int32 counts."""
+    with torch.device("meta"):
+        q = torch.empty(batch, seqlen, 1, 8, dtype=torch.bfloat16)
+        mask = ColumnMask(torch.empty(1, 1, seqlen, 1, dtype=torch.int32), True, documents=True)
+    assert holds_documents(q, q, q, mask, True, []) == packs
+
+
 def test_a_launch_is_for_masks_with_documents_or_without() -> None:
     indices = SMALL["causal_document"]().startend_row_indices
     masks = [ColumnMask(indices, True, documents) for documents in (True, False)]
     keys = [mask_key(Masks(startend_row_indices=x)) for x in masks]
     assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_kept_launch_follows_the_mask_of_its_call(
+    monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """With kernels that only note their arguments."""
+    noted: list[tuple[Any, ...]] = []
+    prepared: list[KernelLaunch] = []
+
+    def kernel_launch(resolved: Any, _: Any, __: Any, *tensors: Any) -> KernelLaunch:
+        prepared.append(KernelLaunch(resolved, lambda *args: noted.append(args), *tensors))
+        return prepared[-1]
+
+    prepare, target = interface._prepare, Target.default()
+    monkeypatch.setattr(interface, "_prepare", lambda *given: prepare(*given[:6], target))
+    monkeypatch.setattr(interface, "_kernel_launch", kernel_launch)
+    monkeypatch.setattr(interface, "_launches", {})
+    q, k, v = (torch.zeros(batch, 1300, heads, 64).bfloat16() for heads in (2, 1, 1))
+    for lengths in ([700, 600], [900, 400], [600, 700]):
+        mask = builders.causal_document(lengths)
+        out, lse = _flash_attn_fwd(q, k, v, startend_row_indices=mask)
+        starts, of_rows = mask.split(batch)
+        args = noted[-1]
+        assert args[0].data_ptr() == q.data_ptr() and args[3].data_ptr() == out.data_ptr()
+        assert args[6] is args[7] is starts and lengths[0] in starts
+        indices, bounds = args[18]
+        assert indices is of_rows.startend_row_indices and bounds.shape[:3] == (1, 1, 2)
+        assert (args[4].data_ptr() == lse.data_ptr()) == (batch == 1)
+        assert lse.shape == (batch, 2, 1300) and lse.is_contiguous()
+    assert len(prepared) == 1 and len(noted) == 3
+    plain = ColumnMask(mask.startend_row_indices, True)
+    _flash_attn_fwd(q, k, v, startend_row_indices=plain)
+    assert len(prepared) == 2 and noted[-1][6] is None
+
+
+def test_lse_may_be_of_inference_mode() -> None:
+    mask = SMALL["document"]()
+    q, k, v = (x.detach() for x in operands(600, 2))
+    with torch.inference_mode():
+        lse = torch.zeros(2, 2, 600)
+    _flash_attn_fwd(q, k, v, startend_row_indices=mask, lse=lse)
+    assert torch.equal(lse, _flash_attn_fwd(q, k, v, startend_row_indices=mask)[1])
 
 
 def _like_transposed(x: Tensor) -> Tensor:
