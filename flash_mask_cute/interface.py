@@ -40,6 +40,7 @@ from flash_mask_cute.host.launch import (
     CpuLaunch,
     EmptyLaunch,
     Extras,
+    FwdOperands,
     KernelLaunch,
     Launch,
     ResolvedFwd,
@@ -171,7 +172,8 @@ def _flash_attn_fwd(
         )
     launch, key = find_launch(_launches, q, k, v, extras, masks, rest)
     if launch is None:
-        launch = _prepare(q, k, v, extras, masks or NO_MASKS, Settings._make(rest))
+        operands = FwdOperands(q, k, v)
+        launch = _prepare(operands, extras, masks or NO_MASKS, Settings._make(rest))
         _remember(_launches, key, launch)
     return launch(q, k, v, extras, masks)
 
@@ -277,16 +279,16 @@ def explain(
         TypeError, ValueError, NotImplementedError: as the call would; ValueError also where there
             is no kernel for the target.
     """
-    extras, masks, settings = bundle(keywords)
+    operands, (extras, masks, settings) = FwdOperands(q, k, v), bundle(keywords)
     named = None if target is None else Target.named(target)
-    resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
-    packs = _packs(q, k, v, [extras.out], extras, masks, settings)
+    resolved, resolved_masks = _resolve(operands, extras, masks, settings, named)
+    packs = _packs(operands, [extras.out], extras, masks, settings)
     if packs:
-        q, k, v, extras, masks, settings = _by_documents(
-            q, k, v, extras, masks, settings, resolved.problem.needs_lse
+        operands, extras, masks, settings = _by_documents(
+            operands, extras, masks, settings, resolved.problem.needs_lse
         )
-        resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, named)
-    can_pack = rows_follow(q, k, v, extras.out)
+        resolved, resolved_masks = _resolve(operands, extras, masks, settings, named)
+    can_pack = rows_follow(*operands, extras.out)
     where = named or _target_of(q), str(q.device)
     found = explain_fwd(resolved, extras, resolved_masks, *where, can_pack)
     if packs:
@@ -328,18 +330,17 @@ def _target_of(q: Tensor) -> Target:
 
 
 def _resolve(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: FwdOperands,
     extras: Extras,
     masks: Masks,
     settings: Settings,
     target: Target | None = None,
 ) -> tuple[ResolvedFwd, ResolvedMasks]:
     """Validate, and decide everything that comes before compilation, for a target or for q's."""
+    q, _, v = operands
     arguments = extras._asdict() | masks._asdict() | settings._asdict()
     config = arguments.pop("config")
-    shapes = check_fwd_inputs(q, k, v, **arguments)
+    shapes = check_fwd_inputs(*operands, **arguments)
     resolved_masks = ResolvedMasks.of(masks, settings.causal, shapes, q.device)
     problem, window_left, window_right = _problem(
         q,
@@ -483,9 +484,7 @@ def _resolve_bwd(
 
 
 def _packs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: FwdOperands | BwdOperands,
     of_rows: Iterable[Tensor | None],
     extras: Extras | BwdExtras,
     masks: Masks,
@@ -495,30 +494,23 @@ def _packs(
     the call that have rows and are not copied."""
     lengths = *extras[1:5], settings.max_seqlen_q, settings.max_seqlen_k
     others = *lengths, masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch
-    mask = masks.startend_row_indices
-    return holds_documents(q, k, v, mask, settings.causal, others) and rows_follow(*of_rows)
+    mask, causal = masks.startend_row_indices, settings.causal
+    return holds_documents(*operands[:3], mask, causal, others) and rows_follow(*of_rows)
 
 
 def _by_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: Extras,
-    masks: Masks,
-    settings: Settings,
-    needs_lse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Extras, Masks, Settings]:
+    operands: FwdOperands, extras: Extras, masks: Masks, settings: Settings, needs_lse: bool
+) -> tuple[FwdOperands, Extras, Masks, Settings]:
     """The call with the documents of its mask as packed sequences."""
-    batch, seqlen = q.shape[:2]
+    batch, seqlen = operands.q.shape[:2]
     extras = extras._replace(out=rows_of(extras.out), lse=None)
     settings = settings._replace(max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse)
-    return rows_of(q), rows_of(k), rows_of(v), *by_documents(extras, masks, batch), settings
+    rows = FwdOperands._make(map(rows_of, operands))
+    return rows, *by_documents(extras, masks, batch), settings
 
 
 def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: FwdOperands,
     extras: Extras,
     masks: Masks,
     settings: Settings,
@@ -526,35 +518,33 @@ def _prepare(
 ) -> Launch:
     """What runs a call. target: whose kernels it is to run, instead of those for q's device."""
     refuse_transforms()
-    resolved, resolved_masks = _resolve(q, k, v, extras, masks, settings, target)
-    if _packs(q, k, v, [extras.out], extras, masks, settings):
+    resolved, resolved_masks = _resolve(operands, extras, masks, settings, target)
+    if _packs(operands, [extras.out], extras, masks, settings):
         needs_lse = resolved.problem.needs_lse
-        packed = _by_documents(q, k, v, extras, masks, settings, needs_lse)
+        packed = _by_documents(operands, extras, masks, settings, needs_lse)
         return PackedLaunch(_prepare(*packed, target), needs_lse, by_mask=True)
-    if target is None and not q.is_cuda:
+    if target is None and not operands.q.is_cuda:
         return CpuLaunch(resolved, resolved_masks)
-    target = target or Target.of(q.device)
+    target = target or Target.of(operands.q.device)
     if resolved.shapes.is_empty:
         return EmptyLaunch(resolved)
-    return _kernel_launch(resolved, resolved_masks, target, q, k, v, extras.out)
+    return _kernel_launch(resolved, resolved_masks, target, operands, extras.out)
 
 
 def _kernel_launch(
     resolved: ResolvedFwd,
     resolved_masks: ResolvedMasks,
     target: Target,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: FwdOperands,
     out: Tensor | None,
 ) -> Launch:
     """The launch of a call that has queries and keys, its kernels compiled or from the cache."""
-    can_pack = rows_follow(q, k, v, out)
+    can_pack = rows_follow(*operands, out)
     resolved, compiled, storing = compile_call(resolved, resolved_masks, target, can_pack)
     if not isinstance(storing, DocumentStoring):
-        return KernelLaunch(resolved, compiled.function, q, k, v, out, storing)
-    rows = rows_of(q), rows_of(k), rows_of(v), rows_of(out)
-    launch = KernelLaunch(resolved, compiled.function, *rows, storing)
+        return KernelLaunch(resolved, compiled.function, *operands, out, storing)
+    rows = FwdOperands._make(map(rows_of, operands))
+    launch = KernelLaunch(resolved, compiled.function, *rows, rows_of(out), storing)
     return PackedLaunch(launch, resolved.problem.needs_lse, by_mask=False)
 
 
@@ -568,10 +558,11 @@ def _prepare_bwd(
     """As `_prepare`."""
     refuse_transforms()
     resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings, target)
-    q, k, v, out, *_ = operands
-    if _packs(q, k, v, [out, *extras[6:9]], extras, masks, settings):
-        settings = settings._replace(max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1])
-        extras, masks = by_documents(with_gradients(operands, extras), masks, q.shape[0])
+    q = operands.q
+    if _packs(operands, [operands.out, *extras[6:9]], extras, masks, settings):
+        batch, seqlen = q.shape[:2]
+        settings = settings._replace(max_seqlen_q=seqlen, max_seqlen_k=seqlen)
+        extras, masks = by_documents(with_gradients(operands, extras), masks, batch)
         launch = _prepare_bwd(*packed_operands(operands, extras), masks, settings, target)
         return PackedBwdLaunch(launch, by_mask=True)
     if target is None and not q.is_cuda:
@@ -594,8 +585,7 @@ def _bwd_kernel_launch(
     extras: BwdExtras,
 ) -> BwdLaunch:
     """As `_kernel_launch`."""
-    q, k, v, out, *_ = operands
-    can_pack = rows_follow(q, k, v, out, extras.dq, extras.dk, extras.dv)
+    can_pack = rows_follow(*operands[:4], extras.dq, extras.dk, extras.dv)
     resolved, kernels, storing = compile_bwd_call(resolved, resolved_masks, target, can_pack)
     if not isinstance(storing, DocumentStoring):
         return BwdKernelLaunch(resolved, kernels, operands, extras, storing)

@@ -351,6 +351,13 @@ DOCUMENT_CASES = (
 )  # fmt: skip
 
 
+# The same told by intervals, to be said of them.
+COLUMN_DOCUMENT_CASES = (
+    Case("causal-gqa2", 1, 1100, 1100, 2, 1, head_dim=64, causal=True, column="documents1"),
+    Case("both-ways", 2, 600, 600, 1, 1, column="documents2"),
+)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The arguments of one call, `_flash_attn_fwd(x.q, x.k, x.v, **x.keywords)`, and the oracle's

@@ -24,6 +24,14 @@ from flash_mask_cute.host.validate import FwdShapes
 ADDRESS_MASK = 15
 
 
+class FwdOperands(NamedTuple):
+    """The tensors that every forward has."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 class Extras(NamedTuple):
     """The tensors of a call that may be absent."""
 

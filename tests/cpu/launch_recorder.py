@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from flash_mask_cute import interface
-from flash_mask_cute.host.launch import Extras, KernelLaunch, ResolvedFwd, Settings
+from flash_mask_cute.host.launch import Extras, FwdOperands, KernelLaunch, ResolvedFwd, Settings
 from flash_mask_cute.host.mask_args import Masks
 
 
@@ -22,11 +20,11 @@ class Recorder:
         self.calls.append(args)
 
     def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks, settings: Settings
+        self, operands: FwdOperands, extras: Extras, masks: Masks, settings: Settings
     ) -> KernelLaunch:
-        resolved, _ = interface._resolve(q, k, v, extras, masks, settings)
+        resolved, _ = interface._resolve(operands, extras, masks, settings)
         self.prepared.append(resolved)
-        return KernelLaunch(resolved, self, q, k, v, extras.out)
+        return KernelLaunch(resolved, self, *operands, extras.out)
 
     def given(self, call: int = -1) -> dict[str, Any]:
         """The mask arguments of a kernel call by name."""

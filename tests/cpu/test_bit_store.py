@@ -23,7 +23,7 @@ from flash_mask_cute.host.bit_store import (
 from flash_mask_cute.host.bwd_launch import BwdKernelLaunch, BwdOperands
 from flash_mask_cute.host.compile_bwd import BwdKernels
 from flash_mask_cute.host.compile_store import StoreProblem, compile_store
-from flash_mask_cute.host.launch import KernelLaunch
+from flash_mask_cute.host.launch import FwdOperands, KernelLaunch
 from flash_mask_cute.host.problem import BitTiles
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
@@ -116,7 +116,9 @@ def choose(case: Case, **more: Any) -> tuple[Any, Any]:
     """What `choose_storing` makes of a call."""
     inputs = make_inputs(case)
     extras, masks, settings = bundle(inputs.keywords | more)
-    resolved, resolved_masks = _resolve(inputs.q, inputs.k, inputs.v, extras, masks, settings)
+    resolved, resolved_masks = _resolve(
+        FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings
+    )
     call, storing = choose_storing(resolved, resolved_masks, TARGET)
     assert (storing is None) == (call is resolved)
     return call, storing

@@ -19,7 +19,7 @@ from flash_mask_cute.host.bit_store import (
     most_tiles,
 )
 from flash_mask_cute.host.bwd_launch import BwdExtras, BwdKernelLaunch, BwdOperands
-from flash_mask_cute.host.launch import Extras, KernelLaunch
+from flash_mask_cute.host.launch import Extras, FwdOperands, KernelLaunch
 from flash_mask_cute.host.packed_launch import PackedBwdLaunch, PackedLaunch, rows_follow
 from flash_mask_cute.host.problem import BitTiles
 from flash_mask_cute.host.target import Target
@@ -33,7 +33,7 @@ DOCUMENTS = Case("documents", 2, 700, 700, 4, 2, mask_mod="documents")
 def choose(case: Case, can_pack: bool = True) -> tuple[Any, Any]:
     inputs = make_inputs(case)
     extras, masks, settings = bundle(inputs.keywords)
-    call = _resolve(inputs.q, inputs.k, inputs.v, extras, masks, settings)
+    call = _resolve(FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings)
     return choose_storing(*call, TARGET, can_pack)
 
 
@@ -126,7 +126,9 @@ def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], Any]:
     """The launch of a forward whose kernels note their arguments, these, and a call."""
     inputs = make_inputs(case)
     extras, masks, settings = bundle(inputs.keywords | more)
-    resolved, resolved_masks = _resolve(inputs.q, inputs.k, inputs.v, extras, masks, settings)
+    resolved, resolved_masks = _resolve(
+        FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings
+    )
     call, storing = choose_storing(resolved, resolved_masks, TARGET, True)
     calls: list[tuple[Any, ...]] = []
 
@@ -201,11 +203,13 @@ def test_launches_of_a_call_and_of_its_backward() -> None:
     """Packed where rows follow each other; explain says so."""
     inputs = make_inputs(DOCUMENTS)
     extras, masks, settings = bundle(inputs.keywords)
-    call = _resolve(inputs.q, inputs.k, inputs.v, extras, masks, settings)
-    launch = interface._kernel_launch(*call, TARGET, inputs.q, inputs.k, inputs.v, None)
+    call = _resolve(FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings)
+    launch = interface._kernel_launch(
+        *call, TARGET, FwdOperands(inputs.q, inputs.k, inputs.v), None
+    )
     assert isinstance(launch, PackedLaunch)
     apart = torch.cat([inputs.q, inputs.q], dim=1)[:, :700]
-    launch = interface._kernel_launch(*call, TARGET, apart, inputs.k, inputs.v, None)
+    launch = interface._kernel_launch(*call, TARGET, FwdOperands(apart, inputs.k, inputs.v), None)
     assert isinstance(launch, KernelLaunch)
 
     q, k, v = inputs.q, inputs.k, inputs.v

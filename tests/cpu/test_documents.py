@@ -311,12 +311,15 @@ def test_a_kept_launch_follows_the_mask_of_its_call(
     noted: list[tuple[Any, ...]] = []
     prepared: list[KernelLaunch] = []
 
-    def kernel_launch(resolved: Any, _: Any, __: Any, *tensors: Any) -> KernelLaunch:
-        prepared.append(KernelLaunch(resolved, lambda *args: noted.append(args), *tensors))
+    def note(*args: Any) -> None:
+        noted.append(args)
+
+    def kernel_launch(resolved: Any, _: Any, __: Any, operands: Any, out: Any) -> KernelLaunch:
+        prepared.append(KernelLaunch(resolved, note, *operands, out))
         return prepared[-1]
 
     prepare, target = interface._prepare, Target.default()
-    monkeypatch.setattr(interface, "_prepare", lambda *given: prepare(*given[:6], target))
+    monkeypatch.setattr(interface, "_prepare", lambda *given: prepare(*given[:4], target))
     monkeypatch.setattr(interface, "_kernel_launch", kernel_launch)
     monkeypatch.setattr(interface, "_launches", {})
     q, k, v = (torch.zeros(batch, 1300, heads, 64).bfloat16() for heads in (2, 1, 1))

@@ -17,7 +17,7 @@ import flash_mask_cute
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.host.explanation import Explanation
-from flash_mask_cute.host.launch import EmptyLaunch, Extras, Settings
+from flash_mask_cute.host.launch import EmptyLaunch, Extras, FwdOperands, Settings
 from flash_mask_cute.host.mask_args import Masks
 from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
 
@@ -52,7 +52,7 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     found: dict[str, object] = {}
 
     def prepare(*args: Any) -> Any:
-        found.update({name: x for bundle in args[3:] for name, x in bundle._asdict().items()})
+        found.update({name: x for bundle in args[1:] for name, x in bundle._asdict().items()})
         return lambda *args: (None, None)
 
     monkeypatch.setattr(interface, "_prepare", prepare)
@@ -362,7 +362,7 @@ def test_empty_launch(packed: bool, sink: bool) -> None:
         q, k = q.flatten(0, 1), k.flatten(0, 1)
         keywords |= {"cu_seqlens_q": int32(0, 3, 7, 11), "cu_seqlens_k": int32(0, 0, 0, 0)}
     extras, masks, settings = interface.bundle(keywords)
-    resolved, _ = interface._resolve(q, k, k, extras, masks, settings)
+    resolved, _ = interface._resolve(FwdOperands(q, k, k), extras, masks, settings)
     assert resolved.shapes.is_empty
     out, lse = EmptyLaunch(resolved)(q, k, k, extras)
     expected_out, expected_lse = _flash_attn_fwd(q, k, k, **keywords)

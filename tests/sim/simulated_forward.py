@@ -8,6 +8,7 @@ from typing import Any
 from support import Inputs, assert_close_to_oracle
 from torch import Tensor
 
+from flash_mask_cute.host.launch import FwdOperands
 from flash_mask_cute.host.mask_args import NO_MASKS
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _prepare, bundle
@@ -22,7 +23,7 @@ def launch_on_simulator(inputs: Inputs, arch: str, **more: Any) -> tuple[Tensor,
     """Run the kernel for tensors on the CPU."""
     extras, masks, settings = bundle(inputs.keywords | more)
     q, k, v = inputs.q, inputs.k, inputs.v
-    launch = _prepare(q, k, v, extras, masks, settings, Target(arch, num_sms=SMS))
+    launch = _prepare(FwdOperands(q, k, v), extras, masks, settings, Target(arch, num_sms=SMS))
     out, lse = launch(q, k, v, extras, None if masks == NO_MASKS else masks)
     assert lse is not None
     return out, lse

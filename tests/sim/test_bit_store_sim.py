@@ -14,7 +14,7 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
 from flash_mask_cute.core.seen import HIDDEN, VISIBLE
 from flash_mask_cute.host.bit_store import BitStoring, choose_bwd_storing, choose_storing
 from flash_mask_cute.host.bwd_launch import BwdOperands
-from flash_mask_cute.host.launch import Asked
+from flash_mask_cute.host.launch import Asked, FwdOperands
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import (
     _bwd_kernel_launch,
@@ -74,7 +74,9 @@ def masked(**more: Any) -> dict[str, Any]:
 def fwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     extras, masks, settings = bundle(masked(**more))
-    return choose_storing(*_resolve(q, q, q, extras, masks, settings, TARGET), TARGET)[1]
+    return choose_storing(*_resolve(FwdOperands(q, q, q), extras, masks, settings, TARGET), TARGET)[
+        1
+    ]
 
 
 def bwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
@@ -189,8 +191,9 @@ def test_a_forward_does_not_visit_what_is_hidden(simulator: ModuleType, head_dim
     ids = (torch.arange(512) >= end).int()
     v[:, 256:] = float("nan")
     extras, masks, settings = bundle({"mask_mod": same_document, "aux_tensors": [ids]})
-    call, call_masks = _resolve(q, k, v, extras, masks, settings, TARGET)
-    launch = _kernel_launch(call, call_masks, TARGET, q, k, v, out=None)
+    operands = FwdOperands(q, k, v)
+    call, call_masks = _resolve(operands, extras, masks, settings, TARGET)
+    launch = _kernel_launch(call, call_masks, TARGET, operands, out=None)
     out, _ = run(simulator, 2, lambda: launch(q, k, v, extras, masks))
     assert out[:, :end].isfinite().all() and out[:, end:].isnan().all()
 

@@ -21,7 +21,7 @@ from flash_mask_cute.host.bit_store import (
     most_tiles,
 )
 from flash_mask_cute.host.bwd_launch import BwdOperands
-from flash_mask_cute.host.launch import Asked
+from flash_mask_cute.host.launch import Asked, FwdOperands
 from flash_mask_cute.host.problem import BitTiles
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
@@ -71,7 +71,7 @@ def storing_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: Any
     q = torch.zeros(BATCH, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     if direction == "forward":
         extras, masks, settings = bundle(keywords)
-        call = _resolve(q, q, q, extras, masks, settings, TARGET)
+        call = _resolve(FwdOperands(q, q, q), extras, masks, settings, TARGET)
         return choose_storing(*call, TARGET, can_pack=True)[1]
     operands = BwdOperands(q, q, q, q, q, torch.zeros(BATCH, HEADS, SEQLEN))
     extras, masks, settings = bundle_bwd(keywords)

@@ -11,6 +11,7 @@ import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
 from support import (
     BF16,
+    COLUMN_DOCUMENT_CASES,
     DOCUMENT_CASES,
     FP16,
     FP32,
@@ -144,14 +145,7 @@ def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, make_inputs(case), ((1,), (None,))[position % 2], launches)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("causal-gqa2", 1, 1100, 1100, 2, 1, head_dim=64, causal=True, column="documents1"),
-        Case("both-ways", 2, 600, 600, 1, 1, column="documents2"),
-    ],
-    ids=lambda case: case.id,
-)
+@pytest.mark.parametrize("case", COLUMN_DOCUMENT_CASES, ids=lambda case: case.id)
 def test_documents_of_a_mask(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:

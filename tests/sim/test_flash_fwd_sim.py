@@ -16,6 +16,7 @@ from mask_cases import Extents, MaskRecipe, ScoreRecipe
 from simulated_forward import DELAY_SEEDS
 from support import (
     BF16,
+    COLUMN_DOCUMENT_CASES,
     FP16,
     FP32,
     MASK_CASES,
@@ -93,14 +94,7 @@ def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("causal-gqa2", 1, 1100, 1100, 2, 1, head_dim=64, causal=True, column="documents1"),
-        Case("both-ways", 2, 600, 600, 1, 1, column="documents2"),
-    ],
-    ids=lambda case: case.id,
-)
+@pytest.mark.parametrize("case", COLUMN_DOCUMENT_CASES, ids=lambda case: case.id)
 def test_documents_of_a_mask(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
