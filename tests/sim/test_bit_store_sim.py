@@ -74,9 +74,8 @@ def masked(**more: Any) -> dict[str, Any]:
 def fwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     extras, masks, settings = bundle(masked(**more))
-    return choose_storing(*_resolve(FwdOperands(q, q, q), extras, masks, settings, TARGET), TARGET)[
-        1
-    ]
+    call = _resolve(FwdOperands(q, q, q), extras, masks, settings, TARGET)
+    return choose_storing(*call, TARGET)[1]
 
 
 def bwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
