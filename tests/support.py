@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from mask_cases import (
     COLUMNS,
@@ -351,7 +352,7 @@ DOCUMENT_CASES = (
 )  # fmt: skip
 
 
-# The same told by intervals, to be said of them.
+# Documents told by intervals, for masks that say so.
 COLUMN_DOCUMENT_CASES = (
     Case("causal-gqa2", 1, 1100, 1100, 2, 1, head_dim=64, causal=True, column="documents1"),
     Case("both-ways", 2, 600, 600, 1, 1, column="documents2"),
@@ -819,6 +820,18 @@ def lse_tolerance(inputs: Inputs) -> float:
     largest_score = min(inputs.case.softcap, inputs.case.scale * q_norm * k_norm)
     stretch = LARGEST_STRETCH if inputs.case.score_mod else 1.0
     return LSE_ATOL + TANH_APPROX * largest_score * stretch
+
+
+def calls_of(kind: type, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The objects of a class that are called from now on, one for each call."""
+    called, run = [], kind.__call__
+
+    def call(self: Any, *arguments: Any) -> Any:
+        called.append(self)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(kind, "__call__", call)
+    return called
 
 
 def assert_close_to_oracle(

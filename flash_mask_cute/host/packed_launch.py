@@ -1,5 +1,7 @@
-"""Dense calls whose mask holds documents, computed as packed sequences: which of those with a
-`ColumnMask` (of those with a mask_mod, `bit_store` tells), and how; why, says `masks.documents`.
+"""Dense calls whose mask holds documents, computed as packed sequences.
+
+Why is told in `masks.documents`. Which calls these are is decided here where a `ColumnMask` has the
+documents, and in `bit_store` where a mask_mod tells of them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from flash_mask_cute.host.config import FwdChoice, FwdConfig, check_feasible, select_fwd_config
+from flash_mask_cute.host.config import (
+    BwdConfig,
+    FwdChoice,
+    FwdConfig,
+    check_feasible,
+    select_fwd_config,
+)
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.host.target import BLACKWELL
@@ -261,6 +267,15 @@ def test_a_mapping_is_a_config() -> None:
 def test_bad_config_values(value: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=f"config.*{said}"):
         FwdConfig.of(value)
+
+
+def test_a_config_that_exists_has_valid_values() -> None:
+    """So nobody checks it again."""
+    with pytest.raises(TypeError, match="config.tile_m must be of type int, got 128.0"):
+        FwdConfig(tile_m=128.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="config.stages_q must be at least 1, got 0"):
+        replace(BwdConfig(), stages_q=0)
+    assert BwdConfig(value_cols=0).value_cols == 0
 
 
 @pytest.mark.parametrize(

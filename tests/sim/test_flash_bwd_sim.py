@@ -20,6 +20,7 @@ from support import (
     STORED_VARLEN_CASES,
     Case,
     Inputs,
+    calls_of,
     make_inputs,
 )
 from torch import Tensor
@@ -150,10 +151,7 @@ def test_documents_of_a_mask(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     """As packed sequences, many of them empty, by the public function."""
-    packed, run = [], PackedBwdLaunch.__call__
-    monkeypatch.setattr(
-        PackedBwdLaunch, "__call__", lambda self, *args: packed.append(self) or run(self, *args)
-    )
+    packed = calls_of(PackedBwdLaunch, monkeypatch)
     inputs = make_inputs(case)
     dout, _ = make_output_gradients(inputs)
     mask = ColumnMask(inputs.keywords["startend_row_indices"], case.causal, documents=True)

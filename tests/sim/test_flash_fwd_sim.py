@@ -25,6 +25,7 @@ from support import (
     Case,
     Inputs,
     assert_close_to_oracle,
+    calls_of,
     make_growing_inputs,
     make_inputs,
 )
@@ -99,10 +100,7 @@ def test_documents_of_a_mask(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     """As packed sequences, many of them empty."""
-    packed, run = [], PackedLaunch.__call__
-    monkeypatch.setattr(
-        PackedLaunch, "__call__", lambda self, *args: packed.append(self) or run(self, *args)
-    )
+    packed = calls_of(PackedLaunch, monkeypatch)
     inputs = make_inputs(case)
     mask = ColumnMask(inputs.keywords["startend_row_indices"], case.causal, documents=True)
     assert len(mask.split(case.batch).cu_seqlens.unique()) > case.batch + 1
