@@ -1,7 +1,7 @@
-"""python -m bench.codegen [NAMES]: what the compiler makes of the main kernels, without a GPU.
+"""python -m bench.codegen [NAMES]: what the compiler makes of the kernels, without a GPU.
 
-Compiles variants for sm_90a, of the forward and (`bwd-`) of the backward, and prints a line for
-each: registers, spills, shared memory, and how often each opcode occurs. `--out` keeps the rows,
+Compiles the variants of bench.codegen_variants and prints a line for each: a digest of the machine
+code, registers, spills, shared memory, and how often each opcode occurs. `--out` keeps the rows,
 `--against` says what differs from kept ones, or from what an earlier commit compiles to now, by its
 own bench.codegen. A change that should not touch the code of a variant is seen here before anything
 is timed.
@@ -13,82 +13,45 @@ or in an installed triton, else those of the PTX (`"isa": "ptx"`). The two are n
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from bench import Json, commit_here, versions
+from bench.codegen_variants import VARIANTS, compile_variant
 from bench.history import PACKAGE, environment, unpacked
-from flash_mask_cute.host.problem import AttentionProblem, Mods
+from flash_mask_cute.host.cache import compile_lock
+from flash_mask_cute.host.compile import compiler_keeps
 
-SEQLEN, HEADS = 8192, 32
-WINDOW = SEQLEN // 16
-FIGURES = ("tiles", "registers", "spill_bytes", "smem_bytes", "warnings")
+FIGURES = ("arch", "tiles", "registers", "spill_bytes", "smem_bytes", "warnings", "code")
 # Opcodes that say most about a loop, for the printed line.
-SHOWN = ("HGMMA", "MUFU", "FFMA", "FMNMX", "F2FP", "UTMALDG", "RED", "BAR", "SYNCS", "LDL", "STL")
+SHOWN = (
+    "HGMMA",
+    "UTCHMMA",
+    "MUFU",
+    "FFMA",
+    "FMNMX",
+    "F2FP",
+    "UTMALDG",
+    "RED",
+    "BAR",
+    "SYNCS",
+    "LDL",
+    "STL",
+)
 SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_]+)", re.MULTILINE)
 PTX = re.compile(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?([a-z]\w*)(?=[.\s;])", re.MULTILINE)
-
-
-def sees_prefix(b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
-    return (k <= q) | (k < 64)
-
-
-def nears(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
-    import cutlass
-
-    return score - 0.125 * (q - k).to(cutlass.Float32)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A kind of problem, the keys of its callables left open; the callables; how many keys a query
-    sees at most where a window is closed on both sides; and whether it is a backward's."""
-
-    problem: AttentionProblem
-    mods: Mods = Mods()
-    window: int | None = None
-    is_backward: bool = False
-
-
-def _forwards() -> Iterator[tuple[str, Variant]]:
-    def variant(d: int, *more: Any, **fields: Any) -> Variant:
-        return Variant(AttentionProblem("bfloat16", d, d, **fields), *more)
-
-    for d in (64, 128, 256):
-        yield f"d{d}-full", variant(d)
-        yield f"d{d}-causal", variant(d, is_causal=True)
-        yield f"d{d}-window", variant(d, Mods(), WINDOW + 1, is_causal=True, has_window_left=True)
-        yield f"d{d}-varlen", variant(d, is_causal=True, varlen_q=True, varlen_k=True)
-    for d in (64, 128):
-        for n, causal in ((1, True), (2, True), (4, False)):
-            yield f"d{d}-columns{n}", variant(d, is_causal=causal, intervals=(n, causal))
-    yield "d128-mask_mod", variant(128, Mods(mask_mod=sees_prefix))
-    yield "d128-score_mod", variant(128, Mods(score_mod=nears), is_causal=True)
-
-
-def _backwards() -> Iterator[tuple[str, Variant]]:
-    """Those of the forward, and sums of dQ in a fixed order."""
-    for name, variant in _forwards():
-        problem = replace(variant.problem, needs_lse=False)
-        yield f"bwd-{name}", replace(variant, problem=problem, is_backward=True)
-    fixed = AttentionProblem(
-        "bfloat16", 128, 128, is_causal=True, needs_lse=False, deterministic=True
-    )
-    yield "bwd-d128-deterministic", Variant(fixed, is_backward=True)
-
-
-VARIANTS = {**dict(_forwards()), **dict(_backwards())}
 
 
 def disassemblers() -> Iterator[list[str]]:
@@ -129,46 +92,44 @@ def count_opcodes(cubin: bytes, ptx: str, folder: Path) -> tuple[str, dict[str, 
     return ("sass", count_sass(text)) if text else ("ptx", count_ptx(ptx))
 
 
+def machine_code_digest(cubin: bytes) -> str:
+    """16 digits of the SHA-256 of a cubin's machine code: the contents of its ELF sections named
+    `.text.*`, sorted. Names of kernels and what is there for debuggers do not count."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    entry_size, count, names_index = struct.unpack_from("<3H", cubin, 58)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * entry_size) for i in range(count)]
+    names_at = headers[names_index][4]
+    code = sorted(
+        cubin[offset : offset + size]
+        for name, _, _, _, offset, size in headers
+        if cubin.startswith(b".text.", names_at + name)
+    )
+    return hashlib.sha256(b"".join(code)).hexdigest()[:16]
+
+
 def compile_row(name: str) -> Json:
-    """Compile a variant for sm_90a now; its row, less the commit."""
+    """Compile a variant now; its row, less the commit."""
     from cutlass import CUDA_VERSION as CUDA
 
-    from flash_mask_cute.host.cache import compile_lock
-    from flash_mask_cute.host.callable_key import callable_key
-    from flash_mask_cute.host.compile import build_fwd
-    from flash_mask_cute.host.compile_bwd import build_bwd
-    from flash_mask_cute.host.config import select_bwd_config, select_fwd_config
-    from flash_mask_cute.host.target import Target
-    from flash_mask_cute.host.validate import FwdShapes
-
-    variant = VARIANTS[name]
-    keys = {kind: callable_key(mod) for kind, mod in variant.mods._asdict().items() if mod}
-    problem = AttentionProblem(**{**vars(variant.problem), **keys})
-    dims = (problem.head_dim, problem.head_dim_v)
-    target = Target.default()
+    arch = VARIANTS[name].arch
     with tempfile.TemporaryDirectory() as folder, compile_lock():
-        options = f"--keep-cubin --keep-ptx --dump-dir={folder}"
-        if variant.is_backward:
-            choice = select_bwd_config(*dims, problem.mask_kind, modifier=problem.score_modifier)
-            tiles = {"tile_n": choice.tile_n, **asdict(choice.tiles)}
-            compiled = build_bwd(problem, choice, target, variant.mods, options)
-        else:
-            shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
-            chosen = select_fwd_config(problem, shapes, window=variant.window).tiles
-            tiles = asdict(chosen)
-            compiled = build_fwd(problem, chosen, target, variant.mods, options)
+        with compiler_keeps(f"--keep-cubin --keep-ptx --dump-dir={folder}"):
+            compiled, tiles = compile_variant(name)
         function: Any = compiled.function
         isa, opcodes = count_opcodes(function.__cubin__, function.__ptx__, Path(folder))
     compiler = f"cutlass_dsl {versions()['cutlass_dsl']}, CUDA {CUDA.major}.{CUDA.minor}"
-    figures = {"tiles": tiles, **compiled.meta}
+    figures = {"arch": arch, "tiles": tiles, "smem_bytes": None, **compiled.meta}
+    figures["code"] = machine_code_digest(function.__cubin__)
     counted = {"isa": isa, "opcodes": opcodes, "compiler": compiler}
     return {"name": name, **{key: figures[key] for key in FIGURES}, **counted}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What changed from one row of a variant to another, other than where the rows come from
-    (commit, compiler); opcodes only within one instruction set."""
+    (commit, compiler); opcodes only where the code differs, and within one instruction set."""
     found = [f"{key} {old[key]} -> {new[key]}" for key in FIGURES if old[key] != new[key]]
+    if old["code"] == new["code"]:
+        return found
     if old["isa"] != new["isa"]:
         return [*found, f"isa {old['isa']} -> {new['isa']}: opcodes not compared"]
     before, after = Counter(old["opcodes"]), Counter(new["opcodes"])
@@ -209,8 +170,9 @@ def rows_of(source: str, names: Sequence[str]) -> dict[str, Json]:
 def _line(row: Json) -> str:
     tiles, counts = row["tiles"], row["opcodes"]
     shown = " ".join(f"{op} {counts[op]}" for op in SHOWN if op in counts)
+    shape = f"{tiles['tile_m']}x{tiles['tile_n']}" if tiles else "-"
     figures = f"regs {row['registers']}  spill {row['spill_bytes']}  smem {row['smem_bytes']}"
-    parts = [f"{row['name']:15} {tiles['tile_m']}x{tiles['tile_n']:<4}", figures]
+    parts = [f"{row['name']:26} {shape:8} {row['code']}", figures]
     return "  ".join([*parts, f"{row['isa']} {sum(counts.values())}", shown, *row["warnings"]])
 
 

@@ -8,6 +8,7 @@ import gc
 import io
 import re
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +22,7 @@ from flash_mask_cute.host.target import BLACKWELL, HOPPER, Target
 CACHE = CompileCache()
 KERNEL_NAMES = {HOPPER: "flash_fwd_sm90", BLACKWELL: "flash_fwd_sm100"}
 NO_MODS = Mods()
+_more_options: ContextVar[str] = ContextVar("_more_options", default="")
 
 
 def preload() -> None:
@@ -74,7 +76,6 @@ def build_fwd(
     tiles: FwdTiles,
     target: Target,
     mods: Mods = NO_MODS,
-    more_options: str = "",
 ) -> Compiled:
     """Compile now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.masks.intervals import Intervals
@@ -94,10 +95,9 @@ def build_fwd(
         num_sms=target.num_sms,
         **asdict(tiles),
     )
-    options = f"{options_of(target)} {more_options}".strip()
     smem_bytes = kernel.plan.smem_bytes
     arguments = _fake_arguments(problem, tiles)
-    return compile_object(kernel, arguments, options, smem_bytes=smem_bytes)
+    return compile_object(kernel, arguments, options_of(target), smem_bytes=smem_bytes)
 
 
 def _kernel_class(target: Target) -> Any:
@@ -163,6 +163,17 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
     ]
 
 
+@contextlib.contextmanager
+def compiler_keeps(options: str) -> Iterator[None]:
+    """Give the compiler these options, too, in what this thread compiles meanwhile: what to keep of
+    its output. They are no part of a kernel's identity, so they must not change its code."""
+    token = _more_options.set(options)
+    try:
+        yield
+    finally:
+        _more_options.reset(token)
+
+
 def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any) -> Compiled:
     """Compile a kernel object now, for stand-ins of its arguments.
 
@@ -177,7 +188,7 @@ def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any)
         function = cute.compile(
             kernel,
             *arguments,
-            options=options,
+            options=f"{options} {_more_options.get()}".strip(),
             trace_finalize_hooks=_let_ptxas_report,
             no_jit_engine=True,
         )

@@ -146,7 +146,6 @@ def build_bwd(
     choice: BwdChoice,
     target: Target,
     mods: Mods = NO_MODS,
-    more_options: str = "",
 ) -> Compiled:
     """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.masks.intervals import Intervals
@@ -166,9 +165,9 @@ def build_bwd(
         num_sms=target.num_sms,
         **asdict(choice.tiles),
     )
-    options = f"{options_of(target)} {more_options}".strip()
     arguments = _main_arguments(problem, choice)
-    return compile_object(kernel, arguments, options, smem_bytes=kernel.plan.smem_bytes)
+    smem_bytes = kernel.plan.smem_bytes
+    return compile_object(kernel, arguments, options_of(target), smem_bytes=smem_bytes)
 
 
 def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:

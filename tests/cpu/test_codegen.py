@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import struct
 from pathlib import Path
 
 import pytest
 
 from bench import ROOT, Json, codegen
+from bench.codegen_variants import VARIANTS, AttentionVariant
+from flash_mask_cute.host.tables import SM90_BWD, SM90_FWD, SM100_FWD
 
 SASS = """
 \tcode for sm_90a
@@ -51,11 +55,13 @@ PTX_COUNTS = {"bra": 3, "ex2": 1, "ret": 1, "setp": 1, "wgmma": 1}
 
 ROW: Json = {
     "name": "d64-full",
+    "arch": "sm_90a",
     "tiles": {"tile_m": 192, "tile_n": 128},
     "registers": 168,
     "spill_bytes": 0,
     "smem_bytes": 1024,
     "warnings": [],
+    "code": "0123456789abcdef",
     "isa": "sass",
     "opcodes": {"HGMMA": 40, "BAR": 10, "LDL": 1},
     "compiler": "cutlass_dsl 4.8.1, CUDA 13.4",
@@ -85,9 +91,12 @@ def test_ptx_is_counted_where_no_disassembler_works(
 
 def test_differences() -> None:
     assert codegen.differences(ROW, ROW | {"commit": "89abcde", "compiler": "other"}) == []
-    new = ROW | {"registers": 160, "opcodes": {"HGMMA": 40, "BAR": 12, "STL": 3}}
+    assert codegen.differences(ROW, ROW | {"isa": "ptx", "opcodes": {"wgmma": 1}}) == []
+    other = {"code": "fedcba9876543210"}
+    new = ROW | {"registers": 160, "opcodes": {"HGMMA": 40, "BAR": 12, "STL": 3}} | other
     assert codegen.differences(ROW, new) == [
         "registers 168 -> 160",
+        "code 0123456789abcdef -> fedcba9876543210",
         "BAR 10 -> 12 (+2)",
         "LDL 1 -> 0 (-1)",
         "STL 0 -> 3 (+3)",
@@ -99,8 +108,8 @@ def test_differences() -> None:
         "tiles": {},
     }.items():
         assert len(codegen.differences(ROW, ROW | {key: value})) == 1
-    (only,) = codegen.differences(ROW, ROW | {"isa": "ptx", "opcodes": {"wgmma": 1}})
-    assert only.startswith("isa sass -> ptx")
+    _, last = codegen.differences(ROW, ROW | {"isa": "ptx", "opcodes": {"wgmma": 1}} | other)
+    assert last.startswith("isa sass -> ptx")
 
 
 def test_status_against_kept_rows(
@@ -152,28 +161,65 @@ def test_against_what_an_earlier_commit_compiles(
         codegen.main(["d64-full", "--against", "no-such-commit"])
 
 
-def test_backwards_are_among_the_variants() -> None:
-    backwards = {name for name, variant in codegen.VARIANTS.items() if variant.is_backward}
-    assert backwards == {name for name in codegen.VARIANTS if name.startswith("bwd-")}
-    forwards = codegen.VARIANTS.keys() - backwards
-    assert backwards == {f"bwd-{name}" for name in forwards} | {"bwd-d128-deterministic"}
+def elf(*sections: tuple[str, bytes]) -> bytes:
+    """A 64-bit ELF file with these sections, and one that holds their names."""
+    names = b"\0" + b"".join(name.encode() + b"\0" for name, _ in sections) + b".shstrtab\0"
+    contents = [*sections, (".shstrtab", names)]
+    header_size, at, headers, body = 64, 1, [bytes(64)], b""
+    for name, content in contents:
+        headers.append(
+            struct.pack("<2I4Q", at, 1, 0, 0, header_size + len(body), len(content)) + bytes(24)
+        )
+        at += len(name) + 1
+        body += content
+    start = bytes(40) + struct.pack("<Q", header_size + len(body)) + bytes(10)
+    return start + struct.pack("<3H", 64, len(headers), len(headers) - 1) + body + b"".join(headers)
+
+
+def test_digest_of_machine_code() -> None:
+    cubin = elf((".text.kernel", b"code"), (".debug_line", b"one"), (".text.other", b"more"))
+    renamed = elf((".text.other", b"more"), (".text.new_name", b"code"), (".debug_line", b"two"))
+    changed = elf((".text.kernel", b"Code"), (".debug_line", b"one"), (".text.other", b"more"))
+    digest = codegen.machine_code_digest(cubin)
+    assert digest == codegen.machine_code_digest(renamed) != codegen.machine_code_digest(changed)
+    assert len(digest) == 16
+
+
+def test_what_the_variants_cover() -> None:
+    """Each row of the tables (tiles of an attention kernel), and each kind of kernel."""
+    attention = [x for x in VARIANTS.values() if isinstance(x, AttentionVariant)]
+    for rows, arch, is_backward in (
+        (SM90_FWD, "sm_90a", False),
+        (SM90_BWD, "sm_90a", True),
+        (SM100_FWD, "sm_100a", False),
+        (SM100_FWD, "sm_103a", False),
+    ):
+        of_table = [x for x in attention if (x.arch, x.is_backward) == (arch, is_backward)]
+        dims = {(x.problem.head_dim, x.problem.head_dim_v) for x in of_table}
+        assert {(row.max_dim, row.max_dim_v) for row in rows} <= dims
+    preparing = {name for name, x in VARIANTS.items() if not isinstance(x, AttentionVariant)}
+    kinds = {re.split(r"[-\d]", name.removeprefix("sm100-"))[0] for name in preparing}
+    assert kinds == {
+        *("preprocess", "postprocess", "clear_tails", "mask_bits"),
+        *("column_bounds", "document_split", "block_scan"),
+    }
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert codegen.main(["--list"]) == 0
-    assert capsys.readouterr().out.split() == list(codegen.VARIANTS)
-    assert codegen.main(["d256-*", "d128-*_mod", "--list"]) == 0
+    assert capsys.readouterr().out.split() == list(VARIANTS)
+    assert codegen.main(["d256-*", "d128-s*_mod", "--list"]) == 0
     assert capsys.readouterr().out.split() == [
         *(f"d256-{mask}" for mask in ("full", "causal", "window", "varlen")),
-        *("d128-mask_mod", "d128-score_mod"),
+        "d128-score_mod",
     ]
     with pytest.raises(SystemExit, match="2"):
         codegen.main(["no-such-variant"])
 
 
 def test_kept_rows_hold_every_variant() -> None:
-    rows = codegen.read_rows(ROOT / "bench" / "results" / "codegen_sm90a.jsonl")
-    assert list(rows) == list(codegen.VARIANTS)
+    rows = codegen.read_rows(ROOT / "bench" / "results" / "codegen.jsonl")
+    assert list(rows) == list(VARIANTS)
 
 
 def test_a_variant_compiles(tmp_path: Path) -> None:

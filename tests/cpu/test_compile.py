@@ -21,7 +21,13 @@ from mask_cases import MASK_MODS, SCORE_MODS
 from bench.codegen import count_sass, disassembly
 from flash_mask_cute.host.cache import CompileCache, compile_count, compile_lock
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile import NO_MODS, build_fwd, compile_fwd, compile_object
+from flash_mask_cute.host.compile import (
+    NO_MODS,
+    build_fwd,
+    compile_fwd,
+    compile_object,
+    compiler_keeps,
+)
 from flash_mask_cute.host.compile_bounds import compile_bounds
 from flash_mask_cute.host.config import FwdConfig, FwdTiles, select_fwd_config
 from flash_mask_cute.host.problem import AttentionProblem, Mods
@@ -343,9 +349,8 @@ def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> Non
     tiles = select_fwd_config(PLAIN, shapes_of(PLAIN), family=B200.family).tiles
     exponentials = []
     for target in (B200, B300):
-        with compile_lock():
-            options = f"--keep-ptx --dump-dir={tmp_path}"
-            compiled = build_fwd(PLAIN, tiles, target, more_options=options)
+        with compile_lock(), compiler_keeps(f"--keep-ptx --dump-dir={tmp_path}"):
+            compiled = build_fwd(PLAIN, tiles, target)
         assert compiled.meta["spill_bytes"] == 0
         exponentials.append(cast(Any, compiled.function).__ptx__.count("ex2.approx"))
     # the text has a key tile's 128 exponentials twice, and a fifth of them goes by the polynomial

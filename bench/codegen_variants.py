@@ -1,0 +1,279 @@
+"""The kernels that bench.codegen compiles: attention in both directions, and those around it.
+
+A variant names a kernel that the configuration can choose. `compile_variant` compiles one without a
+GPU, with the tiles that a call of this kind would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, get_args
+
+from flash_mask_cute.host.cache import CompileCache, Compiled
+from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.compile import build_fwd
+from flash_mask_cute.host.compile_bounds import compile_bounds
+from flash_mask_cute.host.compile_bwd import (
+    RowFacts,
+    TailFacts,
+    Tails,
+    build_bwd,
+    build_clear_tails,
+    build_postprocess,
+    build_preprocess,
+)
+from flash_mask_cute.host.compile_documents import compile_split
+from flash_mask_cute.host.compile_scan import ScanProblem, compile_scan
+from flash_mask_cute.host.compile_store import Form, StoreProblem, compile_store
+from flash_mask_cute.host.config import select_bwd_config, select_fwd_config
+from flash_mask_cute.host.problem import AttentionProblem, BitTiles, Mods
+from flash_mask_cute.host.target import Target
+from flash_mask_cute.host.validate import FwdShapes
+
+SEQLEN, HEADS, GROUP = 8192, 32, 4
+WINDOW = SEQLEN // 16
+SM90, SM100, SM103 = "sm_90a", "sm_100a", "sm_103a"
+
+
+def sees_prefix(b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    return (k <= q) | (k < 64)
+
+
+def nears(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    import cutlass
+
+    return score - 0.125 * (q - k).to(cutlass.Float32)
+
+
+def adds_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    return score + aux_tensors[0][h[0], k[0]]
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """An attention kernel.
+
+    problem: without the keys of its callables, which mods has. window: how many keys a query sees
+    at most, where a window is closed on both sides. block_size: that of block lists.
+    """
+
+    problem: AttentionProblem
+    mods: Mods = Mods()
+    window: int | None = None
+    is_backward: bool = False
+    arch: str = SM90
+    block_size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class PreparingVariant:
+    """A kernel that runs before or after attention. build: compiles it for a target."""
+
+    build: Callable[[Target], Compiled]
+    arch: str = SM90
+    is_backward = False
+
+
+Variant: TypeAlias = AttentionVariant | PreparingVariant
+
+
+class Built(NamedTuple):
+    """tiles: those of an attention kernel, by name."""
+
+    compiled: Compiled
+    tiles: dict[str, Any]
+
+
+class Uncached(CompileCache):
+    """Builds at every look-up, so that the function has what the compiler was told to keep."""
+
+    def get(self, name: str, key: Any, build: Callable[[], Compiled], **identity: Any) -> Compiled:
+        return build()
+
+
+def compile_variant(name: str) -> Built:
+    """Compile it now. Whoever calls holds `compile_lock`."""
+    variant = VARIANTS[name]
+    target = Target.named(variant.arch)
+    if isinstance(variant, PreparingVariant):
+        return Built(variant.build(target), {})
+    mods = variant.mods._asdict()
+    keys: dict[str, Any] = {kind: callable_key(mod) for kind, mod in mods.items() if mod}
+    problem = replace(variant.problem, **keys)
+    dims = problem.head_dim, problem.head_dim_v
+    if variant.is_backward:
+        choice = select_bwd_config(
+            *dims,
+            problem.mask_kind,
+            deterministic=problem.deterministic,
+            modifier=problem.score_modifier,
+        )
+        compiled = build_bwd(problem, choice, target, variant.mods)
+        return Built(compiled, {"tile_n": choice.tile_n, **asdict(choice.tiles)})
+    shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
+    tiles = select_fwd_config(
+        problem,
+        shapes,
+        window=variant.window,
+        block_size=variant.block_size,
+        family=target.family,
+    ).tiles
+    return Built(build_fwd(problem, tiles, target, variant.mods), asdict(tiles))
+
+
+# -- attention ----------------------------------------------------------------------------------
+
+
+def _variant(d: int, *more: Any, dim_v: int | None = None, **fields: Any) -> AttentionVariant:
+    return AttentionVariant(AttentionProblem("bfloat16", d, dim_v or d, **fields), *more)
+
+
+def _both_directions() -> Iterator[tuple[str, AttentionVariant]]:
+    """What a forward and a backward of Hopper have in common."""
+    for d in (64, 128, 256):
+        yield f"d{d}-full", _variant(d)
+        yield f"d{d}-causal", _variant(d, is_causal=True)
+        yield f"d{d}-window", _variant(d, Mods(), WINDOW + 1, is_causal=True, has_window_left=True)
+        yield f"d{d}-varlen", _variant(d, is_causal=True, varlen_q=True, varlen_k=True)
+    for d in (64, 128):
+        for n, causal in ((1, True), (2, True), (4, False)):
+            yield f"d{d}-columns{n}", _variant(d, is_causal=causal, intervals=(n, causal))
+    yield "d128-mask_mod", _variant(128, Mods(mask_mod=sees_prefix))
+    yield "d128-score_mod", _variant(128, Mods(score_mod=nears), is_causal=True)
+    for name, dims in (("d96", (96, 96)), ("d192", (192, 192)), ("d192v128", (192, 128))):
+        d, dim_v = dims
+        yield f"{name}-full", _variant(d, dim_v=dim_v)
+        yield f"{name}-causal", _variant(d, dim_v=dim_v, is_causal=True)
+        yield f"{name}-columns1", _variant(d, dim_v=dim_v, is_causal=True, intervals=(1, True))
+    yield "d64-mask_mod", _variant(64, Mods(mask_mod=sees_prefix))
+    yield "d64-score_mod", _variant(64, Mods(score_mod=nears), is_causal=True)
+    yield "d128-bias", _variant(128, Mods(score_mod=adds_bias), aux=(("float32", 2),))
+    yield "d128-softcap", _variant(128, is_causal=True, has_softcap=True)
+    used = {"has_seqused_q": True, "has_seqused_k": True}
+    yield "d128-seqused", _variant(128, is_causal=True, **used)
+    for d in (64, 128):
+        yield f"d{d}-stored_mask", _variant(d, reads_bits=True)
+        documents = _variant(d, reads_bits=True, varlen_q=True, varlen_k=True)
+        yield f"d{d}-documents", documents
+    yield "d128-float16", AttentionVariant(AttentionProblem("float16", 128, 128, is_causal=True))
+
+
+def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
+    yield from _both_directions()
+    lists = {"has_lists": True, "has_full_lists": True}
+    yield "d128-lists", replace(_variant(128, **lists), block_size=(128, 128))
+    with_mod = _variant(128, Mods(mask_mod=sees_prefix), **lists)
+    yield "d128-lists-mask_mod", replace(with_mod, block_size=(128, 128))
+    yield "d128-list_bits", _variant(128, has_bits=True, **lists)
+    yield "d128-sink", _variant(128, is_causal=True, sink_dtype="bfloat16")
+    yield "d128-packed_heads", _variant(128, is_causal=True, packed_heads=GROUP)
+    yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)
+
+
+def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
+    """Those of both directions, lists, sums of dQ in a fixed order, and learned aux tensors."""
+
+    def backward(variant: AttentionVariant, **fields: Any) -> AttentionVariant:
+        problem = replace(variant.problem, needs_lse=False, **fields)
+        return replace(variant, problem=problem, is_backward=True)
+
+    for name, variant in _both_directions():
+        yield f"bwd-{name}", backward(variant)
+    yield "bwd-d128-deterministic", backward(_variant(128, is_causal=True, deterministic=True))
+    yield "bwd-d256-deterministic", backward(_variant(256, is_causal=True, deterministic=True))
+    yield "bwd-d128-list_bits", backward(_variant(128, has_bits=True))
+    learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
+    for d in (64, 128):
+        yield f"bwd-d{d}-learned_bias", backward(_variant(d, Mods(score_mod=adds_bias)), **learned)
+
+
+def _blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]:
+    prefix = arch.removesuffix("a").replace("_", "")
+    for name, variant in _blackwell_variants():
+        yield f"{prefix}-{name}", replace(variant, arch=arch)
+
+
+def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:
+    for name, dims in (
+        ("d64", (64, 64)),
+        ("d96", (96, 96)),
+        ("d128", (128, 128)),
+        ("d192v128", (192, 128)),
+    ):
+        d, dim_v = dims
+        yield f"{name}-full", _variant(d, dim_v=dim_v)
+        yield f"{name}-causal", _variant(d, dim_v=dim_v, is_causal=True)
+        yield f"{name}-columns2", _variant(d, dim_v=dim_v, is_causal=True, intervals=(2, True))
+    yield "d128-varlen", _variant(128, is_causal=True, varlen_q=True, varlen_k=True)
+    yield "d128-mask_mod", _variant(128, Mods(mask_mod=sees_prefix))
+    yield "d128-score_mod", _variant(128, Mods(score_mod=nears), is_causal=True)
+    yield "d128-softcap", _variant(128, is_causal=True, has_softcap=True)
+    yield "d128-list_bits", _variant(128, has_lists=True, has_bits=True)
+    used = {"has_seqused_q": True, "has_seqused_k": True}
+    yield "d128-seqused", _variant(128, is_causal=True, **used)
+
+
+# -- around attention ---------------------------------------------------------------------------
+
+
+def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
+    plain = RowFacts("bfloat16", 128, 64, 128, False, False, False)
+    rows = {
+        "plain": plain,
+        "varlen": plain._replace(varlen_q=True),
+        "seqused": plain._replace(has_seqused_q=True),
+        "clears_dq": plain._replace(clears_dq=True),
+        "d64": plain._replace(dim=64, tile_m=128, tile_d=64),
+        "d256": plain._replace(dim=256, tile_d=256, clears_dq=True),
+    }
+    before = rows | {
+        "dlse": plain._replace(has_dlse=True),
+        "sink": plain._replace(has_dlse=True, sink_dtype="bfloat16"),
+    }
+    for name, facts in before.items():
+        yield f"preprocess-{name}", PreparingVariant(partial(build_preprocess, facts))
+    for name, facts in rows.items():
+        yield f"postprocess-{name}", PreparingVariant(partial(build_postprocess, facts))
+    tails = TailFacts("bfloat16", 128, 128, Tails(True, True, True))
+    yield "clear_tails", PreparingVariant(partial(build_clear_tails, tails))
+    for form in get_args(Form):
+        for side, tiles in (
+            ("query", BitTiles.of_queries(128, 128)),
+            ("key", BitTiles.of_keys(64, 128)),
+        ):
+            problem = StoreProblem(tiles, (), has_bits=False, form=form)
+            yield f"mask_bits-{form}-{side}", PreparingVariant(partial(_store, problem))
+    for arch in (SM90, SM100):
+        prefix = "" if arch == SM90 else "sm100-"
+        for n, causal in ((1, True), (4, False)):
+            yield f"{prefix}column_bounds{n}", PreparingVariant(partial(_bounds, n, False), arch)
+            yield f"{prefix}document_split{n}", PreparingVariant(partial(_split, n, causal), arch)
+        yield f"{prefix}column_bounds1-packed", PreparingVariant(partial(_bounds, 1, True), arch)
+        yield f"{prefix}block_scan", PreparingVariant(_scan, arch)
+
+
+def _store(problem: StoreProblem, target: Target) -> Compiled:
+    return compile_store(sees_prefix, problem, target, Uncached())
+
+
+def _bounds(num_vectors: int, is_packed: bool, target: Target) -> Compiled:
+    return compile_bounds(num_vectors, is_packed, target.arch, Uncached())
+
+
+def _split(num_vectors: int, causal: bool, target: Target) -> Compiled:
+    return compile_split(num_vectors, causal, target.arch, Uncached())
+
+
+def _scan(target: Target) -> Compiled:
+    return compile_scan(sees_prefix, ScanProblem(target.arch), Uncached())
+
+
+VARIANTS: dict[str, Variant] = {
+    **dict(_forwards()),
+    **dict(_backwards()),
+    **dict(_blackwell(SM100)),
+    **dict(_blackwell(SM103)),
+    **dict(_preparing()),
+}
