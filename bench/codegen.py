@@ -31,8 +31,8 @@ from typing import Any
 from bench import Json, commit_here, versions
 from bench.codegen_variants import VARIANTS, compile_variant
 from bench.history import PACKAGE, environment, unpacked
-from flash_mask_cute.host.cache import compile_lock
-from flash_mask_cute.host.compile import compiler_keeps
+from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.compiler import compiler_keeps
 
 FIGURES = ("arch", "tiles", "registers", "spill_bytes", "smem_bytes", "warnings", "code")
 # Opcodes that say most about a loop, for the printed line.

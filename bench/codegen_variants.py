@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, get_args
 
-from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import build_fwd
 from flash_mask_cute.host.compile_bounds import compile_bounds
 from flash_mask_cute.host.compile_bwd import (
@@ -29,8 +27,10 @@ from flash_mask_cute.host.compile_scan import ScanProblem, compile_scan
 from flash_mask_cute.host.compile_store import Form, StoreProblem, compile_store
 from flash_mask_cute.host.config import select_bwd_config, select_fwd_config
 from flash_mask_cute.host.problem import AttentionProblem, BitTiles, Mods
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.target import Target
 
 SEQLEN, HEADS, GROUP = 8192, 32, 4
 WINDOW = SEQLEN // 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flash_mask_cute.host.cache import compile_count
+from flash_mask_cute.runtime.cache import compile_count
 
 if TYPE_CHECKING:
     from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch

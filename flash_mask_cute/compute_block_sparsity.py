@@ -23,8 +23,8 @@ from flash_mask_cute.block_sparsity import (
 )
 from flash_mask_cute.host.compile_scan import HOST, ScanProblem, compile_scan
 from flash_mask_cute.host.problem import CUTLASS_NAMES
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import check_mod
+from flash_mask_cute.runtime.target import Target
 
 _TORCH_DTYPES = {cute_name: getattr(torch, name) for name, cute_name in CUTLASS_NAMES.items()}
 

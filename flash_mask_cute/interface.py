@@ -26,8 +26,6 @@ from flash_mask_cute.host.bwd_launch import (
     ResolvedBwd,
     find_bwd_launch,
 )
-from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile import preload
 from flash_mask_cute.host.compile_bwd import Tails
 from flash_mask_cute.host.config import (
     BwdConfig,
@@ -60,7 +58,6 @@ from flash_mask_cute.host.packed_launch import (
 )
 from flash_mask_cute.host.problem import AttentionProblem, dtype_name, fold_window
 from flash_mask_cute.host.score_traits import computes_functions
-from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.host.validate import (
     FwdShapes,
     check_bwd_inputs,
@@ -68,6 +65,9 @@ from flash_mask_cute.host.validate import (
     refuse_transforms,
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.compiler import preload
+from flash_mask_cute.runtime.target import HOPPER, Target
 
 __all__ = ["BwdConfig", "FwdConfig", "_flash_attn_bwd", "_flash_attn_fwd", "explain"]
 

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.host.bwd_launch import ResolvedBwd
-from flash_mask_cute.host.cache import Compiled
 from flash_mask_cute.host.compile import compile_fwd
 from flash_mask_cute.host.compile_bwd import BwdKernels, compile_bwd
 from flash_mask_cute.host.compile_store import StoreProblem, compile_store
 from flash_mask_cute.host.launch import Asked, ResolvedFwd, Stored
 from flash_mask_cute.host.mask_args import ResolvedMasks
 from flash_mask_cute.host.problem import AttentionProblem, BitTiles
-from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.host.validate import FwdShapes
 from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT, num_slots
 from flash_mask_cute.masks.key_bounds import num_key_blocks
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.target import HOPPER, Target
 
 # heads that share the answers: with fewer, a second kernel is not worth its launch
 MIN_HEADS = 4

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.cpu_backward import flash_attn_bwd_cpu
-from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile_bwd import BwdKernels, Tails, num_row_blocks
 from flash_mask_cute.host.config import BwdChoice, BwdConfig
 from flash_mask_cute.host.launch import (
@@ -31,6 +30,7 @@ from flash_mask_cute.host.launch import (
 from flash_mask_cute.host.mask_args import BwdMaskArguments, Masks, ResolvedMasks, mask_key
 from flash_mask_cute.host.problem import STRIDE_STEP, AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.runtime.callable_key import callable_key
 
 
 class BwdOperands(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.compile import CACHE, compile_object, options_for
-from flash_mask_cute.host.target import Target
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "key_block_bounds"
 

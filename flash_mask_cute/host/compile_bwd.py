@@ -7,18 +7,13 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
 from flash_mask_cute.host import stand_ins
-from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.compile import (
-    CACHE,
-    NO_MODS,
-    cached_attention,
-    compile_object,
-    options_of,
-)
+from flash_mask_cute.host.compile import NO_MODS, cached_attention
 from flash_mask_cute.host.config import BwdChoice
 from flash_mask_cute.host.problem import AttentionProblem, BitTiles, Mods
 from flash_mask_cute.host.stand_ins import int32_vector, operand, scratch, strided
-from flash_mask_cute.host.target import Target
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "flash_bwd_sm90"
 PREPROCESS_NAME = "bwd_preprocess"

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.host import stand_ins
-from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.compile import CACHE, compile_object, options_for
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT, Split
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "document_split"
 

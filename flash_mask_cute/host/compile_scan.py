@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile import CACHE, compile_object
 from flash_mask_cute.host.host_mods import HOST_OPTIONS, compile_for_host
 from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.compiler import CACHE, compile_object
 
 HOST = "host"  # in place of an architecture: code for the CPU
 

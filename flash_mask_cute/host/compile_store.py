@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from flash_mask_cute.host import stand_ins
-from flash_mask_cute.host.cache import CompileCache, Compiled
-from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile import CACHE, compile_object, options_of
 from flash_mask_cute.host.problem import BitTiles
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "bit_store"
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.tables import SM90_BWD, SM90_FWD, SM100_FWD, BwdRow, FwdRow
-from flash_mask_cute.host.target import BLACKWELL, H200_SMS, HOPPER
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.runtime.target import BLACKWELL, H200_SMS, HOPPER
 
 # query rows that leave together, which packed heads must fill evenly: a warpgroup's, a warp's
 PACKED_ROWS = {HOPPER: 64, BLACKWELL: 32}

@@ -14,9 +14,9 @@ from flash_mask_cute.host.bit_store import DocumentStoring, compile_call
 from flash_mask_cute.host.config import FwdTiles
 from flash_mask_cute.host.launch import Extras, ResolvedFwd
 from flash_mask_cute.host.mask_args import ResolvedMasks
-from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.runtime.target import HOPPER, Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 _COMPILED_DTYPES = ("bfloat16", "float16")

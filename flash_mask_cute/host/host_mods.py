@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
-from flash_mask_cute.host.cache import compile_lock
-from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
+from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.callable_key import callable_key
 
 HOST_OPTIONS = "--enable-tvm-ffi"
 _compiled: dict[tuple[Any, ...], Callable[..., None]] = {}

@@ -15,11 +15,11 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
     retile_lists,
 )
-from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.config import FwdTiles
 from flash_mask_cute.host.problem import AttentionProblem, Mods, dtype_name
 from flash_mask_cute.host.validate import FwdShapes
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.runtime.callable_key import callable_key
 
 
 class Masks(NamedTuple):

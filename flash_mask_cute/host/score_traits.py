@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from flash_mask_cute.host import stand_ins
-from flash_mask_cute.host.cache import compile_lock
 from flash_mask_cute.host.problem import AttentionProblem
+from flash_mask_cute.runtime.cache import compile_lock
 
 _known: dict[tuple[str | None, tuple[tuple[str, int], ...]], bool] = {}
 

@@ -23,9 +23,9 @@ import torch
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
-from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.problem import STRIDE_STEP
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.runtime.callable_key import callable_key
 
 _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),

@@ -51,41 +51,58 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *INDEX_RULES,
     ),
     "cpu_backward": ("cpu_path", "host.host_mods", "block_sparsity", "masks.column_mask"),
-    "host": ("host", *INDEX_RULES),
+    "runtime": ("runtime",),
+    "host": ("host", "runtime", *INDEX_RULES),
     "host.config": (
         "host",
+        "runtime",
         "sm90.flash_fwd_plan",
         "sm90.flash_bwd_plan",
         "sm100.flash_fwd_plan",
     ),
-    "host.compile": ("host", "sm90", "sm100", "masks.intervals"),
-    "host.compile_bwd": ("host", "sm90", "kernels", "core.row_blocks", "masks.intervals"),
-    "host.bit_store": ("host", "masks.documents", "masks.key_bounds"),
-    "host.compile_store": ("host", "sm90", "kernels", "masks.documents", "masks.stored_bits"),
-    "host.launch": ("host", "cpu_path"),
-    "host.bwd_launch": ("host", "cpu_backward"),
-    "host.packed_launch": ("host", "masks.column_mask", "masks.documents"),
-    "host.mask_args": ("host", "block_sparsity", "masks.column_mask"),
-    "host.validate": ("host", "block_sparsity", "masks.column_mask"),
+    "host.compile": ("host", "runtime", "sm90", "sm100", "masks.intervals"),
+    "host.compile_bwd": (
+        "host",
+        "runtime",
+        "sm90",
+        "kernels",
+        "core.row_blocks",
+        "masks.intervals",
+    ),
+    "host.bit_store": ("host", "runtime", "masks.documents", "masks.key_bounds"),
+    "host.compile_store": (
+        "host",
+        "runtime",
+        "sm90",
+        "kernels",
+        "masks.documents",
+        "masks.stored_bits",
+    ),
+    "host.launch": ("host", "runtime", "cpu_path"),
+    "host.bwd_launch": ("host", "runtime", "cpu_backward"),
+    "host.packed_launch": ("host", "runtime", "masks.column_mask", "masks.documents"),
+    "host.mask_args": ("host", "runtime", "block_sparsity", "masks.column_mask"),
+    "host.validate": ("host", "runtime", "block_sparsity", "masks.column_mask"),
     "host.explanation": (
         "host",
+        "runtime",
         "block_sparsity",
         "masks.column_mask",
         "masks.intervals",
         *INDEX_RULES,
     ),
-    "host.compile_scan": ("host", "kernels"),
-    "host.host_mods": ("host", "core.mods", "core.derivative"),
-    "host.score_traits": ("host", "core.mods"),
-    "host.compile_bounds": ("host", "kernels"),
-    "host.compile_documents": ("host", "kernels", "masks.documents"),
+    "host.compile_scan": ("host", "runtime", "kernels"),
+    "host.host_mods": ("host", "runtime", "core.mods", "core.derivative"),
+    "host.score_traits": ("host", "runtime", "core.mods"),
+    "host.compile_bounds": ("host", "runtime", "kernels"),
+    "host.compile_documents": ("host", "runtime", "kernels", "masks.documents"),
     "plotting": ("masks.column_mask", "block_sparsity", "host.host_mods", "host.validate"),
     "block_sparsity": (),
-    "compute_block_sparsity": ("block_sparsity", "host"),
-    "interface": ("host", "masks.column_mask"),
+    "compute_block_sparsity": ("block_sparsity", "host", "runtime"),
+    "interface": ("host", "runtime", "masks.column_mask"),
     "functional": (
         "interface",
-        "host.callable_key",
+        "runtime.callable_key",
         "host.packed_launch",
         "host.validate",
         "block_sparsity",
@@ -100,6 +117,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "interface",
         "functional",
         "host",
+        "runtime",
         "block_sparsity",
         "compute_block_sparsity",
         "masks.builders",
@@ -136,8 +154,9 @@ LAZY = (
     "host.compile_bwd",
     "host.stand_ins",
     "host.config",
-    "host.cache",
-    "host.callable_key",
+    "runtime.cache",
+    "runtime.callable_key",
+    "runtime.compiler",
     "host.host_mods",
     "host.score_traits",
     BAND,
@@ -172,7 +191,7 @@ def covers(names: tuple[str, ...], module: str) -> bool:
 
 
 def name_in_package(path: Path) -> str:
-    """`host.cache` of flash_mask_cute/host/cache.py; the package itself is ""."""
+    """`runtime.cache` of flash_mask_cute/runtime/cache.py; the package itself is ""."""
     parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
@@ -244,7 +263,7 @@ def test_imports_follow_the_layers(path: Path) -> None:
         ("masks.band", "import cutlass"),
         ("block_info", "from flash_mask_cute.core.cursor import Cursor"),
         ("sm90.flash_fwd", "from flash_mask_cute.host.config import FwdConfig"),
-        ("host.cache", "def f():\n    from flash_mask_cute.sm90 import flash_fwd"),
+        ("runtime.cache", "def f():\n    from flash_mask_cute.sm90 import flash_fwd"),
         ("host.config", "from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan"),
         ("host.config", "def f():\n    from flash_mask_cute.sm90.flash_fwd import a"),
         ("host.compile_bwd", "from flash_mask_cute.core.row_blocks import num_row_blocks"),
@@ -299,7 +318,7 @@ def test_habits_of_the_package(path: Path) -> None:
     assert path.stem != "utils" or path.parent.name == PACKAGE, "utils.py is a fixed public path"
     used = set(calls(path))
     assert "print" not in used
-    assert not {"os.environ", "os.getenv"} & used or name_in_package(path) == "host.cache"
+    assert not {"os.environ", "os.getenv"} & used or name_in_package(path) == "runtime.cache"
 
 
 INDEX = ROOT / "docs" / "README.md"

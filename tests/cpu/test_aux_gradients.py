@@ -28,13 +28,13 @@ from trained_mods import (
 
 from bench.codegen import count_sass, disassembly
 from flash_mask_cute import flash_attn_func, functional
-from flash_mask_cute.host.cache import compile_lock
-from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile_bwd import build_bwd
 from flash_mask_cute.host.config import select_bwd_config
 from flash_mask_cute.host.problem import AttentionProblem, Mods
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _flash_attn_bwd
+from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 Call = Callable[..., Any]

@@ -25,8 +25,8 @@ from flash_mask_cute.host.compile_bwd import BwdKernels
 from flash_mask_cute.host.compile_store import StoreProblem, compile_store
 from flash_mask_cute.host.launch import FwdOperands, KernelLaunch
 from flash_mask_cute.host.problem import BitTiles
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
+from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
 INT32 = "int32"

@@ -28,10 +28,10 @@ from flash_mask_cute.host.bwd_launch import (
 from flash_mask_cute.host.compile_bwd import BwdKernels
 from flash_mask_cute.host.config import BwdConfig, select_bwd_config
 from flash_mask_cute.host.mask_args import Masks
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import check_bwd_inputs
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.runtime.target import Target
 
 NAN = float("nan")
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flash_mask_cute.host import cache as cache_module
-from flash_mask_cute.host.cache import CompileCache, Compiled, compile_count, compile_lock
+from flash_mask_cute.runtime import cache as cache_module
+from flash_mask_cute.runtime.cache import CompileCache, Compiled, compile_count, compile_lock
 
 ROOT = Path(cache_module.__file__).resolve().parents[2]
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
@@ -241,8 +241,8 @@ def test_source_fingerprint_covers_every_file(
     monkeypatch.setattr(cache_module, "__file__", str(host / "cache.py"))
     seen = set()
     for name, text in (
-        ("host/cache.py", "x = 1"),
-        ("host/cache.py", "x = 2"),
+        ("runtime/cache.py", "x = 1"),
+        ("runtime/cache.py", "x = 2"),
         ("a.py", ""),
         ("deep/er/b.py", "y"),
         ("deep/er/b.py", "z"),
@@ -671,8 +671,8 @@ CHILD = KERNEL + textwrap.dedent(
     from pathlib import Path
 
     import numpy as np
-    from flash_mask_cute.host import cache
-    from flash_mask_cute.host.cache import CompileCache, Compiled, compile_count
+    from flash_mask_cute.runtime import cache
+    from flash_mask_cute.runtime.cache import CompileCache, Compiled, compile_count
 
     cache.source_fingerprint = lambda: "sources that nobody edits while the test runs"
     folder, role = Path(sys.argv[1]), sys.argv[2]
@@ -751,7 +751,7 @@ def test_forked_child_has_a_fresh_lock(tmp_path: Path, builder: Builder) -> None
 
 def test_import_does_not_import_the_compiler() -> None:
     code = (
-        "import sys, flash_mask_cute.host.cache, flash_mask_cute.host.callable_key;"
+        "import sys, flash_mask_cute.runtime.cache, flash_mask_cute.runtime.callable_key;"
         "sys.exit(any(name.partition('.')[0] == 'cutlass' for name in sys.modules))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

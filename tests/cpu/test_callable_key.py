@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from flash_mask_cute.host import callable_key as module_under_test
-from flash_mask_cute.host.callable_key import callable_key
+import flash_mask_cute
+from flash_mask_cute.runtime.callable_key import callable_key, code_facts, releases
 
-ROOT = Path(module_under_test.__file__).resolve().parents[2]
+ROOT = Path(flash_mask_cute.__file__).resolve().parents[1]
 _numbers = itertools.count()
 
 Import = Callable[..., Any]  # text -> module
@@ -628,12 +628,12 @@ def test_version_of_a_library_counts(
     mod = import_source("import torch\ndef mod(q):\n    return torch.exp(q)\n").mod
     before = callable_key(mod)
     monkeypatch.setattr(torch, "__version__", "99.0")
-    module_under_test._release_of_top.cache_clear()
+    releases._release_of_top.cache_clear()
     try:
         assert callable_key(mod) != before
     finally:
         monkeypatch.undo()
-        module_under_test._release_of_top.cache_clear()
+        releases._release_of_top.cache_clear()
     assert callable_key(mod) == before
 
 
@@ -748,7 +748,7 @@ CALLABLES = [mod, mod.method, make(3), make(4), PARTIAL, lambda q: q in {"a", "b
 )
 CHILD = """
 import importlib.util, sys
-from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.runtime.callable_key import callable_key
 spec = importlib.util.spec_from_file_location("own_portable", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 sys.modules["own_portable"] = module
@@ -784,7 +784,7 @@ def test_specialised_bytecode_does_not_leak_in() -> None:
     before = callable_key(mod)
     for _ in range(2000):
         mod(1, 2)
-    module_under_test._FACTS.clear()
+    code_facts._FACTS.clear()
     assert callable_key(mod) == before
 
 
@@ -806,8 +806,8 @@ def test_a_folder_that_pip_installed_into_is_not_the_users_own(
 
     assert callable_key(mod)
     record.unlink()
-    module_under_test._release_of_top.cache_clear()
+    releases._release_of_top.cache_clear()
     with pytest.raises(TypeError, match="odd"):
         callable_key(mod)
-    module_under_test._release_of_top.cache_clear()
+    releases._release_of_top.cache_clear()
     monkeypatch.delitem(sys.modules, "recorded_library")

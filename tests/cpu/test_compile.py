@@ -19,21 +19,16 @@ from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
 
 from bench.codegen import count_sass, disassembly
-from flash_mask_cute.host.cache import CompileCache, compile_count, compile_lock
-from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile import (
-    NO_MODS,
-    build_fwd,
-    compile_fwd,
-    compile_object,
-    compiler_keeps,
-)
+from flash_mask_cute.host.compile import NO_MODS, build_fwd, compile_fwd
 from flash_mask_cute.host.compile_bounds import compile_bounds
 from flash_mask_cute.host.config import FwdConfig, FwdTiles, select_fwd_config
 from flash_mask_cute.host.problem import AttentionProblem, Mods
 from flash_mask_cute.host.tables import SM90_FWD, SM100_FWD, FwdRow
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.runtime.cache import CompileCache, compile_count, compile_lock
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.compiler import compile_object, compiler_keeps
+from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm100.flash_fwd_plan import SMEM_BOOKKEEPING
 from flash_mask_cute.sm100.flash_fwd_plan import FwdPlan as BlackwellPlan
 from flash_mask_cute.utils import scalar_to_ssa

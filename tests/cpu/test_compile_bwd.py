@@ -13,13 +13,13 @@ from test_bwd_interface import bwd_keywords
 
 from flash_mask_cute import compile_count, interface
 from flash_mask_cute.host.bwd_launch import BwdOperands
-from flash_mask_cute.host.cache import CompileCache, compile_lock
-from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.compile import NO_MODS
 from flash_mask_cute.host.compile_bwd import BwdKernels, build_bwd, compile_bwd
 from flash_mask_cute.host.config import select_bwd_config
 from flash_mask_cute.host.problem import AttentionProblem, Mods
-from flash_mask_cute.host.target import Target
+from flash_mask_cute.runtime.cache import CompileCache, compile_lock
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
 PLAIN = AttentionProblem("bfloat16", 128, 128, needs_lse=False)

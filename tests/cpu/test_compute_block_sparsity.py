@@ -33,8 +33,8 @@ from flash_mask_cute.compute_block_sparsity import (
     compute_blocksparse_tensors,
     create_block_mask,
 )
-from flash_mask_cute.host.cache import compile_count
 from flash_mask_cute.interface import _flash_attn_fwd
+from flash_mask_cute.runtime.cache import compile_count
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from flash_mask_cute.host.config import (
 )
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.tables import SM90_FWD, SM100_FWD, FwdRow
-from flash_mask_cute.host.target import BLACKWELL
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.runtime.target import BLACKWELL
 
 HEAD_DIMS = range(8, 257, 8)
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from flash_mask_cute.core import derivative
 from flash_mask_cute.core.derivative import call_score_mod_bwd, differentiate
-from flash_mask_cute.host.cache import compile_lock
 from flash_mask_cute.host.host_mods import compile_for_host
 from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
+from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.utils import scalar_to_ssa
 
 BATCH, HEAD = 1, 2

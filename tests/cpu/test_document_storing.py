@@ -22,9 +22,9 @@ from flash_mask_cute.host.bwd_launch import BwdExtras, BwdKernelLaunch, BwdOpera
 from flash_mask_cute.host.launch import Extras, FwdOperands, KernelLaunch
 from flash_mask_cute.host.packed_launch import PackedBwdLaunch, PackedLaunch, rows_follow
 from flash_mask_cute.host.problem import BitTiles
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _resolve, bundle
 from flash_mask_cute.masks.documents import num_slots
+from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
 DOCUMENTS = Case("documents", 2, 700, 700, 4, 2, mask_mod="documents")

@@ -21,12 +21,12 @@ from flash_mask_cute.host.packed_launch import (
     PackedLaunch,
     holds_documents,
 )
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import MAX_PACKED_SEQLEN
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.documents import SLOT
+from flash_mask_cute.runtime.target import Target
 
 LENGTHS = [700, 600, 300, 448]
 MASKS: dict[str, Callable[[], ColumnMask]] = {

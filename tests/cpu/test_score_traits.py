@@ -13,10 +13,10 @@ from cutlass import Float32, Int32
 from flash_mask_cute import explain
 from flash_mask_cute.core.mods import ScoreModTraits
 from flash_mask_cute.host import score_traits, stand_ins
-from flash_mask_cute.host.cache import compile_lock
-from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.score_traits import computes_functions
+from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.utils import scalar_to_ssa
 
 PROBLEM = AttentionProblem("bfloat16", 128, 128, is_causal=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flash_mask_cute import interface
-from flash_mask_cute.host.target import BLACKWELL, HOPPER, Target, _of_index
+from flash_mask_cute.runtime.target import BLACKWELL, HOPPER, Target, _of_index
 
 
 def device(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> torch.device:

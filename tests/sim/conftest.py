@@ -63,7 +63,7 @@ class _Loaded:
 
 def _run_what_caches_load(sim: ModuleType) -> None:
     """The software GPU knows what `cute.compile` returns; a cache exports that and loads it."""
-    from flash_mask_cute.host import cache
+    from flash_mask_cute.runtime import cache
 
     load = cache._load_unstored
 

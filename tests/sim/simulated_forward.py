@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flash_mask_cute.host.launch import FwdOperands
 from flash_mask_cute.host.mask_args import NO_MASKS
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _prepare, bundle
+from flash_mask_cute.runtime.target import Target
 
 # few, so that small problems give every persistent CTA several work tiles
 SMS = 2

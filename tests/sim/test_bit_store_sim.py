@@ -15,7 +15,6 @@ from flash_mask_cute.core.seen import HIDDEN, VISIBLE
 from flash_mask_cute.host.bit_store import BitStoring, choose_bwd_storing, choose_storing
 from flash_mask_cute.host.bwd_launch import BwdOperands
 from flash_mask_cute.host.launch import Asked, FwdOperands
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import (
     _bwd_kernel_launch,
     _kernel_launch,
@@ -24,6 +23,7 @@ from flash_mask_cute.interface import (
     bundle,
     bundle_bwd,
 )
+from flash_mask_cute.runtime.target import Target
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 

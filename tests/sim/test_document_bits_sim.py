@@ -23,9 +23,9 @@ from flash_mask_cute.host.bit_store import (
 from flash_mask_cute.host.bwd_launch import BwdOperands
 from flash_mask_cute.host.launch import Asked, FwdOperands
 from flash_mask_cute.host.problem import BitTiles
-from flash_mask_cute.host.target import Target
 from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
 from flash_mask_cute.masks.documents import num_slots
+from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
     pytest.mark.sim,

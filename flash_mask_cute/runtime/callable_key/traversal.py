@@ -1,89 +1,36 @@
-"""Structural identity of user callables, for compile-cache keys.
-
-A ``score_mod`` or ``mask_mod`` is compiled into the kernel, so everything that tracing it can see
-decides the code that comes out. `callable_key` hashes exactly that:
-
-====================================  =========================================================
-what the callable reaches             what enters the key
-====================================  =========================================================
-Python functions, lambdas             bytecode, constants and names (nested code included),
-                                      defaults, closure cells, and the globals that the bytecode
-                                      loads, all by value and recursively
-``cute.jit`` functions                the decorated function, as it was before tracing, and the
-                                      annotations, which the DSL uses to convert arguments
-bound methods, ``partial``            the function and the bound state
-dataclasses, instances of own classes the class with its methods, and the attribute values
-numbers, strings, containers, enums,  the value
-dtypes
-installed and standard modules        the name and the version; likewise what they define
-own modules                           the attributes whose names the function mentions
-`flash_mask_cute`                     the name (the compile cache hashes this package's sources)
-====================================  =========================================================
-
-Own means: neither in the standard library, nor in a site-packages folder with a known version, nor
-part of this package. Tensors and anything else without a known structure raise TypeError, and so
-does what would reach names that the code does not tell: ``globals()``, ``eval`` and the like, the
-environment, and an own module that a function returns, passes on or puts into a container. Names
-reached by a computed string (``getattr(module, "a" + "b")``), and what a library's function returns
-by the state of the process, are not followed.
-
-The result depends neither on object addresses, nor on hash randomisation, nor on file or line
-positions, so it is equal in two processes; it contains the Python minor version because bytecode
-does.
-
-Cost on one core of a server: about 5 microseconds for a function, 3 to 6 more for each function or
-value that it reaches, 50 to 200 for an object of an own class, whose methods are all encoded. Only
-facts about immutable code objects are kept between calls: globals and cells may change between two
-calls, and the key then changes with them.
-"""
+"""The walk over everything that a callable reaches, written as bytes to be hashed."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import dis
 import enum
 import functools
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import struct
 import sys
-import sysconfig
 import types
 import typing
-import weakref
 from collections import namedtuple
 from collections.abc import Callable
-from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
+
+from flash_mask_cute.runtime.callable_key.code_facts import (
+    OPAQUE_BUILTINS,
+    PROCESS_STATE,
+    CodeFacts,
+    code_facts,
+    encode_atom,
+    frame,
+)
+from flash_mask_cute.runtime.callable_key.releases import release_of, resolves
 
 OVERRIDE_ATTRIBUTE = "__flash_mask_key__"
 
 
-def callable_key(fn: Callable[..., Any]) -> str:
-    """Return a string that is equal for two callables only if tracing them gives equal code.
-
-    ``fn.__flash_mask_key__``, a non-empty string set by the caller, replaces the analysis: the
-    caller then vouches that equal keys mean equal behaviour. It is honoured on every function and
-    object that the analysis reaches, not only on `fn`.
-
-    Raises:
-        TypeError: `fn` is not callable, or it reaches a value without a known structure, such as
-            a tensor. The message names the variable.
-    """
-    if not callable(fn):
-        raise TypeError(f"expected a callable, got {type(fn).__name__}")
-    override = _override(fn)
-    if override is not None:
-        return f"key:{override}"
-    walk = _Walk()
-    walk.root(fn)
-    return f"py{sys.version_info.major}.{sys.version_info.minor}:{walk.digest()}"
-
-
-def _override(obj: object) -> str | None:
+def key_given_for(obj: object) -> str | None:
     if isinstance(obj, types.MethodType):
         return None  # the attribute of the function says nothing about the bound object
     key = getattr(obj, OVERRIDE_ATTRIBUTE, None)
@@ -94,201 +41,6 @@ def _override(obj: object) -> str | None:
     return key
 
 
-# -- facts about one code object ----------------------------------------------------------------
-
-
-class _CodeFacts(NamedTuple):
-    """What a code object contributes by itself, nested code objects included."""
-
-    digest: bytes
-    global_names: tuple[str, ...]
-    imports: tuple[tuple[int, str], ...]  # (level, dotted name) of import statements in the body
-    mentioned: tuple[str, ...]  # attribute names, and string constants that could be one
-    escaping: frozenset[str]  # variables whose value is not only stored or asked for an attribute
-
-
-_FACTS: weakref.WeakKeyDictionary[types.CodeType, _CodeFacts] = weakref.WeakKeyDictionary()
-_GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
-_CELL_LOADS = frozenset({"LOAD_DEREF", "LOAD_CLOSURE"})
-_ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
-# By which code reaches what it does not name: builtins, and attributes of modules that hold the
-# state of the process.
-_OPAQUE_BUILTINS = frozenset({"globals", "vars", "eval", "exec", "__import__"})
-_PROCESS_STATE = {"sys": frozenset({"modules", "argv"}), "os": frozenset({"environ", "getenv"})}
-
-
-def _code_facts(code: types.CodeType) -> _CodeFacts:
-    facts = _FACTS.get(code)
-    if facts is None:
-        facts = _FACTS[code] = _analyse(code)
-    return facts
-
-
-def _analyse(code: types.CodeType) -> _CodeFacts:
-    global_names: set[str] = set()
-    imports: set[tuple[int, str]] = set()
-    escaping: set[str] = set()
-    mentioned = set(code.co_names)
-    parts: list[bytes] = [
-        _frame(b"code", code.co_code),
-        _frame(b"exceptions", getattr(code, "co_exceptiontable", b"")),
-        _frame(
-            b"signature",
-            repr(
-                (
-                    code.co_argcount,
-                    code.co_posonlyargcount,
-                    code.co_kwonlyargcount,
-                    code.co_flags,
-                    code.co_names,
-                    code.co_varnames,
-                    code.co_cellvars,
-                    code.co_freevars,
-                )
-            ).encode(),
-        ),
-    ]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            nested = _code_facts(constant)
-            global_names.update(nested.global_names)
-            imports.update(nested.imports)
-            mentioned.update(nested.mentioned)
-            escaping.update(nested.escaping)
-            parts.append(_frame(b"nested", nested.digest))
-        else:
-            if isinstance(constant, str) and constant.isidentifier():
-                mentioned.add(constant)
-            parts.append(_constant(constant))
-
-    level, loaded = 0, ""
-    for instruction in dis.get_instructions(code):
-        if loaded and not _stays(instruction, code.co_names):
-            escaping.add(loaded)
-        is_global = instruction.opname in _GLOBAL_LOADS
-        loaded = instruction.argval if is_global or instruction.opname in _CELL_LOADS else ""
-        if is_global:
-            global_names.add(instruction.argval)
-        elif instruction.opname == "IMPORT_NAME":
-            imports.add((level, instruction.argval))
-        # The compiler pushes the level, then the list of names, then imports.
-        elif isinstance(instruction.argval, int) and "LOAD" in instruction.opname:
-            level = instruction.argval
-    return _CodeFacts(
-        hashlib.sha256(b"".join(parts)).digest(),
-        tuple(sorted(global_names)),
-        tuple(sorted(imports)),
-        tuple(sorted(name for name in mentioned if not name.startswith("__"))),
-        frozenset(escaping),
-    )
-
-
-def _stays(following: dis.Instruction, names: tuple[str, ...]) -> bool:
-    """Whether a value that was just loaded is stored or asked for an attribute of a known name."""
-    if following.opname == "LOAD_CONST" and isinstance(following.argval, str):
-        return "getattr" in names or "hasattr" in names
-    return following.opname.startswith((*_ATTRIBUTE_LOADS, "STORE_"))
-
-
-def _frame(tag: bytes, payload: bytes) -> bytes:
-    """Tag and length before the payload make every concatenation of frames unambiguous."""
-    return b"%b %d:%b" % (tag, len(payload), payload)
-
-
-def _constant(value: object) -> bytes:
-    """Encode what the Python compiler can put in ``co_consts``, code objects apart."""
-    atom = _atom(value)
-    if atom is not None:
-        return atom
-    if isinstance(value, tuple):
-        return _frame(b"tuple", b"".join(_constant(item) for item in value))
-    if isinstance(value, frozenset):
-        return _frame(b"frozenset", b"".join(sorted(_constant(item) for item in value)))
-    if isinstance(value, slice):
-        return _frame(b"slice", _constant((value.start, value.stop, value.step)))
-    raise TypeError(f"unexpected constant of type {type(value).__name__} in a code object")
-
-
-_REPR_ATOMS: frozenset[type] = frozenset(
-    {type(None), bool, int, range, type(Ellipsis), type(NotImplemented)}
-)
-
-
-def _atom(value: object) -> bytes | None:
-    """Encode a scalar whose type is exactly a builtin one, else return None."""
-    kind = type(value)
-    if kind is str:
-        return _frame(b"str", typing.cast(str, value).encode("utf-8", "surrogatepass"))
-    if kind in _REPR_ATOMS:
-        return _frame(kind.__name__.encode(), repr(value).encode())
-    if kind is float:
-        return _frame(b"float", struct.pack(">d", value))
-    if kind is complex:
-        number = typing.cast(complex, value)
-        return _frame(b"complex", struct.pack(">dd", number.real, number.imag))
-    if kind is bytes:
-        return _frame(b"bytes", typing.cast(bytes, value))
-    return None
-
-
-# -- whose code is it ---------------------------------------------------------------------------
-
-_STDLIB_ROOTS = tuple({PurePath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
-_SITE_FOLDERS = frozenset({"site-packages", "dist-packages"})
-_PACKAGE = __name__.partition(".")[0]
-
-
-def _release(module_name: str | None) -> str | None:
-    """Return what pins the contents of a module that is not the user's own, else None."""
-    top = (module_name or "__main__").partition(".")[0]
-    if top == _PACKAGE:
-        return "this package"
-    if top in ("__main__", "__mp_main__"):
-        return None
-    return _release_of_top(top)
-
-
-@functools.cache
-def _release_of_top(top: str) -> str | None:
-    module = sys.modules.get(top)
-    path = PurePath(getattr(module, "__file__", None) or "")
-    if _SITE_FOLDERS.intersection(path.parts) or _is_recorded(Path(path)):
-        version = getattr(module, "__version__", None)
-        if version is None:
-            try:
-                version = importlib.metadata.version(top)
-            except importlib.metadata.PackageNotFoundError:
-                return None
-        return str(version)
-    if top in sys.builtin_module_names:
-        return "stdlib"
-    if top in sys.stdlib_module_names and any(root in path.parents for root in _STDLIB_ROOTS):
-        return "stdlib"
-    return None
-
-
-def _is_recorded(path: Path) -> bool:
-    """Whether a distribution beside or above the file lists it as its own (`pip --target`)."""
-    for root in path.parents:
-        line = f"{path.relative_to(root).as_posix()},"
-        for record in root.glob("*.dist-info/RECORD"):
-            text = record.read_text(encoding="utf-8", errors="replace")
-            if text.startswith(line) or f"\n{line}" in text:
-                return True
-    return False
-
-
-def _resolves(obj: object, module_name: str | None, qualname: str) -> bool:
-    """Whether `qualname`, looked up in its module, is this very object."""
-    found: object = sys.modules.get(module_name or "")
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found is obj
-
-
-# -- the walk -----------------------------------------------------------------------------------
-
-# Class attributes that are bookkeeping, or that repeat what is encoded from elsewhere.
 _CLASS_BOOKKEEPING = frozenset(
     {
         "__abstractmethods__",
@@ -318,7 +70,7 @@ _PLAIN_BASES: tuple[Any, ...] = (object, abc.ABC, typing.Generic, typing.Protoco
 _TUPLE_GETTER = type(typing.cast(Any, namedtuple("_Single", ["item"])).item)
 
 
-class _Walk:
+class Traversal:
     """One depth-first traversal of everything a callable reaches, written as tagged frames.
 
     Objects with identity are numbered in order of first visit and referred to by number later:
@@ -341,10 +93,10 @@ class _Walk:
     # Writing.
 
     def _emit(self, tag: bytes, *payload: str) -> None:
-        self._parts.append(_frame(tag, b"".join([_frame(b"", p.encode()) for p in payload])))
+        self._parts.append(frame(tag, b"".join([frame(b"", p.encode()) for p in payload])))
 
     def _open(self, tag: bytes) -> None:
-        self._parts.append(_frame(tag, b"("))
+        self._parts.append(frame(tag, b"("))
 
     def _close(self) -> None:
         self._parts.append(b")")
@@ -386,7 +138,7 @@ class _Walk:
     # Values.
 
     def _value(self, obj: object) -> None:
-        atom = _atom(obj)
+        atom = encode_atom(obj)
         if atom is not None:
             self._parts.append(atom)
             return
@@ -427,7 +179,7 @@ class _Walk:
             return
         encoded = []
         for member in obj:  # in an order that changes between processes: start each one alike
-            branch = _Walk()
+            branch = Traversal()
             branch._seen = dict(self._seen)
             branch._mentioned = self._mentioned
             branch._trail = [*self._trail, ("member", type(member).__name__)]
@@ -450,7 +202,7 @@ class _Walk:
     # Functions.
 
     def _function(self, fn: types.FunctionType) -> None:
-        override = _override(fn)
+        override = key_given_for(fn)
         if override is not None:
             self._emit(b"key", override)
             return
@@ -459,16 +211,16 @@ class _Walk:
             self._jit_function(fn)
             return
         module_name = fn.__globals__.get("__name__")
-        release = _release(module_name)
-        if release is not None and _resolves(fn, module_name, fn.__qualname__):
+        release = release_of(module_name)
+        if release is not None and resolves(fn, module_name, fn.__qualname__):
             self._emit(b"function", str(module_name), fn.__qualname__, release)
             return
         if self._first_visit(fn):
             # The DSL replaces the code of a decorated function when it first traces it.
             code = attributes.get("_original_code", fn.__code__)
-            facts = _code_facts(code)
+            facts = code_facts(code)
             self._open(b"function")
-            self._parts.append(_frame(b"code", facts.digest))
+            self._parts.append(frame(b"code", facts.digest))
             outer, self._mentioned = self._mentioned, facts.mentioned
             if release is None:
                 self._state(fn, code)
@@ -486,7 +238,7 @@ class _Walk:
             self._attributes(attributes)
 
     def _state(self, fn: types.FunctionType, code: types.CodeType) -> None:
-        escaping = _code_facts(code).escaping
+        escaping = code_facts(code).escaping
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             try:
                 contents = cell.cell_contents
@@ -504,13 +256,13 @@ class _Walk:
         for name, value in sorted((fn.__kwdefaults__ or {}).items()):
             self._named("default of argument", name, value)
 
-    def _globals(self, fn: types.FunctionType, facts: _CodeFacts) -> None:
+    def _globals(self, fn: types.FunctionType, facts: CodeFacts) -> None:
         namespace = fn.__globals__
         for name in facts.global_names:
             if name in namespace:
                 self._check_module(name, namespace[name], facts.escaping)
                 self._named("global", name, namespace[name])
-            elif name in _OPAQUE_BUILTINS:  # the code names the others already
+            elif name in OPAQUE_BUILTINS:  # the code names the others already
                 raise self._refuse_reach(f"uses {name}")
         for level, name in facts.imports:
             self._import(namespace, level, name)
@@ -520,7 +272,7 @@ class _Walk:
         if (
             isinstance(value, types.ModuleType)
             and name in escaping
-            and not _release(value.__name__)
+            and not release_of(value.__name__)
         ):
             raise self._refuse_reach(f"hands on the module {name!r}")
 
@@ -543,7 +295,7 @@ class _Walk:
         self._value(fn.__dict__["_decorator_kind"])
         self._value(getattr(inner, "_preprocess_enabled", True))
         self._value(inner)
-        if isinstance(inner, types.FunctionType) and _release(inner.__module__) is None:
+        if isinstance(inner, types.FunctionType) and release_of(inner.__module__) is None:
             self._annotations(inner)
         self._close()
 
@@ -561,7 +313,7 @@ class _Walk:
         if not isinstance(annotation, str):
             return
         try:
-            facts = _code_facts(compile(annotation, "<annotation>", "eval"))
+            facts = code_facts(compile(annotation, "<annotation>", "eval"))
         except SyntaxError:
             return
         for name in facts.global_names:
@@ -620,9 +372,9 @@ class _Walk:
     # Modules, classes, instances.
 
     def _module(self, module: types.ModuleType) -> None:
-        release = _release(module.__name__)
+        release = release_of(module.__name__)
         if release is not None:
-            for state in _PROCESS_STATE.get(module.__name__, frozenset()).intersection(
+            for state in PROCESS_STATE.get(module.__name__, frozenset()).intersection(
                 self._mentioned
             ):
                 raise self._refuse_reach(f"uses {module.__name__}.{state}")
@@ -643,7 +395,7 @@ class _Walk:
         if isinstance(override, str):
             self._emit(b"key", override)
             return
-        release = _release(cls.__module__)
+        release = release_of(cls.__module__)
         if release is not None and "<locals>" not in cls.__qualname__:
             self._emit(b"class", cls.__module__, cls.__qualname__, release)
             return
@@ -682,7 +434,7 @@ class _Walk:
         self._value(member.value)
 
     def _other(self, obj: object) -> None:
-        override = _override(obj)
+        override = key_given_for(obj)
         text = _text_of_library_value(obj)
         kind = type(obj)
         if override is not None:
@@ -717,32 +469,32 @@ class _Walk:
         self._close()
 
 
-_VISITORS: dict[type, Callable[[_Walk, Any], None]] = {
-    tuple: _Walk._tuple,
-    list: _Walk._list,
-    dict: _Walk._mapping,
-    types.MappingProxyType: _Walk._mapping,
-    set: _Walk._set,
-    frozenset: _Walk._set,
-    slice: _Walk._slice,
-    types.SimpleNamespace: _Walk._namespace,
-    types.FunctionType: _Walk._function,
-    types.MethodType: _Walk._method,
-    types.BuiltinFunctionType: _Walk._builtin,
-    types.MethodWrapperType: _Walk._builtin,
-    types.ModuleType: _Walk._module,
-    functools.partial: _Walk._partial,
-    functools._lru_cache_wrapper: _Walk._memoised,
-    functools.cached_property: _Walk._cached_property,
-    property: _Walk._property,
-    staticmethod: _Walk._wrapped_method,
-    classmethod: _Walk._wrapped_method,
-    types.MethodDescriptorType: _Walk._descriptor,
-    types.WrapperDescriptorType: _Walk._descriptor,
-    types.ClassMethodDescriptorType: _Walk._descriptor,
-    types.GetSetDescriptorType: _Walk._descriptor,
-    types.MemberDescriptorType: _Walk._descriptor,
-    _TUPLE_GETTER: _Walk._tuple_getter,
+_VISITORS: dict[type, Callable[[Traversal, Any], None]] = {
+    tuple: Traversal._tuple,
+    list: Traversal._list,
+    dict: Traversal._mapping,
+    types.MappingProxyType: Traversal._mapping,
+    set: Traversal._set,
+    frozenset: Traversal._set,
+    slice: Traversal._slice,
+    types.SimpleNamespace: Traversal._namespace,
+    types.FunctionType: Traversal._function,
+    types.MethodType: Traversal._method,
+    types.BuiltinFunctionType: Traversal._builtin,
+    types.MethodWrapperType: Traversal._builtin,
+    types.ModuleType: Traversal._module,
+    functools.partial: Traversal._partial,
+    functools._lru_cache_wrapper: Traversal._memoised,
+    functools.cached_property: Traversal._cached_property,
+    property: Traversal._property,
+    staticmethod: Traversal._wrapped_method,
+    classmethod: Traversal._wrapped_method,
+    types.MethodDescriptorType: Traversal._descriptor,
+    types.WrapperDescriptorType: Traversal._descriptor,
+    types.ClassMethodDescriptorType: Traversal._descriptor,
+    types.GetSetDescriptorType: Traversal._descriptor,
+    types.MemberDescriptorType: Traversal._descriptor,
+    _TUPLE_GETTER: Traversal._tuple_getter,
 }
 
 
@@ -761,7 +513,9 @@ def _is_generated(name: str, value: object) -> bool:
 
 def _keeps_state_in_attributes(base: type) -> bool:
     return (
-        base in _PLAIN_BASES or dataclasses.is_dataclass(base) or _release(base.__module__) is None
+        base in _PLAIN_BASES
+        or dataclasses.is_dataclass(base)
+        or release_of(base.__module__) is None
     )
 
 

@@ -1,0 +1,1 @@
+"""What knows no attention: compiling, caching, identities of callables, devices."""
