@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, get_args
 
-from flash_mask_cute.host.compile import build_fwd
-from flash_mask_cute.host.compile_bounds import compile_bounds
-from flash_mask_cute.host.compile_bwd import (
+from flash_mask_cute.call.config import select_bwd_config, select_fwd_config
+from flash_mask_cute.call.kernels import build_fwd
+from flash_mask_cute.call.kernels_bwd import (
     RowFacts,
     TailFacts,
     Tails,
@@ -22,12 +22,12 @@ from flash_mask_cute.host.compile_bwd import (
     build_postprocess,
     build_preprocess,
 )
-from flash_mask_cute.host.compile_documents import compile_split
-from flash_mask_cute.host.compile_scan import ScanProblem, compile_scan
-from flash_mask_cute.host.compile_store import Form, StoreProblem, compile_store
-from flash_mask_cute.host.config import select_bwd_config, select_fwd_config
-from flash_mask_cute.host.problem import AttentionProblem, BitTiles, Mods
-from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, Mods
+from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
+from flash_mask_cute.mask_prep.column_bounds import compile_bounds
+from flash_mask_cute.mask_prep.documents import compile_split
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, Form, StoreProblem, compile_store
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target

@@ -55,8 +55,8 @@ def _bytes(tensors: Any) -> int:
 def prepare_ours(case: BenchCase, device: str) -> Preparation:
     import torch
 
+    from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, Split
     from flash_mask_cute.masks.column_mask import ColumnMask
-    from flash_mask_cute.masks.documents import BOUNDS_TILE, Split
 
     mask = case.mask_of(case.n)
     indices = column_tensor(mask, torch.device(device))

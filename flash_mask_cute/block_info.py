@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flash_mask_cute.masks.band import Band, IntLike, imax, imin
+from flash_mask_cute.rules.band import Band, IntLike, imax, imin
 from flash_mask_cute.seqlen_info import SeqlenInfoQK, SeqlenInfoQKNewK
 
 

@@ -21,9 +21,9 @@ from flash_mask_cute.block_sparsity import (
     ComputedLists,
     as_block_size,
 )
-from flash_mask_cute.host.compile_scan import HOST, ScanProblem, compile_scan
-from flash_mask_cute.host.problem import CUTLASS_NAMES
-from flash_mask_cute.host.validate import check_mod
+from flash_mask_cute.call.validate import check_mod
+from flash_mask_cute.mask_prep.block_scan import HOST, ScanProblem, compile_scan
+from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES
 from flash_mask_cute.runtime.target import Target
 
 _TORCH_DTYPES = {cute_name: getattr(torch, name) for name, cute_name in CUTLASS_NAMES.items()}

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
-from flash_mask_cute.host.packed_launch import holds_documents
-from flash_mask_cute.host.validate import (
+from flash_mask_cute.call.packed import holds_documents
+from flash_mask_cute.call.validate import (
     check_bool,
     check_gradient_settings,
     check_mod,
@@ -31,9 +31,9 @@ from flash_mask_cute.host.validate import (
     settle_order,
 )
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
+from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
+from flash_mask_cute.mask_prep.documents import Split
 from flash_mask_cute.masks.column_mask import ColumnMask, Documents
-from flash_mask_cute.masks.documents import Split
-from flash_mask_cute.masks.key_bounds import num_key_blocks
 from flash_mask_cute.runtime.callable_key import callable_key
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]

@@ -14,27 +14,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_mask_cute.host.bit_store import DocumentStoring, compile_bwd_call, compile_call
-from flash_mask_cute.host.bwd_launch import (
-    BwdCpuLaunch,
-    BwdEmptyLaunch,
-    BwdExtras,
-    BwdKernelLaunch,
-    BwdLaunch,
-    BwdOperands,
-    BwdSettings,
-    ResolvedBwd,
-    find_bwd_launch,
-)
-from flash_mask_cute.host.compile_bwd import Tails
-from flash_mask_cute.host.config import (
+from flash_mask_cute.call.config import (
     BwdConfig,
     FwdConfig,
     select_bwd_config,
     select_fwd_config,
 )
-from flash_mask_cute.host.explanation import Explanation, explain_fwd
-from flash_mask_cute.host.launch import (
+from flash_mask_cute.call.explain import Explanation, explain_fwd
+from flash_mask_cute.call.kernels_bwd import Tails
+from flash_mask_cute.call.masks import NO_MASKS, Masks, ResolvedMasks
+from flash_mask_cute.call.packed import (
+    PackedBwdLaunch,
+    PackedLaunch,
+    by_documents,
+    holds_documents,
+    packed_operands,
+    rows_follow,
+    rows_of,
+    with_gradients,
+)
+from flash_mask_cute.call.plan import DocumentStoring, compile_bwd_call, compile_call
+from flash_mask_cute.call.prepared import (
     CpuLaunch,
     EmptyLaunch,
     Extras,
@@ -45,28 +45,29 @@ from flash_mask_cute.host.launch import (
     Settings,
     find_launch,
 )
-from flash_mask_cute.host.mask_args import NO_MASKS, Masks, ResolvedMasks
-from flash_mask_cute.host.packed_launch import (
-    PackedBwdLaunch,
-    PackedLaunch,
-    by_documents,
-    holds_documents,
-    packed_operands,
-    rows_follow,
-    rows_of,
-    with_gradients,
+from flash_mask_cute.call.prepared_bwd import (
+    BwdCpuLaunch,
+    BwdEmptyLaunch,
+    BwdExtras,
+    BwdKernelLaunch,
+    BwdLaunch,
+    BwdOperands,
+    BwdSettings,
+    ResolvedBwd,
+    find_bwd_launch,
 )
-from flash_mask_cute.host.problem import AttentionProblem, dtype_name, fold_window
-from flash_mask_cute.host.score_traits import computes_functions
-from flash_mask_cute.host.validate import (
+from flash_mask_cute.call.problem import AttentionProblem, fold_window
+from flash_mask_cute.call.validate import (
     FwdShapes,
     check_bwd_inputs,
     check_fwd_inputs,
     refuse_transforms,
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import preload
+from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.target import HOPPER, Target
 
 __all__ = ["BwdConfig", "FwdConfig", "_flash_attn_bwd", "_flash_attn_fwd", "explain"]

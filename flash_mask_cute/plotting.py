@@ -24,9 +24,9 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
 )
 from flash_mask_cute.block_sparsity import FULL as FULL_BLOCK
-from flash_mask_cute.host.host_mods import eval_mask_mod
-from flash_mask_cute.host.validate import check_mod
+from flash_mask_cute.call.validate import check_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.mods.on_cpu import eval_mask_mod
 
 SKIPPED, PARTIAL, FULL = 0, 1, 2
 LABELS = ("skipped", "partial", "full")

@@ -64,9 +64,9 @@ def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
 def documents_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that a mask_mod tells of are packed sequences in calls of any size."""
     from flash_mask_cute import interface
-    from flash_mask_cute.host import bit_store
+    from flash_mask_cute.call import plan
 
-    monkeypatch.setattr(bit_store, "MIN_TILES_PACKED", 0)
+    monkeypatch.setattr(plan, "MIN_TILES_PACKED", 0)
     # a launch of the same metadata may have been prepared before
     for launches in ("_launches", "_bwd_launches"):
         monkeypatch.setattr(interface, launches, {})

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from flash_mask_cute.masks.documents import BOUNDS_TILE, Split
-from flash_mask_cute.masks.intervals import Intervals
-from flash_mask_cute.masks.key_bounds import bounds_by_torch, num_key_blocks
+from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blocks
+from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, Split
+from flash_mask_cute.rules.intervals import Intervals
 
 NUM_VECTORS = (1, 2, 4)
 
@@ -300,7 +300,7 @@ class ColumnMask:
         is_used = cu_seqlens_k is None or len(cu_seqlens_k) > 1
         if is_used and kept.values.numel() and self.startend_row_indices.numel():
             if self.device.type == "cuda":
-                from flash_mask_cute.host.compile_bounds import launch_bounds
+                from flash_mask_cute.mask_prep.column_bounds import launch_bounds
 
                 launch_bounds(self.startend_row_indices, kept.values, kept.tile_n, cu_seqlens_k)
                 if torch.cuda.is_current_stream_capturing():

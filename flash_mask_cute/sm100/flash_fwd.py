@@ -53,18 +53,18 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, store_lse
-from flash_mask_cute.core.mods import RowPlace, ScoreModTraits, inside, modify_row
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.masks import bit_tile
-from flash_mask_cute.masks.intervals import Intervals
-from flash_mask_cute.masks.query_walks import QueryWalks
-from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import MaskArgs, Share
+from flash_mask_cute.mods.calling import RowPlace, ScoreModTraits, inside, modify_row
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.rules.forward_mask import QueryWalks
+from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.rules.mask_rules import MaskArgs, Share
+from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.exponentials import WholeRows
 from flash_mask_cute.sm100.flash_fwd_plan import (
@@ -119,7 +119,7 @@ class FlashAttentionForwardSm100:
     :param pack_gqa: the query heads of a KV head (a divisor of 32) share a tile's rows
     :param tile_m, tile_n: query rows and keys of a tile, 256 and 128
     :param num_stages: key blocks in flight
-    :param mask_mod, score_mod: user callables (`core/mods.py`)
+    :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param has_aux_tensors: the call passes aux_tensors to them
     :param stages_q: query tiles in flight, 1 or 2
     :param share_qo: False

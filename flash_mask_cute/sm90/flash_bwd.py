@@ -37,9 +37,9 @@ may sum dQ together, half of the columns each (`key_pairs`).
 The products of a block, in the order of their issue: S, dP, dV, dQ, dK. The sums of dQ go, in fp32
 and in the order of the accumulators, to shared memory, from where the load warp
 (`flash_bwd_loads`) has them added to scratch memory. As in the forward, the mma warps know no mask
-but bits (`masks/key_walks.py`), and a key block that nobody sees visits one hidden query block.
+but bits (`rules/backward_mask.py`), and a key block that nobody sees visits one hidden query block.
 Where aux tensors of score_mod have gradients, the mma warps add these to memory by themselves
-(`core/aux_sums.py`).
+(`mods/aux_gradients.py`).
 docs/backward_sm90.md tells why.
 """
 
@@ -65,11 +65,11 @@ from flash_mask_cute.core.walk_ring import (
     Kind,
 )
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.masks.intervals import Intervals
-from flash_mask_cute.masks.key_walks import KeyWalks
-from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import MaskArgs, Share, StoredArgs, check_given
-from flash_mask_cute.sm90 import key_pairs, wgmma
+from flash_mask_cute.rules.backward_mask import KeyWalks
+from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs, check_given
+from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
+from flash_mask_cute.sm90 import cta_pair, wgmma
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, Operands, Scratch
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
 from flash_mask_cute.sm90.flash_bwd_plan import (
@@ -131,9 +131,9 @@ class FlashAttentionBackwardSm90:
     :param is_local: the call's window sides apply
     :param tile_m: query rows of a block, 64, or 128 where head_dim and head_dim_v are at most 128
     :param stages_q, stages_do, stages_kv, value_cols: see `BwdPlan`
-    :param mask_mod, score_mod: user callables (`core/mods.py`)
+    :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
-        (`core/derivative.py`)
+        (`mods/derivative.py`)
     :param wants_aux: numbers of the aux tensors whose gradients score_mod's derivative makes
     :param has_aux_tensors: the call passes aux_tensors to them
     :param intervals: the form of the column intervals that the call passes, or None
@@ -185,7 +185,7 @@ class FlashAttentionBackwardSm90:
             )
         if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
-        if cta_pair and (score_mod is not None or not clears_dq or num_sms < key_pairs.CTAS):
+        if cta_pair and (score_mod is not None or not clears_dq or num_sms < cta_pair.CTAS):
             raise ValueError(
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
@@ -242,7 +242,7 @@ class FlashAttentionBackwardSm90:
         lists are always given as bits. aux_grads: fp32 tensors of the shapes of the aux tensors
         that wants_aux numbers, to which their gradients are added. stored_bits: `tiles` and
         `states` of stored answers, with mCuSeqlensQ `places`, too, in place of a mask_mod and
-        block_bits (`masks/rules.py`).
+        block_bits (`rules/mask_rules.py`).
         """
         check_given("mTurns", mTurns, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
@@ -359,7 +359,7 @@ class FlashAttentionBackwardSm90:
         cute.arch.mbarrier_init_fence()
         if const_expr(plan.cta_pair):
             # also the other CTA's, on which this one arrives
-            key_pairs.sync()
+            cta_pair.sync()
         else:
             cute.arch.sync_threads()
         tiles = plan.tiles(storage)
@@ -397,7 +397,7 @@ class FlashAttentionBackwardSm90:
             self.mma(gradients, tiles, channels, softmax_scale, score_args, passes_over)
         if const_expr(plan.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
-            key_pairs.sync()
+            cta_pair.sync()
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
         # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
@@ -610,7 +610,7 @@ class FlashAttentionBackwardSm90:
         mma_dq = plan.mma_dq(plan.parts_dq[0])
         skipped, of_peer = 0, ()
         if plan.cta_pair:
-            skipped = key_pairs.rank() * NUM_MMA_WARPGROUPS
+            skipped = cta_pair.rank() * NUM_MMA_WARPGROUPS
             of_peer = wgmma.operand_a(mma_dq, tiles.peer_ds), *columns(tiles.peer_k, *of_dq)
         return Fragments(
             columns(tiles.do, plan.tile_m, parts_dv, plan.mma_keys, is_shared),

@@ -18,11 +18,11 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import RowBlocks
-from flash_mask_cute.core.turns import THERE, is_first, pass_turn, wait_for_turn
+from flash_mask_cute.core.semaphore import THERE, is_first, pass_turn, wait_for_turn
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.masks.key_walks import NO_TURN
-from flash_mask_cute.sm90 import key_pairs, wgmma
+from flash_mask_cute.rules.backward_mask import NO_TURN
+from flash_mask_cute.sm90 import cta_pair, wgmma
 from flash_mask_cute.sm90.flash_bwd_plan import QUERY_WORDS, BwdPlan, Channels, Tiles
 
 
@@ -47,7 +47,7 @@ class Operands(NamedTuple):
 
 class Scratch(NamedTuple):
     """By row block: stats (heads_q, row_blocks, 2, tile_m) and dq (heads_q, row_blocks, -1), fp32;
-    turns (heads_q, row_blocks), who has added to a row block's dQ (`core/turns.py`): in a fixed
+    turns (heads_q, row_blocks), who has added to a row block's dQ (`core/semaphore.py`): in a fixed
     order, 1 + the key block that added last.
     """
 
@@ -228,7 +228,7 @@ class BwdLoads:
             (operands.v_atom, operands.v, tiles.v, work.block, (0, plan.tile_dv), with_v),
         ]
         if plan.cta_pair:
-            cols = (key_pairs.rank() * plan.cols_dq, plan.cols_dq)
+            cols = (cta_pair.rank() * plan.cols_dq, plan.cols_dq)
             peer_k = (operands.peer_k_atom, operands.peer_k, tiles.peer_k)
             # blocks of a pair are numbered as its CTAs are
             kinds.append((*peer_k, work.block ^ 1, cols, with_k))
@@ -285,7 +285,7 @@ class BwdLoads:
             staged = self.tiles.dq.iterator
             target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
             if const_expr(self.plan.cta_pair):
-                target += key_pairs.rank() * (self.plan.cols_dq * self.plan.tile_m)
+                target += cta_pair.rank() * (self.plan.cols_dq * self.plan.tile_m)
             for i in cutlass.range_constexpr(len(parts)):
                 if const_expr(i > 0):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)

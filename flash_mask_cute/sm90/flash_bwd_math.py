@@ -13,13 +13,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from flash_mask_cute.core.aux_sums import AuxSums
 from flash_mask_cute.core.cta import thread_in_warpgroup
-from flash_mask_cute.core.derivative import AuxTerm, call_score_mod_bwd, differentiate
-from flash_mask_cute.core.mods import call_score_mod
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.masks import bit_tile
+from flash_mask_cute.mods.aux_gradients import AuxSums
+from flash_mask_cute.mods.calling import call_score_mod
+from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
+from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
 
 
@@ -48,7 +48,7 @@ def score_gradients(grads: cute.Tensor, factors: cute.Tensor, sDelta: cute.Tenso
 class ScoreChain:
     """What lies between the products and the softmax: soft cap and score_mod.
 
-    The derivative of score_mod is score_mod_bwd, or found by `core/derivative.py`. wants_aux:
+    The derivative of score_mod is score_mod_bwd, or found by `mods/derivative.py`. wants_aux:
     numbers of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
     first_key: of this warpgroup in the work tile.
     """

@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.masks import bit_tile
+from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain, probabilities, score_gradients
 from flash_mask_cute.sm90.flash_bwd_plan import (

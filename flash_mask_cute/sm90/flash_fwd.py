@@ -36,8 +36,8 @@ Warpgroups take turns to issue (FlashAttention-3's ping-pong), so that one compu
 while another multiplies.
 
 The mma warps know no mask: a block is cut or it is not, and if it is, a word of bits per row says
-which scores count (`masks/rules.py`). A walk that sees nothing still visits one block, all of it
-hidden: no role has a special case, the softmax of a row that saw nothing is O = 0, LSE = -inf.
+which scores count (`rules/mask_rules.py`). A walk that sees nothing still visits one block, all of
+it hidden: no role has a special case, the softmax of a row that saw nothing is O = 0, LSE = -inf.
 """
 
 from collections.abc import Callable
@@ -64,13 +64,13 @@ from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.masks import bit_tile
-from flash_mask_cute.masks.intervals import Intervals
-from flash_mask_cute.masks.query_walks import QueryWalks
-from flash_mask_cute.masks.roles import paint_walks, plan_walks
-from flash_mask_cute.masks.rules import MaskArgs, Share, StoredArgs, check_given
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.rules.forward_mask import QueryWalks
+from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs, check_given
+from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_fwd_blocks import Channels, KeyBlocks, Position, Tiles, tile_rows
+from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, Position, Tiles, tile_rows
 from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
 from flash_mask_cute.sm90.warpgroups import (
     Role,
@@ -97,7 +97,7 @@ class FlashAttentionForwardSm90:
     :param num_stages: key and value blocks in flight
     :param num_threads: None, or what follows from the tiles; with mask_mod, the number without a
         warpgroup of painters asks for none
-    :param mask_mod, score_mod: user callables (`core/mods.py`)
+    :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param has_aux_tensors: the call passes aux_tensors to them
     :param stages_q: query tiles in flight, 1 or 2
     :param share_qo: the output is staged in its query's shared memory
@@ -219,8 +219,8 @@ class FlashAttentionForwardSm90:
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
         sizes, of logical blocks in which tiles do not nest. stored_bits: `tiles` and `states` of
         stored answers, and with mCuSeqlensQ `places`, in place of a mask_mod and block lists
-        (`masks/rules.py` describes all four), for the query blocks that this launch computes: its
-        `part`, a pair (`StoredArgs`).
+        (`rules/mask_rules.py` describes all four), for the query blocks that this launch computes:
+        its `part`, a pair (`StoredArgs`).
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")

@@ -24,7 +24,7 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.masks.bit_tile import WORD
+from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, WORDS_PER_STEP
 

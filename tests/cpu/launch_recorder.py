@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flash_mask_cute import interface
-from flash_mask_cute.host.launch import Extras, FwdOperands, KernelLaunch, ResolvedFwd, Settings
-from flash_mask_cute.host.mask_args import Masks
+from flash_mask_cute.call.masks import Masks
+from flash_mask_cute.call.prepared import Extras, FwdOperands, KernelLaunch, ResolvedFwd, Settings
 
 
 class Recorder:

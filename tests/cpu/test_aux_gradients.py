@@ -28,12 +28,13 @@ from trained_mods import (
 
 from bench.codegen import count_sass, disassembly
 from flash_mask_cute import flash_attn_func, functional
-from flash_mask_cute.host.compile_bwd import build_bwd
-from flash_mask_cute.host.config import select_bwd_config
-from flash_mask_cute.host.problem import AttentionProblem, Mods
+from flash_mask_cute.call.config import select_bwd_config
+from flash_mask_cute.call.kernels_bwd import build_bwd
+from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.interface import _flash_attn_bwd
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -438,8 +439,8 @@ def test_compiles_well(name: str, head_dim: int, tmp_path: Path) -> None:
         *(head_dim, head_dim, problem.mask_kind), modifier=problem.score_modifier
     )
     options = f"--keep-cubin --dump-dir={tmp_path}"
-    with compile_lock():
-        compiled = build_bwd(problem, choice, Target.default(), Mods(score_mod=mod), options)
+    with compile_lock(), compiler_keeps(options):
+        compiled = build_bwd(problem, choice, Target.default(), Mods(score_mod=mod))
     function: Any = compiled.function
     meta, counts = dict(compiled.meta), count_sass(disassembly(function.__cubin__, tmp_path))
     check_code(f"{meta}, {counts}", meta, counts)

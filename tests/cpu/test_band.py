@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_mask_cute.masks.band import Band, imax, imin
+from flash_mask_cute.rules.band import Band, imax, imin
 
 
 @st.composite

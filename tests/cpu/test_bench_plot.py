@@ -19,7 +19,7 @@ from bench.cases import CASES, BenchCase, make_tensors
 from bench.masks import MASKS
 from bench.peers import DOCUMENT_MASKS
 from bench.rows import RESULTS, read_rows
-from flash_mask_cute.masks.documents import BOUNDS_TILE, SLOT
+from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, SLOT
 from flash_mask_cute.plotting import FULL, PARTIAL, SKIPPED, classify_tiles
 
 ROWS = read_rows(RESULTS)

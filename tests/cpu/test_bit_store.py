@@ -14,18 +14,17 @@ from support import Case, make_inputs
 
 from flash_mask_cute import explain
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.host import bit_store
-from flash_mask_cute.host.bit_store import (
+from flash_mask_cute.call import plan
+from flash_mask_cute.call.kernels_bwd import BwdKernels
+from flash_mask_cute.call.plan import (
     SequenceStoring,
     choose_bwd_storing,
     choose_storing,
 )
-from flash_mask_cute.host.bwd_launch import BwdKernelLaunch, BwdOperands
-from flash_mask_cute.host.compile_bwd import BwdKernels
-from flash_mask_cute.host.compile_store import StoreProblem, compile_store
-from flash_mask_cute.host.launch import FwdOperands, KernelLaunch
-from flash_mask_cute.host.problem import BitTiles
+from flash_mask_cute.call.prepared import FwdOperands, KernelLaunch
+from flash_mask_cute.call.prepared_bwd import BwdKernelLaunch, BwdOperands
 from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, StoreProblem, compile_store
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
@@ -257,14 +256,14 @@ def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows, keys = call.shapes.total_q, call.shapes.seqlen_k
     for most, fits in ((4 * rows * keys, True), (rows * keys - 1, False)):
-        monkeypatch.setattr(bit_store, "MAX_PAIRS", most)
+        monkeypatch.setattr(plan, "MAX_PAIRS", most)
         assert (choose(case)[1] is not None) == fits
         assert (choose_bwd(case)[1] is not None) == fits
     # sequences so short that most of each tile is empty
     lengths = {"lengths_q": (9,) * 40, "lengths_k": (9,) * 40, "heads_q": 4, "heads_kv": 4}
     short = Case("short", mask_mod="documents", **lengths)
     for most, fits in ((360 * 360, False), (360 * 360 * 10, True)):
-        monkeypatch.setattr(bit_store, "MAX_PAIRS", most)
+        monkeypatch.setattr(plan, "MAX_PAIRS", most)
         assert (choose(short)[1] is not None) == fits
     monkeypatch.undo()
     wide = replace(case, head_dim=256, head_dim_v=256)
@@ -282,19 +281,19 @@ def test_there_must_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all entries, where they differ."""
     same = Case("same", 3, 300, 200, 4, 4, mask_mod="checks")
     told = Case("told", 3, 300, 200, 4, 4, mask_mod="documents")
-    monkeypatch.setattr(bit_store, "MIN_TILES", 10**9)
+    monkeypatch.setattr(plan, "MIN_TILES", 10**9)
     pairs, both = 300 * 200, (True, True)
     for most, fits in ((3 * pairs, both), (pairs, (True, False)), (pairs - 1, (False, False))):
-        monkeypatch.setattr(bit_store, "MAX_PAIRS", most)
+        monkeypatch.setattr(plan, "MAX_PAIRS", most)
         assert tuple(choose(case)[1] is not None for case in (same, told)) == fits
 
 
 def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all heads, as many rows at a time as there is room for, if these keep the SMs busy."""
     case = Case("long", 1, 1500, 1000, 4, 4, mask_mod="checks")
-    monkeypatch.setattr(bit_store, "MAX_PAIRS", 600 * 1000)
+    monkeypatch.setattr(plan, "MAX_PAIRS", 600 * 1000)
     for least, fits in ((16 / TARGET.num_sms, True), (17 / TARGET.num_sms, False)):
-        monkeypatch.setattr(bit_store, "MIN_TILES", least)
+        monkeypatch.setattr(plan, "MIN_TILES", least)
         _, storing = choose(case)
         assert (storing is not None) == fits
         if storing is not None:
@@ -302,9 +301,9 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (storing.shape[1], storing.blocks) == (4, 12)
             assert storing.num_parts == 3
             assert storing.num_bytes == 4 * 8 * (2048 + 4)
-    monkeypatch.setattr(bit_store, "MIN_TILES", 0)
+    monkeypatch.setattr(plan, "MIN_TILES", 0)
     assert choose_bwd(case)[1] is None
-    monkeypatch.setattr(bit_store, "MAX_PAIRS", 127 * 1000)
+    monkeypatch.setattr(plan, "MAX_PAIRS", 127 * 1000)
     assert choose(case)[1] is None, "no block fits"
 
 

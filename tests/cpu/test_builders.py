@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.rules.intervals import Intervals
 
 Rule = Callable[[int, int], bool]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flash_mask_cute.host.config import BwdConfig, BwdTiles, select_bwd_config
-from flash_mask_cute.host.tables import SM90_BWD
+from flash_mask_cute.call.config import BwdConfig, BwdTiles, select_bwd_config
+from flash_mask_cute.call.tables import SM90_BWD
 
 STAGES = ("stages_q", "stages_do", "stages_kv")
 

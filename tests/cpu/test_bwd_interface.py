@@ -17,7 +17,10 @@ from torch import Tensor
 
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, retile_lists
-from flash_mask_cute.host.bwd_launch import (
+from flash_mask_cute.call.config import BwdConfig, select_bwd_config
+from flash_mask_cute.call.kernels_bwd import BwdKernels
+from flash_mask_cute.call.masks import Masks
+from flash_mask_cute.call.prepared_bwd import (
     BwdEmptyLaunch,
     BwdExtras,
     BwdKernelLaunch,
@@ -25,10 +28,7 @@ from flash_mask_cute.host.bwd_launch import (
     BwdSettings,
     ResolvedBwd,
 )
-from flash_mask_cute.host.compile_bwd import BwdKernels
-from flash_mask_cute.host.config import BwdConfig, select_bwd_config
-from flash_mask_cute.host.mask_args import Masks
-from flash_mask_cute.host.validate import check_bwd_inputs
+from flash_mask_cute.call.validate import check_bwd_inputs
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.target import Target

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_mask_cute.host import compile_bounds
+from flash_mask_cute.mask_prep import column_bounds
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 FORMS = [(True, 1), (True, 2), (False, 2), (True, 4), (False, 4)]
@@ -286,8 +286,8 @@ def test_no_sequences(total: int) -> None:
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("num_vectors", [1, 2, 4])
 def test_the_kernel_compiles(num_vectors: int, is_packed: bool) -> None:
-    compiled = compile_bounds.compile_bounds(num_vectors, is_packed, "sm_90a")
-    assert compile_bounds.compile_bounds(num_vectors, is_packed, "sm_90a") is compiled
+    compiled = column_bounds.compile_bounds(num_vectors, is_packed, "sm_90a")
+    assert column_bounds.compile_bounds(num_vectors, is_packed, "sm_90a") is compiled
 
 
 def test_it_can_be_pickled_after_use() -> None:

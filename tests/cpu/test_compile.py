@@ -19,12 +19,12 @@ from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
 
 from bench.codegen import count_sass, disassembly
-from flash_mask_cute.host.compile import NO_MODS, build_fwd, compile_fwd
-from flash_mask_cute.host.compile_bounds import compile_bounds
-from flash_mask_cute.host.config import FwdConfig, FwdTiles, select_fwd_config
-from flash_mask_cute.host.problem import AttentionProblem, Mods
-from flash_mask_cute.host.tables import SM90_FWD, SM100_FWD, FwdRow
-from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.call.config import FwdConfig, FwdTiles, select_fwd_config
+from flash_mask_cute.call.kernels import NO_MODS, build_fwd, compile_fwd
+from flash_mask_cute.call.problem import AttentionProblem, Mods
+from flash_mask_cute.call.tables import SM90_FWD, SM100_FWD, FwdRow
+from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.mask_prep.column_bounds import compile_bounds
 from flash_mask_cute.runtime.cache import CompileCache, compile_count, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import compile_object, compiler_keeps
@@ -70,8 +70,8 @@ def build_text(
         family=target.family,
     )
     options = f"--keep-cubin --dump-dir={folder}"
-    with compile_lock():
-        compiled = build_fwd(problem, choice.tiles, target, mods, options)
+    with compile_lock(), compiler_keeps(options):
+        compiled = build_fwd(problem, choice.tiles, target, mods)
     function: Any = compiled.function
     return dict(compiled.meta), disassembly(function.__cubin__, folder)
 
@@ -433,9 +433,8 @@ def test_exponentials_by_polynomial_beside_functions_of_scores(
     key = callable_key(mod) if mod is not None else None
     problem = replace(PLAIN, score_mod=key, **fields)
     tiles = select_fwd_config(problem, shapes_of(problem), override=FwdConfig(128, 128)).tiles
-    with compile_lock():
-        options = f"--keep-ptx --dump-dir={tmp_path}"
-        compiled = build_fwd(problem, tiles, TARGET, Mods(score_mod=mod), options)
+    with compile_lock(), compiler_keeps(f"--keep-ptx --dump-dir={tmp_path}"):
+        compiled = build_fwd(problem, tiles, TARGET, Mods(score_mod=mod))
     rounded_down = cast(Any, compiled.function).__ptx__.count("add.rm.f32")
     # the text has a block's exponentials up to seven times: for a tile's first block, for one that
     # is cut and for two whole ones, where they may be taken again

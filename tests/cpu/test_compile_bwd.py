@@ -12,11 +12,11 @@ from support import BF16, Case, make_inputs
 from test_bwd_interface import bwd_keywords
 
 from flash_mask_cute import compile_count, interface
-from flash_mask_cute.host.bwd_launch import BwdOperands
-from flash_mask_cute.host.compile import NO_MODS
-from flash_mask_cute.host.compile_bwd import BwdKernels, build_bwd, compile_bwd
-from flash_mask_cute.host.config import select_bwd_config
-from flash_mask_cute.host.problem import AttentionProblem, Mods
+from flash_mask_cute.call.config import select_bwd_config
+from flash_mask_cute.call.kernels import NO_MODS
+from flash_mask_cute.call.kernels_bwd import BwdKernels, build_bwd, compile_bwd
+from flash_mask_cute.call.prepared_bwd import BwdOperands
+from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.runtime.cache import CompileCache, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target

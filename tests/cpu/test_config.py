@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from flash_mask_cute.host.config import (
+from flash_mask_cute.call.config import (
     BwdConfig,
     FwdChoice,
     FwdConfig,
     check_feasible,
     select_fwd_config,
 )
-from flash_mask_cute.host.problem import AttentionProblem
-from flash_mask_cute.host.tables import SM90_FWD, SM100_FWD, FwdRow
-from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.call.tables import SM90_FWD, SM100_FWD, FwdRow
+from flash_mask_cute.call.validate import FwdShapes
 from flash_mask_cute.runtime.target import BLACKWELL
 
 HEAD_DIMS = range(8, 257, 8)

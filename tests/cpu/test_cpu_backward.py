@@ -25,12 +25,12 @@ from support import (
 )
 from torch import Tensor
 
-from flash_mask_cute import cpu_backward, cpu_path
 from flash_mask_cute.block_info import BlockInfo
-from flash_mask_cute.cpu_backward import flash_attn_bwd_cpu
-from flash_mask_cute.cpu_path import SequenceWalk, Tile, flash_attn_fwd_cpu
+from flash_mask_cute.cpu import backward, forward
+from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
+from flash_mask_cute.cpu.forward import SequenceWalk, Tile, flash_attn_fwd_cpu
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.rules.intervals import Intervals
 
 EXACT = 1e-10
 # A score_mod is evaluated in float32: 2^-24 of a modified score, about 400 under ALiBi, moves its
@@ -262,7 +262,7 @@ WRONG_VERDICTS = {
 def test_a_wrong_verdict_on_a_tile_is_caught(
     case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = Intervals if case.column else cpu_path._ListsAndMod
+    judge = Intervals if case.column else forward._ListsAndMod
     right_verdict = judge.classify
 
     def wrong_verdict(*args: Any) -> tuple[Tensor, Tensor]:
@@ -392,21 +392,21 @@ def test_score_mod_by_its_derivative(case: Case) -> None:
 @pytest.mark.parametrize("case", BENT_CASES, ids=lambda case: case.id)
 def test_score_mod_by_its_backward(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is asked instead of the derivative."""
-    monkeypatch.setattr(cpu_backward, "eval_score_mod_derivative", None)
+    monkeypatch.setattr(backward, "eval_score_mod_derivative", None)
     check_exactly(case, pack_gqa=packed(case), score_mod_bwd=bend_bwd)
 
 
 @pytest.mark.usefixtures("bent")
 def test_the_derivative_of_a_hidden_score_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("hidden", 1, 70, 70, score_mod="bend", causal=True)
-    evaluate = cpu_backward.eval_score_mod_derivative
+    evaluate = backward.eval_score_mod_derivative
 
     def evaluate_visible(*args: Any) -> tuple[Tensor, Tensor]:
         modified, derivative = evaluate(*args)
         q_idx, k_idx = args[-2:]
         return modified, derivative.masked_fill(k_idx > q_idx[:, None], float("nan"))
 
-    monkeypatch.setattr(cpu_backward, "eval_score_mod_derivative", evaluate_visible)
+    monkeypatch.setattr(backward, "eval_score_mod_derivative", evaluate_visible)
     check_exactly(case)
 
 

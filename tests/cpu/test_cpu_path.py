@@ -22,11 +22,11 @@ from support import (
 )
 from torch import Tensor
 
-from flash_mask_cute import cpu_path
 from flash_mask_cute.block_info import BlockInfo
-from flash_mask_cute.cpu_path import flash_attn_fwd_cpu
+from flash_mask_cute.cpu import forward
+from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.rules.intervals import Intervals
 
 # The CPU path computes in float64 and rounds LSE once, so 2^-24 of the largest |lse|, about 20.
 LSE_ATOL = 2e-6
@@ -144,13 +144,13 @@ def test_only_tiles_that_show_something_are_scored(
     inputs = make_inputs(case)
     pack_gqa = case.group if case.pack_gqa else 1
     visited = []
-    score_tile = cpu_path._score_tile
+    score_tile = forward._score_tile
 
-    def counted(q: Tensor, k: Tensor, tile: cpu_path.Tile, *args: Any) -> Tensor:
+    def counted(q: Tensor, k: Tensor, tile: forward.Tile, *args: Any) -> Tensor:
         visited.append((tile.m_block, tile.n_block))
         return score_tile(q, k, tile, *args)
 
-    monkeypatch.setattr(cpu_path, "_score_tile", counted)
+    monkeypatch.setattr(forward, "_score_tile", counted)
     run_cpu_path(inputs, 64, 48, pack_gqa)
     ahead = torch.arange(case.seqlen_k) - torch.arange(case.seqlen_q)[:, None]
     ahead -= case.seqlen_k - case.seqlen_q
@@ -247,7 +247,7 @@ def test_a_wrong_verdict_on_a_tile_is_caught(
     case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = make_inputs(case)
-    judge = Intervals if case.column else cpu_path._ListsAndMod
+    judge = Intervals if case.column else forward._ListsAndMod
     right_verdict = judge.classify
 
     def wrong_verdict(*args: Any) -> tuple[Tensor, Tensor]:

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from mask_cases import SCORE_MODS, Extents
 from torch import Tensor
 
-from flash_mask_cute.core import derivative
-from flash_mask_cute.core.derivative import call_score_mod_bwd, differentiate
-from flash_mask_cute.host.host_mods import compile_for_host
-from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
+from flash_mask_cute.mods import derivative
+from flash_mask_cute.mods.derivative import call_score_mod_bwd, differentiate
+from flash_mask_cute.mods.on_cpu import compile_for_host
 from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES, dtype_name
 from flash_mask_cute.utils import scalar_to_ssa
 
 BATCH, HEAD = 1, 2
@@ -483,7 +483,7 @@ def test_score_mods(name: str) -> None:
 
 
 def test_values_are_those_of_the_modifier_itself() -> None:
-    from flash_mask_cute.host.host_mods import eval_score_mod
+    from flash_mask_cute.mods.on_cpu import eval_score_mod
 
     mod, scores = _scaled_tanh(3.0), points(-9, 9)
     values = eval_score_mod(mod, scores, None, BATCH, HEAD, Q_IDX, K_IDX)

@@ -11,19 +11,19 @@ from support import Case, make_inputs
 from torch import Tensor
 
 from flash_mask_cute import explain, interface
-from flash_mask_cute.host import bit_store
-from flash_mask_cute.host.bit_store import (
+from flash_mask_cute.call import plan
+from flash_mask_cute.call.packed import PackedBwdLaunch, PackedLaunch, rows_follow
+from flash_mask_cute.call.plan import (
     BitStoring,
     DocumentStoring,
     choose_storing,
     most_tiles,
 )
-from flash_mask_cute.host.bwd_launch import BwdExtras, BwdKernelLaunch, BwdOperands
-from flash_mask_cute.host.launch import Extras, FwdOperands, KernelLaunch
-from flash_mask_cute.host.packed_launch import PackedBwdLaunch, PackedLaunch, rows_follow
-from flash_mask_cute.host.problem import BitTiles
+from flash_mask_cute.call.prepared import Extras, FwdOperands, KernelLaunch
+from flash_mask_cute.call.prepared_bwd import BwdExtras, BwdKernelLaunch, BwdOperands
 from flash_mask_cute.interface import _resolve, bundle
-from flash_mask_cute.masks.documents import num_slots
+from flash_mask_cute.mask_prep.documents import num_slots
+from flash_mask_cute.mask_prep.mask_bits import BitTiles
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
@@ -87,7 +87,7 @@ def test_what_is_not_packed(case: Case) -> None:
 def test_small_calls_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 x 4 x 5 blocks of 128 queries."""
     for least, packs in ((40 / TARGET.num_sms, True), (41 / TARGET.num_sms, False)):
-        monkeypatch.setattr(bit_store, "MIN_TILES_PACKED", least)
+        monkeypatch.setattr(plan, "MIN_TILES_PACKED", least)
         assert isinstance(choose(DOCUMENTS)[1], DocumentStoring) == packs
         assert isinstance(choose(DOCUMENTS, can_pack=False)[1], BitStoring)
 
@@ -95,8 +95,8 @@ def test_small_calls_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("documents_packed")
 def test_documents_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many tiles as there is room for, of any documents, and the rest of a block's."""
-    monkeypatch.setattr(bit_store, "MIN_TILES", 0)
-    monkeypatch.setattr(bit_store, "MAX_PAIRS", 2 * 400 * 700)
+    monkeypatch.setattr(plan, "MIN_TILES", 0)
+    monkeypatch.setattr(plan, "MAX_PAIRS", 2 * 400 * 700)
     _, storing = choose(DOCUMENTS)
     assert isinstance(storing, DocumentStoring)
     # 560000 / (128 * 128) is 34.2

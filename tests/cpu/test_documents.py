@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash_mask_cute import explain, functional, interface
-from flash_mask_cute.functional import flash_attn_func, flashmask_attention
-from flash_mask_cute.host.launch import KernelLaunch
-from flash_mask_cute.host.mask_args import Masks, mask_key
-from flash_mask_cute.host.packed_launch import (
+from flash_mask_cute.call.masks import Masks, mask_key
+from flash_mask_cute.call.packed import (
     PackedBwdLaunch,
     PackedLaunch,
     holds_documents,
 )
-from flash_mask_cute.host.validate import MAX_PACKED_SEQLEN
+from flash_mask_cute.call.prepared import KernelLaunch
+from flash_mask_cute.functional import flash_attn_func, flashmask_attention
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from flash_mask_cute.limits import MAX_PACKED_SEQLEN
+from flash_mask_cute.mask_prep.documents import SLOT
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.masks.documents import SLOT
 from flash_mask_cute.runtime.target import Target
 
 LENGTHS = [700, 600, 300, 448]

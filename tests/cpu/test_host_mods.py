@@ -16,8 +16,8 @@ import torch
 from mask_cases import MASK_MODS, SCORE_MODS, Extents, MaskRecipe, ScoreRecipe
 from torch import Tensor
 
-from flash_mask_cute.host import host_mods
-from flash_mask_cute.host.host_mods import (
+from flash_mask_cute.mods import on_cpu
+from flash_mask_cute.mods.on_cpu import (
     eval_mask_mod,
     eval_score_mod,
     eval_score_mod_bwd,
@@ -38,14 +38,14 @@ def aux_of(recipe: MaskRecipe | ScoreRecipe) -> list[Tensor] | None:
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by one for each compilation."""
     kinds: list[str] = []
-    compile_mod = host_mods._compile
+    compile_mod = on_cpu._compile
 
     def counting(kind: str, *args: Any) -> Callable[..., None]:
         kinds.append(kind)
         return compile_mod(kind, *args)
 
-    monkeypatch.setattr(host_mods, "_compile", counting)
-    monkeypatch.setattr(host_mods, "_compiled", {})
+    monkeypatch.setattr(on_cpu, "_compile", counting)
+    monkeypatch.setattr(on_cpu, "_compiled", {})
     return kinds
 
 
@@ -214,7 +214,7 @@ def test_aux_tensors_that_are_refused(aux: Tensor, error: type[Exception], text:
 
 
 def test_import_does_not_load_the_compiler() -> None:
-    program = "import sys, flash_mask_cute.host.host_mods; sys.exit('cutlass' in sys.modules)"
+    program = "import sys, flash_mask_cute.mods.on_cpu; sys.exit('cutlass' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", program], cwd=root).returncode == 0
 

@@ -16,9 +16,9 @@ from torch import Tensor
 import flash_mask_cute
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.host.explanation import Explanation
-from flash_mask_cute.host.launch import EmptyLaunch, Extras, FwdOperands, Settings
-from flash_mask_cute.host.mask_args import Masks
+from flash_mask_cute.call.explain import Explanation
+from flash_mask_cute.call.masks import Masks
+from flash_mask_cute.call.prepared import EmptyLaunch, Extras, FwdOperands, Settings
 from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
 
 NEG_INF = float("-inf")

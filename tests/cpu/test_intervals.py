@@ -16,7 +16,7 @@ from cutlass.cute.runtime import from_dlpack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_mask_cute.masks.intervals import Intervals
+from flash_mask_cute.rules.intervals import Intervals
 
 FORMS = ((1, True), (2, True), (2, False), (4, True), (4, False))
 ids = [f"{n}-{'causal' if causal else 'full'}" for n, causal in FORMS]
@@ -178,7 +178,7 @@ def test_unknown_forms_are_refused(n: int, causal: bool) -> None:
 
 def test_import_loads_neither_torch_nor_the_compiler() -> None:
     program = (
-        "import sys, flash_mask_cute.masks.intervals;"
+        "import sys, flash_mask_cute.rules.intervals;"
         "sys.exit(bool({'torch', 'cutlass'} & sys.modules.keys()))"
     )
     root = Path(__file__).resolve().parents[2]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from support import BF16, FP16, FP32
 
-from flash_mask_cute.host.problem import OPEN_WINDOW, AttentionProblem, fold_window
+from flash_mask_cute.call.problem import AttentionProblem, fold_window
+from flash_mask_cute.limits import OPEN_WINDOW
 
 
 def problem_of(q: torch.Tensor, v: torch.Tensor, **changes: Any) -> AttentionProblem:

@@ -11,10 +11,11 @@ import torch
 from cutlass import Float32, Int32
 
 from flash_mask_cute import explain
-from flash_mask_cute.core.mods import ScoreModTraits
-from flash_mask_cute.host import score_traits, stand_ins
-from flash_mask_cute.host.problem import AttentionProblem
-from flash_mask_cute.host.score_traits import computes_functions
+from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.mods import traits
+from flash_mask_cute.mods.calling import ScoreModTraits
+from flash_mask_cute.mods.traits import computes_functions
+from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.utils import scalar_to_ssa
@@ -113,7 +114,7 @@ def test_which_callables_take_rows(mod: Any, expected: bool) -> None:
         found.append(ScoreModTraits.of(mod, aux_tensors))
 
     with compile_lock():
-        cute.compile(ask, stand_ins.aux_tensors(problem), no_jit_engine=True)
+        cute.compile(ask, fake_tensors.aux_tensors(problem), no_jit_engine=True)
     assert found[0].takes_rows is expected
 
 
@@ -124,8 +125,8 @@ def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(mod)
         return True
 
-    monkeypatch.setattr(score_traits, "_known", {})
-    monkeypatch.setattr(score_traits, "_trace", trace)
+    monkeypatch.setattr(traits, "_known", {})
+    monkeypatch.setattr(traits, "_trace", trace)
     for name in ("float32", "float32", "bfloat16"):
         problem = replace(PROBLEM, score_mod=callable_key(_biased), aux=((name, 2),))
         assert computes_functions(_biased, problem)

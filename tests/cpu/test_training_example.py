@@ -12,8 +12,8 @@ import torch
 from test_examples import ROOT, load
 from torch import Tensor
 
-from flash_mask_cute.host import validate
-from flash_mask_cute.host.launch import ResolvedFwd
+from flash_mask_cute.call import validate
+from flash_mask_cute.call.prepared import ResolvedFwd
 
 TASKS = ("sft", "dpo")
 SMALL = ("--device", "cpu", "--layers", "2", "--hidden", "64", "--steps", "10")

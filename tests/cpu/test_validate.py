@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.host.validate import FwdShapes, check_fwd_inputs, check_memory_layout
+from flash_mask_cute.call.validate import FwdShapes, check_fwd_inputs, check_memory_layout
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS_Q, HEADS_KV, DIM, DIM_V = 2, 24, 40, 6, 2, 64, 32
@@ -724,7 +724,7 @@ def test_cuda_strides(name: str) -> None:
 
 def test_packed_sequences_that_are_too_long_for_a_view() -> None:
     from flash_mask_cute.core.tma import RAGGED_BOUND
-    from flash_mask_cute.host.validate import MAX_PACKED_SEQLEN
+    from flash_mask_cute.limits import MAX_PACKED_SEQLEN
 
     assert MAX_PACKED_SEQLEN == RAGGED_BOUND
     rows = MAX_PACKED_SEQLEN + 1

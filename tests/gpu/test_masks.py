@@ -28,8 +28,8 @@ from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import ColumnMask, builders, interface
-from flash_mask_cute.host import bit_store
-from flash_mask_cute.host.packed_launch import PackedLaunch
+from flash_mask_cute.call import plan
+from flash_mask_cute.call.packed import PackedLaunch
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
@@ -81,8 +81,8 @@ def test_documents_in_parts(head_dim: int, causal: bool, monkeypatch: pytest.Mon
     inputs = make_inputs(case, "cuda")
     whole = forward(inputs)
     for pairs in (2 * 3000 * 400, 2 * 3000 * 1500):
-        monkeypatch.setattr(bit_store, "MIN_TILES", 0)
-        monkeypatch.setattr(bit_store, "MAX_PAIRS", pairs)
+        monkeypatch.setattr(plan, "MIN_TILES", 0)
+        monkeypatch.setattr(plan, "MAX_PAIRS", pairs)
         monkeypatch.setattr(interface, "_launches", {})
         parts = forward(inputs)
         (launch,) = interface._launches.values()

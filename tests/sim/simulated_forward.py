@@ -8,8 +8,8 @@ from typing import Any
 from support import Inputs, assert_close_to_oracle
 from torch import Tensor
 
-from flash_mask_cute.host.launch import FwdOperands
-from flash_mask_cute.host.mask_args import NO_MASKS
+from flash_mask_cute.call.masks import NO_MASKS
+from flash_mask_cute.call.prepared import FwdOperands
 from flash_mask_cute.interface import _prepare, bundle
 from flash_mask_cute.runtime.target import Target
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
-from flash_mask_cute.core.seen import HIDDEN, VISIBLE
-from flash_mask_cute.host.bit_store import BitStoring, choose_bwd_storing, choose_storing
-from flash_mask_cute.host.bwd_launch import BwdOperands
-from flash_mask_cute.host.launch import Asked, FwdOperands
+from flash_mask_cute.call.plan import BitStoring, choose_bwd_storing, choose_storing
+from flash_mask_cute.call.prepared import Asked, FwdOperands
+from flash_mask_cute.call.prepared_bwd import BwdOperands
+from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
 from flash_mask_cute.interface import (
     _bwd_kernel_launch,
     _kernel_launch,

@@ -52,7 +52,7 @@ CASES = {
 def test_lists(simulator: ModuleType, name: str, has_full: bool) -> None:
     from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
     from flash_mask_cute.compute_block_sparsity import run_scan
-    from flash_mask_cute.host.compile_scan import ScanProblem
+    from flash_mask_cute.mask_prep.block_scan import ScanProblem
 
     *shape, block_q, block_k = CASES[name]
     starts = torch.zeros((2, 1, 100), dtype=torch.int32)

@@ -417,7 +417,7 @@ def test_postprocess_lengths(simulator: ModuleType, seqs: Sequences) -> None:
 @pytest.mark.parametrize(("tail", "heads", "head_dim"), [(0, 3, 64), (9, 3, 72), (150, 2, 2048)])
 def test_clear_tails(simulator: ModuleType, tail: int, heads: int, head_dim: int) -> None:
     """More rows than CTAs, and rows of more vectors than threads."""
-    from flash_mask_cute.kernels.clear_tails import ClearTails
+    from flash_mask_cute.kernels.zero_padding import ClearTails
 
     rows = (Fakes.rows("BFloat16", 3, head_dim) for _ in range(2))
     starts = (Fakes.strided("Int32", 1) for _ in range(2))

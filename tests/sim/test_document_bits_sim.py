@@ -12,19 +12,19 @@ from simulated_forward import launch_on_simulator, run_sim
 from support import DOCUMENT_CASES, Case, Inputs, make_inputs
 from torch import Tensor
 
-from flash_mask_cute.core.seen import HIDDEN, VISIBLE
-from flash_mask_cute.host import bit_store
-from flash_mask_cute.host.bit_store import (
+from flash_mask_cute.call import plan
+from flash_mask_cute.call.plan import (
     DocumentStoring,
     choose_bwd_storing,
     choose_storing,
     most_tiles,
 )
-from flash_mask_cute.host.bwd_launch import BwdOperands
-from flash_mask_cute.host.launch import Asked, FwdOperands
-from flash_mask_cute.host.problem import BitTiles
+from flash_mask_cute.call.prepared import Asked, FwdOperands
+from flash_mask_cute.call.prepared_bwd import BwdOperands
+from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
 from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
-from flash_mask_cute.masks.documents import num_slots
+from flash_mask_cute.mask_prep.documents import num_slots
+from flash_mask_cute.mask_prep.mask_bits import BitTiles
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
@@ -153,9 +153,9 @@ def test_parts_of_documents(
     )
     inputs = Inputs(Case("parts"), q, k, v, {"mask_mod": mod, "aux_tensors": [ids]})
     whole = launch_on_simulator(inputs, "sm_90a")
-    monkeypatch.setattr(bit_store, "MIN_TILES", 0)
+    monkeypatch.setattr(plan, "MIN_TILES", 0)
     for most in (20, 40):
-        monkeypatch.setattr(bit_store, "MAX_PAIRS", most * tile_m * tile_n)
+        monkeypatch.setattr(plan, "MAX_PAIRS", most * tile_m * tile_n)
         for seed in (None, 1):
             simulator.OPTIONS.pop("delay", None)
             if seed is not None:

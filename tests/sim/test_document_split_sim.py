@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_mask_cute.host.compile_documents import compile_split
+from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, Split, compile_split
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.masks.documents import BOUNDS_TILE, Split
 
 pytestmark = pytest.mark.sim
 

@@ -26,9 +26,9 @@ from support import (
 from torch import Tensor
 
 from flash_mask_cute import functional
-from flash_mask_cute.host.bwd_launch import BwdOperands
-from flash_mask_cute.host.mask_args import NO_MASKS
-from flash_mask_cute.host.packed_launch import PackedBwdLaunch
+from flash_mask_cute.call.masks import NO_MASKS
+from flash_mask_cute.call.packed import PackedBwdLaunch
+from flash_mask_cute.call.prepared_bwd import BwdOperands
 from flash_mask_cute.interface import _prepare_bwd, bundle_bwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.target import Target

@@ -32,9 +32,9 @@ from support import (
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.host import bit_store
-from flash_mask_cute.host.packed_launch import PackedLaunch
-from flash_mask_cute.host.tables import SM90_FWD, FwdRow
+from flash_mask_cute.call import plan
+from flash_mask_cute.call.packed import PackedLaunch
+from flash_mask_cute.call.tables import SM90_FWD, FwdRow
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 pytestmark = pytest.mark.sim
@@ -126,8 +126,8 @@ def test_answers_stored_by_parts_of_the_queries(
     inputs = make_inputs(STORED_CASES[position])
     case = inputs.case
     entries = case.batch if case.mask_mod == "documents" else 1
-    monkeypatch.setattr(bit_store, "MAX_PAIRS", entries * case.seqlen_k * 192)
-    monkeypatch.setattr(bit_store, "MIN_TILES", 0)
+    monkeypatch.setattr(plan, "MAX_PAIRS", entries * case.seqlen_k * 192)
+    monkeypatch.setattr(plan, "MIN_TILES", 0)
     run_sim(simulator, inputs, seeds=((1,), (None,))[position % 2])
     tile_m = 192 if case.head_dim == 64 else 128
     assert len(simulator.RESULTS) == 2 * -(-case.seqlen_q // tile_m)

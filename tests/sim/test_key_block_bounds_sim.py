@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_mask_cute.host.compile_bounds import compile_bounds
+from flash_mask_cute.mask_prep.column_bounds import compile_bounds
 
 pytestmark = pytest.mark.sim
 

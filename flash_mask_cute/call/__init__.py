@@ -1,0 +1,1 @@
+"""One attention call of either direction, from its arguments to its launch."""

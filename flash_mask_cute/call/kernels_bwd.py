@@ -1,0 +1,268 @@
+"""Compile the kernels of a backward from its problem, without ever seeing a real tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeVar
+
+from flash_mask_cute.call.config import BwdChoice
+from flash_mask_cute.call.kernels import (
+    NO_MODS,
+    aux_grads,
+    cached_attention,
+    columns,
+    lengths,
+    ranks,
+    stored_bits,
+)
+from flash_mask_cute.call.problem import AttentionProblem, Mods
+from flash_mask_cute.mask_prep.mask_bits import BitTiles
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.fake_tensors import int32_vector, operand, scratch, strided
+from flash_mask_cute.runtime.target import Target
+
+KERNEL_NAME = "flash_bwd_sm90"
+PREPROCESS_NAME = "bwd_preprocess"
+POSTPROCESS_NAME = "bwd_postprocess"
+CLEAR_TAILS_NAME = "bwd_clear_tails"
+
+
+class BwdKernels(NamedTuple):
+    """The compiled functions, in the order of their launches. They take, by position and None for
+    what the problem does not have:
+
+    preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or turns (without), sink,
+    sink_parts, cu_seqlens_q, seqused_q.
+    main: q, k, v, dout, stats, dq_accum, turns, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
+    seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
+    column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
+    gradients of aux tensors (a tuple), stored bits.
+    postprocess: dq_accum, turns, dq, softmax_scale, cu_seqlens_q, seqused_q.
+    clear_tails, where there may be tails: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
+    """
+
+    preprocess: Callable[..., Any]
+    main: Callable[..., Any]
+    postprocess: Callable[..., Any]
+    clear_tails: Callable[..., Any] | None = None
+
+
+class Tails(NamedTuple):
+    """Which gradients may have rows behind their last sequence, to be zeroed: new packed ones."""
+
+    dq: bool = False
+    dk: bool = False
+    dv: bool = False
+
+
+class TailFacts(NamedTuple):
+    """What decides the code of the kernel that zeroes tails."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    tails: Tails
+
+
+NO_TAILS = Tails()
+
+
+class RowFacts(NamedTuple):
+    """What decides the code of the kernels before and after the main one.
+
+    dim: head_dim_v before, head_dim after. has_dlse and sink_dtype matter before only.
+    """
+
+    dtype: str
+    dim: int
+    tile_m: int
+    tile_d: int
+    varlen_q: bool
+    has_seqused_q: bool
+    clears_dq: bool
+    has_dlse: bool = False
+    sink_dtype: str | None = None
+
+
+_Facts = TypeVar("_Facts", RowFacts, TailFacts)
+
+
+def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
+    """Row blocks of a head in scratch tensors; rows: seqlen_q, or total_q where it is packed."""
+    from flash_mask_cute.core import row_blocks
+
+    return row_blocks.num_row_blocks(rows, batch, is_packed, tile_m)
+
+
+def compile_bwd(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    mods: Mods = NO_MODS,
+    has_dlse: bool = False,
+    sink_dtype: str | None = None,
+    tails: Tails = NO_TAILS,
+    cache: CompileCache = CACHE,
+) -> BwdKernels:
+    """The compiled kernels, from the cache or built now. mods: the callables of problem's keys.
+
+    sink_dtype: that of the sink, if its gradient is asked for.
+    """
+    rows = (
+        *(choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q),
+        choice.tiles.clears_dq,
+    )
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype)
+    after = RowFacts(problem.dtype, problem.head_dim, *rows)
+
+    def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
+        return cache.get(
+            name,
+            facts._asdict,
+            lambda: build(facts, target),
+            arch=target.arch,
+            options=options_of(target),
+            token=facts,
+        )
+
+    preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess)
+    main = cached_attention(
+        KERNEL_NAME,
+        problem,
+        choice.tiles,
+        target,
+        lambda: build_bwd(problem, choice, target, mods),
+        cache,
+    )
+    postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess)
+    clear_tails = None
+    if any(tails):
+        facts = TailFacts(problem.dtype, problem.head_dim, problem.head_dim_v, tails)
+        clear_tails = by_facts(CLEAR_TAILS_NAME, facts, build_clear_tails).function
+    return BwdKernels(preprocess.function, main.function, postprocess.function, clear_tails)
+
+
+def build_bwd(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    mods: Mods = NO_MODS,
+) -> Compiled:
+    """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` tells."""
+    from flash_mask_cute.rules.intervals import Intervals
+    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
+
+    kernel = FlashAttentionBackwardSm90(
+        fake_tensors.cutlass_dtype(problem.dtype),
+        problem.head_dim,
+        problem.head_dim_v,
+        is_causal=problem.is_causal,
+        is_local=problem.is_local,
+        **mods._asdict(),
+        wants_aux=problem.wants_aux,
+        has_aux_tensors=bool(problem.aux),
+        deterministic=problem.deterministic,
+        intervals=None if problem.intervals is None else Intervals(*problem.intervals),
+        num_sms=target.num_sms,
+        **asdict(choice.tiles),
+    )
+    arguments = _main_arguments(problem, choice)
+    smem_bytes = kernel.plan.smem_bytes
+    return compile_object(kernel, arguments, options_of(target), smem_bytes=smem_bytes)
+
+
+def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
+    """Stand-ins for the arguments of the main kernel object's `__call__`, the stream included."""
+    import cutlass
+
+    dtype, tile_m = problem.dtype, choice.tiles.tile_m
+    rank_q, rank_k = ranks(problem)
+    return [
+        operand(dtype, rank_q, problem.head_dim),
+        operand(dtype, rank_k, problem.head_dim),
+        operand(dtype, rank_k, problem.head_dim_v),
+        operand(dtype, rank_q, problem.head_dim_v),
+        scratch(2, tile_m),
+        scratch(tile_m * choice.tile_d),
+        None if choice.tiles.clears_dq else strided(2),
+        operand(dtype, rank_k, problem.head_dim),
+        operand(dtype, rank_k, problem.head_dim_v),
+        cutlass.Float32(1.0),
+        fake_tensors.stream(),
+        *lengths(problem),
+        *fake_tensors.window(problem),
+        fake_tensors.aux_tensors(problem),
+        cutlass.Float32(1.0) if problem.has_softcap else None,
+        fake_tensors.counter(),
+        columns(problem),
+        fake_tensors.block_bits(problem),
+        aux_grads(problem),
+        stored_bits(problem, BitTiles.of_keys(tile_m, choice.tile_n)),
+    ]
+
+
+def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
+    """Compile the kernel of the row statistics now."""
+    from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess
+
+    rank = 3 if facts.varlen_q else 4
+    kernel = BwdPreprocess(fake_tensors.cutlass_dtype(facts.dtype), facts.dim, facts.tile_m)
+    arguments = [
+        operand(facts.dtype, rank, facts.dim),
+        operand(facts.dtype, rank, facts.dim),
+        strided(rank - 1, "float32"),
+        strided(rank - 1, "float32") if facts.has_dlse else None,
+        scratch(2, facts.tile_m),
+        scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
+        None if facts.clears_dq else strided(2),
+        fake_tensors.vector(facts.sink_dtype),
+        scratch() if facts.sink_dtype else None,
+        fake_tensors.stream(),
+        int32_vector(facts.varlen_q),
+        int32_vector(facts.has_seqused_q),
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
+    """Compile the kernel that writes dQ now."""
+    import cutlass
+
+    from flash_mask_cute.kernels.bwd_postprocess import BwdPostprocess
+
+    rank = 3 if facts.varlen_q else 4
+    kernel = BwdPostprocess(
+        fake_tensors.cutlass_dtype(facts.dtype),
+        facts.dim,
+        facts.tile_m,
+        facts.tile_d,
+    )
+    arguments = [
+        scratch(facts.tile_m * facts.tile_d),
+        None if facts.clears_dq else strided(2),
+        operand(facts.dtype, rank, facts.dim),
+        cutlass.Float32(1.0),
+        fake_tensors.stream(),
+        int32_vector(facts.varlen_q),
+        int32_vector(facts.has_seqused_q),
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+def build_clear_tails(facts: TailFacts, target: Target) -> Compiled:
+    """Compile the kernel that zeroes tails now."""
+    from flash_mask_cute.kernels.zero_padding import ClearTails
+
+    of_q, of_k, of_v = facts.tails
+    arguments = [
+        operand(facts.dtype, 3, facts.head_dim) if of_q else None,
+        operand(facts.dtype, 3, facts.head_dim) if of_k else None,
+        operand(facts.dtype, 3, facts.head_dim_v) if of_v else None,
+        int32_vector(of_q),
+        int32_vector(of_k or of_v),
+        fake_tensors.stream(),
+    ]
+    return compile_object(ClearTails(), arguments, options_of(target))

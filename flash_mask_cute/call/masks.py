@@ -1,0 +1,256 @@
+"""The arguments of a call that say who sees whom, beyond causal and window, or change scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.block_sparsity import (
+    BlockSparseTensorsTorch,
+    block_bits,
+    check_block_lists,
+    from_block_mask,
+    retile_lists,
+)
+from flash_mask_cute.call.config import FwdTiles
+from flash_mask_cute.call.problem import AttentionProblem, Mods
+from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.dtypes import dtype_name
+
+
+class Masks(NamedTuple):
+    """Arguments of the public call, as they are."""
+
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+    aux_tensors: Sequence[Tensor] | None = None
+    block_sparse_tensors_torch: Any = None
+    startend_row_indices: Tensor | ColumnMask | None = None
+
+    @property
+    def mods(self) -> Mods:
+        return Mods(self.score_mod, self.mask_mod)
+
+
+NO_MASKS = Masks()
+
+
+def mask_key(masks: Masks) -> tuple[Any, ...]:
+    """Equal for two calls only if one launch serves both, as far as these arguments go.
+
+    Of tensors, what decides the code and the checks: extents, but of aux tensors only their number.
+    Strides are run-time values. Of callables, everything they reach, looked up afresh.
+
+    Raises:
+        AttributeError, TypeError, ValueError: no valid call has such arguments.
+    """
+    score_mod, mask_mod, aux_tensors, lists, columns = masks
+    lists_key = columns_key = None
+    if lists is not None:
+        *tensors, block_size = from_block_mask(lists)
+        lists_key = type(lists), block_size, *(None if x is None else _meta(x) for x in tensors)
+    if columns is not None:
+        columns_key = (
+            (columns.causal, columns.documents, *_meta(columns.startend_row_indices))
+            if isinstance(columns, ColumnMask)
+            else _meta(columns)
+        )
+    return (
+        None if score_mod is None else callable_key(score_mod),
+        None if mask_mod is None else callable_key(mask_mod),
+        None
+        if aux_tensors is None
+        else (type(aux_tensors), *((x.dtype, x.dim(), x.device, x.layout) for x in aux_tensors)),
+        lists_key,
+        columns_key,
+    )
+
+
+def _meta(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+class ResolvedMasks(NamedTuple):
+    """What a call's masks are, after validation.
+
+    column_mask, block_lists: in the form of the library, the lists with their block size.
+    """
+
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    aux_tensors: tuple[Tensor, ...] | None
+    column_mask: ColumnMask | None
+    block_lists: BlockSparseTensorsTorch | None
+
+    @staticmethod
+    def of(masks: Masks, causal: bool, shapes: FwdShapes, device: torch.device) -> ResolvedMasks:
+        """From arguments that `check_fwd_inputs` has passed.
+
+        Raises:
+            TypeError, ValueError: block lists that do not fit the problem.
+        """
+        lists = None
+        if masks.block_sparse_tensors_torch is not None:
+            lists = check_block_lists(
+                from_block_mask(masks.block_sparse_tensors_torch),
+                shapes.batch,
+                shapes.heads_q,
+                shapes.seqlen_q,
+                shapes.seqlen_k,
+                device,
+            )
+        return ResolvedMasks(
+            masks.score_mod,
+            masks.mask_mod,
+            tuple(masks.aux_tensors) if masks.aux_tensors else None,
+            _column_mask(masks.startend_row_indices, causal),
+            lists,
+        )
+
+    @property
+    def mods(self) -> Mods:
+        return Mods(self.score_mod, self.mask_mod)
+
+    @property
+    def block_size(self) -> tuple[int, int] | None:
+        return None if self.block_lists is None else self.block_lists.block_size
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the column intervals come with causal masking."""
+        return self.column_mask is not None and self.column_mask.causal
+
+    def problem_fields(self) -> dict[str, Any]:
+        """The fields of an `AttentionProblem` that say what masks there are."""
+        columns, lists = self.column_mask, self.block_lists
+        return {
+            "intervals": None if columns is None else (columns.num_vectors, columns.causal),
+            "score_mod": None if self.score_mod is None else callable_key(self.score_mod),
+            "mask_mod": None if self.mask_mod is None else callable_key(self.mask_mod),
+            "aux": tuple((dtype_name(x.dtype), x.dim()) for x in self.aux_tensors or ()),
+            "has_lists": lists is not None,
+            "has_full_lists": lists is not None and lists.full_block_cnt is not None,
+        }
+
+    def describe(self, tiles: FwdTiles, are_bits: bool) -> str:
+        """In words, empty if there is nothing.
+
+        are_bits: block lists are taken so, by what asks a mask_mod before attention.
+        """
+        parts = []
+        if self.column_mask is not None:
+            batch, heads, _, num_vectors = self.column_mask.startend_row_indices.shape
+            form = "causal" if self.column_mask.causal else "not causal"
+            parts.append(
+                f"column intervals of {num_vectors} vectors ({form}), batch {batch}, heads {heads}"
+            )
+        if self.block_size is not None:
+            how = f"retiled to {tiles.walk_m} x {tiles.tile_n}"
+            if are_bits:
+                how = "taken as bits"
+            elif tiles.nest_in(self.block_size):
+                how = "made of whole tiles"
+            parts.append(f"block lists of {self.block_size[0]} x {self.block_size[1]}, {how}")
+        for name, mod in (("mask_mod", self.mask_mod), ("score_mod", self.score_mod)):
+            if mod is not None:
+                parts.append(f"{name} {getattr(mod, '__qualname__', type(mod).__qualname__)}")
+        if self.aux_tensors is not None:
+            parts.append(f"{len(self.aux_tensors)} aux tensors")
+        return "; ".join(parts)
+
+    def unpackable(self, shapes: FwdShapes) -> str | None:
+        """The argument, if there is one, under which query heads of a group cannot share a tile."""
+        if self.block_lists is not None:
+            return "block lists (block_sparse_tensors)"
+        if self.column_mask is not None:
+            heads = self.column_mask.startend_row_indices.shape[1]
+            if heads == shapes.heads_q > shapes.heads_kv:
+                return f"startend_row_indices that differ by query head, of {heads} heads"
+        return None
+
+
+def _column_mask(value: Tensor | ColumnMask | None, causal: bool) -> ColumnMask | None:
+    if value is None or isinstance(value, ColumnMask):
+        return value
+    return ColumnMask(value, causal)
+
+
+class MaskArguments:
+    """Makes the last arguments of a kernel from those of a call.
+
+    Where answers of a mask_mod are stored, block lists are for what stores them, as bits. Nothing
+    is computed for a `ColumnMask` or for lists that were seen before.
+    """
+
+    __slots__ = ("_are_bits", "_block_size", "_causal_form", "_extents")
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        tiles: FwdTiles,
+        shapes: FwdShapes,
+        block_size: tuple[int, int] | None,
+    ) -> None:
+        self._causal_form = problem.intervals is not None and problem.intervals[1]
+        self._extents = tiles.walk_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
+        self._block_size = block_size
+        self._are_bits = problem.reads_bits
+
+    def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> tuple[Any, ...]:
+        """(lists, aux_tensors, column_tensors, block_size, block_bits), each may be None."""
+        _, _, aux_tensors, given_lists, given_columns = masks
+        lists = columns = block_size = bits = None
+        if given_columns is not None:
+            columns = _column_tensors(
+                given_columns, self._causal_form, self._extents[1], cu_seqlens_k
+            )
+        if given_lists is not None:
+            sized = _sized(given_lists, self._block_size)
+            if self._are_bits:
+                bits = tuple(block_bits(sized))
+            else:
+                retiled = retile_lists(sized, *self._extents)
+                *of_tiles, block_size = retiled.lists
+                lists, bits = tuple(of_tiles), None if retiled.bits is None else tuple(retiled.bits)
+        aux = tuple(aux_tensors) if aux_tensors else None
+        return lists, aux, columns, block_size, bits
+
+
+class BwdMaskArguments:
+    """`MaskArguments` for the backward, which reads block lists as bits only."""
+
+    __slots__ = ("_block_size", "_causal_form", "_tile_n")
+
+    def __init__(
+        self, problem: AttentionProblem, tile_n: int, block_size: tuple[int, int] | None
+    ) -> None:
+        self._causal_form = problem.intervals is not None and problem.intervals[1]
+        self._tile_n = tile_n
+        self._block_size = block_size
+
+    def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> tuple[Any, ...]:
+        """(aux_tensors, column_tensors, block_bits), each may be None."""
+        _, _, aux_tensors, given_lists, given_columns = masks
+        columns = bits = None
+        if given_columns is not None:
+            columns = _column_tensors(given_columns, self._causal_form, self._tile_n, cu_seqlens_k)
+        if given_lists is not None:
+            bits = tuple(block_bits(_sized(given_lists, self._block_size)))
+        return tuple(aux_tensors) if aux_tensors else None, columns, bits
+
+
+def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:
+    """A call's block lists, whose block size was resolved before."""
+    return from_block_mask(given)._replace(block_size=block_size)
+
+
+def _column_tensors(
+    given: Tensor | ColumnMask, causal_form: bool, tile_n: int, cu_seqlens_k: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    mask = given if isinstance(given, ColumnMask) else ColumnMask(given, causal_form)
+    return mask.startend_row_indices, mask.bounds(tile_n, cu_seqlens_k)

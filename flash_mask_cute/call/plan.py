@@ -1,0 +1,394 @@
+"""Whether a call's `mask_mod` is asked once for all heads, and how.
+
+It is where its answers do not depend on the head and there is room for them: a bit for each pair of
+a query and a key, and a word for each tile, of one batch entry where the callable and the lists are
+the same for all. Large calls attend to the documents that answers tell of as to packed sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.kernels import compile_fwd
+from flash_mask_cute.call.kernels_bwd import BwdKernels, compile_bwd
+from flash_mask_cute.call.masks import ResolvedMasks
+from flash_mask_cute.call.prepared import Asked, ResolvedFwd, Stored
+from flash_mask_cute.call.prepared_bwd import ResolvedBwd
+from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
+from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, SLOT, num_slots
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, StoreProblem, compile_store
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.target import HOPPER, Target
+
+# heads that share the answers: with fewer, a second kernel is not worth its launch
+MIN_HEADS = 4
+# pairs of a query and a key that a launch may store answers for: one entry of 32K tokens, 16 of 8K
+MAX_PAIRS = 1 << 30
+# work tiles for each SM, the least that a part of a call should have: its last ones leave SMs idle
+MIN_TILES = 8
+# blocks of so many queries, over all heads and entries, for each SM: with fewer, the seven launches
+# that look for documents would cost more than they gain (an estimate: 20 us of a call)
+QUERY_BLOCK, MIN_TILES_PACKED = 128, 32
+WORD_BYTES = 4
+
+Window: TypeAlias = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class _TileStoring:
+    """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). function: see
+    `compile_store`; window: what it is told."""
+
+    shape: tuple[int, int, int, int, int]
+    function: Callable[..., None]
+    window: Window
+
+    @property
+    def num_bytes(self) -> int:
+        """Of tiles and states."""
+        return (torch.Size(self.shape).numel() + torch.Size(self.shape[:3]).numel()) * WORD_BYTES
+
+
+@dataclass(frozen=True)
+class BitStoring(_TileStoring):
+    """How the answers of a call are stored.
+
+    shape: (batch | 1, blocks of queries, blocks of keys, ...), of the blocks of a launch of
+    attention; blocks: of queries in all, for which there are as many launches as it takes.
+    """
+
+    blocks: int
+    seqlens: tuple[int, int]
+
+    @property
+    def num_parts(self) -> int:
+        return -(-self.blocks // self.shape[1])
+
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """See `StoreBits`."""
+        entries, most, *inner = self.shape
+        for first in range(0, self.blocks, most):
+            part = first, min(most, self.blocks - first)
+            stored = _new_stored(q, (entries, part[1], *inner))
+            of_call = asked.block_bits, asked.aux_tensors, *self.window
+            self.function(stored, *self.seqlens, *of_call, part)
+            yield Stored(stored, part)
+            # so that the next part has its memory
+            del stored
+
+
+@dataclass(frozen=True)
+class SequenceStoring(_TileStoring):
+    """How the answers of a call with packed sequences are stored.
+
+    shape: (1, 1, tiles, ...), as many as the sequences may have.
+    """
+
+    batch: int
+    num_parts = 1
+
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """See `StoreBits`."""
+        places = q.new_empty((self.batch, 2), dtype=torch.int32)
+        stored, part = (*_new_stored(q, self.shape), places), (0, self.shape[2])
+        of_call = asked.block_bits, asked.aux_tensors, *self.window
+        self.function(stored, *asked.cu_seqlens, *of_call, part)
+        yield Stored(stored, part)
+
+
+@dataclass(frozen=True)
+class DocumentStoring(_TileStoring):
+    """How the answers of a call are stored by documents.
+
+    shape: (1, 1, tiles, ...), of a launch of attention, as many as the documents of all entries may
+    have, or some and those of a block of queries besides; seqlen: of each of the entries, which are
+    the batch or serve all of it; tiles: as many as the documents of one may have; step: by how many
+    tiles the next launch begins later.
+    """
+
+    entries: int
+    batch: int
+    seqlen: int
+    tiles: int
+    step: int
+
+    @property
+    def num_parts(self) -> int:
+        return -(-self.entries * self.tiles // self.step)
+
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """See `StoreBits`; and tells where the documents begin. Parts share their memory; the last
+        ones are empty, unless all is one document."""
+        slots = num_slots(self.seqlen)
+        num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
+        places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
+        cu_seqlens = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
+        spans = q.new_empty((self.entries, 1, self.seqlen, 2), dtype=torch.int32)
+        bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)
+        begins = q.new_empty((self.entries, slots), dtype=torch.int32)
+        stored = (*_new_stored(q, self.shape), places)
+        of_call = asked.block_bits, asked.aux_tensors, *self.window
+        of_all = cu_seqlens, spans, bounds, begins, *of_call, self.tiles
+        for first in range(0, self.entries * self.tiles, self.step):
+            part = first, self.step
+            self.function(stored, *of_all, part)
+            yield Stored(stored, part, cu_seqlens)
+
+
+def most_tiles(tiles: BitTiles, pairs: int, rows: int, keys: int, sequences: int) -> int:
+    """The most tiles that sequences of so many pairs, queries and keys in all may have.
+
+    Of m x n scores they are sum(ceil(q / m) * ceil(k / n)), less than
+    sum(q * k) / mn + sum(q) / m + sum(k) / n + sequences.
+    """
+    tile_m, tile_n = tiles.tile_m, tiles.tile_n
+    of_pairs = -(-pairs // (tile_m * tile_n))
+    return of_pairs + -(-rows // tile_m) + -(-keys // tile_n) + sequences
+
+
+def _new_stored(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    tiles = q.new_empty(shape, dtype=torch.int32)
+    return tiles, q.new_empty(shape[:3], dtype=torch.int32)
+
+
+Storing: TypeAlias = BitStoring | SequenceStoring | DocumentStoring
+
+
+def compile_call(
+    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
+) -> tuple[ResolvedFwd, Compiled, Storing | None]:
+    """The call as its attention kernel sees it, that kernel, and what stores bits for it, if
+    anything does; all compiled or from the cache.
+
+    can_pack: operands may be seen as packed sequences. The call is one of these then if what stores
+    bits is a `DocumentStoring`.
+    """
+    resolved, storing = choose_storing(resolved, masks, target, can_pack)
+    mods = masks.mods if storing is None else masks.mods._replace(mask_mod=None)
+    return resolved, compile_fwd(resolved.problem, resolved.choice.tiles, target, mods), storing
+
+
+def compile_bwd_call(
+    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
+) -> tuple[ResolvedBwd, BwdKernels, Storing | None]:
+    """As `compile_call`, for a backward."""
+    resolved, storing = choose_bwd_storing(resolved, masks, target, can_pack)
+    mods = masks.mods._replace(score_mod_bwd=resolved.score_mod_bwd)
+    if storing is not None:
+        mods = mods._replace(mask_mod=None)
+    kernels = compile_bwd(
+        resolved.problem,
+        resolved.choice,
+        target,
+        mods,
+        resolved.has_dlse,
+        resolved.sink_dtype,
+        resolved.tails,
+    )
+    return resolved, kernels, storing
+
+
+def choose_storing(
+    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
+) -> tuple[ResolvedFwd, Storing | None]:
+    """The call as its attention kernel has to see it, and how bits are stored for it, or None.
+
+    A kernel that reads answers may have other tiles than one that asks. Compiles the callable where
+    that is needed to know.
+    """
+    if _choose_fwd(resolved, masks, target, can_pack=False) is None:
+        return resolved, None
+    reading = resolved.with_choice(resolved.choose(_reading(resolved.problem)))
+    storing = _choose_fwd(reading, masks, target, can_pack)
+    if storing is None:
+        return resolved, None
+    reading = replace(reading, problem=_reading(reading.problem))
+    if isinstance(storing, DocumentStoring):
+        shapes, problem = _packed(reading.shapes, reading.problem)
+        rows, heads = shapes.total_q, shapes.heads_q
+        out_shape, lse_shape = (rows, heads, shapes.head_dim_v), (heads, rows)
+        reading = replace(
+            reading, shapes=shapes, problem=problem, out_shape=out_shape, lse_shape=lse_shape
+        )
+    return reading, storing
+
+
+def _choose_fwd(
+    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target, can_pack: bool
+) -> Storing | None:
+    tiles = resolved.choice.tiles
+    bit_tiles = BitTiles.of_queries(tiles.tile_m, tiles.tile_n)
+    window = resolved.window_left, resolved.window_right
+    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, window, target, can_pack)
+
+
+def choose_bwd_storing(
+    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
+) -> tuple[ResolvedBwd, Storing | None]:
+    """As `choose_storing`, for a backward."""
+    if _choose_bwd(resolved, masks, target, can_pack=False) is None:
+        return resolved, None
+    of_attention = _reading(resolved.problem)
+    reading = replace(resolved, choice=resolved.choose(of_attention.mask_kind))
+    storing = _choose_bwd(reading, masks, target, can_pack)
+    if storing is None:
+        return resolved, None
+    reading = replace(reading, problem=of_attention)
+    if isinstance(storing, DocumentStoring):
+        shapes, problem = _packed(reading.shapes, reading.problem)
+        reading = replace(reading, shapes=shapes, problem=problem)
+    return reading, storing
+
+
+def _choose_bwd(
+    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool
+) -> Storing | None:
+    choice, problem = resolved.choice, resolved.problem
+    if choice.tiles.cta_pair:
+        # a part of a walk may lie behind its sequence, which places do not tell
+        can_pack = False
+        if problem.varlen_k:
+            return None
+    bit_tiles = BitTiles.of_keys(choice.tiles.tile_m, choice.tile_n)
+    window = resolved.window_left, resolved.window_right
+    return _choose(problem, resolved.shapes, bit_tiles, masks, window, target, can_pack)
+
+
+def _reading(problem: AttentionProblem) -> AttentionProblem:
+    """The problem of a kernel that reads what the callable and block lists say."""
+    return replace(
+        problem,
+        mask_mod=None,
+        aux=() if problem.score_mod is None else problem.aux,
+        has_lists=False,
+        has_full_lists=False,
+        has_bits=False,
+        reads_bits=True,
+    )
+
+
+def _packed(shapes: FwdShapes, problem: AttentionProblem) -> tuple[FwdShapes, AttentionProblem]:
+    """The same, where documents are sequences."""
+    sequences, rows = shapes.batch * num_slots(shapes.seqlen_q), shapes.batch * shapes.seqlen_q
+    shapes = shapes._replace(batch=sequences, total_q=rows, total_k=rows)
+    return shapes, replace(problem, varlen_q=True, varlen_k=True)
+
+
+def _choose(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    tiles: BitTiles,
+    masks: ResolvedMasks,
+    window: Window,
+    target: Target,
+    can_pack: bool,
+) -> Storing | None:
+    lists = masks.block_lists
+    if (
+        masks.mask_mod is None
+        or target.family != HOPPER
+        or shapes.heads_q < MIN_HEADS
+        or problem.packed_heads > 1
+        or problem.has_seqused_q
+        or problem.has_seqused_k
+        or problem.varlen_q != problem.varlen_k
+        or (lists is not None and lists.mask_block_cnt.shape[1] > 1)
+    ):
+        return None
+    store = StoreProblem(
+        tiles,
+        problem.aux,
+        has_bits=lists is not None,
+        is_causal=problem.is_causal,
+        has_window_left=problem.has_window_left,
+        has_window_right=problem.has_window_right,
+    )
+    if problem.varlen_q:
+        return _choose_for_sequences(shapes, masks.mask_mod, store, window, target)
+    if _blocks_of_launch(1, shapes, tiles, target) is None:
+        return None
+    compiled = compile_store(masks.mask_mod, store, target)
+    if compiled.meta["relies_on_head"]:
+        return None
+    lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
+    entries = shapes.batch if compiled.meta["relies_on_batch"] or lists_differ else 1
+    blocks = _num_blocks(shapes, tiles)
+    of_launch = _blocks_of_launch(entries, shapes, tiles, target)
+    if of_launch is None:
+        return None
+    lines = tiles.lines, tiles.words
+    if can_pack and _may_hold_documents(problem, shapes, target):
+        seqlen = shapes.seqlen_q
+        most = most_tiles(tiles, seqlen * seqlen, seqlen, seqlen, num_slots(seqlen))
+        step = room = entries * most
+        if of_launch < blocks:
+            step = MAX_PAIRS // (tiles.tile_m * tiles.tile_n)
+            room = step + -(-seqlen // tiles.tile_n)
+        compiled = compile_store(masks.mask_mod, replace(store, form="documents"), target)
+        extents = entries, shapes.batch, seqlen, most, step
+        return DocumentStoring((1, 1, room, *lines), compiled.function, window, *extents)
+    shape = (entries, of_launch, -(-shapes.seqlen_k // tiles.tile_n), *lines)
+    seqlens = shapes.seqlen_q, shapes.seqlen_k
+    return BitStoring(shape, compiled.function, window, blocks, seqlens)
+
+
+def _choose_for_sequences(
+    shapes: FwdShapes,
+    mask_mod: Callable[..., Any],
+    store: StoreProblem,
+    window: Window,
+    target: Target,
+) -> SequenceStoring | None:
+    """Where queries and keys are packed."""
+    tiles, pairs = store.tiles, shapes.total_q * shapes.seqlen_k
+    most = most_tiles(tiles, pairs, shapes.total_q, shapes.total_k, shapes.batch)
+    # short sequences leave most of a tile empty
+    if pairs > MAX_PAIRS or most * tiles.tile_m * tiles.tile_n > 2 * MAX_PAIRS:
+        return None
+    compiled = compile_store(mask_mod, replace(store, form="sequences"), target)
+    if compiled.meta["relies_on_head"]:
+        return None
+    shape = (1, 1, most, tiles.lines, tiles.words)
+    return SequenceStoring(shape, compiled.function, window, shapes.batch)
+
+
+def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Target) -> bool:
+    """Whether a call is large enough to look for documents, and has nothing that would have to be
+    told where it is in them."""
+    work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // QUERY_BLOCK)
+    return (
+        shapes.seqlen_q == shapes.seqlen_k > SLOT
+        and problem.score_mod is None
+        and problem.intervals is None
+        and work_tiles >= MIN_TILES_PACKED * target.num_sms
+    )
+
+
+def _num_blocks(shapes: FwdShapes, tiles: BitTiles) -> int:
+    return -(-shapes.seqlen_q // tiles.tile_m)
+
+
+def _blocks_of_launch(
+    entries: int, shapes: FwdShapes, tiles: BitTiles, target: Target
+) -> int | None:
+    """How many blocks of queries a launch computes; None where there is no room for bits.
+
+    A forward with more pairs than there is room for computes some rows of all heads after the
+    others, a backward does not.
+    """
+    blocks = _num_blocks(shapes, tiles)
+    if entries * shapes.seqlen_q * shapes.seqlen_k <= MAX_PAIRS:
+        return blocks
+    most = MAX_PAIRS // (entries * shapes.seqlen_k * tiles.tile_m)
+    if tiles.by_key or most == 0:
+        return None
+    of_launch = -(-blocks // -(-blocks // most))
+    tiles_of_launch = of_launch * shapes.heads_q * shapes.batch
+    return of_launch if tiles_of_launch >= MIN_TILES * target.num_sms else None

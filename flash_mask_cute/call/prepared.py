@@ -1,0 +1,403 @@
+"""A call with everything resolved that its metadata decide; running one costs as little as can be.
+
+A launch is made once for a combination of shapes, strides, dtypes and settings, and run with the
+tensors of every later call that has the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.config import FwdChoice, FwdConfig
+from flash_mask_cute.call.masks import MaskArguments, Masks, ResolvedMasks, mask_key
+from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.cpu.forward import NEG_INF, flash_attn_fwd_cpu
+from flash_mask_cute.limits import ADDRESS_MASK, STRIDE_STEP
+
+
+class FwdOperands(NamedTuple):
+    """The tensors that every forward has."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Extras(NamedTuple):
+    """The tensors of a call that may be absent."""
+
+    learnable_sink: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+
+
+class Settings(NamedTuple):
+    """The other arguments of a call, but for masks; page_table is known and not supported yet."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size_left: int | None = None
+    window_size_right: int | None = None
+    softcap: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    num_splits: int = 1
+    pack_gqa: bool | None = None
+    return_lse: bool = True
+    page_table: Any = None
+    config: FwdConfig | None = None
+
+
+@dataclass(frozen=True)
+class ResolvedFwd:
+    """A call after validation and all decisions, before anything is compiled.
+
+    problem includes the packing; window sides are None where they are open. choose: the tiles of
+    another problem with the same arguments. block_size: that of block lists, (queries, keys).
+    """
+
+    shapes: FwdShapes
+    problem: AttentionProblem
+    choice: FwdChoice
+    softmax_scale: float
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    choose: Callable[[AttentionProblem], FwdChoice]
+    block_size: tuple[int, int] | None = None
+
+    def with_choice(self, choice: FwdChoice) -> ResolvedFwd:
+        """The call with these tiles, which decide on packing and on how it takes block lists."""
+        are_bits = self.block_size is not None and not choice.tiles.nest_in(self.block_size)
+        problem = replace(self.problem, packed_heads=choice.packed_heads, has_bits=are_bits)
+        return replace(self, problem=problem, choice=choice)
+
+    def outputs(self, q: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
+        """The caller's out and lse, or new ones that hold anything."""
+        out, lse = extras.out, extras.lse
+        if out is None:
+            out = q.new_empty(self.out_shape)
+        if lse is None and self.problem.needs_lse:
+            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        return out, lse
+
+
+Launch: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, Extras, Masks | None], tuple[Tensor, Tensor | None]
+]
+
+
+class Asked(NamedTuple):
+    """Of a call, what answers are made from: aux_tensors and block bits as a kernel takes them, and
+    its cu_seqlens, of queries and of keys."""
+
+    aux_tensors: Any
+    block_bits: Any
+    cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
+class Stored(NamedTuple):
+    """Stored answers as a kernel takes them, what of the call they are of (`StoredArgs.part`), and
+    where the sequences begin that they are of, if the call does not say."""
+
+    arguments: tuple[Tensor, ...]
+    part: tuple[int, int]
+    cu_seqlens: Tensor | None = None
+
+
+# of a call whose kernel asks itself
+NOT_STORED = ((None, None, None),)
+
+
+class StoreBits(Protocol):
+    """A `bit_store.Storing`."""
+
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """Answers for one launch after the other, on q's device, which is the current one. Those of
+        a part are not to be read after the next one was asked for."""
+
+
+class KernelLaunch:
+    """Runs a compiled kernel on the current stream, after what stores bits for it if anything does.
+
+    resolved: the call as the kernel sees it.
+    """
+
+    __slots__ = (
+        "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like", "_mask_arguments",
+        "_out_shape", "_restrides", "_scale", "_softcap", "_store_bits", "_window_left",
+        "_window_right",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        resolved: ResolvedFwd,
+        function: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        store_bits: StoreBits | None = None,
+    ) -> None:
+        self._function = function
+        self._store_bits = store_bits
+        self._has_aux = bool(resolved.problem.aux)
+        self._index = q.get_device()
+        self._out_shape = resolved.out_shape
+        self._is_out_like_q = (
+            q.is_contiguous() and q.shape == resolved.out_shape and tma_strides(q) is None
+        )
+        self._lse_like = None
+        if resolved.problem.needs_lse:
+            self._lse_like = _float_on(q.device).expand(resolved.lse_shape)
+        self._scale = resolved.softmax_scale
+        self._window_left = resolved.window_left
+        self._window_right = resolved.window_right
+        self._softcap = resolved.softcap if resolved.problem.has_softcap else None
+        self._mask_arguments = MaskArguments(
+            resolved.problem, resolved.choice.tiles, resolved.shapes, resolved.block_size
+        )
+        strides = tuple(None if x is None else tma_strides(x) for x in (q, k, v, out))
+        self._restrides = strides if any(strides) else None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
+        if out is None:
+            # the same, but `empty_like` takes half the time, as for lse
+            out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
+        if lse is None and self._lse_like is not None:
+            lse = torch.empty_like(self._lse_like)
+        result = out, lse
+        if self._restrides is not None:
+            q, k, v, out = restride((q, k, v, out), self._restrides)
+        index = self._index
+        if index >= 0 and index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self(q, k, v, extras._replace(out=result[0], lse=lse), masks)
+        lists = aux_tensors = columns = block_size = bits = None
+        if masks is not None:
+            lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
+                masks, cu_seqlens_k
+            )
+        store_bits = self._store_bits
+        if store_bits is not None:
+            asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
+            bits, aux_tensors = None, aux_tensors if self._has_aux else None
+        for stored, part, found in NOT_STORED if store_bits is None else store_bits.parts(q, asked):
+            if found is not None:
+                cu_seqlens_q = cu_seqlens_k = found
+            self._function(
+                q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                None, self._window_left, self._window_right, sink, lists, aux_tensors,
+                self._softcap, tile_counter(q, index), columns, block_size, bits, stored, part,
+            )  # fmt: skip
+            # so that the next part has its memory
+            stored = None
+        return result
+
+
+class EmptyLaunch:
+    """Fills the outputs of a problem without keys or without queries."""
+
+    def __init__(self, resolved: ResolvedFwd) -> None:
+        self._resolved = resolved
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        out, lse = self._resolved.outputs(q, extras)
+        out.zero_()
+        if lse is None:
+            return out, lse
+        if extras.learnable_sink is None or self._resolved.shapes.batch == 0:
+            lse.fill_(NEG_INF)
+            return out, lse
+        lse_by_row = lse.transpose(-1, -2)
+        lse_by_row.copy_(extras.learnable_sink)
+        if extras.seqused_q is not None:
+            unused = unused_rows(lse_by_row, extras.cu_seqlens_q, extras.seqused_q)
+            lse_by_row.masked_fill_(unused[..., None], NEG_INF)
+        return out, lse
+
+
+class CpuLaunch:
+    """Computes on CPU tensors, walking the tiles of the kernel's configuration."""
+
+    def __init__(self, resolved: ResolvedFwd, masks: ResolvedMasks) -> None:
+        self._resolved = resolved
+        self._masks = masks
+
+    @torch.no_grad()
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        call = self._resolved
+        out, lse = call.outputs(q, extras)
+        # rows that no sequence uses, which the path leaves alone
+        out.zero_()
+        if lse is not None:
+            lse.fill_(NEG_INF)
+        flash_attn_fwd_cpu(
+            q,
+            k,
+            v,
+            softmax_scale=call.softmax_scale,
+            window_left=call.window_left,
+            window_right=0 if call.problem.is_causal else call.window_right,
+            softcap=call.softcap,
+            learnable_sink=extras.learnable_sink,
+            cu_seqlens_q=extras.cu_seqlens_q,
+            cu_seqlens_k=extras.cu_seqlens_k,
+            seqused_q=extras.seqused_q,
+            seqused_k=extras.seqused_k,
+            seqlen_q=call.shapes.seqlen_q,
+            seqlen_k=call.shapes.seqlen_k,
+            pack_gqa=call.problem.packed_heads,
+            tile_m=call.choice.tiles.walk_m,
+            tile_n=call.choice.tiles.tile_n,
+            out=out,
+            lse=lse,
+            **self._masks._asdict(),
+            skip_blocks=call.choice.tiles.skip_blocks,
+        )
+        return out, lse
+
+
+# -- what a kernel needs beside the caller's tensors --------------------------------------------
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def tile_counter(q: Tensor, index: int) -> Tensor:
+    """Two zeros on q's device, the current one, which the kernel leaves as zeros; launches that may
+    overlap get their own."""
+    # A captured launch may overlap any other when its graph is replayed.
+    if index < 0 or torch._C._cuda_isCurrentStreamCapturing():
+        return q.new_zeros((2,), dtype=torch.int32)
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = _to_keep(_new_counter, q.device)
+    return counter
+
+
+def _to_keep(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
+    """A tensor that outlives the call, made in a thread of its own.
+
+    torch.compile runs a graph once before it captures it, takes what the caller's thread allocates
+    meanwhile for the graph's, and refuses to see any of it kept.
+    """
+    with ThreadPoolExecutor(max_workers=1) as other:
+        return other.submit(make, device).result()
+
+
+@functools.cache
+def _float_on(device: torch.device) -> Tensor:
+    return _to_keep(lambda where: torch.empty((), dtype=torch.float32, device=where), device)
+
+
+def _new_counter(device: torch.device) -> Tensor:
+    counter = torch.zeros((2,), dtype=torch.int32, device=device)
+    # the caller's stream is another one
+    torch.cuda.current_stream(device).synchronize()
+    return counter
+
+
+def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Strides that TMA takes, where an extent of 1 has one that it refuses; None: as they are.
+
+    PyTorch leaves the stride of such an extent to chance.
+    """
+    strides = tuple(
+        stride if size != 1 or (stride and stride % STRIDE_STEP == 0) else tensor.shape[-1]
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+    return None if strides == tensor.stride()[:-1] else (*strides, 1)
+
+
+def restride(
+    operands: tuple[Any, ...], strides: tuple[tuple[int, ...] | None, ...]
+) -> tuple[Any, ...]:
+    """Views with the strides that are given."""
+    return tuple(
+        x if wanted is None else x.as_strided(x.shape, wanted)
+        for x, wanted in zip(operands, strides, strict=True)
+    )
+
+
+def unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor) -> Tensor:
+    """Boolean, (batch, seqlen_q) or (total_q,): which rows lie past seqused_q."""
+    row = torch.arange(lse_by_row.shape[-2], device=lse_by_row.device)
+    if cu_seqlens_q is None:
+        return row >= seqused_q[:, None]
+    owner = torch.searchsorted(cu_seqlens_q[1:].long(), row, right=True)
+    owner = owner.clamp_(max=len(seqused_q) - 1)
+    return row - cu_seqlens_q[owner] >= seqused_q[owner]
+
+
+# -- the key of a launch ------------------------------------------------------------------------
+
+
+def find_launch(
+    launches: Mapping[Any, Launch],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    masks: Masks | None,
+    rest: tuple[object, ...],
+) -> tuple[Launch | None, Any]:
+    """The launch for these arguments, if there is one, and its key.
+
+    Calls have equal keys only if one launch serves them: the same metadata of all tensors, and
+    the same other arguments. The key is None where the data do not start on 16-byte boundaries,
+    which kernels cannot do, or where an argument is of no kind that a valid call has.
+    """
+    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
+    try:
+        address = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        if out is not None:
+            start = out.data_ptr()
+            if start in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
+                # to be refused, however a call with the same metadata went
+                return None, None
+            address |= start
+        if address & ADDRESS_MASK:
+            return None, None
+        key = (
+            q.shape, q.stride(), q.dtype, q.device,
+            k.shape, k.stride(), k.dtype, k.device,
+            v.shape, v.stride(), v.dtype, v.device,
+            sink if sink is None else metadata(sink),
+            cu_seqlens_q if cu_seqlens_q is None else metadata(cu_seqlens_q),
+            cu_seqlens_k if cu_seqlens_k is None else metadata(cu_seqlens_k),
+            seqused_q if seqused_q is None else metadata(seqused_q),
+            seqused_k if seqused_k is None else metadata(seqused_k),
+            out if out is None else metadata(out),
+            lse if lse is None else metadata(lse),
+            masks if masks is None else mask_key(masks),
+            rest,
+        )  # fmt: skip
+        return launches.get(key), key
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None, None
+
+
+def metadata(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -1,0 +1,151 @@
+"""What the generated code depends on, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from flash_mask_cute.limits import OPEN_WINDOW
+from flash_mask_cute.runtime.dtypes import dtype_name
+
+
+class Mods(NamedTuple):
+    """The user's callables, which a kernel is compiled with. A problem holds their keys."""
+
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+    score_mod_bwd: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """A kind of problem: two of one direction that are equal share one compiled kernel.
+
+    dtype and sink_dtype are names of torch dtypes ("bfloat16"); sink_dtype None means no sink.
+    packed_heads: query heads of a KV head that share a tile's rows, 1 for no packing. Lengths,
+    batch, number of heads, strides and values are run-time arguments and not here.
+
+    intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
+    `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
+    tensor. wants_aux: numbers of those whose gradients a backward sums. has_lists: block lists are
+    given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
+    whose states are given as bits. score_functions: score_mod computes functions of scores
+    (`traits.py`), which tiles of the forward depend on. reads_bits: what a mask_mod and block
+    lists say was stored (`plan.py`), and neither is here. deterministic: only backwards differ
+    by it.
+
+    The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
+    as bits only.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    packed_heads: int = 1
+    is_causal: bool = False
+    has_window_left: bool = False
+    has_window_right: bool = False
+    varlen_q: bool = False
+    varlen_k: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+    has_softcap: bool = False
+    sink_dtype: str | None = None
+    needs_lse: bool = True
+    intervals: tuple[int, bool] | None = None
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    score_mod_bwd: str | None = None
+    score_functions: bool = False
+    aux: tuple[tuple[str, int], ...] = ()
+    wants_aux: tuple[int, ...] = ()
+    has_lists: bool = False
+    has_full_lists: bool = False
+    has_bits: bool = False
+    reads_bits: bool = False
+    deterministic: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        return self.has_window_left or self.has_window_right
+
+    @property
+    def score_modifier(self) -> str | None:
+        """What changes scores before masks do, as an argument's name: "score_mod", "softcap"."""
+        if self.score_mod is not None:
+            return "score_mod"
+        return "softcap" if self.has_softcap else None
+
+    @property
+    def mask_kind(self) -> str:
+        """What masks or modifies: "full" or "causal" and nothing else (but bits of block lists),
+        "mask_mod", "score_mod" (without a mask_mod), "edges" (intervals of two vectors and more, or
+        beside block lists), or "other"."""
+        varying = (self.varlen_q, self.varlen_k, self.has_seqused_q, self.has_seqused_k)
+        if self.mask_mod is not None:
+            return "mask_mod"
+        if self.score_mod is not None:
+            return "score_mod"
+        lists = self.has_lists or self.has_bits or self.reads_bits
+        if self.intervals is not None and (self.intervals[0] > 1 or lists):
+            return "edges"
+        masks = self.is_local or self.has_lists or self.reads_bits or self.intervals is not None
+        if masks or any(varying):
+            return "other"
+        return "causal" if self.is_causal else "full"
+
+    @property
+    def functions_under_causal(self) -> bool:
+        """Whether a soft cap or a score_mod computes functions of scores, and causal masking is all
+        that hides any."""
+        masks = replace(self, score_mod=None).mask_kind
+        return (self.has_softcap or self.score_functions) and masks == "causal"
+
+    @staticmethod
+    def of(
+        q: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        is_causal: bool,
+        window_left: int | None,
+        window_right: int | None,
+        softcap: float,
+        learnable_sink: torch.Tensor | None,
+        cu_seqlens_q: torch.Tensor | None,
+        cu_seqlens_k: torch.Tensor | None,
+        seqused_q: torch.Tensor | None,
+        seqused_k: torch.Tensor | None,
+        needs_lse: bool,
+    ) -> AttentionProblem:
+        """The problem, not packed yet and without masks other than causal and window, of arguments
+        that were checked; window sides are those that `fold_window` returned."""
+        return AttentionProblem(
+            dtype=dtype_name(q.dtype),
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            is_causal=is_causal,
+            has_window_left=window_left is not None,
+            has_window_right=window_right is not None,
+            varlen_q=cu_seqlens_q is not None,
+            varlen_k=cu_seqlens_k is not None,
+            has_seqused_q=seqused_q is not None,
+            has_seqused_k=seqused_k is not None,
+            has_softcap=softcap != 0,
+            sink_dtype=None if learnable_sink is None else dtype_name(learnable_sink.dtype),
+            needs_lse=needs_lse,
+        )
+
+
+def fold_window(
+    causal: bool, window_left: int | None, window_right: int | None
+) -> tuple[int | None, int | None]:
+    """Window sides that say something: no side is as wide as any sequence, none repeats causal.
+
+    Both sides are >= 0, so the nearer of causal's right edge and window_right is causal's.
+    """
+    left = None if window_left is None or window_left >= OPEN_WINDOW else int(window_left)
+    right = None if window_right is None or window_right >= OPEN_WINDOW else int(window_right)
+    return left, None if causal else right

@@ -1,0 +1,266 @@
+"""Backward attention on CPU tensors: the tiles that a kernel walks, one by one, in float64.
+
+Key blocks outside, query blocks inside: the transpose of the walk of `cpu_path`, which also says
+which scores count. As there, a tile that the walk leaves out is not looked at, so a wrong walk or a
+wrong classification gives wrong gradients without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.cpu.forward import (
+    NEG_INF,
+    SequenceWalk,
+    Tile,
+    from_rows,
+    heads_in_tile,
+    sequence_walks,
+)
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.mods.on_cpu import (
+    add_aux_gradients,
+    eval_score_mod,
+    eval_score_mod_bwd,
+    eval_score_mod_derivative,
+)
+
+_PullBack: TypeAlias = Callable[[Tensor], Tensor]
+"""From gradients of modified scores to those of the scores, (queries, keys) each, or of all heads
+of a tile (heads_kv, lanes, rows, keys)."""
+
+
+def flash_attn_bwd_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    learnable_sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    pack_gqa: int,
+    tile_m: int,
+    tile_n: int,
+    dlse: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: Sequence[Tensor] | None = None,
+    aux_sums: Mapping[int, Tensor] | None = None,
+    column_mask: ColumnMask | None = None,
+    block_lists: BlockSparseTensorsTorch | None = None,
+    skip_blocks: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsink) from arguments that the caller has validated; dsink is None without a
+    learnable_sink.
+
+    out, lse: what `flash_attn_fwd_cpu` wrote for the same arguments, or the same of higher
+    precision; they are used, not recomputed. dout, dlse: gradients of a loss by out and by lse,
+    laid out like these. score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) ->
+    grad: the gradient by the score that score_mod sees, from the one by the score that it returns;
+    without it the derivative of score_mod is taken. aux_sums: float64 tensors by number of the aux
+    tensor, to which the gradients of these are added. The other arguments are those of
+    `flash_attn_fwd_cpu`.
+
+    Gradients are new contiguous tensors of the shapes and dtypes of q, k, v and the sink, summed in
+    float64. They are 0 in rows that see nothing, in rows and keys past seqused_*, and in rows of a
+    packed tensor that belong to no sequence; what out, dout, lse and dlse hold in such rows is
+    not read, but for finite values of dout and dlse in rows that see nothing.
+
+    Probabilities are computed from lse and share its rounding: one of float32 gives gradients a
+    relative error of up to abs(lse) * 2^-24.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
+            on the CPU, see `eval_mask_mod`; or a score_mod without a derivative.
+    """
+    walks = sequence_walks(
+        q,
+        softmax_scale=softmax_scale,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_kv=k.shape[-2],
+        pack_gqa=pack_gqa,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        column_mask=column_mask,
+        block_lists=block_lists,
+        skip_blocks=skip_blocks,
+    )
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    dsink = q.new_zeros(q.shape[-2:-1], dtype=torch.float64)
+    lse_by_row = lse.transpose(-1, -2)
+    dlse_by_row = None if dlse is None else dlse.transpose(-1, -2)
+    for walk in walks:
+        chain: Callable[..., tuple[Tensor, _PullBack]] | None = None
+        if score_mod is not None and score_mod_bwd is not None:
+            chain = partial(_modify_and_ask, score_mod, score_mod_bwd)
+        elif score_mod is not None:
+            chain = partial(_modify_and_differentiate, score_mod, aux_sums)
+        rows = _Rows.create(
+            walk.rows_of_q(q),
+            walk.rows_of_q(out),
+            walk.rows_of_q(dout),
+            walk.rows_of_q(lse_by_row),
+            None if dlse_by_row is None else walk.rows_of_q(dlse_by_row),
+        )
+        dq_rows, dk_rows, dv_rows = _sequence_gradients(
+            rows,
+            walk.rows_of_k(k),
+            walk.rows_of_k(v),
+            walk,
+            None if chain is None else partial(_chain_tile, chain, aux_tensors, walk.batch_idx),
+        )
+        dq[walk.slot_q] = from_rows(dq_rows, pack_gqa).to(dq.dtype)
+        dk[walk.slot_k] = from_rows(dk_rows, 1).to(dk.dtype)
+        dv[walk.slot_k] = from_rows(dv_rows, 1).to(dv.dtype)
+        sink = walk.rows_of_sink(learnable_sink)
+        if sink is not None:
+            of_rows = torch.exp(sink - rows.lse) * rows.delta
+            dsink -= from_rows(of_rows, pack_gqa).sum(dim=0)
+    return dq, dk, dv, None if learnable_sink is None else dsink.to(learnable_sink.dtype)
+
+
+class _Rows(NamedTuple):
+    """What the backward reads of the queries of a sequence: q, dout (heads_kv, lanes, rows, .), lse
+    and delta (heads_kv, lanes, rows).
+
+    In rows that see nothing, lse is inf, so that exponentials of scores minus lse are 0, and delta
+    is 0.
+    """
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    @staticmethod
+    def create(q: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> _Rows:
+        delta = (dout * out).sum(dim=-1)
+        if dlse is not None:
+            delta = delta - dlse
+        empty = lse == NEG_INF
+        return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), delta.masked_fill(empty, 0.0))
+
+
+def _sequence_gradients(
+    of_rows: _Rows,
+    k: Tensor,
+    v: Tensor,
+    walk: SequenceWalk,
+    chain: Callable[[Tensor, Tile, Tensor], tuple[Tensor, _PullBack]] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of one batch entry; k and v are (heads_kv, 1, seqlen_k, .)."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (of_rows.q, k, v))
+    for n_block in range(walk.num_n_blocks):
+        keys = walk.keys(n_block)
+        for m_block in walk.m_blocks(n_block):
+            rows = walk.rows(m_block)
+            tile = walk.tile(m_block, n_block)
+            heads, visible = walk.visible(tile)
+            if not heads.any():
+                continue
+            q, dout = of_rows.q[..., rows, :], of_rows.dout[..., rows, :]
+            lse, delta = of_rows.lse[..., rows, None], of_rows.delta[..., rows, None]
+            capped = walk.capped_scores(q, k[..., keys, :])
+            modified, pull_back = (capped, None) if chain is None else chain(capped, tile, heads)
+            probabilities = torch.exp(modified.masked_fill(~visible, NEG_INF) - lse)
+            dscores = probabilities * (dout @ v[..., keys, :].mT - delta)
+            if pull_back is not None:
+                dscores = pull_back(dscores)
+            # a hidden score may have a derivative that is not finite
+            dscores = dscores.masked_fill(~visible, 0.0)
+            if walk.softcap:
+                dscores = dscores * (1 - (capped / walk.softcap).square())
+            dscores = dscores * walk.softmax_scale
+            dq[..., rows, :] += dscores @ k[..., keys, :]
+            # the lanes of a KV head are heads that read the same keys
+            dk[..., keys, :] += (dscores.mT @ q).sum(dim=1, keepdim=True)
+            dv[..., keys, :] += (probabilities.mT @ dout).sum(dim=1, keepdim=True)
+    return dq, dk, dv
+
+
+def _chain_tile(
+    chain: Callable[..., tuple[Tensor, _PullBack]],
+    aux_tensors: Sequence[Tensor] | None,
+    batch_idx: int,
+    scores: Tensor,
+    tile: Tile,
+    heads: Tensor,
+) -> tuple[Tensor, _PullBack]:
+    """Modified scores (heads_kv, lanes, rows, keys) of the given heads, and the way back. The
+    callables see float32. Other heads get their scores, and gradients, back."""
+    modified = scores.clone()
+    parts = []
+    for head in heads_in_tile(tile, heads):
+        values, pull_back = chain(
+            head.part(scores).float(), aux_tensors, batch_idx, head.head_idx, head.q_idx, head.k_idx
+        )
+        head.part(modified).copy_(values)
+        parts.append((head, pull_back))
+
+    def pull_back_tile(grads: Tensor) -> Tensor:
+        grads = grads.clone()
+        for head, pull_back in parts:
+            head.part(grads).copy_(pull_back(head.part(grads)))
+        return grads
+
+    return modified, pull_back_tile
+
+
+def _modify_and_differentiate(
+    score_mod: Callable[..., Any],
+    aux_sums: Mapping[int, Tensor] | None,
+    scores: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, _PullBack]:
+    try:
+        modified, derivative = eval_score_mod_derivative(score_mod, scores, *rest)
+    except NotImplementedError:
+        if aux_sums:
+            # fails, too, with a text that knows of these gradients: score_mod_bwd has none
+            add_aux_gradients(score_mod, aux_sums, scores, scores, *rest)
+        raise
+
+    def pull_back(grads: Tensor) -> Tensor:
+        if aux_sums:
+            add_aux_gradients(score_mod, aux_sums, grads.float(), scores, *rest)
+        return grads * derivative
+
+    return modified, pull_back
+
+
+def _modify_and_ask(
+    score_mod: Callable[..., Any],
+    score_mod_bwd: Callable[..., Any],
+    scores: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, _PullBack]:
+    modified = eval_score_mod(score_mod, scores, *rest)
+    return modified, lambda grads: eval_score_mod_bwd(score_mod_bwd, grads.float(), scores, *rest)

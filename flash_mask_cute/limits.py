@@ -1,0 +1,15 @@
+"""Limits of kernels and of the memory that they can read."""
+
+# elements of 16 bits between TMA rows: 16 bytes
+STRIDE_STEP = 8
+# bits of an address that are 0 where data start on 16 bytes
+ADDRESS_MASK = 15
+# A window side as wide as this is open: no sequence is longer, and kernels add window sides to
+# positions in 32 bits.
+OPEN_WINDOW = 1 << 30
+# keys of a bit tile, whatever the tile has
+MAX_COLUMNS = 128
+# rows of a packed sequence: those of TMA's view of one (`core/tma.py`, ragged_rows)
+MAX_PACKED_SEQLEN = 1 << 26
+# rows of a packed tensor: cu_seqlens are int32
+MAX_PACKED_ROWS = 1 << 31

@@ -1,0 +1,103 @@
+"""Compile the scan that makes block lists from a `mask_mod`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from flash_mask_cute.mods.on_cpu import HOST_OPTIONS, compile_for_host
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.compiler import CACHE, compile_object
+from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES, dtype_name
+
+HOST = "host"  # in place of an architecture: code for the CPU
+
+
+@dataclass(frozen=True)
+class ScanProblem:
+    """What the code of a scan depends on beside the mod.
+
+    arch: such as "sm_90a", or HOST. aux: (name of the torch dtype, rank) of each aux tensor; their
+    extents and strides are run-time values. has_full: full blocks get lists of their own.
+    samples: corners and centre of a block stand for all of it.
+    """
+
+    arch: str
+    aux: tuple[tuple[str, int], ...] = ()
+    has_full: bool = True
+    samples: bool = False
+
+    @staticmethod
+    def describe_aux(aux_tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[str, int], ...]:
+        """The `aux` of these tensors.
+
+        Raises:
+            ValueError: a dtype that mods cannot read, or a tensor without a dimension.
+        """
+        for i, tensor in enumerate(aux_tensors):
+            if dtype_name(tensor.dtype) not in CUTLASS_NAMES:
+                known = ", ".join(CUTLASS_NAMES)
+                raise ValueError(f"aux_tensors[{i}] is {tensor.dtype}; mods read {known}")
+            if tensor.dim() == 0:
+                raise ValueError(f"aux_tensors[{i}] has no dimension; a number takes shape (1,)")
+        return tuple((dtype_name(tensor.dtype), tensor.dim()) for tensor in aux_tensors)
+
+
+def compile_scan(
+    mask_mod: Callable[..., Any], problem: ScanProblem, cache: CompileCache = CACHE
+) -> Compiled:
+    """The compiled scan, from the cache or built now.
+
+    `function` takes, by position: (mask_cnt, mask_idx, full_cnt, full_idx), (block_q, block_k,
+    seqlen_q, seqlen_k), the tuple of aux tensors or None.
+
+    Raises:
+        TypeError: `mask_mod` reaches a value that has no identity (see `callable_key`).
+        NotImplementedError: for the CPU, and `mask_mod` uses an instruction that only a GPU has.
+    """
+    identity = callable_key(mask_mod)
+    return cache.get(
+        "block_scan",
+        lambda: {"problem": asdict(problem), "mask_mod": identity},
+        lambda: _build(mask_mod, problem),
+        arch=problem.arch,
+        options=_options(problem),
+        token=(problem, identity),
+    )
+
+
+def _options(problem: ScanProblem) -> str:
+    return HOST_OPTIONS if problem.arch == HOST else f"{HOST_OPTIONS} --gpu-arch {problem.arch}"
+
+
+def _build(mask_mod: Callable[..., Any], problem: ScanProblem) -> Compiled:
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from flash_mask_cute.mask_prep.block_scan_kernel import BlockGrid, BlockLists, BlockScan
+
+    spaces = cutlass.AddressSpace
+    space = spaces.generic if problem.arch == HOST else spaces.gmem
+
+    def tensor(name: str, rank: int) -> Any:
+        dtype = getattr(cutlass, CUTLASS_NAMES[name])
+        extents = tuple(cute.sym_int() for _ in range(rank))
+        strides = tuple(cute.sym_int64() for _ in range(rank))
+        align = max(dtype.width // 8, 1)
+        return make_fake_tensor(dtype, extents, strides, memspace=space, assumed_align=align)
+
+    lists = BlockLists(tensor("int32", 3), tensor("int32", 4), None, None)
+    if problem.has_full:
+        lists = lists._replace(full_cnt=tensor("int32", 3), full_idx=tensor("int32", 4))
+    grid = BlockGrid(*(cutlass.Int32(0) for _ in BlockGrid._fields))
+    aux = tuple(tensor(name, rank) for name, rank in problem.aux) or None
+    scan = BlockScan(mask_mod, problem.has_full, problem.samples)
+    if problem.arch == HOST:
+        return Compiled(compile_for_host("mask_mod", scan.on_host, lists, grid, aux), {})
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_object(scan, [lists, grid, aux, stream], _options(problem))

@@ -1,0 +1,105 @@
+"""Smallest and largest interval edges of each block of keys, by a kernel or by torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.target import Target
+
+KERNEL_NAME = "key_block_bounds"
+
+
+def num_key_blocks(seqlen_k: int, tile_n: int, cu_seqlens_k: Tensor | None) -> int:
+    """Blocks of bounds for so many keys: of a packed batch, as many as it may have."""
+    if cu_seqlens_k is None:
+        return (seqlen_k + tile_n - 1) // tile_n
+    return seqlen_k // tile_n + cu_seqlens_k.shape[0] - 1
+
+
+def launch_bounds(
+    indices: Tensor, bounds: Tensor, tile_n: int, cu_seqlens_k: Tensor | None
+) -> None:
+    """Fill `bounds`, which is not empty, on the current stream: one launch.
+
+    Args:
+        indices: int32 (batch, heads, seqlen_k, n), any strides, on a GPU.
+        bounds: int32 (batch, heads, 2 * n, num_blocks) as `ColumnMask.bounds` describes it.
+        tile_n: keys of a block.
+        cu_seqlens_k: int32 (num_sequences + 1,), for a packed batch.
+
+    Raises:
+        NotImplementedError: there is no kernel for the device.
+    """
+    compiled = compile_bounds(
+        indices.shape[3], cu_seqlens_k is not None, Target.of(indices.device).arch
+    )
+    if indices.get_device() == torch.cuda.current_device():
+        compiled.function(indices, bounds, tile_n, cu_seqlens_k)
+    else:
+        with torch.cuda.device(indices.device):
+            compiled.function(indices, bounds, tile_n, cu_seqlens_k)
+
+
+def compile_bounds(
+    num_vectors: int, is_packed: bool, arch: str, cache: CompileCache = CACHE
+) -> Compiled:
+    """The compiled kernel, from the cache or built now.
+
+    `function` takes, by position: indices, bounds, tile_n, cu_seqlens_k; None for the last one
+    unless is_packed. Extents, strides and tile_n are run-time values.
+    """
+    return cache.get(
+        KERNEL_NAME,
+        lambda: {"num_vectors": num_vectors, "is_packed": is_packed},
+        lambda: _build(num_vectors, is_packed, arch),
+        arch=arch,
+        options=options_for(arch),
+        token=(num_vectors, is_packed),
+    )
+
+
+def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from flash_mask_cute.mask_prep.column_bounds_kernel import KeyBlockBounds
+
+    def int32_tensor(*shape: Any) -> Any:
+        strides = tuple(cute.sym_int64() for _ in shape)
+        return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
+
+    batch, heads = cute.sym_int(), cute.sym_int()
+    arguments = [
+        int32_tensor(batch, heads, cute.sym_int(), num_vectors),
+        int32_tensor(batch, heads, 2 * num_vectors, cute.sym_int()),
+        cutlass.Int32(0),
+        int32_tensor(cute.sym_int()) if is_packed else None,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    ]
+    return compile_object(KeyBlockBounds(num_vectors), arguments, options_for(arch))
+
+
+def bounds_by_torch(
+    indices: Tensor, tile_n: int, cu_seqlens_k: Tensor | None, num_blocks: int
+) -> Tensor:
+    """What `ColumnMask.bounds` describes: each block lists its keys, the last one repeated."""
+    seqlen_k = indices.shape[2]
+    block = torch.arange(num_blocks, device=indices.device)
+    lane = torch.arange(tile_n, device=indices.device)
+    if cu_seqlens_k is None:
+        keys = block[:, None] * tile_n + lane
+    else:
+        starts = cu_seqlens_k.long()
+        num_sequences = len(starts) - 1
+        first = starts[:-1] // tile_n + torch.arange(num_sequences, device=indices.device)
+        owner = (torch.searchsorted(first, block, right=True) - 1).clamp_(min=0)
+        keys = (starts[owner] + (block - first[owner]) * tile_n)[:, None] + lane
+        keys = torch.minimum(keys, starts[owner + 1, None] - 1).clamp_(min=0)
+    low, high = torch.aminmax(indices[:, :, keys.clamp_(max=seqlen_k - 1)], dim=3)
+    return torch.stack((low, high), dim=-1).flatten(-2).transpose(2, 3)

@@ -1,0 +1,169 @@
+"""Documents of a mask: tokens that only see each other, as sequences of a packed batch.
+
+Tiles of a packed batch begin where documents begin. Under the mask of a whole sequence they begin
+anywhere, and one that two documents share visits the keys of both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blocks
+from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.target import Target
+
+KERNEL_NAME = "document_split"
+# at most one document begins in as many tokens; others stay part of the one before
+SLOT = 512
+# keys of the blocks by whose bounds a slot knows the others; also those of most attention kernels
+BOUNDS_TILE = 128
+
+
+def num_slots(seqlen: int) -> int:
+    """Sequences that an entry is packed as, many of which may be empty."""
+    return -(-seqlen // SLOT)
+
+
+class Split(NamedTuple):
+    """The documents of column intervals (batch | 1, 1, seqlen, n), all int32.
+
+    key_bounds: (batch | 1, 1, 2 n, blocks), of the intervals, for blocks of BOUNDS_TILE keys.
+    begins: (batch | 1, slots), the first row of each slot of SLOT tokens with which a document
+    begins, or -1. cu_seqlens: (batch * slots + 1,), where documents begin in the packed batch; a
+    slot in which none begins makes an empty sequence. rows: (1, 1, batch * seqlen, n), the
+    intervals of the packed batch, counted inside documents. bounds: (1, 1, 2 n, blocks), of rows
+    and cu_seqlens, for blocks of BOUNDS_TILE keys. Both bounds are as `ColumnMask.bounds` has them.
+    """
+
+    key_bounds: Tensor
+    begins: Tensor
+    cu_seqlens: Tensor
+    rows: Tensor
+    bounds: Tensor
+
+    @staticmethod
+    def empty_like(indices: Tensor, batch: int) -> Split:
+        of_mask, _, seqlen, num_vectors = indices.shape
+        slots, rows = num_slots(seqlen), batch * seqlen
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=indices.device)
+
+        cu_seqlens = empty(batch * slots + 1)
+        return Split(
+            empty(of_mask, 1, 2 * num_vectors, num_key_blocks(seqlen, BOUNDS_TILE, None)),
+            empty(of_mask, slots),
+            cu_seqlens,
+            empty(1, 1, rows, num_vectors),
+            empty(1, 1, 2 * num_vectors, num_key_blocks(rows, BOUNDS_TILE, cu_seqlens)),
+        )
+
+    def fill(self, indices: Tensor, causal: bool) -> None:
+        """Find the documents of indices, which are not empty. On a GPU, four launches on the
+        current stream.
+
+        Raises:
+            NotImplementedError: there is no kernel for the GPU.
+        """
+        if indices.is_cuda:
+            _launch(indices, causal, self)
+        else:
+            found = _split_by_torch(indices, causal, self)
+            for tensor, values in zip(self, found, strict=True):
+                tensor.copy_(values)
+
+
+def _launch(indices: Tensor, causal: bool, split: Split) -> None:
+    """Fill a split of indices on the current stream: four launches.
+
+    Raises:
+        NotImplementedError: there is no kernel for the device.
+    """
+    compiled = compile_split(indices.shape[3], causal, Target.of(indices.device).arch)
+    if indices.get_device() == torch.cuda.current_device():
+        compiled.function(indices, *split)
+    else:
+        with torch.cuda.device(indices.device):
+            compiled.function(indices, *split)
+
+
+def compile_split(
+    num_vectors: int, causal: bool, arch: str, cache: CompileCache = CACHE
+) -> Compiled:
+    """The compiled kernels, from the cache or built now; extents and strides are run-time values.
+
+    `function` takes, by position: indices, and the tensors of a `Split`.
+    """
+    return cache.get(
+        KERNEL_NAME,
+        lambda: {"num_vectors": num_vectors, "causal": causal},
+        lambda: _build(num_vectors, causal, arch),
+        arch=arch,
+        options=options_for(arch),
+        token=(num_vectors, causal),
+    )
+
+
+def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:
+    from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
+
+    kernels = DocumentSplit(num_vectors, causal, SLOT, BOUNDS_TILE)
+    tensors = [fake_tensors.strided(rank) for rank in (4, 4, 2, 1, 4, 4)]
+    return compile_object(kernels, [*tensors, fake_tensors.stream()], options_for(arch))
+
+
+def _split_by_torch(given: Tensor, causal: bool, like: Split) -> Split:
+    """As `mask_prep/documents_kernel.py` finds them, with blocks and slots where it has them."""
+    bounds = bounds_by_torch(given, BOUNDS_TILE, None, like.key_bounds.shape[3])
+    indices = given[:, 0]
+    of_mask, seqlen, num_vectors = indices.shape
+    intervals = Intervals(num_vectors, causal)
+    slots, device = num_slots(seqlen), indices.device
+    values = [x.long() for x in indices.unbind(2)]
+    first, last = (_full(x, values[0]) for x in intervals.seen_span(values, values, seqlen))
+    smallest, largest = (list(bounds[:, 0, i::2].long().unbind(1)) for i in (0, 1))
+    block_first, block_last = (
+        _full(x, smallest[0]) for x in intervals.seen_span(largest, smallest, seqlen)
+    )
+    # what blocks before and behind each slot say
+    blocks_of_slot = SLOT // BOUNDS_TILE
+    number = torch.arange(slots, device=device) * blocks_of_slot
+    before = F.pad(block_last.cummax(1).values, (1, 0), value=-1)[:, number]
+    behind = F.pad(block_first.flip(1).cummin(1).values.flip(1), (0, 1), value=seqlen)
+    behind = behind[:, (number + blocks_of_slot).clamp(max=behind.shape[1] - 1)]
+
+    def by_slot(x: Tensor, value: int) -> Tensor:
+        return F.pad(x, (0, slots * SLOT - seqlen), value=value).view(of_mask, slots, SLOT)
+
+    up_to = F.pad(by_slot(last, -1), (1, 0), value=-1)[..., :SLOT].cummax(2).values
+    onwards = by_slot(first, seqlen).flip(2).cummin(2).values.flip(2)
+    rows = torch.arange(slots * SLOT, device=device).view(slots, SLOT)
+    splits = (torch.maximum(up_to, before[..., None]) < rows) & (rows < seqlen)
+    if not causal:
+        splits &= torch.minimum(onwards, behind[..., None]) >= rows
+    begins = torch.where(splits, rows, slots * SLOT).amin(2)
+    begins = begins.masked_fill(begins == slots * SLOT, -1)
+
+    batch = (len(like.cu_seqlens) - 1) // slots
+    starts = begins.cummax(1).values
+    positions = torch.arange(seqlen, device=device)
+    own = begins[:, positions // SLOT]
+    previous = F.pad(starts, (1, 0))[:, positions // SLOT]
+    first_row = torch.where((own >= 0) & (positions >= own), own, previous)[..., None]
+    relative = torch.maximum(indices.long(), first_row) - first_row
+    offsets = torch.arange(batch, device=device)[:, None] * seqlen
+    cu_seqlens = F.pad((starts + offsets).flatten(), (0, 1), value=batch * seqlen)
+    packed = relative.expand(batch, -1, -1).reshape(1, 1, batch * seqlen, num_vectors)
+    packed_bounds = bounds_by_torch(packed, BOUNDS_TILE, cu_seqlens, like.bounds.shape[3])
+    return Split(bounds, begins, cu_seqlens, packed, packed_bounds)
+
+
+def _full(value: Tensor | int, like: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.full_like(like, value)

@@ -1,0 +1,177 @@
+"""Answers of a `mask_mod`, stored by documents: tokens that only see each other.
+
+Tiles of the whole score matrix are shared by documents and visited for both. Who asks about all
+pairs beforehand (`mask_bits_kernel.py`) can tell where documents begin, so attention may take them
+as sequences of a packed batch, whose tiles begin where these begin (docs/masks.md).
+
+First of each query is found which keys it sees first and last. Those are what `DocumentSplit` needs
+to know of the queries that see a key, with queries and keys exchanged, which documents do not mind.
+Then the tiles inside the documents are asked about (`mask_bits_varlen_kernel.py`).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
+from flash_mask_cute.mask_prep.mask_bits_kernel import BitStore, Place, QueryBitStore
+from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceBitStore
+from flash_mask_cute.mods.calling import Reliance
+from flash_mask_cute.rules.bit_tile import ALL, WORD
+from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs
+
+# keys that the words of a line have bits for, and as many queries
+SPANS_TILE = 128
+
+
+class DocumentBitStore:
+    """Finds documents, and fills a `StoredArgs` of them; to be passed to `cute.compile`.
+
+    :param store: for the tiles of the attention kernel; its `reliance` is known afterwards
+    :param slot, bounds_tile: see `DocumentSplit`
+    """
+
+    def __init__(self, store: BitStore, slot: int, bounds_tile: int):
+        self.spans = KeySpans(store)
+        self.split = DocumentSplit(KeySpans.NUM_VECTORS, False, slot, bounds_tile)
+        self.sequences = SequenceBitStore(store, are_parts=True)
+
+    @property
+    def reliance(self) -> Reliance | None:
+        return self.sequences.reliance
+
+    @cute.jit
+    def __call__(
+        self,
+        stored_bits: tuple,
+        mCuSeqlens: cute.Tensor,
+        mSpans: cute.Tensor,
+        mSpanBounds: cute.Tensor,
+        mBegins: cute.Tensor,
+        block_bits,
+        aux_tensors,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        tiles: Int32,
+        part: tuple,
+        stream,
+    ):
+        """Launch on `stream`. Documents are found with the first part.
+
+        :param stored_bits, block_bits, aux_tensors, window_left, window_right: see
+            `SequenceBitStore`
+        :param tiles: as many for each entry as its documents may have, whatever they are
+        :param part: see `StoredArgs`; stored_bits has room for it and for the rest of a block's
+            tiles
+        :param mCuSeqlens: int32 (batch * slots + 1,) to fill, a sequence for each slot of tokens
+        :param mSpans, mSpanBounds, mBegins: scratch, int32 (entries, 1, seqlen, 2), (entries, 1, 4,
+            blocks) and (entries, slots). The batch has as many entries, or all are the same one
+        """
+        masks = self.sequences.store.masks_of(block_bits, aux_tensors, (window_left, window_right))
+        stored = StoredArgs(*stored_bits).of_part(*part)
+        starts, (entries, slots) = (mCuSeqlens, mCuSeqlens), mBegins.shape
+        if part[0] == 0:
+            self.spans(mSpans, masks, stream)
+            self.split(mSpans, mSpanBounds, mBegins, mCuSeqlens, None, None, stream)
+            extents = Int32(entries), Int32(slots), tiles
+            self.sequences.launch_number(stored.places, *starts, *extents, stream)
+        extents = Int32(slots), tiles, Int32(mSpans.shape[2])
+        self.sequences.launch_fill(stored, *starts, *extents, masks, stream)
+
+
+class KeySpans:
+    """Finds which keys each query sees first and last, by `mask_mod` and block lists.
+
+    They are written as column intervals are that hide all but a span (`Intervals`): one past the
+    last one, 0 if there is none, and the first one, seqlen if there is none. Nobody sees what lies
+    outside of causal masking and window, whatever the callable says.
+
+    A tile inside of what its queries are known to see would tell nothing new. So the outermost keys
+    are asked about first, and where there are no documents most of the others never.
+    """
+
+    NUM_VECTORS = 2
+
+    def __init__(self, store: BitStore):
+        tile, band = (SPANS_TILE, SPANS_TILE), (store.is_causal, store.is_local)
+        self.columns = store.columns
+        self.asks = QueryBitStore(store.mask_mod, *tile, self.columns, store.has_aux_tensors, *band)
+
+    @cute.jit
+    def __call__(self, mSpans: cute.Tensor, masks: MaskArgs, stream):
+        """Launch on `stream`, two kernels, to fill mSpans, int32 (entries, 1, seqlen, 2)."""
+        entries, _, seqlen, _ = mSpans.shape
+        blocks = cute.ceil_div(seqlen, SPANS_TILE)
+        rows = Int32(entries * seqlen)
+        self.clear(mSpans, rows, Int32(seqlen)).launch(
+            grid=(cute.ceil_div(rows, SPANS_TILE), 1, 1), block=(SPANS_TILE, 1, 1), stream=stream
+        )
+        self.widen(mSpans, Int32(blocks), Int32(seqlen), masks, Int32(0)).launch(
+            grid=(entries * blocks * blocks, 1, 1), block=(SPANS_TILE, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def clear(self, mSpans: cute.Tensor, rows: Int32, seqlen: Int32):
+        cta, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        row = cta * SPANS_TILE + thread
+        if row < rows:
+            entry = row // seqlen
+            mSpans[entry, 0, row - entry * seqlen, 0] = Int32(0)
+            mSpans[entry, 0, row - entry * seqlen, 1] = seqlen
+
+    @cute.kernel
+    def widen(
+        self, mSpans: cute.Tensor, blocks: Int32, seqlen: Int32, masks: MaskArgs, any_head: Int32
+    ):
+        """Widen the spans of a tile's queries to what they see of it.
+
+        By turns of all queries: the first keys, the last ones or the own ones, and the others.
+        """
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        rows = ctas // blocks
+        turn = cta // rows
+        row = cta - turn * rows
+        entry = row // blocks
+        m_block = row - entry * blocks
+        outermost = m_block if const_expr(self.asks.is_causal) else blocks - 1
+        n_block = cutlass.select_(turn > outermost, turn, turn - 1)
+        n_block = cutlass.select_(turn == 1, outermost, n_block)
+        n_block = cutlass.max(n_block, 0)
+        seqlens = seqlen, seqlen
+        place = Place(entry, m_block, n_block, any_head, entry, Int32(0), *seqlens)
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        share = Share.create(warp_idx, SPANS_TILE // WORD, SPANS_TILE, self.columns)
+        rules = self.asks.rules_of(masks)
+        is_listed, asks = self.asks.judge(rules, place)
+        work = self.asks.work_of(place)
+        query = share.line(work, 0)
+        begin = n_block * SPANS_TILE
+        end = cutlass.min(begin + SPANS_TILE, seqlen)
+        may_widen = query < seqlen
+        if may_widen:
+            may_widen = (mSpans[entry, 0, query, 1] > begin) | (mSpans[entry, 0, query, 0] < end)
+        if is_listed & cute.arch.vote_any_sync(may_widen):
+            words = share.fill(ALL)
+            if asks:
+                words = self.asks.words(rules, place, share)
+            sees_any, first, last = Boolean(False), end, begin
+            for w, word in enumerate(words):
+                lowest = WORD - 1 - Int32(cute.arch.clz(word & (0 - word)))
+                highest = WORD - 1 - Int32(cute.arch.clz(word))
+                is_any = word != 0
+                at = begin + self.columns.col_of(w, lowest)
+                first = cutlass.select_(is_any, cutlass.min(first, at), first)
+                at = begin + self.columns.col_of(w, highest)
+                last = cutlass.select_(is_any, cutlass.max(last, at), last)
+                sees_any = sees_any | is_any
+            if const_expr(self.asks.is_causal or self.asks.is_local):
+                low, high = rules.block_info.band(work.seqlen).k_range(query)
+                first, last = cutlass.max(first, low), cutlass.min(last, high - 1)
+                sees_any = sees_any & (first <= last)
+            if sees_any & (query < seqlen):
+                span = mSpans[entry, 0, query, None]
+                cute.arch.atomic_max(span.iterator, cutlass.min(last + 1, end))
+                begins = cute.domain_offset((1,), span)
+                cute.arch.atomic_min(begins.iterator, first)

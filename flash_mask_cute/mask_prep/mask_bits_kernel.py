@@ -1,0 +1,236 @@
+"""Answers of a `mask_mod` that does not look at its head, asked once for all heads.
+
+Asking is what such a mask costs (docs/masks.md). Before attention runs, all tiles that have to be
+asked about are painted into global memory, and of each tile is noted whether something of it is
+visible, and whether something is hidden. Tiles outside of causal masking and window, which no walk
+of attention visits, count as hidden and are not asked about. So attention visits what is visible,
+whether lists said so or not, and its painters read bits instead of asking. A kernel that reads them
+knows nothing of the callable, so one serves all of them. `mask_bits_varlen_kernel.py` does it for
+sequences that differ in length, `mask_bits_documents_kernel.py` for those that the answers
+themselves tell of.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
+from flash_mask_cute.core.walk_ring import Block, Kind
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.calling import Reliance, find_reliance
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.rules.backward_mask import KeyWalks
+from flash_mask_cute.rules.bit_tile import WORD, Columns
+from flash_mask_cute.rules.forward_mask import QueryWalks
+from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskRules, Share, StoredArgs
+
+
+class Tiling(NamedTuple):
+    """What `MaskRules` reads of a plan."""
+
+    tile_m: int
+    tile_n: int
+    packed_heads: int = 1
+
+
+class Place(NamedTuple):
+    """The tile of a CTA, and the sequence that it is of.
+
+    sequence: its number in `StoredArgs`; entry: the batch entry that the callable knows, in which
+    the sequence begins at offset. any_head: 0, but a number that the compiler does not know.
+    """
+
+    sequence: Int32
+    m_block: Int32
+    n_block: Int32
+    any_head: Int32
+    entry: Int32
+    offset: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+    @property
+    def tile(self) -> tuple[Int32, Int32, Int32]:
+        return self.sequence, self.m_block, self.n_block
+
+    def work(self, block: Int32) -> Work:
+        """The tile as one of a walk."""
+        lengths = self.offset, self.seqlen_q, self.seqlen_q, self.offset, self.seqlen_k
+        return Work(block, self.any_head, self.entry, *lengths)
+
+
+class BitStore:
+    """Fills a `StoredArgs`; its subclasses are to be passed to `cute.compile`.
+
+    `reliance`, known after it was compiled: what the callable uses. The answers are of use only
+    where that is not the head; where it is not the batch entry either, those of one entry serve
+    all.
+
+    :param mask_mod: the user's callable (`mods/calling.py`)
+    :param tile_m, tile_n: query rows and keys of a tile of the attention kernel
+    :param columns: where its bit tiles have which column
+    :param has_aux_tensors: the call passes aux_tensors to the callable
+    :param is_causal, is_local: of attention: which tiles are not asked about. The band is no part
+        of the bits
+    """
+
+    intervals: Intervals | None = None
+    skip_blocks = True
+
+    def __init__(
+        self,
+        mask_mod: Callable[..., Any],
+        tile_m: int,
+        tile_n: int,
+        columns: Columns,
+        has_aux_tensors: bool,
+        is_causal: bool,
+        is_local: bool,
+    ):
+        self.mask_mod = mask_mod
+        self.plan = Tiling(tile_m, tile_n)
+        self.columns = columns
+        self.has_aux_tensors = has_aux_tensors
+        self.is_causal = is_causal
+        self.is_local = is_local
+        self.reliance: Reliance | None = None
+
+    @cute.jit
+    def __call__(
+        self,
+        stored_bits: tuple,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        block_bits,
+        aux_tensors,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        part: tuple,
+        stream,
+    ):
+        """Launch on `stream`.
+
+        :param stored_bits: the fields of a `StoredArgs` to fill, contiguous; bits are written of
+            tiles that are asked about
+        :param seqlen_q, seqlen_k: of each sequence
+        :param block_bits: of all logical blocks, the same for all heads (`BitArgs`), or None
+        :param aux_tensors: what the callable reads
+        :param window_left, window_right: of attention
+        :param part: the blocks of queries that stored_bits is for, the first one and how many
+        """
+        masks = self.masks_of(block_bits, aux_tensors, (window_left, window_right))
+        stored = StoredArgs(*stored_bits).of_part(*part)
+        first_block, m_blocks = part
+        batch, _, n_blocks, lines, _ = stored.tiles.shape
+        extents = m_blocks, n_blocks, first_block, seqlen_q, seqlen_k
+        self.kernel(stored, *extents, masks, Int32(0)).launch(
+            grid=(batch * m_blocks * n_blocks, 1, 1), block=(lines, 1, 1), stream=stream
+        )
+
+    def masks_of(self, block_bits, aux_tensors, window: tuple) -> MaskArgs:
+        return MaskArgs.create(self, window, None, Int32(1), None, (), block_bits, aux_tensors)
+
+    @cute.kernel
+    def kernel(
+        self,
+        stored: StoredArgs,
+        m_blocks: Int32,
+        n_blocks: Int32,
+        first_block: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        masks: MaskArgs,
+        any_head: Int32,
+    ):
+        """A warp paints 32 lines of a tile.
+
+        The extents are arguments, because divisions of what a kernel takes from a shape, and of all
+        that is computed from it, round towards zero.
+        """
+        cta, _, _ = cute.arch.block_idx()
+        row = cta // n_blocks
+        entry, m_block = row // m_blocks, first_block + row % m_blocks
+        offset = Int32(0)
+        place = Place(entry, m_block, cta % n_blocks, any_head, entry, offset, seqlen_q, seqlen_k)
+        self.fill(stored, masks, place)
+
+    @cute.jit
+    def fill(self, stored: StoredArgs, masks: MaskArgs, place: Place) -> None:
+        """Store what is said of a tile; all threads of a CTA, which has one for each line."""
+        lines = stored.tiles.shape[3]
+        num_warps = lines // WORD
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        share = Share.create(warp_idx, num_warps, lines, self.columns)
+        sSeen = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(num_warps))
+
+        self.reliance = find_reliance(
+            self.mask_mod, place.entry, place.any_head, *place.tile[1:], masks.aux_tensors
+        )
+        rules = self.rules_of(masks)
+        is_listed, asks = self.judge(rules, place)
+        seen = cutlass.select_(is_listed, Int32(VISIBLE), Int32(HIDDEN))
+        if is_listed & asks:
+            words = self.words(rules, place, share)
+            seen = rules.seen(words)
+            if const_expr(rules.has_halves):
+                words = bit_tile.join_halves(words)
+            share.store(stored.tile(*place.tile), words)
+        if cute.arch.lane_idx() == 0:
+            sSeen[warp_idx] = seen
+        cute.arch.sync_threads()
+        if warp_idx == 0:
+            for i in cutlass.range_constexpr(num_warps):
+                seen = seen | sSeen[i]
+            stored.states[stored.index(*place.tile)] = seen
+        # the CTA may go on to another tile
+        cute.arch.sync_threads()
+
+    def judge(self, rules: MaskRules, place: Place) -> tuple[Boolean, Boolean]:
+        """See `MaskRules.judge_listed`; a tile outside of the band counts as not listed."""
+        work = self.work_of(place)
+        is_listed, asks = rules.judge_listed(work, place.any_head, place.m_block, place.n_block)
+        if const_expr(self.is_causal or self.is_local):
+            first, end = rules.block_info.get_n_block_min_max(work.seqlen, place.m_block)
+            is_listed = is_listed & (place.n_block >= first) & (place.n_block < end)
+        return is_listed, asks
+
+    def rules_of(self, masks: MaskArgs) -> MaskRules:
+        # lengths are those of a `Place`, whose offset is 0 where a sequence is an entry
+        none = Int32(0)
+        lengths = Lengths(None, None, None, None, none, none)
+        return replace(self.walks_of(masks, lengths), counts_offsets=True)
+
+
+class QueryBitStore(BitStore):
+    """What a block of queries reads: lines are queries."""
+
+    def walks_of(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
+        return QueryWalks.of_kernel(self, self.columns, masks, lengths)
+
+    def work_of(self, place: Place) -> Work:
+        return place.work(place.m_block)
+
+    def words(self, rules: QueryWalks, place: Place, share: Share) -> tuple:
+        return rules.asked_words(self.work_of(place), place.n_block, share)
+
+
+class KeyBitStore(BitStore):
+    """What a block of keys reads: lines are keys."""
+
+    def walks_of(self, masks: MaskArgs, lengths: Lengths) -> KeyWalks:
+        return KeyWalks.of_kernel(self, self.columns, masks, lengths, Int32(1), False)
+
+    def work_of(self, place: Place) -> Work:
+        return place.work(place.n_block)
+
+    def words(self, rules: KeyWalks, place: Place, share: Share) -> tuple:
+        no, asks = Boolean(False), Boolean(True)
+        kinds = Int32(Kind.CUT), Int32(Kind.END)
+        block = Block(place.m_block, place.any_head, no, no, no, asks, *kinds, Int32(0))
+        return rules.asked_words(self.work_of(place), block, share)

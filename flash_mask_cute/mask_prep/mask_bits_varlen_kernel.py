@@ -1,0 +1,182 @@
+"""Answers of a `mask_mod`, stored for sequences that differ in length (`mask_bits_kernel.py`).
+
+The tiles of all sequences are numbered one after the other, and a table says where those of each
+begin: `StoredArgs` with places. How many there are is known on the device only, so CTAs take them
+by turns.
+"""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from flash_mask_cute.core.warp_scan import WARP, running
+from flash_mask_cute.mask_prep.mask_bits_kernel import BitStore, Place
+from flash_mask_cute.mods.calling import Reliance
+from flash_mask_cute.rules.mask_rules import MaskArgs, StoredArgs
+
+# CTAs that fill tiles, more than an SM holds of them times the SMs of any GPU
+MAX_CTAS = 1 << 13
+
+
+class SequenceBitStore:
+    """Fills a `StoredArgs` with places; to be passed to `cute.compile`.
+
+    :param store: for the tiles of the attention kernel; its `reliance` is known afterwards
+    :param are_parts: sequences are parts of the entries that the callable knows, and each entry has
+        as many of them; otherwise each is an entry
+    """
+
+    def __init__(self, store: BitStore, are_parts: bool):
+        self.store = store
+        self.are_parts = are_parts
+
+    @property
+    def reliance(self) -> Reliance | None:
+        return self.store.reliance
+
+    @cute.jit
+    def __call__(
+        self,
+        stored_bits: tuple,
+        mCuSeqlensQ: cute.Tensor,
+        mCuSeqlensK: cute.Tensor,
+        block_bits,
+        aux_tensors,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        part: tuple,
+        stream,
+    ):
+        """Launch on `stream`, two kernels, for sequences of which each is an entry.
+
+        :param stored_bits: the fields of a `StoredArgs` with places to fill, contiguous: tiles
+            enough for all sequences
+        :param part: all of them
+        :param mCuSeqlensQ, mCuSeqlensK: int32 (sequences + 1,)
+        :param block_bits, aux_tensors, window_left, window_right: see `BitStore`
+        """
+        masks = self.store.masks_of(block_bits, aux_tensors, (window_left, window_right))
+        slots = Int32(mCuSeqlensQ.shape[0] - 1)
+        stored = StoredArgs(*stored_bits).of_part(*part)
+        starts, tiles = (mCuSeqlensQ, mCuSeqlensK), part[1]
+        self.launch_number(stored.places, *starts, Int32(1), slots, tiles, stream)
+        self.launch_fill(stored, *starts, slots, tiles, Int32(0), masks, stream)
+
+    def launch_number(
+        self,
+        mPlaces: cute.Tensor,
+        mCuSeqlensQ: cute.Tensor,
+        mCuSeqlensK: cute.Tensor,
+        entries: Int32,
+        slots: Int32,
+        tiles: Int32,
+        stream,
+    ) -> None:
+        """entries: those that have tiles of their own, at most `tiles` each; slots: sequences of an
+        entry."""
+        num_sequences = mCuSeqlensQ.shape[0] - 1
+        self.number(mPlaces, mCuSeqlensQ, mCuSeqlensK, entries, slots, tiles).launch(
+            grid=(num_sequences // slots, 1, 1), block=(WARP, 1, 1), stream=stream
+        )
+
+    def launch_fill(
+        self,
+        stored: StoredArgs,
+        mCuSeqlensQ: cute.Tensor,
+        mCuSeqlensK: cute.Tensor,
+        slots: Int32,
+        tiles: Int32,
+        seqlen: Int32,
+        masks: MaskArgs,
+        stream,
+    ) -> None:
+        """Of numbered tiles those of stored.part; seqlen: positions of an entry."""
+        starts, extents = (mCuSeqlensQ, mCuSeqlensK), (slots, tiles, seqlen)
+        self.fill(stored, *starts, *extents, masks, Int32(0)).launch(
+            grid=(cutlass.min(stored.tiles.shape[2], MAX_CTAS), 1, 1),
+            block=(stored.tiles.shape[3], 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def number(
+        self,
+        mPlaces: cute.Tensor,
+        mCuSeqlensQ: cute.Tensor,
+        mCuSeqlensK: cute.Tensor,
+        entries: Int32,
+        slots: Int32,
+        tiles: Int32,
+    ):
+        """Number the tiles of all sequences; those of one entry, if it serves all, only once."""
+        batch_idx, _, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        first = cutlass.min(batch_idx, entries - 1) * tiles
+        for base in cutlass.range(0, slots, WARP):
+            slot = base + lane
+            sequence = batch_idx * slots + cutlass.min(slot, slots - 1)
+            in_row = cute.ceil_div(_length(mCuSeqlensK, sequence), self.store.plan.tile_n)
+            rows = cute.ceil_div(_length(mCuSeqlensQ, sequence), self.store.plan.tile_m)
+            count = cutlass.select_(slot < slots, rows * in_row, Int32(0))
+            up_to = running(count, operator.add)
+            if slot < slots:
+                mPlaces[sequence, 0] = first + up_to - count
+                mPlaces[sequence, 1] = in_row
+            first += cute.arch.shuffle_sync(up_to, WARP - 1)
+
+    @cute.kernel
+    def fill(
+        self,
+        stored: StoredArgs,
+        mCuSeqlensQ: cute.Tensor,
+        mCuSeqlensK: cute.Tensor,
+        slots: Int32,
+        tiles: Int32,
+        seqlen: Int32,
+        masks: MaskArgs,
+        any_head: Int32,
+    ):
+        """CTAs ask by turns about the tiles of a part."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        first, _ = stored.part
+        last = cute.size(mCuSeqlensQ) - 2
+        rows = cute.ceil_div(_length(mCuSeqlensQ, last), self.store.plan.tile_m)
+        end = stored.places[last, 0] + rows * stored.places[last, 1]
+        end = cutlass.min(end, first + cute.size(stored.states, mode=[2]))
+        for number in cutlass.range(first + cta, end, ctas):
+            entry = number // tiles
+            sequence = entry * slots + self._owner(stored.places, number, entry * slots, slots)
+            offset = Int32(0)
+            if const_expr(self.are_parts):
+                offset = mCuSeqlensQ[sequence] - entry * seqlen
+            else:
+                entry = sequence
+            lengths = _length(mCuSeqlensQ, sequence), _length(mCuSeqlensK, sequence)
+            in_row = stored.places[sequence, 1]
+            in_sequence = number - stored.places[sequence, 0]
+            m_block = in_sequence // cutlass.max(in_row, 1)
+            begin, end_of_part = stored.rows_of_part(sequence)
+            is_of_part = (m_block >= begin) & (m_block < end_of_part)
+            if is_of_part & (m_block * self.store.plan.tile_m < lengths[0]) & (in_row > 0):
+                n_block = in_sequence - m_block * in_row
+                place = Place(sequence, m_block, n_block, any_head, entry, offset, *lengths)
+                self.store.fill(stored, masks, place)
+
+    @cute.jit
+    def _owner(self, mPlaces: cute.Tensor, number: Int32, first: Int32, slots: Int32) -> Int32:
+        """The last one of the sequences from first on whose tiles begin at number or before."""
+        found, beyond = Int32(0), slots
+        while found + 1 < beyond:
+            middle = (found + beyond) // 2
+            if mPlaces[first + middle, 0] <= number:
+                found = middle
+            else:
+                beyond = middle
+        return found
+
+
+def _length(mCuSeqlens: cute.Tensor, sequence: Int32) -> Int32:
+    return mCuSeqlens[sequence + 1] - mCuSeqlens[sequence]

@@ -1,0 +1,86 @@
+"""Gradients by elements of aux tensors: sums over scores, which threads add to global memory.
+
+Scores that a thread has one after the other often read the same element: the slope of a head
+always, a bias by key along a row, a bias by bucket of distance where the buckets are wide. So a
+thread keeps the sum for the element that it met last, and adds it to memory when another one comes.
+At the end of a tile, warps whose threads all hold one element add up first. Nothing needs to be
+known about the coordinates for that, and a sum that goes to memory for every score is right, too.
+
+Sums are fp32, by atomics in the order in which threads get there, so that their last bits differ
+from run to run.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int64
+
+from flash_mask_cute.mods.derivative import AuxTerm
+
+FULL_WARP = -1
+
+
+class _Open(NamedTuple):
+    """A sum that has not left yet, for the element of `target` at an offset."""
+
+    target: cute.Tensor
+    offset: Int64
+    value: Float32
+
+
+class AuxSums:
+    """The sums of a thread over scores of one tile, traced in one piece of straight code.
+
+    targets: by number of the aux tensor, fp32 tensors of the same shape.
+    """
+
+    def __init__(self, targets: Mapping[int, cute.Tensor]):
+        self._targets = targets
+        # one for each read of the modifier, which reads as often for every score
+        self._open: list[_Open] = []
+
+    def add(self, terms: Sequence[AuxTerm], grad: Float32, counts: Boolean) -> None:
+        """Add what a score contributes: `grad`, the gradient by the modified score, times the terms
+        that `differentiate` returned. Where it does not count, both may be anything."""
+        if not self._open:
+            self._open = [self._contribution(term, grad, counts) for term in terms]
+            return
+        for i, (known, term) in enumerate(zip(self._open, terms, strict=True)):
+            new = self._contribution(term, grad, counts)
+            is_other = (new.offset != known.offset) & (new.value != 0.0)
+            _add_to_memory(is_other & (known.value != 0.0), *known)
+            self._open[i] = _Open(
+                known.target,
+                cutlass.select_(is_other, new.offset, known.offset),
+                cutlass.select_(is_other, new.value, known.value + new.value),
+            )
+
+    def flush(self) -> None:
+        """Add what is left. For whole warps."""
+        for known in self._open:
+            _add_over_warp(*known)
+        self._open = []
+
+    def _contribution(self, term: AuxTerm, grad: Float32, counts: Boolean) -> _Open:
+        number, coordinates, by_element = term
+        target = self._targets[number]
+        offset = Int64(cute.crd2idx(coordinates, target.layout))
+        return _Open(target, offset, cutlass.select_(counts, grad * by_element, Float32(0.0)))
+
+
+@cute.jit
+def _add_to_memory(condition: Boolean, target: cute.Tensor, offset: Int64, value: Float32) -> None:
+    if condition:
+        place = target.iterator + offset
+        cute.arch.red(place, value, op="add", dtype=Float32, sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def _add_over_warp(target: cute.Tensor, offset: Int64, value: Float32) -> None:
+    if cute.arch.match_sync(FULL_WARP, offset, "all") != 0:
+        total = cute.arch.warp_reduction_sum(value)
+        _add_to_memory(cute.arch.lane_idx() == 0, target, offset, total)
+    else:
+        _add_to_memory(value != 0.0, target, offset, value)

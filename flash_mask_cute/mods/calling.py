@@ -1,0 +1,343 @@
+"""How user callables are called.
+
+`score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)` returns a score,
+`mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors)` whether it counts. Both see `cute.TensorSSA`
+values: Float32 the score, Int32 the indices, which are positions inside the sequence and the query
+head. The convention is that of FlexAttention in flash-attn-4; a callable that reads `q_idx[0]` to
+index an aux tensor and one that only computes both work.
+
+Vectors have one element. Where packed fp32 arithmetic makes it worth while, a score_mod that takes
+scores and keys element by element has a row's scores at once (`ScoreModTraits`); masks are
+integers, for which there is none.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import vector
+from cutlass.base_dsl.common import DSLRuntimeError
+
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods import ir_analysis
+
+_NEGATES = "negates a vector by `not` or `~`: write the opposite, or (...) == False"
+_SHIFTS = "shifts one by `<<` or `>>`: write a product or `//`, or shift the number, q_idx[0] >> 2"
+_INDEXED = (
+    "if it indexes an aux tensor: by as many numbers as that has dimensions, "
+    "aux_tensors[0][kv_idx[0]]"
+)
+# What callables return, by their names among the arguments of a call.
+_RESULTS = {
+    "score_mod": "the modified score",
+    "mask_mod": "whether the score counts",
+    "score_mod_bwd": "the gradient by the score",
+}
+
+
+def _vector(value: Any, dtype: type[cutlass.Numeric], width: int = 1) -> cute.TensorSSA:
+    """A number, repeated."""
+    ssa = cute.full((width,), dtype(value), dtype)
+    _keep_first(ssa)
+    return ssa
+
+
+def _keep_first(ssa: cute.TensorSSA) -> None:
+    """A vector keeps what its first `[0]` computed, which must not lie inside a branch of a mod."""
+    _ = ssa[0]
+
+
+def _vector_of(numbers: Sequence[cutlass.Numeric]) -> cute.TensorSSA:
+    dtype, width = type(numbers[0]), len(numbers)
+    ir_type = ir.VectorType.get([width], dtype.mlir_type)
+    elements = vector.from_elements(ir_type, [x.ir_value() for x in numbers])
+    return cute.TensorSSA(elements, (width,), dtype)
+
+
+def call_score_mod(
+    score_mod: Callable[..., Any],
+    score: Float32,
+    batch_idx: Int32,
+    head_idx: Int32,
+    q_idx: Int32,
+    kv_idx: Int32,
+    aux_tensors: Any,
+    kind: str = "score_mod",
+) -> Float32:
+    """The modified score; aux_tensors is the list the callable expects, or None.
+
+    kind: what the callable is, one of _RESULTS.
+    """
+    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    return _modified(score_mod, _vector(score, Float32), indices, aux_tensors, kind)[0]
+
+
+def _modified(
+    score_mod: Callable[..., Any],
+    score: cute.TensorSSA,
+    indices: list[cute.TensorSSA],
+    aux_tensors: Any,
+    kind: str = "score_mod",
+) -> list[Float32]:
+    """What `call_score_mod` returns, of each element of vectors."""
+    with _tracing(score_mod, aux_tensors):
+        result = score_mod(score, *indices, aux_tensors)
+    return [_checked(kind, x) for x in _elements(kind, result, cute.size(score.shape))]
+
+
+def _checked(kind: str, number: Any) -> Float32:
+    if _is_condition(number):
+        # as a number it would be 0 or 1
+        hides = "to hide scores, pass the condition as mask_mod; " if kind == "score_mod" else ""
+        raise TypeError(
+            f"{kind} returned a Boolean: it must return {_RESULTS[kind]}; {hides}to choose between "
+            "numbers, write cute.where(condition, x, y)"
+        )
+    return Float32(number)
+
+
+class RowPlace(NamedTuple):
+    """Where a row of scores lies: batch entry, query head, position in the sequence."""
+
+    batch_idx: Int32
+    head_idx: Int32
+    q_idx: Int32
+
+    @staticmethod
+    def of(work: Work, row: Int32, packed_heads: int) -> "RowPlace":
+        """row: of the sequence, or of its packed rows; past the end it is as the last position,
+        since a callable may index tensors with it."""
+        head_idx = work.head_idx
+        if packed_heads > 1:
+            head_idx = work.head_idx * packed_heads + row % packed_heads
+        q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
+        return RowPlace(work.batch_idx, head_idx, q_idx)
+
+
+def inside(k_idx: Int32, work: Work) -> Int32:
+    """A key, or the last one instead of those past the end, which are hidden by others."""
+    return cutlass.min(k_idx, work.seqlen_k - 1)
+
+
+def at_plain_distances(
+    q_idx: Int32, k_idx: Int32, opaque_zero: Int32
+) -> tuple[Callable[[int], Int32], Callable[[int], Int32]]:
+    """The query `rows` after q_idx and the key `cols` after k_idx, as functions of these numbers.
+
+    What callables make of a score often depends on q_idx - kv_idx only, and a thread's columns and
+    its rows, 8 apart both, have few different ones: 34 of 64 where there are 32 columns. The
+    compiler computes and loads for each once, if the differences are plain to it, as in
+    (k + (d + 8)) - (k + 16). For that it must know neither k nor d, the distance of the first ones:
+    it would write k | 8 for a multiple of 16, and q + 8 for k + (d + 8).
+
+    opaque_zero: 0, which the compiler does not know.
+    """
+    first = k_idx ^ opaque_zero
+    distance = (q_idx - k_idx) ^ opaque_zero
+    return lambda rows: first + (distance + rows), lambda cols: first + cols
+
+
+def modify_row(
+    score_mod: Callable[..., Any],
+    scores: cute.Tensor,
+    r: int,
+    scale: Float32,
+    place: RowPlace,
+    k_idx_of: Callable[[int], Int32],
+    aux_tensors: Any,
+    factor: float = 1.0,
+    by_rows: bool = False,
+) -> None:
+    """Let a score_mod have row r of scores (rows, cols), which `scale` makes of what is there.
+
+    k_idx_of: the key of a column, in the sequence. factor: what the caller multiplies by later;
+    by_rows: all columns at once (both `ScoreModTraits`).
+    """
+    num_cols = cute.size(scores, mode=[1])
+    width = num_cols if by_rows else 1
+    for first in range(0, num_cols, width):
+        cols = range(first, first + width)
+        score = _vector_of([scores[r, c] for c in cols]) * scale
+        indices = [_vector(i, Int32, width) for i in place]
+        keys = _vector_of([Int32(k_idx_of(c)) for c in cols])
+        _keep_first(score), _keep_first(keys)
+        modified = _modified(score_mod, score, [*indices, keys], aux_tensors)
+        for c, number in zip(cols, modified, strict=True):
+            scores[r, c] = number if factor == 1.0 else ir_analysis.divided(number, factor)
+        ir_analysis.join_factors(score, scale)
+
+
+def call_mask_mod(
+    mask_mod: Callable[..., Any],
+    batch_idx: Int32,
+    head_idx: Int32,
+    q_idx: Int32,
+    kv_idx: Int32,
+    aux_tensors: Any,
+) -> Boolean:
+    """Whether the callable lets the score count."""
+    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    with _tracing(mask_mod, aux_tensors):
+        result = mask_mod(*indices, aux_tensors)
+    return Boolean(_elements("mask_mod", result, 1)[0])
+
+
+class Reliance(NamedTuple):
+    """Whether the answer of a mask_mod may depend on the batch entry, and on the head."""
+
+    batch: bool
+    head: bool
+
+
+def find_reliance(
+    mask_mod: Callable[..., Any],
+    batch_idx: Int32,
+    head_idx: Int32,
+    q_idx: Int32,
+    kv_idx: Int32,
+    aux_tensors: Any,
+) -> Reliance:
+    """What a callable uses of its arguments, seen in the operations that a call of it leaves.
+
+    Called while a kernel is traced, with numbers that are not constants. An argument counts as used
+    if any operation of the callable takes it, whether the answer depends on that or not; what is
+    called independent is so. The operations are traced for nothing and left to the compiler.
+    """
+    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    # what there is of an argument before the call is all that the callable can get hold of
+    watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:2]]
+    before = [ir_analysis.count_uses(values) for values in watched]
+    with _tracing(mask_mod, aux_tensors):
+        mask_mod(*indices, aux_tensors)
+    after = (ir_analysis.count_uses(values) for values in watched)
+    return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
+
+
+def _elements(kind: str, result: Any, width: int) -> list[Any]:
+    """What a callable returned for `width` pairs of a query and a key, as so many numbers."""
+    if result is None:
+        raise TypeError(f"{kind} returned None: it must return {_RESULTS[kind]}")
+    if isinstance(result, cutlass.Vector) and not isinstance(result, cute.TensorSSA):
+        # what the compiler makes of `~` and shifts, and of `not` in a @cute.jit function
+        raise TypeError(f"{kind} {_NEGATES}; or {_SHIFTS}")
+    if not isinstance(result, cute.TensorSSA):
+        if not isinstance(result, bool | int | float | cutlass.Numeric | ir.Value):
+            found = type(result)
+            raise TypeError(
+                f"{kind} must return one value that the compiler knows, got "
+                f"{result!r}, a {found.__module__}.{found.__qualname__}"
+            )
+        return [result] * width
+    if cute.size(result.shape) == 1:
+        return [result[0]] * width
+    if result.shape != (width,):
+        raise TypeError(f"{kind} must return one value, got a vector of shape {result.shape}")
+    return [result[i] for i in range(width)]
+
+
+def _is_condition(number: Any) -> bool:
+    if isinstance(number, ir.Value):
+        return ir.IntegerType.isinstance(number.type) and ir.IntegerType(number.type).width == 1
+    return isinstance(number, bool | Boolean)
+
+
+@contextmanager
+def _tracing(mod: Callable[..., Any], aux_tensors: Any) -> Iterator[None]:
+    """`_no_truth_values`, and errors that say what a mod does wrong."""
+    # a score_mod_bwd comes bound to its first argument
+    name = getattr(getattr(mod, "func", mod), "__name__", repr(mod))
+    try:
+        with _no_truth_values():
+            yield
+    except TypeError as error:
+        if aux_tensors is None and "'NoneType'" in str(error):
+            raise ValueError(f"{name} reads aux_tensors, and the call passes none") from error
+        raise
+    except (IndexError, ValueError, ir.MLIRError) as error:
+        if aux_tensors is None:
+            raise
+        if "congruent" in str(error):
+            ranks = [cute.rank(x) for x in aux_tensors]
+            raise ValueError(
+                f"{name}: an aux tensor is indexed by as many numbers as that has dimensions, "
+                f"aux_tensors[0][kv_idx[0]]; these have {ranks}"
+            ) from error
+        raise ValueError(f"{name}: {error} ({_INDEXED})") from error
+    except DSLRuntimeError as error:
+        text = f"the compiler has no code for {name}, which perhaps {_NEGATES}; or {_SHIFTS}"
+        raise TypeError(text) from error
+
+
+@contextmanager
+def _no_truth_values() -> Iterator[None]:
+    """Refuse `and`, `or`, `not`, `a < b < c` and `x if a else y` on vectors.
+
+    They ask a vector for its truth value, which Python would take to be True: a condition would be
+    lost without a word.
+    """
+    given = cute.TensorSSA.__dict__.get("__bool__")
+    cute.TensorSSA.__bool__ = _refuse_truth_value
+    try:
+        yield
+    finally:
+        if given is None:
+            del cute.TensorSSA.__bool__
+        else:
+            cute.TensorSSA.__bool__ = given
+
+
+def _refuse_truth_value(vector: cute.TensorSSA) -> NoReturn:
+    raise TypeError(
+        "a mod asks for the truth value of a vector: write & for and, | for or, two comparisons "
+        "for a < b < c, and cute.where for a conditional expression"
+    )
+
+
+class ScoreModTraits(NamedTuple):
+    """What a kernel wants to know of a score_mod beforehand.
+
+    computes_functions: it applies fast tanh, exp2 or the like to a score. factor: the number by
+    which it multiplies last, which the softmax may do as well; 1 if there is none. takes_rows: it
+    makes of vectors of scores and keys what it makes of each element.
+    """
+
+    computes_functions: bool = False
+    factor: float = 1.0
+    takes_rows: bool = False
+
+    @staticmethod
+    def of(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
+        """Called while a kernel is traced: traces the callable twice more, and takes that out."""
+        with ir_analysis.draft():
+            score = cute.full((1,), Float32(0.0), Float32)[0]
+            places = (Int32(0) for _ in range(4))
+            modified = call_score_mod(score_mod, score, *places, aux_tensors)
+            computes_functions = ir_analysis.reaches_function(score.ir_value())
+            factor = ir_analysis.last_factor(modified)
+        with ir_analysis.draft():
+            return ScoreModTraits(computes_functions, factor, _takes_rows(score_mod, aux_tensors))
+
+
+def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:
+    """See `ScoreModTraits`. Such a callable reads no element of scores and keys, as it would to
+    load from an aux tensor for each key; `h_idx[0]` and `q_idx[0]`, the same for a row, it may.
+
+    One that fails with rows has single elements.
+    """
+    scores = _vector_of([Float32(0.0), Float32(1.0)])
+    places = [_vector(Int32(0), Int32, 2) for _ in range(3)]
+    keys = _vector_of([Int32(0), Int32(1)])
+    # a branch may be traced twice
+    _keep_first(scores), _keep_first(keys)
+    try:
+        with _tracing(score_mod, aux_tensors):
+            result = score_mod(scores, *places, keys, aux_tensors)
+        is_by_element = ir_analysis.is_by_element(scores, keys)
+        _elements("score_mod", result, 2)
+    except Exception:
+        return False
+    return is_by_element

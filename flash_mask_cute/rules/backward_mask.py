@@ -1,0 +1,296 @@
+"""The masks of a launch as a block of keys meets them: its walk over queries, and the bits of it.
+
+The work tile belongs to a KV head and visits the query blocks of each query head of its group. A
+line of a bit tile is a key, so what a column of intervals hides is a range of bits as it is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.tile_state import BOTH, VISIBLE
+from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD, bit_range
+from flash_mask_cute.rules.mask_rules import MaskRules, Share, both
+
+# of a block that no key sees, for which there is nothing to add
+NO_TURN = -1
+# as in `query_walks`; what a callable loads for more queries spills in the painters
+ASKED_AT_ONCE = 2
+# where tiles are staggered, neighbours begin so many blocks apart: an odd number, so that each of a
+# chunk is the first one of some tile
+STAGGER = 5
+
+
+@dataclass(frozen=True)
+class KeyWalks(MaskRules):
+    """`MaskRules` for work tiles of tile_n keys that visit blocks of queries.
+
+    Block lists are given as bits, whether tiles nest in their blocks or not. group: query heads of
+    a KV head.
+
+    Blocks of a query head are visited in ascending order. takes_turns: the work tiles that see a
+    query block have an order, from the last keys to the first, and each is told which one comes
+    before it. With work tiles handed out in that order nobody waits for one that has not begun; and
+    under causal masking a walk starts where its keys are the last, so it does not wait at all.
+
+    staggers: each chunk is visited from another block on for another tile, those before it last, so
+    that tiles which visit the same chunk at the same time do not add to the same rows of dQ.
+
+    is_part: these tiles are one CTA's part of those that walks were planned for, and may lie behind
+    the end of the keys, or have nothing to ask where the whole has.
+    """
+
+    group: Int32
+    takes_turns: cutlass.Constexpr[bool]
+    is_part: cutlass.Constexpr[bool] = False
+    staggers: cutlass.Constexpr[bool] = False
+
+    # a launch has all blocks
+    first_block = None
+
+    def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
+        """Work tiles of a packed sequence, keys that are not in use included."""
+        starts = lengths.cu_seqlens_k
+        return cute.ceil_div(starts[batch_idx + 1] - starts[batch_idx], self.block_info.tile_n)
+
+    # -- tiles ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def plan(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
+        """Send the walk of a work tile as chunks from `number` on; returns the next number.
+
+        A walk that sees nothing visits one hidden block, so that no role has a special case.
+        """
+        m_block_min, m_block_max = self.block_info.get_m_block_min_max(work.seqlen, work.block)
+        if const_expr(not self.skip):
+            m_block_min = Int32(0)
+            m_block_max = cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
+        first_head = work.head_idx * self.group
+        pending, turn = Chunk.hidden_block(Int32(0), first_head), Int32(NO_TURN)
+        found_any = Boolean(False)
+        for i in cutlass.range(self.group):
+            chunk_idx = m_block_min // CHUNK
+            while chunk_idx * CHUNK < m_block_max:
+                chunk = self._classify(work, first_head + i, chunk_idx * CHUNK)
+                for visible in self._portions(work, chunk.visible):
+                    if visible != 0:
+                        if found_any:
+                            follower = chunk.kind_of(ring.next_bit(chunk, visible))
+                            ring.write(number, pending._replace(follower=follower), turn)
+                            number += 1
+                        pending = chunk._replace(visible=visible)
+                        if const_expr(self.takes_turns):
+                            turn = self._turn(work, chunk)
+                        found_any = Boolean(True)
+                chunk_idx += 1
+        ring.write(number, pending, turn)
+        return number + 1
+
+    def _portions(self, work: Work, visible: Int32) -> tuple[Int32, ...]:
+        """The visible blocks of a chunk, in portions to visit one after the other."""
+        if not self.staggers:
+            return (visible,)
+        late = bit_tile.low_bits(work.block * STAGGER % CHUNK)
+        return visible & (late ^ ALL), visible & late
+
+    @cute.jit
+    def _turn(self, work: Work, chunk: Chunk) -> Int32:
+        """1 + the next key block that sees this lane's query block, 0 if there is none."""
+        m_block = chunk.base + cute.arch.lane_idx()
+        n_block = work.block
+        end = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+        if const_expr(self.skip):
+            _, end = self.block_info.get_n_block_min_max(work.seqlen, m_block)
+        is_found = Boolean(False)
+        while (n_block < end) & (is_found == Boolean(False)):
+            n_block += 1
+            is_found = n_block < end
+            if const_expr(self.skip):
+                seen = self._sees(work, chunk.head_idx, m_block, n_block)
+                is_found = is_found & seen
+        return cutlass.select_(is_found, n_block + 1, Int32(0))
+
+    @cute.jit
+    def _sees(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> Boolean:
+        """Whether a walk visits a tile."""
+        is_visible = self._judge(work, head_idx, m_block, n_block).is_visible
+        return self._judge_asked(work, head_idx, m_block, n_block, is_visible)[0]
+
+    @cute.jit
+    def _judge_asked(
+        self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32, is_visible: Boolean
+    ) -> tuple[Boolean, Boolean]:
+        """Whether lists, or what was stored, leave something of a tile that is visible otherwise,
+        and whether it has to be asked about."""
+        if const_expr(self.args.stored is not None):
+            is_visible, asks = self._look_up(work, m_block, n_block, is_visible)
+        else:
+            is_listed, asks = self.judge_listed(work, head_idx, m_block, n_block)
+            is_visible = is_visible & is_listed
+        return is_visible, asks
+
+    @property
+    def _stored_per_tile(self) -> int:
+        return self.block_info.tile_n // cute.size(self.args.stored.tiles, mode=[3])
+
+    @cute.jit
+    def _classify(self, work: Work, head_idx: Int32, base: Int32) -> Chunk:
+        """The chunk of the 32 blocks from `base` on, a lane each."""
+        m_block = base + cute.arch.lane_idx()
+        verdict = self._judge(work, head_idx, m_block, work.block)
+        is_visible, asks = self._judge_asked(
+            work, head_idx, m_block, work.block, verdict.is_visible
+        )
+        chunk = Chunk.of_votes(
+            base,
+            head_idx,
+            cute.arch.vote_ballot_sync(is_visible),
+            verdict.is_band,
+            verdict.is_columns,
+            cute.arch.vote_ballot_sync(asks),
+        )
+        if const_expr(not self.skip):
+            exists = m_block < cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
+            chunk = chunk.without_skipping(exists, self.args.columns is not None)
+        return chunk
+
+    # -- scores ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def paint(self, work: Work, block: Block, share: Share) -> tuple:
+        """The words of a block's bits in this warp's share of a tile's keys, for `Share.store`.
+
+        A lane holds a key of each group of 32.
+        """
+        words = share.fill(ALL)
+        if block.is_hidden:
+            words = share.fill(0)
+        else:
+            if block.is_band | block.is_columns:
+                words = self._seen_words(work, block, share)
+            if const_expr(self._can_ask):  # noqa: SIM102 (decided while tracing)
+                if block.asks:
+                    words = both(words, self.asked_words(work, block, share))
+        return words
+
+    def _seen_words(self, work: Work, block: Block, share: Share) -> tuple:
+        """Bits that the band, the end of the keys included, and the intervals leave to each key."""
+        band = self.block_info.band(work.seqlen)
+        first_q_idx = block.index * self.block_info.tile_m
+        words = []
+        for group in range(share.num_groups):
+            k_idx = share.line(work, group)
+            lo, hi = band.q_range(k_idx)
+            holes: list[Any] = []
+            if self.args.columns is not None:
+                values = self._column_values(work, block.head_idx, k_idx)
+                (lo, hi), *holes = self.intervals.seen_rows(values, lo, hi)
+            # after the intervals: before them, painters spill more
+            hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
+            for w in range(self.columns.num_words):
+                ranges = [
+                    tuple(self.columns.count_below(w, q_idx - first_q_idx) for q_idx in edges)
+                    for edges in ((lo, hi), *holes)
+                ]
+                words.append(bit_tile.bits_of(*ranges))
+        return tuple(words)
+
+    def asked_words(self, work: Work, block: Block, share: Share) -> tuple:
+        """Bits that mask_mod and logical blocks leave to each key."""
+        if self.args.stored is not None:
+            return self._stored_words(work, block, share)
+        words = share.fill(ALL)
+        if self.mask_mod is not None:
+            words = self._ask_all(work, block, share)
+        if self.args.bits is not None:
+            words = self._within_logical_blocks(work, block, share, words)
+        return words
+
+    def _stored_words(self, work: Work, block: Block, share: Share) -> tuple:
+        n_block = work.block
+        if self.is_part:
+            n_block = cutlass.min(n_block, cute.size(self.args.stored.states, mode=[2]) - 1)
+        stored, place = self.args.stored, (work.batch_idx, block.index, n_block)
+        words = share.load(stored.tile(*place))
+        if self.has_halves:
+            words = bit_tile.split_halves(words)
+        if self.is_part:
+            # of a part that nothing cuts no words were stored
+            seen = stored.state(*place)
+            uncut = cutlass.select_((seen & VISIBLE) != 0, Int32(ALL), Int32(0))
+            words = tuple(cutlass.select_(seen == BOTH, word, uncut) for word in words)
+        return words
+
+    @property
+    def has_halves(self) -> bool:
+        return self._bits_per_word == HALF_WORD
+
+    @cute.jit
+    def _ask_all(self, work: Work, block: Block, share: Share) -> tuple:
+        # query after query, the same for all lanes: what the callable loads for a key, the compiler
+        # loads once
+        words = share.fill(0)
+        for step in cutlass.range(self._bits_per_word // ASKED_AT_ONCE, unroll=1):
+            words = self._ask(work, block, share, step * ASKED_AT_ONCE, words)
+        return words
+
+    def _ask(self, work: Work, block: Block, share: Share, first: Int32, words: tuple) -> tuple:
+        """Ask mask_mod about the columns of some bits of each word, from `first` on."""
+        asked: list[Any] = []
+        first_q_idx = block.index * self.block_info.tile_m
+        for group in range(share.num_groups):
+            k_idx = share.line(work, group)
+            for w in range(self.columns.num_words):
+                bits = Int32(0)
+                for i in range(ASKED_AT_ONCE):
+                    q_idx = first_q_idx + self.columns.col_of(w, first + i)
+                    visible = self._ask_mod(work, block.head_idx, q_idx, k_idx)
+                    bits = bit_tile.set_if(visible, bits, i)
+                word = words[len(asked)]
+                asked.append(bit_tile.push(word, bits, ASKED_AT_ONCE, self._bits_per_word))
+        return tuple(asked)
+
+    @property
+    def _bits_per_word(self) -> int:
+        return self.block_info.tile_m // self.columns.num_words
+
+    @cute.jit
+    def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:
+        """The given bits where a listed logical block asks for them, all where it is full."""
+        args, info = self.args.bits, self.block_info
+        offset_q, _ = self._asked_offsets(work)
+        first_q_idx = block.index * info.tile_m + offset_q
+        end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q + offset_q)
+        result = share.fill(0)
+        qb = first_q_idx // args.block_q
+        while qb * args.block_q < end_q_idx:
+            result = self._add_logical_block(work, block, qb, share, words, result)
+            qb += 1
+        return result
+
+    def _add_logical_block(
+        self, work: Work, block: Block, qb: Int32, share: Share, words: tuple, result: tuple
+    ) -> tuple:
+        args = self.args.bits
+        offset_q, offset_k = self._asked_offsets(work)
+        start = qb * args.block_q - (block.index * self.block_info.tile_m + offset_q)
+        added: list[Any] = []
+        for group in range(share.num_groups):
+            k_idx = cutlass.min(share.line(work, group), work.seqlen_k - 1) + offset_k
+            is_listed, is_full = self._block_bits(work, block.head_idx, qb, k_idx // args.block_k)
+            for w in range(self.columns.num_words):
+                bits = bit_range(
+                    self.columns.count_below(w, start),
+                    self.columns.count_below(w, start + args.block_q),
+                )
+                i = len(added)
+                # 0 - 1 is a word of ones
+                added.append(result[i] | (bits & (0 - is_listed) & (words[i] | (0 - is_full))))
+        return tuple(added)

@@ -1,0 +1,323 @@
+"""The masks of a launch as a block of queries meets them: its walk over keys, and the bits of it.
+
+A line of a bit tile is a query row (of the packed rows, where heads share a tile).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.rules.bit_tile import ALL, WORD, bit_range
+from flash_mask_cute.rules.mask_rules import (
+    MaskRules,
+    Share,
+    both,
+    broadcast_place,
+)
+
+# rows that a mask_mod is asked about together: the places of their bits are constants
+ASKED_AT_ONCE = 4
+
+
+class ListPosition(NamedTuple):
+    """Entries of a row's block lists that a descending walk has not passed yet."""
+
+    mask_left: Int32
+    full_left: Int32
+
+
+@dataclass(frozen=True)
+class QueryWalks(MaskRules):
+    """`MaskRules` for work tiles of tile_m query rows that visit blocks of keys.
+
+    cuts_overhang: all blocks of a tile count as cut if it reaches past the last query.
+    """
+
+    cuts_overhang: cutlass.Constexpr[bool] = False
+
+    def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
+        """Work tiles that a launch has of a packed sequence, rows that are not in use included."""
+        starts, info = lengths.cu_seqlens_q, self.block_info
+        rows = (starts[batch_idx + 1] - starts[batch_idx]) * info.qhead_per_kvhead_packgqa
+        blocks = cute.ceil_div(rows, info.tile_m)
+        if self.first_block is None:
+            return blocks
+        first, end = self.args.stored.rows_of_part(batch_idx)
+        return cutlass.min(end, blocks) - cutlass.min(first, blocks)
+
+    @property
+    def first_block(self) -> Callable[[Int32], Int32] | None:
+        """The first of them, of a sequence; None where it has all."""
+        stored = self.args.stored
+        if stored is None or stored.part is None:
+            return None
+        return lambda batch_idx: stored.rows_of_part(batch_idx)[0]
+
+    @property
+    def _bits_per_word(self) -> int:
+        return self.block_info.tile_n // self.columns.num_words
+
+    # -- tiles ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def plan(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
+        """Send the walk of a work tile as chunks from `number` on; returns the next number.
+
+        A walk that sees nothing visits one hidden block, so that no role has a special case.
+        """
+        n_block_min, n_block_max = self.block_info.get_n_block_min_max(work.seqlen, work.block)
+        if const_expr(not self.skip):
+            n_block_min = Int32(0)
+            n_block_max = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+        # a planning warp has few registers but those of the whole warp
+        n_block_min = cute.arch.make_warp_uniform(n_block_min)
+        position = self._list_start(work)
+        pending = Chunk.hidden_block(n_block_min, work.head_idx)
+        found_any = Boolean(False)
+        chunk_idx = (cutlass.max(n_block_max, 1) - 1) // CHUNK
+        while chunk_idx >= n_block_min // CHUNK:
+            chunk, position = self._classify(work, chunk_idx * CHUNK, position)
+            if chunk.visible != 0:
+                if found_any:
+                    follower = chunk.kind_of(ring.next_bit(chunk, chunk.visible))
+                    ring.write(number, pending._replace(follower=follower))
+                    number += 1
+                pending = chunk
+                found_any = Boolean(True)
+            chunk_idx -= 1
+        ring.write(number, pending)
+        return number + 1
+
+    @cute.jit
+    def _classify(self, work: Work, base: Int32, position: ListPosition) -> tuple:
+        """The chunk of the 32 blocks from `base` on, a lane each."""
+        n_block = base + cute.arch.lane_idx()
+        verdict = self._judge(work, work.head_idx, work.block, n_block)
+        is_visible, asks_word = verdict.is_visible, Int32(ALL if const_expr(self._can_ask) else 0)
+        if const_expr(self.args.stored is not None):
+            is_visible, asks = self._look_up(work, work.block, n_block, is_visible)
+            asks_word = cute.arch.vote_ballot_sync(asks)
+        visible_word = cute.arch.vote_ballot_sync(is_visible)
+        if const_expr(self.args.lists is not None):
+            listed, full, position = self._take_listed(work, base, position)
+            visible_word = visible_word & listed
+            asks_word = asks_word & (full ^ ALL)
+        is_band = verdict.is_band
+        if const_expr(self.cuts_overhang):
+            rows = work.seqlen_q * self.block_info.qhead_per_kvhead_packgqa
+            is_band = is_band | ((work.block + 1) * self.block_info.tile_m > rows)
+        chunk = Chunk.of_votes(
+            base, work.head_idx, visible_word, is_band, verdict.is_columns, asks_word
+        )
+        if const_expr(not self.skip):
+            exists = n_block < cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+            chunk = chunk.without_skipping(exists, self.args.columns is not None)
+        return chunk, position
+
+    def _list_start(self, work: Work) -> ListPosition:
+        args = self.args.lists
+        if args is None:
+            return ListPosition(Int32(0), Int32(0))
+        place = self._list_place(args.mask_cnt, work)
+        full_left = Int32(0)
+        if args.full_cnt is not None:
+            full_left = args.full_cnt[self._list_place(args.full_cnt, work)]
+        return ListPosition(args.mask_cnt[place], full_left)
+
+    def _list_place(self, tensor: cute.Tensor, work: Work) -> tuple:
+        first_row, _ = self.block_info.query_range(work.seqlen, work.block)
+        # the slot of a sequence may have more rows than the lists, which end where its queries do
+        last = cute.size(tensor, mode=[2]) - 1
+        q_block = cutlass.min(first_row // self.args.lists.block_q, last)
+        return (*broadcast_place(tensor, work, work.head_idx), q_block)
+
+    @cute.jit
+    def _take_listed(self, work: Work, base: Int32, position: ListPosition) -> tuple:
+        """Words of the listed and of the full blocks of a chunk, and the position after it."""
+        args = self.args.lists
+        ratio = args.block_k // self.block_info.tile_n
+        row = args.mask_idx[(*self._list_place(args.mask_cnt, work), None)]
+        listed, mask_left = _take_from_row(row, position.mask_left, base, ratio)
+        full, full_left = Int32(0), position.full_left
+        if const_expr(args.full_idx is not None):
+            row = args.full_idx[(*self._list_place(args.full_cnt, work), None)]
+            full, full_left = _take_from_row(row, position.full_left, base, ratio)
+        return listed | full, full, ListPosition(mask_left, full_left)
+
+    # -- scores ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def paint(self, work: Work, block: Block, share: Share) -> tuple:
+        """The words of a block's bits in this warp's share of a tile's rows, for `Share.store`.
+
+        A lane holds a row of each group of 32, or, where a rule is about columns, one of 32 columns
+        until its bits are transposed. All words are made together: a painting warp has nothing
+        else to hide the latency of one behind.
+        """
+        words = share.fill(ALL)
+        if block.is_hidden:
+            words = share.fill(0)
+        else:
+            if const_expr(self.args.columns is not None):  # noqa: SIM102 (decided while tracing)
+                if block.is_columns:
+                    words = self._column_words(work, block.index, share)
+            if block.is_band:
+                words = both(words, self._band_words(work, block.index, share))
+            if const_expr(self._can_ask):  # noqa: SIM102 (decided while tracing)
+                if block.asks:
+                    words = both(words, self.asked_words(work, block.index, share))
+        return words
+
+    @cute.jit
+    def _band_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
+        """Bits that the band, the end of the keys included, leaves to each row.
+
+        Of its two edges those are painted that cross the block, for which a row of the tile tells.
+        """
+        info = self.block_info
+        band = info.band(work.seqlen)
+        first, end = info.query_range(work.seqlen, work.block)
+        first_k_idx = n_block * info.tile_n
+        words = share.fill(ALL)
+        if band.k_range(first)[1] < first_k_idx + info.tile_n:
+            words = self._edge_words(work, first_k_idx, share, is_upper=True)
+        if const_expr(band.window_left is not None):  # noqa: SIM102 (decided while tracing)
+            if band.k_range(end - 1)[0] > first_k_idx:
+                words = both(words, self._edge_words(work, first_k_idx, share, is_upper=False))
+        return words
+
+    def _edge_words(self, work: Work, first_k_idx: Int32, share: Share, is_upper: bool) -> tuple:
+        """Bits of the keys below each row's upper edge of the band, or from its lower one on."""
+        band = self.block_info.band(work.seqlen)
+        bits = bit_tile.low_bits if is_upper else bit_tile.bits_from
+        words = []
+        for group in range(share.num_groups):
+            edge = band.k_range(self._query(share.line(work, group)))[is_upper]
+            for w in range(self.columns.num_words):
+                words.append(bits(self.columns.count_below(w, edge - first_k_idx)))
+        return tuple(words)
+
+    def _column_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
+        """Bits that the intervals leave to each row."""
+        lane = cute.arch.lane_idx()
+        heads = self.block_info.qhead_per_kvhead_packgqa
+        first_k_idx = n_block * self.block_info.tile_n
+        columns = []
+        for w in range(self.columns.num_words):
+            k_idx = first_k_idx + self.columns.col_of(w, lane)
+            values = self._column_values(work, work.head_idx, k_idx)
+            if heads > 1:
+                # a row that is never reached may be any number
+                values = tuple(cutlass.min(value, work.seqlen_q) * heads for value in values)
+            columns.append(values)
+        words: tuple = ()
+        for group in range(share.num_groups):
+            first_row = share.line(work, group) - lane
+            by_column = []
+            for values in columns:
+                rows = self.intervals.seen_rows([value - first_row for value in values])
+                by_column.append(bit_tile.bits_of(*rows))
+            words += bit_tile.transpose_if_mixed(tuple(by_column), lane)
+        return words
+
+    @cute.jit
+    def asked_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
+        """Bits that mask_mod, and logical blocks smaller than a tile, leave to each row."""
+        words = share.fill(ALL)
+        if const_expr(self.args.stored is not None):
+            words = share.load(self.args.stored.tile(work.batch_idx, work.block, n_block))
+        if const_expr(self.mask_mod is not None):
+            # A lane asks about one column at a time, row after row: what the callable loads for a
+            # key is the same for all rows, so the compiler loads it once.
+            words = share.fill(0)
+            for step in cutlass.range(WORD // ASKED_AT_ONCE, unroll=1):
+                words = self._ask(work, n_block, share, step * ASKED_AT_ONCE, words)
+            words = tuple(bit_tile.transpose(words, cute.arch.lane_idx()))
+        if const_expr(self.args.bits is not None):
+            words = self._within_logical_blocks(work, n_block, share, words)
+        return words
+
+    def _ask(self, work: Work, n_block: Int32, share: Share, first: Int32, words: tuple) -> tuple:
+        """Ask mask_mod about some rows of each group from `first` on, and this lane's columns."""
+        asked: list[Any] = []
+        lane = cute.arch.lane_idx()
+        heads = self.block_info.qhead_per_kvhead_packgqa
+        first_k_idx = n_block * self.block_info.tile_n
+        for group in range(share.num_groups):
+            first_row = share.line(work, group) - lane + first
+            for w in range(self.columns.num_words):
+                k_idx = first_k_idx + self.columns.col_of(w, lane)
+                bits = Int32(0)
+                for i in range(ASKED_AT_ONCE):
+                    row = first_row + i
+                    head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
+                    visible = self._ask_mod(work, head_idx, self._query(row), k_idx)
+                    bits = bit_tile.set_if(visible, bits, i)
+                asked.append(bit_tile.push(words[len(asked)], bits, ASKED_AT_ONCE))
+        return tuple(asked)
+
+    @cute.jit
+    def _within_logical_blocks(
+        self, work: Work, n_block: Int32, share: Share, words: tuple
+    ) -> tuple:
+        """The given bits where a listed logical block asks for them, all where it is full."""
+        args, info = self.args.bits, self.block_info
+        _, offset_k = self._asked_offsets(work)
+        first_k_idx = n_block * info.tile_n + offset_k
+        last_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k + offset_k) - 1
+        result = share.fill(0)
+        for kb in cutlass.range(first_k_idx // args.block_k, last_k_idx // args.block_k + 1):
+            result = self._add_logical_block(work, kb, first_k_idx, share, words, result)
+        return result
+
+    def _add_logical_block(
+        self, work: Work, kb: Int32, first_k_idx: Int32, share: Share, words: tuple, result: tuple
+    ) -> tuple:
+        args = self.args.bits
+        start = kb * args.block_k - first_k_idx
+        offset_q, _ = self._asked_offsets(work)
+        added = []
+        for group in range(share.num_groups):
+            q_idx = cutlass.min(self._query(share.line(work, group)), work.seqlen_q - 1) + offset_q
+            is_listed, is_full = self._block_bits(work, work.head_idx, q_idx // args.block_q, kb)
+            for w in range(self.columns.num_words):
+                bits = bit_range(
+                    self.columns.count_below(w, start),
+                    self.columns.count_below(w, start + args.block_k),
+                )
+                i = len(added)
+                # 0 - 1 is a word of ones
+                added.append(result[i] | (bits & (0 - is_listed) & (words[i] | (0 - is_full))))
+        return tuple(added)
+
+    def _query(self, row: Int32) -> Int32:
+        return row // self.block_info.qhead_per_kvhead_packgqa
+
+
+@cute.jit
+def _take_from_row(row: cute.Tensor, left: Int32, base: Int32, ratio: Int32) -> tuple:
+    """Blocks of the chunk at `base` that an ascending list has among its first `left` entries.
+
+    Each entry stands for `ratio` blocks. Returns their word, and how many entries lie below.
+    """
+    lane = cute.arch.lane_idx()
+    word = Int32(0)
+    passed = Int32(ALL)
+    while passed == ALL:
+        at = left - 1 - lane
+        is_passed = Boolean(False)
+        if at >= 0:
+            first = row[at] * ratio - base
+            word = word | bit_range(first, first + ratio)
+            is_passed = first >= 0
+        passed = Int32(cute.arch.vote_ballot_sync(is_passed))
+        left -= Int32(cute.arch.popc(passed))
+    return Int32(cute.arch.warp_redux_sync(word, "or")), left

@@ -1,0 +1,468 @@
+"""All masks of a call as one rule: which scores count, and what that says about a tile of them.
+
+A score counts when everything that was given lets it: the lengths, causal and window (`Band`),
+column intervals, block lists, mask_mod. `MaskRules` states this for single scores and for tiles.
+Kernels read the rule in two directions: a block of queries walks over keys (`query_walks`) in the
+forward, a block of keys over queries (`key_walks`) in the backward. Each direction plans walks and
+paints the blocks that something cuts into bit tiles. All of it is run by warps that compute no
+scores, for any architecture.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32, const_expr
+
+from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE, seen_by_warp
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.calling import call_mask_mod
+from flash_mask_cute.rules.bit_tile import ALL, WORD, Columns
+from flash_mask_cute.rules.intervals import Intervals
+
+
+class ColumnArgs(NamedTuple):
+    """Column intervals: indices (batch | 1, heads_mask, seqlen_k, n) int32, and their smallest and
+    largest values per key block, bounds (batch | 1, heads_mask, 2 n, num_n_blocks).
+
+    heads_per_mask_head: consecutive heads of walks that share a mask head. Where keys are packed,
+    both tensors have one batch entry for all sequences (`ColumnMask.bounds`).
+    """
+
+    indices: cute.Tensor
+    bounds: cute.Tensor
+    heads_per_mask_head: Int32
+
+
+class ListArgs(NamedTuple):
+    """Block lists, cnt (batch | 1, heads | 1, num_q_blocks), idx (..., num_k_blocks), of blocks of
+    block_q x block_k scores, multiples of the kernel's tiles. full_* may be absent."""
+
+    mask_cnt: cute.Tensor
+    mask_idx: cute.Tensor
+    full_cnt: cute.Tensor | None
+    full_idx: cute.Tensor | None
+    block_q: Int32
+    block_k: Int32
+
+
+class BitArgs(NamedTuple):
+    """State of logical blocks that kernel tiles need not nest in: bit kb % 32 of word kb // 32 of
+    visible, full (batch | 1, heads | 1, num_q_blocks, words)."""
+
+    visible: cute.Tensor
+    full: cute.Tensor
+    block_q: Int32
+    block_k: Int32
+
+
+class StoredArgs(NamedTuple):
+    """What a mask_mod and block lists say, asked before (`mask_bits_kernel.py`).
+
+    states: of each tile what was seen (`core/tile_state.py`), int32 (batch | 1, m_blocks,
+    n_blocks); tiles: of those that are cut the bits, int32 (batch | 1, m_blocks, n_blocks, lines,
+    words).
+    places: where sequences differ in length, int32 (sequences, 2), the number of the first tile of
+    each and how many it has in a row; tiles and states are then (1, 1, tiles, ...). part: what a
+    launch has of that, None if all: the blocks of queries from the first one on, and how many; with
+    places the blocks whose first tile has a number from the first one on, and how many numbers.
+    The tensors begin there.
+    """
+
+    tiles: cute.Tensor
+    states: cute.Tensor
+    places: cute.Tensor | None = None
+    part: tuple[Int32, Int32] | None = None
+
+    def of_part(self, first: Int32, count: Int32) -> "StoredArgs":
+        if self.places is not None:
+            return self._replace(part=(first, count))
+        tiles, states = (
+            cute.domain_offset((0, -first, *(0 for _ in x.shape[2:])), x)
+            for x in (self.tiles, self.states)
+        )
+        return StoredArgs(tiles, states, part=(first, count))
+
+    def rows_of_part(self, sequence: Int32) -> tuple[Int32, Int32]:
+        """The blocks of queries of a sequence that a launch has: the first one and one past the
+        last one, which may lie behind the sequence."""
+        first, count = self.part
+        begin, in_row = self.places[sequence, 0], cutlass.max(self.places[sequence, 1], 1)
+        ends = (cutlass.max(x - begin, 0) for x in (first, first + count))
+        return tuple(cute.ceil_div(x, in_row) for x in ends)
+
+    def tile(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> cute.Tensor:
+        """A bit tile (words, lines)."""
+        lines = self.tiles[(*self.index(batch_idx, m_block, n_block), None, None)]
+        return cute.make_tensor(lines.iterator, cute.select(lines.layout, [1, 0]))
+
+    def state(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> Int32:
+        return self.states[self.index(batch_idx, m_block, n_block)]
+
+    def index(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
+        """Where the tile of a sequence lies."""
+        if self.places is None:
+            return cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1), m_block, n_block
+        first, in_row = self.places[batch_idx, 0], self.places[batch_idx, 1]
+        number = first + m_block * in_row + n_block
+        if self.part is not None:
+            number -= self.part[0]
+        # a sequence may be longer than it was said to be
+        return 0, 0, cutlass.min(number, cute.size(self.states, mode=[2]) - 1)
+
+
+class MaskedKernel(Protocol):
+    """What a kernel says about its masks; plan: tile_m, tile_n and packed_heads."""
+
+    plan: Any
+    is_causal: bool
+    is_local: bool
+    intervals: Intervals | None
+    mask_mod: Callable[..., Any] | None
+    has_aux_tensors: bool
+    skip_blocks: bool
+
+
+def check_given(name: str, given: Any, is_wanted: bool) -> None:
+    """Refuse an argument of a launch that the kernel was not made for, or lacks.
+
+    :raises ValueError: naming it
+    """
+    if (given is not None) != is_wanted:
+        raise ValueError(f"{name} must {'' if is_wanted else 'not '}be given to this kernel")
+
+
+class MaskArgs(NamedTuple):
+    """What the masks of a launch are made of; anything may be absent.
+
+    stored: in place of block lists and a mask_mod.
+    """
+
+    window_left: Int32 | None
+    window_right: Int32 | None
+    columns: ColumnArgs | None
+    lists: ListArgs | None
+    bits: BitArgs | None
+    aux_tensors: Any
+    stored: StoredArgs | None = None
+
+    @staticmethod
+    def create(
+        kernel: "MaskedKernel",
+        window: tuple[Int32 | None, Int32 | None],
+        column_tensors: tuple | None,
+        num_heads: Int32,
+        block_lists: tuple | None,
+        block_size: tuple,
+        block_bits: tuple | None,
+        aux_tensors: Any,
+        stored: StoredArgs | None = None,
+    ) -> "MaskArgs":
+        """From the arguments of a launch; num_heads: of its walks, block_size: of the lists.
+
+        :raises ValueError: a tensor is given to a kernel made without it, or the other way round;
+            or answers that were stored to a kernel that asks, or beside block lists
+        """
+        check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
+        check_given("column_tensors", column_tensors, kernel.intervals is not None)
+        if any(x is not None for x in (kernel.mask_mod, block_lists, block_bits)):
+            check_given("stored_bits", stored, False)
+        columns, lists, bits = None, None, None
+        if column_tensors is not None:
+            indices, bounds = column_tensors
+            columns = ColumnArgs(indices, bounds, num_heads // indices.shape[1])
+        if block_lists is not None:
+            lists = ListArgs(*block_lists, *(Int32(size) for size in block_size))
+        if block_bits is not None:
+            bits = BitArgs(*block_bits)
+        return MaskArgs(*window, columns, lists, bits, aux_tensors, stored)
+
+
+class TileVerdict(NamedTuple):
+    """What band and column intervals say about a tile of scores.
+
+    is_visible may be true of a tile in which nothing is (`Intervals.classify`).
+    """
+
+    is_visible: Boolean
+    is_band: Boolean
+    is_columns: Boolean
+
+
+@dataclass(frozen=True)
+class MaskRules:
+    """The masks of a launch, for one shape of tiles.
+
+    columns: where a bit tile has which column of a tile. keys_are_packed: the keys of all sequences
+    lie in one tensor. skip: leave hidden blocks out and cut-free blocks unpainted; without it every
+    block of a sequence is visited and painted, to the same result. counts_offsets: mask_mod and
+    block lists know positions in an entry, in which a sequence begins at offset_q and offset_k.
+    """
+
+    args: MaskArgs
+    block_info: BlockInfo
+    intervals: cutlass.Constexpr[Intervals | None]
+    mask_mod: cutlass.Constexpr[Callable[..., Any] | None]
+    columns: cutlass.Constexpr[Columns]
+    keys_are_packed: cutlass.Constexpr[bool]
+    skip: cutlass.Constexpr[bool]
+    counts_offsets: cutlass.Constexpr[bool]
+
+    @classmethod
+    def of_kernel(
+        cls,
+        kernel: MaskedKernel,
+        columns: Columns,
+        args: MaskArgs,
+        lengths: Lengths,
+        *more: Any,
+    ):
+        """The rules of a kernel whose bit tiles have `columns`; more: fields of the direction."""
+        block_info = BlockInfo(
+            kernel.plan.tile_m,
+            kernel.plan.tile_n,
+            is_causal=kernel.is_causal,
+            is_local=kernel.is_local,
+            window_size_left=args.window_left,
+            window_size_right=args.window_right,
+            qhead_per_kvhead_packgqa=kernel.plan.packed_heads,
+        )
+        keys_are_packed = lengths.cu_seqlens_k is not None
+        return cls(
+            args,
+            block_info,
+            kernel.intervals,
+            kernel.mask_mod,
+            columns,
+            keys_are_packed,
+            kernel.skip_blocks,
+            False,
+            *more,
+        )
+
+    def of_rows(self, tile_m: int):
+        """The same rules for tiles of so many query rows."""
+        return replace(self, block_info=replace(self.block_info, tile_m=tile_m))
+
+    def of_keys(self, tile_n: int):
+        """The same rules for tiles of so many keys."""
+        return replace(self, block_info=replace(self.block_info, tile_n=tile_n))
+
+    @property
+    def _can_ask(self) -> bool:
+        args = self.args
+        return self.mask_mod is not None or args.bits is not None or args.stored is not None
+
+    @cute.jit
+    def _judge(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> TileVerdict:
+        """The verdict on a tile; each lane of a warp may ask about another."""
+        info, seqlen = self.block_info, work.seqlen
+        n_block_min, n_block_max = info.get_n_block_min_max(seqlen, m_block)
+        is_visible = (n_block >= n_block_min) & (n_block < n_block_max)
+        is_band = n_block >= info.get_n_block_min_causal_local_mask(seqlen, m_block, n_block_min)
+        if const_expr(self.args.window_left is not None):
+            is_band = is_band | (
+                n_block < info.get_n_block_min_before_local_mask(seqlen, m_block, n_block_min)
+            )
+        is_columns = Boolean(False)
+        if const_expr(self.args.columns is not None):
+            hides_all, is_columns = self._judge_columns(work, head_idx, m_block, n_block)
+            is_visible = is_visible & (hides_all == Boolean(False))
+        return TileVerdict(is_visible, is_band, is_columns)
+
+    @cute.jit
+    def judge_listed(
+        self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32
+    ) -> tuple[Boolean, Boolean]:
+        """Whether a tile touches a listed logical block, and whether it has to be asked about."""
+        is_listed, asks = Boolean(True), Boolean(const_expr(self._can_ask))
+        if const_expr(self.args.bits is not None):
+            args, info = self.args.bits, self.block_info
+            offset_q, offset_k = self._asked_offsets(work)
+            first_q_idx, first_k_idx = m_block * info.tile_m, n_block * info.tile_n
+            end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q) + offset_q
+            end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k) + offset_k
+            first_q_idx, first_k_idx = first_q_idx + offset_q, first_k_idx + offset_k
+            any_listed, all_full = Int32(0), Int32(1)
+            qb = first_q_idx // args.block_q
+            while qb * args.block_q < end_q_idx:
+                kb = first_k_idx // args.block_k
+                while kb * args.block_k < end_k_idx:
+                    block_is_listed, block_is_full = self._block_bits(work, head_idx, qb, kb)
+                    any_listed = any_listed | block_is_listed
+                    all_full = all_full & block_is_full
+                    kb += 1
+                qb += 1
+            is_listed, asks = any_listed != 0, all_full == 0
+        return is_listed, asks
+
+    @cute.jit
+    def _look_up(
+        self, work: Work, m_block: Int32, n_block: Int32, is_visible: Boolean
+    ) -> tuple[Boolean, Boolean]:
+        """What was stored about a tile that is visible otherwise: whether it is, and is cut."""
+        seen = Int32(0)
+        if is_visible:
+            for i in cutlass.range_constexpr(self._stored_per_tile):
+                at = n_block * self._stored_per_tile + i
+                at = cutlass.min(at, cute.size(self.args.stored.states, mode=[2]) - 1)
+                seen = seen | self.args.stored.state(work.batch_idx, m_block, at)
+        return (seen & VISIBLE) != 0, (seen & HIDDEN) != 0
+
+    @cute.jit
+    def seen(self, words: tuple) -> Int32:
+        """What is seen in a warp's words of a tile, VISIBLE and HIDDEN."""
+        is_any_visible, is_any_hidden = Boolean(False), Boolean(False)
+        for word in words:
+            used = word & self.used_bits
+            is_any_visible = is_any_visible | (used != 0)
+            is_any_hidden = is_any_hidden | (used != self.used_bits)
+        return seen_by_warp(is_any_visible, is_any_hidden)
+
+    @property
+    def used_bits(self) -> int:
+        """The bits of a word that stand for columns of a tile."""
+        return ALL if self._bits_per_word == WORD else (1 << self._bits_per_word) - 1
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether words have 16 bits, which are stored two to a word."""
+        return False
+
+    @property
+    def _bits_per_word(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def _stored_per_tile(self) -> int:
+        """Tiles side by side that were stored for each one of these."""
+        return 1
+
+    def _judge_columns(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
+        """Whether the intervals hide all of a tile, and whether they cut it."""
+        args = self.args.columns
+        first_row, end_row = self.block_info.query_range(work.seqlen, m_block)
+        batch_idx, mask_head, k_start = self._column_place(work, head_idx)
+        at = n_block
+        if const_expr(self.keys_are_packed):
+            at = n_block + k_start // self.block_info.tile_n + work.batch_idx
+        at = cutlass.min(at, cute.size(args.bounds, mode=[3]) - 1)
+        bounds = tuple(
+            args.bounds[batch_idx, mask_head, i, at] for i in range(2 * self.intervals.num_vectors)
+        )
+        return self.intervals.classify(bounds, first_row, end_row, work.seqlen_q)
+
+    def _column_values(self, work: Work, head_idx: Int32, k_idx: Int32) -> tuple[Int32, ...]:
+        """What the intervals' vectors say of a key, which may lie past the end of the keys."""
+        batch_idx, mask_head, k_start = self._column_place(work, head_idx)
+        at = k_start + cutlass.min(k_idx, work.seqlen_k - 1)
+        return tuple(
+            self.args.columns.indices[batch_idx, mask_head, at, i]
+            for i in range(self.intervals.num_vectors)
+        )
+
+    def _column_place(self, work: Work, head_idx: Int32) -> tuple[Int32, Int32, Int32]:
+        """Batch, head and first key of a sequence in the interval tensors."""
+        args = self.args.columns
+        batch_idx = cutlass.min(work.batch_idx, cute.size(args.indices, mode=[0]) - 1)
+        k_start = work.offset_k if self.keys_are_packed else Int32(0)
+        # unsigned, for which it takes half as many instructions
+        mask_head = Int32(Uint32(head_idx) // Uint32(args.heads_per_mask_head))
+        return batch_idx, mask_head, k_start
+
+    def _ask_mod(self, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32) -> Boolean:
+        """mask_mod's answer. Positions past the ends are hidden by others, but it may index tensors
+        with them."""
+        offset_q, offset_k = self._asked_offsets(work)
+        return call_mask_mod(
+            self.mask_mod,
+            work.batch_idx,
+            head_idx,
+            cutlass.min(q_idx, work.seqlen_q - 1) + offset_q,
+            cutlass.min(k_idx, work.seqlen_k - 1) + offset_k,
+            self.args.aux_tensors,
+        )
+
+    def _asked_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
+        """What to add to positions of a sequence for those that mask_mod and block lists know."""
+        return (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
+
+    def _block_bits(self, work: Work, head_idx: Int32, q_block: Int32, k_block: Int32) -> tuple:
+        """Whether a logical block is listed, and whether as a full one: 0 or 1 each."""
+        args = self.args.bits
+        place = (*broadcast_place(args.visible, work, head_idx), q_block, k_block // WORD)
+        bit = k_block % WORD
+        return (args.visible[place] >> bit) & 1, (args.full[place] >> bit) & 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """The lines of a work tile that one of several painting warps looks after, and their words.
+
+    A line of a bit tile is a query row in the forward, a key in the backward. num_groups: groups of
+    32 neighbouring lines, one for each lane; their words follow each other, group by group.
+    """
+
+    painter: Int32
+    tile_lines: cutlass.Constexpr[int]
+    num_groups: cutlass.Constexpr[int]
+    num_words: cutlass.Constexpr[int]
+
+    @staticmethod
+    def create(painter: Int32, num_painters: int, tile_lines: int, columns: Columns) -> "Share":
+        num_groups = tile_lines // WORD // num_painters
+        return Share(painter, tile_lines, num_groups, columns.num_words)
+
+    def fill(self, word: int) -> tuple:
+        return tuple(Int32(word) for _ in range(self.num_groups * self.num_words))
+
+    def tile_line(self, group: int) -> Int32:
+        """This lane's line of a group, counted in the tile."""
+        return (self.painter * self.num_groups + group) * WORD + cute.arch.lane_idx()
+
+    def line(self, work: Work, group: int) -> Int32:
+        """This lane's line of a group, counted in the sequence."""
+        return work.block * self.tile_lines + self.tile_line(group)
+
+    def store(self, tile: cute.Tensor, words: tuple) -> None:
+        """Write the words, num_words or fewer of each line, into tile (words, tile_lines) int32."""
+        num_words = cute.size(tile, mode=[0])
+        for group in range(self.num_groups):
+            for w in range(num_words):
+                tile[w, self.tile_line(group)] = words[group * num_words + w]
+
+    @cute.jit
+    def store_seen(self, seen: cute.Tensor, words: tuple, mask: cutlass.Constexpr[int]) -> None:
+        """Write into seen, int32, the bits that some word of each group of lines has set, of those
+        of the mask."""
+        for group in cutlass.range_constexpr(self.num_groups):
+            word = words[group * self.num_words]
+            for w in cutlass.range_constexpr(1, self.num_words):
+                word = word | words[group * self.num_words + w]
+            word = Int32(cute.arch.warp_redux_sync(word & mask, "or"))
+            if cute.arch.lane_idx() == 0:
+                seen[self.painter * self.num_groups + group] = word
+
+    def load(self, tile: cute.Tensor) -> tuple:
+        """The words that `store` wrote."""
+        return tuple(
+            tile[w, self.tile_line(group)]
+            for group in range(self.num_groups)
+            for w in range(cute.size(tile, mode=[0]))
+        )
+
+
+def both(words: tuple, others: tuple) -> tuple:
+    return tuple(a & b for a, b in zip(words, others, strict=True))
+
+
+def broadcast_place(tensor: cute.Tensor, work: Work, head_idx: Int32) -> tuple[Int32, Int32]:
+    """Batch and head in a tensor that may have one for all."""
+    return (
+        cutlass.min(work.batch_idx, cute.size(tensor, mode=[0]) - 1),
+        cutlass.min(head_idx, cute.size(tensor, mode=[1]) - 1),
+    )

@@ -1,0 +1,91 @@
+"""What the warps do that plan and paint while others multiply, on every architecture."""
+
+from functools import partial
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.lengths import Lengths, describe
+from flash_mask_cute.core.tile_scheduler import TileScheduler
+from flash_mask_cute.core.walk_ring import Block, WalkRing
+from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
+from flash_mask_cute.rules.backward_mask import KeyWalks
+from flash_mask_cute.rules.forward_mask import QueryWalks
+from flash_mask_cute.rules.mask_rules import Share
+
+
+@cute.jit
+def plan_walks(
+    scheduler: TileScheduler,
+    rules: QueryWalks | KeyWalks,
+    lengths: Lengths,
+    ring: WorkRing,
+    walk: WalkRing,
+    claims_late: cutlass.Constexpr[bool] = False,
+) -> None:
+    """One warp: decide on work tiles and the blocks they visit, and announce both.
+
+    claims_late: a work tile is claimed when the one before is nearly through, not as soon as the
+    ring has room for it.
+    """
+    is_by_keys = isinstance(rules, KeyWalks)
+    blocks_of = partial(rules.num_blocks, lengths), rules.first_block
+    tiles, chunks = Int32(0), Int32(0)
+    tile, search = scheduler.locate(scheduler.start(), *blocks_of)
+    while tile.is_valid:
+        work = describe(tile, lengths, is_by_keys)
+        ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
+        chunks = rules.plan(walk, chunks, work)
+        tiles += 1
+        # a tile is claimed as late as can be: another CTA may be free for it sooner
+        ring.acquire(tiles)
+        if const_expr(claims_late):
+            walk.wait_until_read(chunks)
+        tile, search = scheduler.locate(scheduler.advance(search, tiles - 1), *blocks_of)
+    scheduler.finish()
+    ring.write(tiles, NO_WORK)
+
+
+@cute.jit
+def paint_walks(
+    rules: QueryWalks | KeyWalks,
+    share: Share,
+    bit_tile: cute.Tensor,
+    bits: Channel,
+    ring: WorkRing,
+    walk: WalkRing,
+    seen: cute.Tensor | None = None,
+) -> None:
+    """One of the painting warps: its share of the bits of every block that something cuts.
+
+    seen: int32, a word for 32 lines: the bits that some word of theirs has set.
+    """
+    # work tiles, chunks and cut blocks so far
+    tile, chunk, cuts = Int32(0), Int32(0), Int32(0)
+    while ring.wait(tile):
+        step = partial(_paint_block, rules, share, bit_tile, bits, seen, ring.read(tile))
+        chunk, cuts = walk.visit(chunk, cuts, step, only_cut=True)
+        ring.release(tile)
+        tile += 1
+
+
+@cute.jit
+def _paint_block(
+    rules: QueryWalks | KeyWalks,
+    share: Share,
+    bit_tile: cute.Tensor,
+    bits: Channel,
+    seen: cute.Tensor | None,
+    work: Work,
+    cuts: Int32,
+    block: Block,
+) -> Int32:
+    words = rules.paint(work, block, share)
+    bits.acquire(cuts)
+    share.store(bit_tile, words)
+    if const_expr(seen is not None):
+        share.store_seen(seen, words, rules.used_bits)
+    bits.publish(cuts)
+    return cuts + 1

@@ -1,0 +1,22 @@
+"""torch dtypes by name, and what the DSL calls them."""
+
+from __future__ import annotations
+
+import torch
+
+CUTLASS_NAMES = {
+    "bool": "Boolean",
+    "uint8": "Uint8",
+    "int8": "Int8",
+    "int16": "Int16",
+    "int32": "Int32",
+    "int64": "Int64",
+    "float16": "Float16",
+    "bfloat16": "BFloat16",
+    "float32": "Float32",
+    "float64": "Float64",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,143 @@
+"""Stand-ins for tensors, which the compiler gets to see instead of those of a call.
+
+Extents and strides are symbols, so nothing about a particular call can leak into the code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from flash_mask_cute.limits import STRIDE_STEP
+from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES
+
+BASE_ALIGNMENT = 16  # bytes
+
+
+class HasWindow(Protocol):
+    """A problem that says which sides a window has."""
+
+    @property
+    def has_window_left(self) -> bool: ...
+
+    @property
+    def has_window_right(self) -> bool: ...
+
+
+class HasAux(Protocol):
+    """A problem with `aux`, as in `AttentionProblem`."""
+
+    @property
+    def aux(self) -> tuple[tuple[str, int], ...]: ...
+
+
+class HasBits(Protocol):
+    """A problem with `has_bits`, as in `AttentionProblem`."""
+
+    @property
+    def has_bits(self) -> bool: ...
+
+
+def cutlass_dtype(name: str) -> Any:
+    """The DSL's type of a torch dtype by name."""
+    import cutlass
+
+    return getattr(cutlass, CUTLASS_NAMES[name])
+
+
+def extents(rank: int) -> tuple[Any, ...]:
+    import cutlass.cute as cute
+
+    return tuple(cute.sym_int() for _ in range(rank))
+
+
+def operand(name: str, rank: int, dim: int) -> Any:
+    """A tensor of 16-bit rows of `dim` elements, which may be strided as TMA allows it."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    strides = tuple(cute.sym_int64(divisibility=STRIDE_STEP) for _ in range(rank - 1))
+    return make_fake_tensor(
+        cutlass_dtype(name),
+        (*extents(rank - 1), dim),
+        (*strides, 1),
+        assumed_align=BASE_ALIGNMENT,
+    )
+
+
+def vector(name: str | None) -> Any:
+    """A contiguous vector, or None."""
+    from cutlass.cute.runtime import make_fake_tensor
+
+    if name is None:
+        return None
+    dtype = cutlass_dtype(name)
+    return make_fake_tensor(dtype, extents(1), (1,), assumed_align=dtype.width // 8)
+
+
+def int32_vector(present: bool) -> Any:
+    return vector("int32" if present else None)
+
+
+def strided(rank: int, name: str = "int32") -> Any:
+    """A tensor with any strides. Also the last one is free: where the extent is 1, torch leaves it
+    to chance."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    dtype = cutlass_dtype(name)
+    strides = tuple(cute.sym_int64() for _ in range(rank))
+    return make_fake_tensor(dtype, extents(rank), strides, assumed_align=dtype.width // 8)
+
+
+def scratch(*inner: int) -> Any:
+    """A contiguous fp32 tensor (heads, row blocks, *inner)."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    strides = [1]
+    for extent in reversed(inner):
+        strides.insert(0, strides[0] * extent)
+    of_head = cute.sym_int64(divisibility=strides[0])
+    align = BASE_ALIGNMENT if inner else 4
+    return make_fake_tensor(
+        cutlass.Float32, (*extents(2), *inner), (of_head, *strides), assumed_align=align
+    )
+
+
+def window(problem: HasWindow) -> tuple[Any, Any]:
+    """window_left and window_right."""
+    import cutlass
+
+    left, right = problem.has_window_left, problem.has_window_right
+    return cutlass.Int32(0) if left else None, cutlass.Int32(0) if right else None
+
+
+def aux_tensors(problem: HasAux) -> tuple[Any, ...] | None:
+    return tuple(strided(rank, name) for name, rank in problem.aux) or None
+
+
+def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
+    """Bits of visible and of full blocks, and the blocks' size."""
+    return (strided(4), strided(4), *int32_pair()) if problem.has_bits else None
+
+
+def counter() -> Any:
+    """The two numbers of a tile scheduler."""
+    import cutlass
+    from cutlass.cute.runtime import make_fake_tensor
+
+    return make_fake_tensor(cutlass.Int32, (2,), (1,), assumed_align=4)
+
+
+def int32_pair() -> tuple[Any, Any]:
+    import cutlass
+
+    return cutlass.Int32(0), cutlass.Int32(0)
+
+
+def stream() -> Any:
+    """torch's current stream, which a call need not pass."""
+    from cutlass.cute.runtime import make_fake_stream
+
+    return make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -1,0 +1,514 @@
+"""The Hopper forward of a key block: S = Q K^T, its softmax, and P V of the block before.
+
+What a step issues and what it overlaps is told at the top of `flash_fwd` and in
+docs/forward_sm90.md. A warpgroup has 64 query rows; P lies in words of two probabilities
+(`wgmma.round_pairs`), which are a register operand of P V.
+
+A step takes P of the block before from one tensor of words and leaves its own in another or in the
+same one. Where P V is complete before the exponentials begin, the same one is free
+(`FwdPlan.values_first`). Where they overlap, another one needs no copy, but the code of a step
+twice, as registers have no index: it pays for whole blocks, of which many follow each other
+(`KeyBlocks.alternates`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from flash_mask_cute.core import softmax as softmax_math
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT
+from flash_mask_cute.core.softmax import OnlineSoftmax, QuadRows, ScoreScales
+from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, WalkRing
+from flash_mask_cute.core.work_ring import Work, WorkRing
+from flash_mask_cute.mods.calling import (
+    RowPlace,
+    ScoreModTraits,
+    at_plain_distances,
+    inside,
+    modify_row,
+)
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.rules.bit_tile import HALF_WORD, LOW_HALF
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.flash_fwd_plan import HALF_KEYS, Barrier, FwdPlan
+from flash_mask_cute.sm90.warpgroups import keep_columns, mma_warpgroup_idx, take_bits
+
+
+class Channels(NamedTuple):
+    """How the roles of a CTA hand things on (see the top of `flash_fwd`)."""
+
+    q: Channel
+    k: Channel
+    v: Channel
+    bits: Channel
+    ring: WorkRing
+    walk: WalkRing
+
+
+class Tiles(NamedTuple):
+    """What lies in shared memory: operands with stages, a word per key stage, one bit tile.
+
+    seen: for 32 rows of the bit tile each, whether any bit is set.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    words: cute.Tensor
+    bits: cute.Tensor
+    seen: cute.Tensor
+
+
+class Position(NamedTuple):
+    """Where a warpgroup is in its walks.
+
+    block, cut: the newest key block, and the next cut block, numbered from 0. passed: key blocks
+    passed over since the one that P is of. accumulate: whether this work tile has an output yet.
+    The others: whether fills that are needed next are known to be there.
+    """
+
+    block: Int32
+    cut: Int32
+    passed: Int32
+    accumulate: Boolean
+    knows_k: Boolean
+    knows_v: Boolean
+    knows_bits: Boolean
+
+    @staticmethod
+    def start() -> "Position":
+        return Position(*(Int32(0) for _ in range(3)), *(Boolean(False) for _ in range(4)))
+
+    def next_tile(self) -> "Position":
+        """At the first key block of the next work tile."""
+        return Position.start()._replace(block=self.block + 1, cut=self.cut)
+
+
+@dataclass(frozen=True)
+class KeyBlocks:
+    """What the steps of an MMA warpgroup share.
+
+    can_be_cut: a block after a walk's first one may be. kept_q: the first columns of the query, in
+    registers, or None (`FwdPlan.query_steps`). opaque_one: 1, which the compiler must not know.
+    """
+
+    plan: cutlass.Constexpr[FwdPlan]
+    score_mod: cutlass.Constexpr[Callable[..., Any] | None]
+    can_be_cut: cutlass.Constexpr[bool]
+    factor: cutlass.Constexpr[float]
+    tiles: Tiles
+    channels: Channels
+    scales: ScoreScales
+    aux_tensors: Any
+    softmax: OnlineSoftmax
+    acc_O: cute.Tensor
+    kept_q: cute.Tensor | None
+    opaque_one: Int32
+
+    @staticmethod
+    def create(
+        plan: FwdPlan,
+        score_mod: Callable[..., Any] | None,
+        can_be_cut: bool,
+        tiles: Tiles,
+        channels: Channels,
+        scales: ScoreScales,
+        aux_tensors: Any,
+    ) -> "KeyBlocks":
+        traits = ScoreModTraits()
+        if score_mod is not None:
+            traits = ScoreModTraits.of(score_mod, aux_tensors)
+        computes_functions = scales.cap is not None or traits.computes_functions
+        softmax = OnlineSoftmax.create(
+            scales.scale_log2 * traits.factor,
+            wgmma.ROWS_PER_THREAD,
+            plan.dtype,
+            QuadRows(*plan.polynomial if computes_functions else ()),
+        )
+        kept_q = None
+        if score_mod is None and plan.query_steps > 0:
+            kept_q = wgmma.make_operand_words(plan.query_steps)
+            # a value for the products that are issued for nothing
+            kept_q.fill(0)
+        return KeyBlocks(
+            plan,
+            score_mod,
+            can_be_cut,
+            traits.factor,
+            tiles,
+            channels,
+            scales,
+            aux_tensors,
+            softmax,
+            wgmma.make_accumulator(plan.tile_dv),
+            kept_q,
+            # grids are one-dimensional, but the compiler does not know that
+            Int32(cute.arch.grid_dim()[2]),
+        )
+
+    def make_probs(self) -> cute.Tensor:
+        """Words of P."""
+        return wgmma.make_operand_words(self.plan.tile_n // 16)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What blocks after a walk's first may be."""
+        return (Kind.CUT, Kind.WHOLE) if self.can_be_cut else (Kind.WHOLE,)
+
+    @property
+    def may_pass_over(self) -> bool:
+        """Whether a block is passed over if a mask hides it from this warpgroup's rows; not where a
+        walk's first block alone may be cut."""
+        return self.plan.passes_over and self.can_be_cut
+
+    def alternates(self, kind: Kind) -> bool:
+        """Whether a step over such a block leaves P in other words than it takes."""
+        plan = self.plan
+        return kind == Kind.WHOLE and plan.keeps_scores and not plan.values_first
+
+    # -- products -------------------------------------------------------------------------------
+
+    def take_query(self, tile: Int32) -> None:
+        """Take what is kept of the query of a work tile, which has arrived."""
+        if self.kept_q is not None:
+            smem = self.tiles.q[None, None, self._query_stage(tile)]
+            keep_columns(self.kept_q, self.plan.mma_qk(warpgroup.OperandSource.RMEM), smem)
+
+    def issue_scores(
+        self, acc_S: cute.Tensor, tile: Int32, block: Int32, half: Int32 | None = None
+    ) -> None:
+        """Start S = Q K^T of this warpgroup's rows of a work tile and a key block.
+
+        half: of the keys, 0 or 1, or None for all.
+        """
+        keys = self.tiles.k
+        if half is not None:
+            keys = cute.local_tile(keys, (HALF_KEYS, self.plan.tile_d), (half, 0, None))
+        mma = self.plan.mma_qk(num_keys=None if half is None else HALF_KEYS)
+        q_tile = wgmma.operand_a(mma, self.tiles.q)[None, None, None, self._query_stage(tile)]
+        k_stage = self.channels.k.index(block)
+        k_tile = wgmma.operand_b(mma, keys)[None, None, None, k_stage]
+        if self.kept_q is None:
+            wgmma.issue(mma, acc_S, q_tile, k_tile, False)
+        else:
+            operand = wgmma.words_as_operand_a(self.kept_q, self.plan.dtype)
+            kept = self.plan.mma_qk(warpgroup.OperandSource.RMEM), operand
+            wgmma.issue_with_kept(mma, acc_S, kept, q_tile, k_tile)
+
+    def issue_values(self, probs: cute.Tensor, at: Position) -> None:
+        """Start O += P V of the last block that was not passed over."""
+        mma = self.plan.mma_pv()
+        operand = wgmma.words_as_operand_a(probs, self.plan.dtype)
+        v_stage = self.channels.v.index(at.block - at.passed)
+        v_tile = wgmma.operand_b(mma, self.tiles.v)[None, None, None, v_stage]
+        wgmma.issue(mma, self.acc_O, operand, v_tile, at.accumulate)
+
+    def wait_for_values(self, at: Position) -> None:
+        self.channels.v.wait_unless(at.knows_v, at.block - at.passed)
+
+    def release_values(self, at: Position) -> None:
+        """Release the values of a complete P V, and those of the last block if it was passed over.
+
+        `_pass_over` leaves these, because a tile's last values may come after the next query, which
+        waits for this tile's end.
+        """
+        self.channels.v.release(at.block - at.passed)
+        if const_expr(self.may_pass_over):
+            self._release_passed(at)
+
+    @cute.jit
+    def _release_passed(self, at: Position):
+        if at.passed > 0:
+            self.channels.v.wait(at.block)
+            self.channels.v.release(at.block)
+
+    def _query_stage(self, tile: Int32) -> Int32:
+        stage = self.channels.q.index(tile)
+        return stage * self.plan.num_mma_warpgroups + mma_warpgroup_idx()
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def first(self, tile: Int32, at: Position, acc_S: cute.Tensor, probs: cute.Tensor) -> tuple:
+        """P of a work tile's first key block, whose S is complete; returns the position, and the
+        kind of the next block."""
+        channels = self.channels
+        word, scores = self._word(at.block), wgmma.rows_by_cols(acc_S)
+        if const_expr(self.score_mod is None):
+            self._modify(None, scores)
+        elif channels.ring.read(tile).has_scores:
+            # a sequence without queries or keys has no position to ask about
+            self._modify(self._places(tile, word, True), scores)
+        sees, cut = Boolean(True), at.cut
+        if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
+            channels.bits.wait(cut)
+            if const_expr(self.may_pass_over):
+                sees = self._seen() != 0
+            bit_tile.hide_unset(scores, self._bits(cut, Boolean(True)))
+            cut += 1
+        channels.k.release(at.block)
+        if sees:
+            self.softmax.start(scores)
+            self.softmax.accumulate(scores)
+            wgmma.round_pairs(probs, acc_S, self.plan.dtype)
+        else:
+            self.softmax.clear()
+            probs.fill(0)
+        return at._replace(cut=cut), word & KIND_MASK
+
+    @cute.jit
+    def step(
+        self,
+        kind: cutlass.Constexpr[Kind],
+        tile: Int32,
+        at: Position,
+        probs: cute.Tensor,
+        target: cute.Tensor,
+    ) -> tuple:
+        """Take the next key block, of this kind: P V of the one before, whose P is in `probs`, and
+        P of this one into `target`, the same words unless the kind `alternates`.
+
+        Without products in flight before and afterwards. Returns the position, and the kind of the
+        block after it.
+        """
+        self.channels.k.wait_unless(at.knows_k, at.block + 1)
+        word = self._word(at.block + 1)
+        if const_expr(kind == Kind.CUT and self.may_pass_over):
+            at = self._multiply_seen(tile, word, at, probs, target)
+        else:
+            at = self._multiply(kind, tile, word, at, probs, target)
+        return at, word & KIND_MASK
+
+    @cute.jit
+    def _multiply_seen(
+        self, tile: Int32, word: Int32, at: Position, probs: cute.Tensor, target: cute.Tensor
+    ) -> Position:
+        """Take a cut block, of which this warpgroup's rows may see nothing, or one half only."""
+        self.channels.bits.wait_unless(at.knows_bits, at.cut)
+        at = at._replace(knows_bits=Boolean(True))
+        seen = self._seen()
+        is_low_seen, is_high_seen = (seen & LOW_HALF) != 0, (seen >> HALF_WORD) != 0
+        # P V is due where this block's values need its stage: the next keys come after them
+        if (seen == 0) & (at.passed + 1 < self.plan.stages_kv):
+            at = self._pass_over(at)
+        elif const_expr(self.plan.halves_blocks):
+            if is_low_seen != is_high_seen:
+                half = cutlass.select_(is_low_seen, Int32(0), Int32(1))
+                at = self._multiply(Kind.CUT, tile, word, at, probs, target, half)
+            else:
+                at = self._multiply(Kind.CUT, tile, word, at, probs, target)
+        else:
+            at = self._multiply(Kind.CUT, tile, word, at, probs, target)
+        return at
+
+    @cute.jit
+    def _multiply(
+        self,
+        kind: cutlass.Constexpr[Kind],
+        tile: Int32,
+        word: Int32,
+        at: Position,
+        probs: cute.Tensor,
+        target: cute.Tensor,
+        half: Int32 | None = None,
+    ) -> Position:
+        """half: of the keys, 0 or 1, if no row sees the other one; P of that is 0."""
+        plan, channels = self.plan, self.channels
+        block, cut, bits = at.block + 1, at.cut, None
+        if const_expr(kind == Kind.CUT):
+            bits = self._bits(cut, at.knows_bits)
+            if const_expr(half is not None):
+                bits = tuple(word_of_row >> (half * HALF_WORD) for word_of_row in bits)
+            cut += 1
+        # tensors of their own: if they lived on from step to step, they would cost as many
+        # registers again
+        acc_S, fresh = wgmma.make_accumulator(plan.tile_n), target
+        if const_expr(half is not None):
+            acc_S = wgmma.make_accumulator(HALF_KEYS)
+            fresh = wgmma.make_operand_words(HALF_KEYS // 16)
+        if const_expr(plan.values_first):
+            self.wait_for_values(at)
+            self.wait_turn()
+            self.issue_values(probs, at)
+            self.issue_scores(acc_S, tile, block, half)
+            places = self._places(tile, word, kind == Kind.CUT, half)
+            self.pass_turn()
+            warpgroup.wait_group(0)
+            self.release_values(at)
+        else:
+            if const_expr(not self.alternates(kind)):
+                fresh = self.make_probs()
+            self.wait_turn()
+            self.issue_scores(acc_S, tile, block)
+            # before a wait, so that what a score_mod makes of them can be, too
+            places = self._places(tile, word, kind == Kind.CUT)
+            self.wait_for_values(at)
+            self.issue_values(probs, at)
+            self.pass_turn()
+            warpgroup.wait_group(1)
+        channels.k.release(block)
+        scores = wgmma.rows_by_cols(acc_S)
+        self._modify(places, scores)
+        if const_expr(kind == Kind.CUT):
+            bit_tile.hide_unset(scores, bits)
+        may_be_first = kind == Kind.CUT and self.may_pass_over
+        factors = self._exponentials(may_be_first, scores, fresh)
+        if const_expr(half is not None):
+            wgmma.place_half(target, fresh, half)
+        # asked now, as the answer takes a while
+        knows_k, knows_v = channels.k.is_full(block + 1), channels.v.is_full(block)
+        knows_bits = at.knows_bits
+        if const_expr(kind == Kind.CUT):
+            knows_bits = channels.bits.is_full(cut)
+        if softmax_math.differ_from_one(factors):
+            if const_expr(not plan.values_first):
+                warpgroup.wait_group(0)
+            softmax_math.rescale(wgmma.rows_by_cols(self.acc_O), factors)
+        if const_expr(not plan.values_first):
+            # It stands behind a branch, with a copy inside it, because ptxas moves it up to the
+            # start of its basic block: above the exponentials that should overlap P V.
+            warpgroup.wait_group(0)
+            self.release_values(at)
+            if const_expr(not plan.keeps_scores):
+                wgmma.round_pairs(target, acc_S, plan.dtype)
+            elif const_expr(not self.alternates(kind)):
+                wgmma.copy_words(target, fresh, self.opaque_one)
+        return Position(block, cut, Int32(0), Boolean(True), knows_k, knows_v, knows_bits)
+
+    def _pass_over(self, at: Position) -> Position:
+        """Take a key block, which is cut, without a product."""
+        channels, block = self.channels, at.block + 1
+        cute.arch.sync_warp()
+        channels.bits.release(at.cut)
+        channels.k.release(block)
+        # the next warpgroup's turn comes from this one
+        self.wait_turn()
+        self.pass_turn()
+        self._release_passed(at)
+        unknown = Boolean(False)
+        return at._replace(
+            block=block, cut=at.cut + 1, passed=at.passed + 1, knows_k=unknown, knows_bits=unknown
+        )
+
+    @cute.jit
+    def _exponentials(
+        self,
+        may_be_first: cutlass.Constexpr[bool],
+        scores: cute.Tensor,
+        fresh_probs: cute.Tensor,
+    ) -> tuple:
+        """Probabilities of a block's scores, and their sums.
+
+        They are left in the words of fresh_probs where scores are kept, else in place of these.
+        may_be_first: rows may well have seen nothing before this block. Returns the factor per row
+        for what was accumulated before.
+        """
+        softmax = self.softmax
+        factors = (Float32(1.0), Float32(1.0))
+        if const_expr(not self.plan.keeps_scores):
+            tile_max = softmax.tile_max(scores)
+            is_old = softmax.outgrown(tile_max)
+            if softmax_math.any_in_warp(is_old):
+                factors = softmax.renew(tile_max, is_old)
+            softmax.accumulate(scores)
+        else:
+            keep_probs = partial(wgmma.keep_pair, fresh_probs, self.plan.dtype)
+            if const_expr(may_be_first):
+                is_first = softmax.unseen()
+                if softmax_math.any_in_warp(is_first):
+                    softmax.renew(softmax.tile_max(scores), is_first)
+            sums = softmax.exponentials(scores, keep_probs)
+            is_old = softmax.overflowed(sums)
+            if softmax_math.any_in_warp(is_old):
+                factors = softmax.renew(softmax.tile_max(scores), is_old)
+                sums = softmax.exponentials(scores, keep_probs)
+            softmax.add(sums)
+        return factors
+
+    # -- scores ---------------------------------------------------------------------------------
+
+    def _word(self, block: Int32) -> Int32:
+        return self.tiles.words[self.channels.k.index(block)]
+
+    def _bits(self, cut: Int32, is_known: Boolean) -> tuple:
+        first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        return take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_known)
+
+    def _seen(self) -> Int32:
+        """Bits that some row of this warpgroup has in the block whose bits have arrived."""
+        first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
+        return self.tiles.seen[first] | self.tiles.seen[first + 1]
+
+    @cute.jit
+    def _modify(self, places: tuple | None, scores: cute.Tensor):
+        """Soft-cap the scores of a key block, and let score_mod have them, with their `places`."""
+        scales = self.scales
+        if const_expr(scales.cap is not None):
+            for i in cutlass.range_constexpr(cute.size(scores)):
+                scores[i] = scales.bounded(scores[i])
+        if const_expr(self.score_mod is not None):
+            rows, k_idx_of = places
+            told = k_idx_of, self.aux_tensors, self.factor
+            for r, row in enumerate(rows):
+                modify_row(self.score_mod, scores, r, scales.scale_mod, row, *told)
+
+    def _places(
+        self, tile: Int32, word: Int32, is_cut: bool, half: Int32 | None = None
+    ) -> tuple | None:
+        """Where the rows of a thread's scores lie, and the key of a column as a function.
+
+        None where nobody asks. Rows and keys past the end are in cut blocks only.
+        """
+        if self.score_mod is None:
+            return None
+        work, n_block = self.channels.ring.read(tile), word >> N_BLOCK_SHIFT
+        rows, heads = tile_rows(self.plan, work, thread_in_warpgroup()), self.plan.packed_heads
+        first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
+        if half is not None:
+            first_k_idx += half * HALF_KEYS
+        places = [RowPlace.of(work, row, heads) for row in rows]
+        if is_cut:
+            return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)
+        q_after, k_after = at_plain_distances(rows[0] // heads, first_k_idx, self.opaque_one - 1)
+        places = [
+            place._replace(q_idx=q_after(wgmma.row_offset(r) // heads))
+            for r, place in enumerate(places)
+        ]
+        return places, lambda c: k_after(wgmma.col_offset(c))
+
+    # -- turns ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def first_turn(self):
+        """Begin the turns: a warpgroup issues its products after the one before it, in a circle."""
+        if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
+            self.pass_turn()
+
+    def wait_turn(self) -> None:
+        cute.arch.barrier(
+            barrier_id=Barrier.TURN + mma_warpgroup_idx(),
+            number_of_threads=2 * THREADS_PER_WARPGROUP,
+        )
+
+    def pass_turn(self) -> None:
+        warpgroup_idx = mma_warpgroup_idx()
+        is_last = warpgroup_idx == self.plan.num_mma_warpgroups - 1
+        following = cutlass.select_(is_last, Int32(0), warpgroup_idx + 1)
+        cute.arch.barrier_arrive(
+            barrier_id=Barrier.TURN + following, number_of_threads=2 * THREADS_PER_WARPGROUP
+        )
+
+
+def tile_rows(plan: FwdPlan, work: Work, thread: Int32) -> tuple:
+    """Rows of the sequence (of its packed rows) that a thread's accumulator holds."""
+    first = work.block * plan.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+    return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
