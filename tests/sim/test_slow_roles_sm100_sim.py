@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 from simulated_forward import run_sim
-from slow_roles import ISLANDS, Slowed, add_islands, with_each_role_slow
+from slow_roles import ISLANDS, SEED, Slowed, add_islands, with_each_role_slow
 from support import Case, make_inputs
 
 ARCH = "sm_100a"
@@ -21,7 +21,7 @@ FORWARDS = {
     ),
     "pairs-of-ctas": Slowed(
         {
-            "heads_q": 1, "heads_kv": 1, "lengths_q": (300, 520, 9), "lengths_k": (300, 300, 20),
+            "heads_q": 1, "heads_kv": 1, "lengths_q": (300, 520, 9), "lengths_k": (140, 200, 20),
             "mask_mod": "checks", "softmax_scale": 0.5,
         },
         {"cta_pair": True},
@@ -34,5 +34,5 @@ def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: s
     add_islands(monkeypatch)
     fields, config, _ = FORWARDS[name]
     inputs = make_inputs(Case(name, **fields))
-    run = partial(run_sim, simulator, inputs, ARCH, (None,), config=config)
+    run = partial(run_sim, simulator, inputs, ARCH, (SEED,), config=config)
     with_each_role_slow(simulator, monkeypatch, [FORWARD], run)
