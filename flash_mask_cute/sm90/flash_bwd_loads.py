@@ -29,8 +29,8 @@ from flash_mask_cute.sm90.flash_bwd_plan import QUERY_WORDS, BwdPlan, Channels, 
 class Operands(NamedTuple):
     """TMA atoms with their coordinate tensors.
 
-    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...); the last mode is the batch, or,
-    where lengths vary, that of `tma.ragged_rows`. peer_k: k by half of its columns.
+    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...); the last mode is the batch, and
+    where lengths vary there is that of `tma.ragged_rows`. peer_k: k by half of its columns.
     """
 
     q_atom: cute.CopyAtom
@@ -46,9 +46,9 @@ class Operands(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """By row block: stats (heads_q, row_blocks, 2, tile_m) and dq (heads_q, row_blocks, -1), fp32;
-    turns (heads_q, row_blocks), who has added to a row block's dQ (`core/turns.py`): in a fixed
-    order, 1 + the key block that added last.
+    """By row block: stats (heads_q, row_blocks, stats_words) and dq (heads_q, row_blocks, -1),
+    fp32; turns (heads_q, row_blocks), who has added to a row block's dQ (`core/turns.py`): in a
+    fixed order, 1 + the key block that added last.
     """
 
     stats: cute.Tensor
@@ -165,7 +165,11 @@ class BwdLoads:
         if const_expr(not plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
-        return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.turn))
+        turn = block.turn
+        if const_expr(self.lengths.seqused_k is not None):
+            # sums of no key; what was loaded for one is not in use, perhaps not even finite
+            turn = cutlass.select_(work.has_scores, turn, Int32(NO_TURN))
+        return Loaded(number + 1, last, Summed(block.head_idx, row_block, turn))
 
     # -- operands -------------------------------------------------------------------------------
 
@@ -188,8 +192,7 @@ class BwdLoads:
         channel.expect(at.number, bytes_k + plan.bytes_q + plan.bytes_stats)
         barrier = channel.barrier(at.number)
         cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
-        stats = self.scratch.stats[block.head_idx, at.row_block, None, None].iterator
-        stats = cute.make_tensor(stats, cute.make_layout(2 * plan.tile_m))
+        stats = self.scratch.stats[block.head_idx, at.row_block, None]
         tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
 
     @cute.jit
@@ -208,10 +211,9 @@ class BwdLoads:
 
     def _query_rows(self, tensor: cute.Tensor, at: Visited) -> tuple[cute.Tensor, Int32]:
         """The ((head, row), d) tensor of a sequence of Q or dO, and the row to read from."""
-        work, row = at.work, at.block.index * self.plan.tile_m
-        if self.lengths.cu_seqlens_q is None:
-            return tensor[None, None, work.batch_idx], row
-        return tma.readable_rows(tensor, work.offset_q, work.seqlen_q, self.lengths.seqlen_q, row)
+        work, side = at.work, tma.Side.of_queries(self.lengths)
+        place = work.batch_idx, work.offset_q, work.seqlen_q
+        return tma.readable_rows(tensor, side, *place, at.block.index * self.plan.tile_m)
 
     def _load_keys(self, work: Work, tile: Int32, first: Int32):
         """Fetch the keys and values of a work tile, which complete query block `first` and its dO.
@@ -221,7 +223,8 @@ class BwdLoads:
         whoever read the stage released a Q that `first` has taken the place of.
         """
         plan, operands, tiles, channels = self.plan, self.operands, self.tiles, self.channels
-        lengths, copies = self.lengths, []
+        side, copies = tma.Side.of_keys(self.lengths), []
+        place = work.batch_idx, work.offset_k, work.seqlen_k
         with_k, with_v = channels.q.barrier(first), channels.do.barrier(first)
         kinds = [
             (operands.k_atom, operands.k, tiles.k, work.block, (0, plan.tile_d), with_k),
@@ -235,12 +238,7 @@ class BwdLoads:
         for atom, source, smem, block, (first_col, d), barrier in kinds:
             for group in range(plan.key_groups):
                 row = block * plan.tile_n + group * wgmma.ROWS_PER_WARPGROUP
-                if const_expr(lengths.cu_seqlens_k is None):
-                    gmem = source[None, None, work.batch_idx]
-                else:
-                    gmem, row = tma.readable_rows(
-                        source, work.offset_k, work.seqlen_k, lengths.seqlen_k, row
-                    )
+                gmem, row = tma.readable_rows(source, side, *place, row)
                 box = ((1, wgmma.ROWS_PER_WARPGROUP), d)
                 src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem, first_col)
                 copies.append((atom, src, dst[None, plan.keys_unit(tile, group)], barrier))
@@ -260,10 +258,15 @@ class BwdLoads:
     def _with_turn(self, summed: Summed) -> Summed:
         """With the turn, where there is no order."""
         turn = summed.turn
+        is_sent = summed.row_block >= 0
+        if const_expr(self.lengths.seqused_k is not None):
+            is_sent = is_sent & (turn != NO_TURN)
         if const_expr(self.clears_dq):
             turn = Int32(1)
+            if const_expr(self.lengths.seqused_k is not None):
+                turn = cutlass.select_(is_sent, turn, Int32(NO_TURN))
         elif const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
-            if summed.row_block >= 0:
+            if is_sent:
                 turn = cutlass.select_(is_first(self._turn_of(summed)), Int32(0), Int32(1))
         return Summed(summed.head_idx, summed.row_block, turn)
 

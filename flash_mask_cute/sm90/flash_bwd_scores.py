@@ -23,6 +23,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.row_blocks import MARKS_PER_WORD, marks_of
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
@@ -36,6 +37,7 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     Tiles,
 )
 from flash_mask_cute.sm90.warpgroups import (
+    Role,
     keep_columns,
     load_rows,
     mma_warpgroup_idx,
@@ -162,6 +164,40 @@ class BlockScores:
         else:
             self._compute_both(kind, at)
         cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def clear_marked_rows(self, block: Int32) -> None:
+        """Put 0 in place of the rows of Q and dO, of a query block of which Q has come, that
+        probabilities of 0 would not keep from the sums (`core.row_blocks.marks_of`).
+
+        By both warpgroups, without products of the block in flight; they meet only if there are
+        such rows.
+        """
+        plan, channels = self.plan, self.channels
+        stage = channels.q.index(block)
+        marks = marks_of(self.tiles.stats[None, stage], plan.tile_m)
+        any_mark = marks[0]
+        for i in cutlass.range_constexpr(1, plan.tile_m // MARKS_PER_WORD):
+            any_mark = any_mark | marks[i]
+        if any_mark != 0:
+            channels.do.wait(block)
+            do_stage = channels.do.index(block)
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+            for i in cutlass.range(plan.tile_m // plan.num_mma_warps, unroll=1):
+                row = i * plan.num_mma_warps + warp
+                if (marks[row // MARKS_PER_WORD] >> (row % MARKS_PER_WORD)) & 1 != 0:
+                    self._clear_row(self.tiles.q[row, None, stage])
+                    self._clear_row(self.tiles.do[row, None, do_stage])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            sync_both()
+
+    @cute.jit
+    def _clear_row(self, row: cute.Tensor) -> None:
+        """By a warp."""
+        for first in cutlass.range_constexpr(0, cute.size(row), bit_tile.WORD):
+            col = first + cute.arch.lane_idx()
+            if col < cute.size(row):
+                row[col] = self.plan.dtype(0.0)
 
     def is_hidden(self) -> Boolean:
         """Whether the bits at hand, which have come, hide all keys of this warpgroup."""

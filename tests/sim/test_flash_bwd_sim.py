@@ -24,6 +24,16 @@ from support import (
     make_inputs,
 )
 from torch import Tensor
+from unseen_memory import (
+    EMPTY_CASES,
+    INF,
+    NAN,
+    UNUSED_CASES,
+    WIDE_UNUSED_CASES,
+    Hostile,
+    with_empty,
+    with_unused_gradients,
+)
 
 from flash_mask_cute import functional
 from flash_mask_cute.host.bwd_launch import BwdOperands
@@ -227,6 +237,34 @@ def test_a_warpgroup_computes_what_its_keys_see(simulator: ModuleType, seed: int
     computed = simulator.RESULTS[-2]["ops"]["ex2.approx.ftz.f32"]
     square = 64 * 64 // 32  # a warp's instruction is 32 exponentials
     assert 30 * square <= computed <= (30 if seed is None else 39) * square
+
+
+def run_hostile(
+    simulator: ModuleType, hostile: Hostile, seed: int | None = 1, **more: Any
+) -> None:
+    simulator.OPTIONS.pop("delay", None)
+    if seed is not None:
+        simulator.OPTIONS["delay"] = seed
+    simulator.RESULTS.clear()
+    gradients = launch_on_simulator(hostile.inputs, hostile.dout, hostile.dlse, **more)
+    for result in simulator.RESULTS:
+        assert not result["warnings"], f"delay {seed}: {result}"
+    hostile.assert_close(gradients)
+
+
+UNUSED = (*UNUSED_CASES, *WIDE_UNUSED_CASES)
+
+
+@pytest.mark.parametrize("position", range(len(UNUSED)), ids=lambda i: UNUSED[i].id)
+def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
+    inputs, value = make_inputs(replace(UNUSED[position], pack_gqa=None)), (NAN, INF)[position % 2]
+    run_hostile(simulator, with_unused_gradients(inputs, value), deterministic=position % 3 == 1)
+
+
+@pytest.mark.parametrize("position", range(len(EMPTY_CASES)), ids=lambda i: EMPTY_CASES[i].id)
+def test_rows_of_queries_that_see_nothing(simulator: ModuleType, position: int) -> None:
+    inputs, value = make_inputs(EMPTY_CASES[position]), (NAN, INF)[position % 2]
+    run_hostile(simulator, with_empty(inputs, value), deterministic=position % 3 == 1)
 
 
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
