@@ -127,9 +127,8 @@ MASK_MODS = {
         lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0,
     ),
     "blinding": MaskRecipe(
-        lambda b, h, q, k, aux: ((q + h) % BLIND != 0) & (k < q + 100),
-        lambda b, h, q, k, aux: ((q + h) % BLIND != 0) & (k < q + 100),
-        per_head=True,
+        lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100),
+        lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100),
     ),
 }
 

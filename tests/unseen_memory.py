@@ -9,8 +9,20 @@ from typing import NamedTuple
 
 import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients
-from support import FP16, FP32, Case, Inputs, OneSequence, rule_of, sequences
+from support import (
+    COLUMN_DOCUMENT_CASES,
+    FP16,
+    FP32,
+    Case,
+    Inputs,
+    OneSequence,
+    make_inputs,
+    rule_of,
+    sequences,
+)
 from torch import Tensor
+
+from flash_mask_cute.masks.column_mask import ColumnMask
 
 NAN, INF = float("nan"), float("inf")
 VALUES = {"nan": NAN, "inf": INF}
@@ -57,7 +69,9 @@ def with_unused(inputs: Inputs, value: float) -> Inputs:
 EMPTY_CASES = (
     Case("causal-gqa2", 2, 200, 129, 4, 2, causal=True),
     Case("window-d64", 1, 300, 129, head_dim=64, window_left=20, window_right=10),
-    Case("mask-gqa2", 2, 129, 200, 4, 2, mask_mod="blinding"),
+    Case("mask-d64", 2, 129, 200, head_dim=64, mask_mod="blinding"),
+    # its answers are stored for all heads
+    Case("mask-gqa2", 1, 129, 200, 4, 2, mask_mod="blinding"),
     Case("lists-fp16", 2, 150, 200, dtype=FP16, blocks=(48, 80)),
     Case("columns1-causal", 2, 129, 200, causal=True, column="blinding1"),
     Case("columns2-sink", 2, 200, 129, causal=True, sink=FP32, column="blinding2"),
@@ -128,3 +142,15 @@ def with_empty(inputs: Inputs, value: float) -> Hostile:
         every_third = torch.arange(empty.shape[-2], device=empty.device) % 3 == 0
         hostile.inputs.q[empty & every_third[:, None]] = value
     return hostile
+
+
+def padded_documents() -> Inputs:
+    """Documents, told by intervals, before 100 rows of padding, which see nothing."""
+    inputs = make_inputs(COLUMN_DOCUMENT_CASES[0])
+    assert inputs.dense is not None and inputs.dense.columns is not None
+    (columns,) = inputs.dense.columns
+    padding = columns.shape[1] - 100
+    columns.clamp_(max=padding)
+    columns[:, padding:] = 0
+    mask = ColumnMask(columns[None], causal=True, documents=True)
+    return replace(inputs, mask_keywords={"startend_row_indices": mask})

@@ -35,8 +35,8 @@ ROWS_PER_ROUND = NUM_THREADS // LANES_PER_ROW
 IN_FLIGHT = 16
 # how far from the sink, in units of it or of 1, the LSE of a row that sees nothing may be
 SINK_RTOL = 2.0**-16
-# in place of a sum of squares: of a row that sees something, small as its probabilities are
-SEES = -1.0
+# of a row that may see nothing: Q or dO are not finite, or their squares not; O is not 0
+HOSTILE, SEES = 1, 2
 
 
 class BlockRows(NamedTuple):
@@ -220,9 +220,9 @@ class BwdPreprocess:
         sDelta = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows))
         sParts = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows // WARP))
         if const_expr(mQ is not None):
-            # a bit for each row that may see nothing, and the sums of squares of these
+            # a bit for each row that may see nothing, and what such rows hold
             sEmpty = smem.allocate_tensor(Int32, cute.make_layout(self.padded_rows // WARP))
-            sSquares = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows))
+            sVerdicts = smem.allocate_tensor(Int32, cute.make_layout(self.padded_rows))
         if const_expr(mdQaccum is not None):
             self._clear(mdQaccum[head_idx, block, None], thread)
         if const_expr(mTurns is not None):  # noqa: SIM102 (decided while tracing)
@@ -230,12 +230,10 @@ class BwdPreprocess:
                 mTurns[head_idx, block] = Int32(0)
         if const_expr(mSink is not None):
             sink = mSink[head_idx].to(Float32)
-        stats = mStats[head_idx, block, None]
-        lse_of_rows, delta_of_rows = (
-            cute.local_tile(stats, (self.tile_m,), (i,)) for i in range(2)
-        )
+        # where delta of the thread's row is, behind LSE
+        behind = thread + self.tile_m
         if const_expr(mQ is not None):
-            marks = marks_of(stats, self.tile_m)
+            marks = marks_of(mStats[head_idx, block, None], self.tile_m)
         rows = rows_of(block, lengths, self.tile_m)
         sink_part = Float32(0.0)
         if rows.in_slot > 0:
@@ -257,19 +255,14 @@ class BwdPreprocess:
             cute.arch.sync_threads()
             is_marked = Boolean(False)
             if const_expr(mQ is not None):
-                if self._any_vote(sEmpty):
-                    gQ = rows_of_head(mQ, head_idx, rows)
-                    gdO = rows_of_head(mdO, head_idx, rows)
-                    of_sink = gO if const_expr(mSink is not None) else None
-                    self._square_empty_rows(gQ, gdO, of_sink, sSquares, sEmpty, thread)
-                    cute.arch.sync_threads()
-                    if thread < self.padded_rows:
-                        square = sSquares[thread]
-                        is_finite = _is_finite(square)
-                        if const_expr(mSink is not None):
-                            # LSE is a number in such a row, and has a gradient
-                            is_finite = is_finite & _is_finite(dlse)
-                        is_marked = is_empty & (square != SEES) & (is_finite == Boolean(False))
+                is_marked = self._is_marked(
+                    rows_of_head(mQ, head_idx, rows),
+                    rows_of_head(mdO, head_idx, rows),
+                    gO if const_expr(mSink is not None) else None,
+                    (sEmpty, sVerdicts),
+                    (lse, dlse),
+                    thread,
+                )
                 self._store_votes(marks, is_marked, thread)
             if thread < self.padded_rows:
                 sees_something = lse != -Float32.inf
@@ -277,8 +270,12 @@ class BwdPreprocess:
                 summed = cutlass.select_(is_marked, Float32(0.0), sDelta[thread])
                 delta = cutlass.select_(sees_something, summed - dlse, Float32(0.0))
                 if thread < self.tile_m:
-                    lse_of_rows[thread] = cutlass.select_(sees_something, lse * LOG2_E, Float32.inf)
-                    delta_of_rows[thread] = cutlass.select_(is_marked, Float32(0.0), delta)
+                    mStats[head_idx, block, thread] = cutlass.select_(
+                        sees_something, lse * LOG2_E, Float32.inf
+                    )
+                    mStats[head_idx, block, behind] = cutlass.select_(
+                        is_marked, Float32(0.0), delta
+                    )
                 if const_expr(mSink is not None):
                     part = -cute.math.exp2((sink - lse) * LOG2_E, fastmath=True) * delta
                     part = cutlass.select_(sees_something, part, Float32(0.0))
@@ -291,8 +288,8 @@ class BwdPreprocess:
                     sink_part += sParts[i]
         elif thread < self.tile_m:
             # keys of a sequence without queries visit this block, hidden as it is
-            lse_of_rows[thread] = Float32.inf
-            delta_of_rows[thread] = Float32(0.0)
+            mStats[head_idx, block, thread] = Float32.inf
+            mStats[head_idx, block, behind] = Float32(0.0)
             if const_expr(mQ is not None):  # noqa: SIM102 (decided while tracing)
                 if thread < self.padded_rows // WARP:
                     marks[thread] = Int32(0)
@@ -336,17 +333,49 @@ class BwdPreprocess:
                     sDelta[i * ROWS_PER_ROUND + row_in_round] = delta
 
     @cute.jit
-    def _square_empty_rows(
+    def _is_marked(
         self,
         gQ: cute.Tensor,
         gdO: cute.Tensor,
         gO: cute.Tensor | None,
-        sSquares: cute.Tensor,
+        shared: tuple[cute.Tensor, cute.Tensor],
+        statistics: tuple[Float32, Float32],
+        thread: Int32,
+    ) -> Boolean:
+        """Whether the thread's row has to be cleared. gO: given where there is a sink.
+
+        shared: sEmpty, which has been written, and sVerdicts; statistics: LSE and dLSE of the row.
+        """
+        (sEmpty, sVerdicts), (lse, dlse) = shared, statistics
+        is_marked, any_empty = Boolean(False), sEmpty[0]
+        for i in range_constexpr(1, self.padded_rows // WARP):
+            any_empty = any_empty | sEmpty[i]
+        if any_empty != 0:
+            self._judge_rows(gQ, gdO, gO, sEmpty, sVerdicts, thread)
+            cute.arch.sync_threads()
+            if thread < self.padded_rows:
+                verdict = sVerdicts[thread]
+                is_marked = (verdict & HOSTILE) != 0
+                if const_expr(gO is not None):
+                    # LSE may be the sink, and has a gradient then
+                    of_sink = lse != -Float32.inf
+                    is_marked = is_marked | (of_sink & (_is_finite(dlse) == Boolean(False)))
+                    is_marked = is_marked & ((of_sink & ((verdict & SEES) != 0)) == Boolean(False))
+                is_empty = (sEmpty[thread // WARP] >> (thread % WARP)) & 1 != 0
+                is_marked = is_marked & is_empty
+        return is_marked
+
+    @cute.jit
+    def _judge_rows(
+        self,
+        gQ: cute.Tensor,
+        gdO: cute.Tensor,
+        gO: cute.Tensor | None,
         sEmpty: cute.Tensor,
+        sVerdicts: cute.Tensor,
         thread: Int32,
     ):
-        """sSquares = the sum of squares of Q and dO in each row with a bit in sEmpty; SEES where gO
-        is given and holds anything but 0."""
+        """sVerdicts = HOSTILE and SEES, of the rows with a bit in sEmpty."""
         row_in_round, vectors = thread // LANES_PER_ROW, gQ.shape[1] // VECTOR_16_BITS
         for i in range_constexpr(self.padded_rows // ROWS_PER_ROUND):
             square, of_output = Float32(0.0), Float32(0.0)
@@ -364,9 +393,9 @@ class BwdPreprocess:
                 for x in (square, of_output)
             )
             if thread % LANES_PER_ROW == 0:
-                sSquares[i * ROWS_PER_ROUND + row_in_round] = cutlass.select_(
-                    of_output > 0.0, Float32(SEES), square
-                )
+                sVerdicts[i * ROWS_PER_ROUND + row_in_round] = cutlass.select_(
+                    _is_finite(square), Int32(0), Int32(HOSTILE)
+                ) | cutlass.select_(of_output > 0.0, Int32(SEES), Int32(0))
 
     @cute.jit
     def _store_votes(self, words: cute.Tensor, vote: Boolean, thread: Int32):
@@ -374,12 +403,6 @@ class BwdPreprocess:
         word = cute.arch.vote_ballot_sync(vote)
         if (thread < self.padded_rows) & (thread % WARP == 0):
             words[thread // WARP] = Int32(word)
-
-    def _any_vote(self, words: cute.Tensor) -> Boolean:
-        found = words[0]
-        for i in range(1, self.padded_rows // WARP):
-            found = found | words[i]
-        return found != 0
 
     def _load(self, row: cute.Tensor, thread: Int32) -> cute.Tensor:
         """This lane's vectors of a row; (8, vectors of a lane)."""

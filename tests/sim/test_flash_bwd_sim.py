@@ -239,9 +239,7 @@ def test_a_warpgroup_computes_what_its_keys_see(simulator: ModuleType, seed: int
     assert 30 * square <= computed <= (30 if seed is None else 39) * square
 
 
-def run_hostile(
-    simulator: ModuleType, hostile: Hostile, seed: int | None = 1, **more: Any
-) -> None:
+def run_hostile(simulator: ModuleType, hostile: Hostile, seed: int | None = 1, **more: Any) -> None:
     simulator.OPTIONS.pop("delay", None)
     if seed is not None:
         simulator.OPTIONS["delay"] = seed
