@@ -464,8 +464,9 @@ class FlashAttentionBackwardSm90:
                 for kind in (Kind.CUT, Kind.WHOLE):
                     while current == kind:
                         channels.q.wait_unless(known.q, block)
-                        if const_expr(self._may_be_empty(kind)):
-                            scores.clear_marked_rows(block)
+                        if const_expr(self._may_be_empty(kind)):  # noqa: SIM102 (as above)
+                            if not known.unmarked:
+                                scores.clear_marked_rows(block)
                         following = tiles.words[0, channels.q.index(block)] & KIND_MASK
                         visit = Visit(tile, block, cut, known)
                         take = partial(self._take, kind, tiles, channels, at, scores, visit)
@@ -565,11 +566,16 @@ class FlashAttentionBackwardSm90:
                 channels, at, block, issue_dQ, issue_dK, acc_dK
             )
         # asked under the products, which hide how long the answer takes
+        has_come = channels.q.is_full(block + 1)
+        unmarked = Boolean(False)
+        if self._may_be_empty(kind):
+            unmarked = scores.is_unmarked(block + 1, has_come)
         known = Known(
-            channels.q.is_full(block + 1),
+            has_come,
             channels.do.is_full(block + 1),
             channels.bits.is_full(following_cut) if kind == Kind.CUT else visit.known.bits,
             scores.was_ready(block) if scores.passes_over else visit.known.seen,
+            unmarked,
         )
         warpgroup.wait_group(num_behind)
         self._release_summed(channels, block)

@@ -25,6 +25,9 @@ from flash_mask_cute.masks.key_walks import NO_TURN
 from flash_mask_cute.sm90 import key_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_plan import QUERY_WORDS, BwdPlan, Channels, Tiles
 
+# in place of a row block
+NOTHING, UNSENT = -1, -2
+
 
 class Operands(NamedTuple):
     """TMA atoms with their coordinate tensors.
@@ -57,7 +60,8 @@ class Scratch(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A row block that this CTA has sums of dQ for; turn 0: nobody came before. row_block -1: none.
+    """A row block that this CTA has sums of dQ for; turn 0: nobody came before. row_block NOTHING:
+    none; UNSENT: sums of no key, which stay.
 
     In a fixed order, turn is 1 + the key block that has to have added before.
     """
@@ -68,7 +72,7 @@ class Summed(NamedTuple):
 
     @staticmethod
     def nothing() -> "Summed":
-        return Summed(Int32(0), Int32(-1), Int32(0))
+        return Summed(Int32(0), Int32(NOTHING), Int32(0))
 
 
 class Loaded(NamedTuple):
@@ -117,7 +121,8 @@ class BwdLoads:
             self._free_staging(state.number - 2, state.sent)
             if const_expr(self.deterministic):
                 # now, for others wait for it
-                self._send_dq(work.block + 1, state.number - 1, state.sent, state.last)
+                last = self._with_turn(state.last)
+                self._send_dq(work.block + 1, state.number - 1, state.sent, last)
                 cute.arch.cp_async_bulk_wait_group(0)
                 self._pass_turn(work.block + 1, state.last)
                 self._free_staging(state.number - 1, state.last)
@@ -165,11 +170,10 @@ class BwdLoads:
         if const_expr(not plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
-        turn = block.turn
         if const_expr(self.lengths.seqused_k is not None):
-            # sums of no key; what was loaded for one is not in use, perhaps not even finite
-            turn = cutlass.select_(work.has_scores, turn, Int32(NO_TURN))
-        return Loaded(number + 1, last, Summed(block.head_idx, row_block, turn))
+            # what was loaded for the keys of none is not in use, perhaps not even finite
+            row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))
+        return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.turn))
 
     # -- operands -------------------------------------------------------------------------------
 
@@ -256,19 +260,21 @@ class BwdLoads:
 
     @cute.jit
     def _with_turn(self, summed: Summed) -> Summed:
-        """With the turn, where there is no order."""
+        """With the turn, where there is no order or nothing to be sent."""
         turn = summed.turn
-        is_sent = summed.row_block >= 0
-        if const_expr(self.lengths.seqused_k is not None):
-            is_sent = is_sent & (turn != NO_TURN)
         if const_expr(self.clears_dq):
             turn = Int32(1)
-            if const_expr(self.lengths.seqused_k is not None):
-                turn = cutlass.select_(is_sent, turn, Int32(NO_TURN))
         elif const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
-            if is_sent:
+            if summed.row_block >= 0:
                 turn = cutlass.select_(is_first(self._turn_of(summed)), Int32(0), Int32(1))
+        if const_expr(self.lengths.seqused_k is not None):
+            turn = cutlass.select_(summed.row_block >= 0, turn, Int32(NO_TURN))
         return Summed(summed.head_idx, summed.row_block, turn)
+
+    def _is_block(self, summed: Summed) -> Boolean:
+        if self.lengths.seqused_k is None:
+            return summed.row_block >= 0
+        return summed.row_block != NOTHING
 
     @cute.jit
     def _send_dq(self, own_turn: Int32, number: Int32, sent: Summed, summed: Summed):
@@ -280,7 +286,7 @@ class BwdLoads:
         has to wait for it.
         """
         channel, parts = self.channels.dq, self.plan.parts_dq
-        if summed.row_block >= 0:
+        if self._is_block(summed):
             if const_expr(self.deterministic):  # noqa: SIM102 (decided while tracing)
                 # what has no turn is zeros, and not sent
                 if summed.turn != NO_TURN:
@@ -308,7 +314,7 @@ class BwdLoads:
     def _free_staging(self, number: Int32, sent: Summed):
         """Wait until the last part of the dQ of block `number`, if it is one, has left; without an
         order, let others add if it was the first."""
-        if sent.row_block >= 0:
+        if self._is_block(sent):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.channels.dq.release((number + 1) * len(self.plan.parts_dq) - 1)
             if const_expr(not (self.deterministic or self.clears_dq)):  # noqa: SIM102 (as above)

@@ -68,13 +68,15 @@ def sync_both() -> None:
 class Known(NamedTuple):
     """Which fills for the next query block are known to have come (`Channel.is_full`).
 
-    seen: that the bits of the next block that is cut have, by all warps alike.
+    seen: that the bits of the next block that is cut have, by all warps alike. unmarked: that Q
+    has, and no row of it is to be cleared.
     """
 
     q: Boolean
     do: Boolean
     bits: Boolean
     seen: Boolean
+    unmarked: Boolean
 
     @staticmethod
     def nothing() -> "Known":
@@ -174,14 +176,10 @@ class BlockScores:
         such rows.
         """
         plan, channels = self.plan, self.channels
-        stage = channels.q.index(block)
-        marks = marks_of(self.tiles.stats[None, stage], plan.tile_m)
-        any_mark = marks[0]
-        for i in cutlass.range_constexpr(1, plan.tile_m // MARKS_PER_WORD):
-            any_mark = any_mark | marks[i]
-        if any_mark != 0:
+        if self._any_mark(block):
             channels.do.wait(block)
-            do_stage = channels.do.index(block)
+            stage, do_stage = channels.q.index(block), channels.do.index(block)
+            marks = self._marks(block)
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
             for i in cutlass.range(plan.tile_m // plan.num_mma_warps, unroll=1):
                 row = i * plan.num_mma_warps + warp
@@ -190,6 +188,21 @@ class BlockScores:
                     self._clear_row(self.tiles.do[row, None, do_stage])
             cute.arch.fence_proxy("async.shared", space="cta")
             sync_both()
+
+    def is_unmarked(self, block: Int32, has_come: Boolean) -> Boolean:
+        """Whether Q of a block has come, as is told, and has no row to be cleared."""
+        return has_come & (self._any_mark(block) == Boolean(False))
+
+    def _any_mark(self, block: Int32) -> Boolean:
+        marks = self._marks(block)
+        found = marks[0]
+        for i in range(1, self.plan.tile_m // MARKS_PER_WORD):
+            found = found | marks[i]
+        return found != 0
+
+    def _marks(self, block: Int32) -> cute.Tensor:
+        stats = self.tiles.stats[None, self.channels.q.index(block)]
+        return marks_of(stats, self.plan.tile_m)
 
     @cute.jit
     def _clear_row(self, row: cute.Tensor) -> None:
