@@ -144,9 +144,9 @@ def with_empty(inputs: Inputs, value: float) -> Hostile:
     return hostile
 
 
-def padded_documents() -> Inputs:
+def padded_documents(device: str = "cpu") -> Inputs:
     """Documents, told by intervals, before 100 rows of padding, which see nothing."""
-    inputs = make_inputs(COLUMN_DOCUMENT_CASES[0])
+    inputs = make_inputs(COLUMN_DOCUMENT_CASES[0], device)
     assert inputs.dense is not None and inputs.dense.columns is not None
     (columns,) = inputs.dense.columns
     padding = columns.shape[1] - 100

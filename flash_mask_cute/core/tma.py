@@ -94,25 +94,29 @@ def of_sequence(
 
 
 def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
-    """View ((heads, rows), d, ...) as ((heads, RAGGED_BOUND), d, rows, ...).
+    """View ((heads, rows), d) as ((heads, RAGGED_BOUND), d, rows), or ((heads, rows), d, batch) as
+    ((heads, rows), d, rows, batch).
 
     The sum of both row coordinates addresses a row, and the first one ends where the sequence ends,
     so TMA clips a tile there (the ragged tensors of Triton, in the form with a shifted base pointer
     that quack uses for stores).
     """
-    (heads, _), dim, *batch = tensor.shape
+    (heads, rows), dim, *batch = tensor.shape
     (stride_h, stride_row), stride_d, *stride_batch = tensor.stride
-    shifted = cute.domain_offset(((0, -RAGGED_BOUND), 0, *(0 for _ in batch)), tensor)
+    bound = rows if batch else RAGGED_BOUND
+    shifted = cute.domain_offset(((0, -bound), 0, *(0 for _ in batch)), tensor)
     layout = cute.make_layout(
-        ((heads, RAGGED_BOUND), dim, (1 << 31) - 1, *batch),
+        ((heads, bound), dim, (1 << 31) - 1, *batch),
         stride=((stride_h, stride_row), stride_d, stride_row, *stride_batch),
     )
     return cute.make_tensor(shifted.iterator, layout)
 
 
-def at_ragged_sequence(tensor: cute.Tensor, offset: Int32, length: Int32) -> cute.Tensor:
-    """The rows of one sequence of a `ragged_rows` view ((heads, RAGGED_BOUND), d, rows)."""
-    return cute.domain_offset(((0, RAGGED_BOUND - length), 0), tensor[None, None, offset + length])
+def at_ragged_sequence(
+    tensor: cute.Tensor, offset: Int32, length: Int32, bound: int | Int32 = RAGGED_BOUND
+) -> cute.Tensor:
+    """The rows of one sequence of a `ragged_rows` view ((heads, bound), d, rows)."""
+    return cute.domain_offset(((0, bound - length), 0), tensor[None, None, offset + length])
 
 
 class Side(NamedTuple):
@@ -149,7 +153,8 @@ def readable_rows(
         tensor = at_ragged_sequence(tensor, cutlass.min(offset, side.rows - 1), length)
     elif side.has_used:
         length = cutlass.max(cutlass.min(length, side.rows), 1)
-        tensor = at_ragged_sequence(tensor[None, None, None, batch_idx], Int32(0), length)
+        tensor = tensor[None, None, None, batch_idx]
+        tensor = at_ragged_sequence(tensor, Int32(0), length, side.rows)
     else:
         return tensor[None, None, batch_idx], row
     return tensor, cutlass.min(row, length - 1)

@@ -189,9 +189,13 @@ class BlockScores:
             cute.arch.fence_proxy("async.shared", space="cta")
             sync_both()
 
+    @cute.jit
     def is_unmarked(self, block: Int32, has_come: Boolean) -> Boolean:
         """Whether Q of a block has come, as is told, and has no row to be cleared."""
-        return has_come & (self._any_mark(block) == Boolean(False))
+        is_unmarked = Boolean(False)
+        if has_come:
+            is_unmarked = self._any_mark(block) == Boolean(False)
+        return is_unmarked
 
     def _any_mark(self, block: Int32) -> Boolean:
         marks = self._marks(block)
