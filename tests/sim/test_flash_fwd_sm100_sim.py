@@ -19,7 +19,7 @@ from support import (
     make_growing_inputs,
     make_inputs,
 )
-from unseen_memory import INF, NAN, UNUSED_CASES, with_unused
+from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
 ARCH = "sm_100a"
 
@@ -161,3 +161,8 @@ def test_rows_that_are_not_in_use_by_pairs(simulator: ModuleType) -> None:
     case = Case("pair", 2, 300, 200, 1, 1, seqused_q=(300, 0), seqused_k=(190, 0))
     inputs = with_unused(make_inputs(case), NAN)
     run_sim(simulator, inputs, seeds=(1,), config={"cta_pair": True})
+
+
+@pytest.mark.parametrize("case", EMPTY_CASES[:2], ids=lambda case: case.id)
+def test_rows_of_queries_that_see_nothing(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, with_empty(make_inputs(case), NAN).inputs, seeds=(1,))
