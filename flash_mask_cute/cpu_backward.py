@@ -35,6 +35,9 @@ _PullBack: TypeAlias = Callable[[Tensor], Tensor]
 """From gradients of modified scores to those of the scores, (queries, keys) each, or of all heads
 of a tile (heads_kv, lanes, rows, keys)."""
 
+# how far from the sink, in units of it or of 1, the LSE of a row that sees nothing may be
+SINK_RTOL = 2.0**-16
+
 
 def flash_attn_bwd_cpu(
     q: Tensor,
@@ -81,8 +84,9 @@ def flash_attn_bwd_cpu(
 
     Gradients are new contiguous tensors of the shapes and dtypes of q, k, v and the sink, summed in
     float64. They are 0 in rows that see nothing, in rows and keys past seqused_*, and in rows of a
-    packed tensor that belong to no sequence; what out, dout, lse and dlse hold in such rows is
-    not read, but for finite values of dout and dlse in rows that see nothing.
+    packed tensor that belong to no sequence; what q, out, dout, lse and dlse hold in rows that
+    belong to none or are not in use is not read, and what q and dout hold in rows that see nothing
+    does not matter, nor what dlse does without a sink.
 
     Probabilities are computed from lse and share its rounding: one of float32 gives gradients a
     relative error of up to abs(lse) * 2^-24.
@@ -123,12 +127,14 @@ def flash_attn_bwd_cpu(
             chain = partial(_modify_and_ask, score_mod, score_mod_bwd)
         elif score_mod is not None:
             chain = partial(_modify_and_differentiate, score_mod, aux_sums)
+        sink = walk.rows_of_sink(learnable_sink)
         rows = _Rows.create(
             walk.rows_of_q(q),
             walk.rows_of_q(out),
             walk.rows_of_q(dout),
             walk.rows_of_q(lse_by_row),
             None if dlse_by_row is None else walk.rows_of_q(dlse_by_row),
+            sink,
         )
         dq_rows, dk_rows, dv_rows = _sequence_gradients(
             rows,
@@ -140,7 +146,6 @@ def flash_attn_bwd_cpu(
         dq[walk.slot_q] = from_rows(dq_rows, pack_gqa).to(dq.dtype)
         dk[walk.slot_k] = from_rows(dk_rows, 1).to(dk.dtype)
         dv[walk.slot_k] = from_rows(dv_rows, 1).to(dv.dtype)
-        sink = walk.rows_of_sink(learnable_sink)
         if sink is not None:
             of_rows = torch.exp(sink - rows.lse) * rows.delta
             dsink -= from_rows(of_rows, pack_gqa).sum(dim=0)
@@ -151,8 +156,9 @@ class _Rows(NamedTuple):
     """What the backward reads of the queries of a sequence: q, dout (heads_kv, lanes, rows, .), lse
     and delta (heads_kv, lanes, rows).
 
-    In rows that see nothing, lse is inf, so that exponentials of scores minus lse are 0, and delta
-    is 0.
+    In rows that see nothing, lse is inf, so that exponentials of scores minus lse are 0, or with a
+    sink as it was; delta is 0 but for dlse of that; and q and dout are 0 where they would not be
+    finite, because 0 * NaN is NaN.
     """
 
     q: Tensor
@@ -161,11 +167,24 @@ class _Rows(NamedTuple):
     delta: Tensor
 
     @staticmethod
-    def create(q: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> _Rows:
+    def create(
+        q: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        sink: Tensor | None,
+    ) -> _Rows:
+        empty = unseen = lse == NEG_INF
+        if sink is not None:
+            # told as the kernel tells them; it could be a row that sees values of 0 and little else
+            of_sink = (lse - sink).abs() <= SINK_RTOL * sink.abs().clamp(min=1.0)
+            is_hostile = ~(q.isfinite().all(dim=-1) & dout.isfinite().all(dim=-1))
+            unseen = empty | (of_sink & (out == 0).all(dim=-1) & is_hostile)
+        q, dout = (x.masked_fill(unseen[..., None], 0.0) for x in (q, dout))
         delta = (dout * out).sum(dim=-1)
         if dlse is not None:
             delta = delta - dlse
-        empty = lse == NEG_INF
         return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), delta.masked_fill(empty, 0.0))
 
 

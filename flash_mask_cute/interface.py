@@ -58,7 +58,12 @@ from flash_mask_cute.host.packed_launch import (
     rows_of,
     with_gradients,
 )
-from flash_mask_cute.host.problem import AttentionProblem, dtype_name, fold_window
+from flash_mask_cute.host.problem import (
+    AttentionProblem,
+    dtype_name,
+    fold_window,
+    may_empty_rows,
+)
 from flash_mask_cute.host.score_traits import computes_functions
 from flash_mask_cute.host.target import HOPPER, Target
 from flash_mask_cute.host.validate import (
@@ -451,6 +456,10 @@ def _resolve_bwd(
         wants_aux=wants_aux,
         deterministic=settings.deterministic,
     )
+    seqlens = shapes.seqlen_q, shapes.seqlen_k
+    empties = may_empty_rows(problem, seqlens, (window_left, window_right))
+    problem = replace(problem, may_empty_rows=empties)
+    sink = extras.learnable_sink if empties or extras.dsink is not None else None
     choose = partial(
         select_bwd_config,
         shapes.head_dim,
@@ -470,7 +479,7 @@ def _resolve_bwd(
         window_right,
         float(settings.softcap),
         has_dlse=extras.dlse is not None,
-        sink_dtype=None if extras.dsink is None else dtype_name(extras.dsink.dtype),
+        sink_dtype=None if sink is None else dtype_name(sink.dtype),
         tails=Tails(
             problem.varlen_q and extras.dq is None,
             problem.varlen_k and extras.dk is None,

@@ -21,6 +21,11 @@ class Lengths(NamedTuple):
     seqlen_q: Int32
     seqlen_k: Int32
 
+    @property
+    def keys_may_be_absent(self) -> bool:
+        """Whether a sequence may have no key, though there are some."""
+        return self.cu_seqlens_k is not None or self.seqused_k is not None
+
     @staticmethod
     def of(
         mQ: cute.Tensor,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_mask_cute.cpu_backward import flash_attn_bwd_cpu
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile_bwd import BwdKernels, Tails, num_row_blocks
+from flash_mask_cute.host.compile_bwd import BwdKernels, Tails, num_row_blocks, stats_words
 from flash_mask_cute.host.config import BwdChoice, BwdConfig
 from flash_mask_cute.host.launch import (
     ADDRESS_MASK,
@@ -79,9 +79,10 @@ class BwdSettings(NamedTuple):
 class ResolvedBwd:
     """A call after validation and all decisions, before anything is compiled.
 
-    Window sides are None where they are open. sink_dtype: that of the sink whose gradient is asked
-    for, a name of a torch dtype. choose: the tiles of another `mask_kind` with the same arguments.
-    tails: see `Tails`. block_size: that of block lists, (queries, keys).
+    Window sides are None where they are open. sink_dtype: that of a sink whose gradient is asked
+    for, or by which queries that see nothing are told, a name of a torch dtype. choose: the tiles
+    of another `mask_kind` with the same arguments. tails: see `Tails`. block_size: that of block
+    lists, (queries, keys).
     """
 
     shapes: FwdShapes
@@ -112,8 +113,8 @@ class BwdKernelLaunch:
 
     __slots__ = (
         "_accum_shape", "_copies_dout", "_has_aux", "_clears_dq", "_kernels",
-        "_mask_arguments", "_parts_shape", "_restrides", "_scale", "_softcap", "_stats_shape",
-        "_store_bits", "_tails", "_wants_aux", "_window_left", "_window_right",
+        "_mask_arguments", "_parts_shape", "_reads_query_early", "_restrides", "_scale", "_softcap",
+        "_stats_shape", "_store_bits", "_tails", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -135,7 +136,9 @@ class BwdKernelLaunch:
         self._kernels = kernels
         self._store_bits = store_bits
         self._has_aux = bool(problem.aux)
-        self._stats_shape = shapes.heads_q, row_blocks, 2, tile_m
+        words = stats_words(tile_m, problem.may_empty_rows)
+        self._stats_shape = shapes.heads_q, row_blocks, words
+        self._reads_query_early = problem.may_empty_rows
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
         self._tails = resolved.tails
@@ -205,6 +208,7 @@ class BwdKernelLaunch:
         preprocess, main, postprocess, clear_tails = self._kernels
         preprocess(
             out, dout, lse, dlse, stats, cleared, turns, sink, parts, cu_seqlens_q, seqused_q,
+            q if self._reads_query_early else None,
         )  # fmt: skip
         main(
             q, k, v, dout, stats, dq_accum, turns, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,

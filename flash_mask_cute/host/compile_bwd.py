@@ -31,7 +31,7 @@ class BwdKernels(NamedTuple):
     what the problem does not have:
 
     preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or turns (without), sink,
-    sink_parts, cu_seqlens_q, seqused_q.
+    sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`).
     main: q, k, v, dout, stats, dq_accum, turns, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
     column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
@@ -69,7 +69,8 @@ NO_TAILS = Tails()
 class RowFacts(NamedTuple):
     """What decides the code of the kernels before and after the main one.
 
-    dim: head_dim_v before, head_dim after. has_dlse and sink_dtype matter before only.
+    dim: head_dim_v before, head_dim after. The last three matter before only; marked_dim: head_dim,
+    where rows of queries that see nothing are marked.
     """
 
     dtype: str
@@ -81,6 +82,7 @@ class RowFacts(NamedTuple):
     clears_dq: bool
     has_dlse: bool = False
     sink_dtype: str | None = None
+    marked_dim: int | None = None
 
 
 _Facts = TypeVar("_Facts", RowFacts, TailFacts)
@@ -91,6 +93,13 @@ def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
     from flash_mask_cute.core import row_blocks
 
     return row_blocks.num_row_blocks(rows, batch, is_packed, tile_m)
+
+
+def stats_words(tile_m: int, has_marks: bool) -> int:
+    """fp32 words of a row block's statistics in scratch tensors."""
+    from flash_mask_cute.core import row_blocks
+
+    return row_blocks.stats_words(tile_m, has_marks)
 
 
 def compile_bwd(
@@ -105,13 +114,14 @@ def compile_bwd(
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys.
 
-    sink_dtype: that of the sink, if its gradient is asked for.
+    sink_dtype: that of the sink, if the kernel before is to know it (`ResolvedBwd`).
     """
     rows = (
         *(choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q),
         choice.tiles.clears_dq,
     )
-    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype)
+    marked_dim = problem.head_dim if problem.may_empty_rows else None
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype, marked_dim)
     after = RowFacts(problem.dtype, problem.head_dim, *rows)
 
     def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
@@ -163,6 +173,7 @@ def build_bwd(
         deterministic=problem.deterministic,
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
+        may_empty_rows=problem.may_empty_rows,
         **asdict(choice.tiles),
     )
     arguments = _main_arguments(problem, choice)
@@ -181,7 +192,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         operand(dtype, rank_k, problem.head_dim),
         operand(dtype, rank_k, problem.head_dim_v),
         operand(dtype, rank_q, problem.head_dim_v),
-        scratch(2, tile_m),
+        scratch(stats_words(tile_m, problem.may_empty_rows)),
         scratch(tile_m * choice.tile_d),
         None if choice.tiles.clears_dq else strided(2),
         operand(dtype, rank_k, problem.head_dim),
@@ -211,7 +222,7 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         operand(facts.dtype, rank, facts.dim),
         strided(rank - 1, "float32"),
         strided(rank - 1, "float32") if facts.has_dlse else None,
-        scratch(2, facts.tile_m),
+        scratch(stats_words(facts.tile_m, facts.marked_dim is not None)),
         scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
         None if facts.clears_dq else strided(2),
         stand_ins.vector(facts.sink_dtype),
@@ -219,6 +230,7 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         stand_ins.stream(),
         int32_vector(facts.varlen_q),
         int32_vector(facts.has_seqused_q),
+        None if facts.marked_dim is None else operand(facts.dtype, rank, facts.marked_dim),
     ]
     return compile_object(kernel, arguments, options_of(target))
 

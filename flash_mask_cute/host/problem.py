@@ -74,8 +74,8 @@ class AttentionProblem:
     given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
     whose states are given as bits. score_functions: score_mod computes functions of scores
     (`score_traits.py`), which tiles of the forward depend on. reads_bits: what a mask_mod and block
-    lists say was stored (`bit_store.py`), and neither is here. deterministic: only backwards differ
-    by it.
+    lists say was stored (`bit_store.py`), and neither is here. deterministic, and
+    may_empty_rows, that masks may leave queries which see nothing: only backwards differ by these.
 
     The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
     as bits only.
@@ -107,6 +107,7 @@ class AttentionProblem:
     has_bits: bool = False
     reads_bits: bool = False
     deterministic: bool = False
+    may_empty_rows: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -177,6 +178,30 @@ class AttentionProblem:
             sink_dtype=None if learnable_sink is None else dtype_name(learnable_sink.dtype),
             needs_lse=needs_lse,
         )
+
+
+def may_empty_rows(
+    problem: AttentionProblem,
+    seqlens: tuple[int, int],
+    window: tuple[int | None, int | None],
+) -> bool:
+    """Whether masks may leave queries that see nothing, of a sequence that has keys; by what the
+    host knows, which is not what a mask or a tensor of lengths holds.
+
+    seqlens: bounds of queries and keys of a sequence. window: sides as `fold_window` returned them.
+    """
+    may_hide_all = (problem.mask_mod, problem.score_mod, problem.intervals)
+    lists = (problem.has_lists, problem.has_bits, problem.reads_bits)
+    if any(x is not None for x in may_hide_all) or any(lists):
+        return True
+    if any(side is not None and side < 0 for side in window):
+        # the band may lie beside a row's own key
+        return True
+    # the last query stands at the last key, so the first one stands before the first key if there
+    # are more queries, and sees some only to its right
+    varying = (problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k)
+    ends_on_right = problem.is_causal or problem.has_window_right
+    return ends_on_right and (any(varying) or seqlens[0] > seqlens[1])
 
 
 def fold_window(

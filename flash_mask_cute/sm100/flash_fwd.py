@@ -220,9 +220,8 @@ class FlashAttentionForwardSm100:
             if const_expr(given is not None):
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         plan, group = self.plan, self.plan.group
-        is_packed = (mCuSeqlensQ is not None, mCuSeqlensK is not None)
-        operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, *is_packed, group.load_op())
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
@@ -613,7 +612,7 @@ class FlashAttentionForwardSm100:
         cute.arch.sync_warp()
         channels.sums.release(half_tile)
         factor, lse = rows.finalize(sinks)[0]
-        # what was loaded for an empty sequence is a row of a neighbour
+        # what was loaded for an empty sequence is a row that is not in use, or a neighbour's
         is_used = work.has_scores
         if const_expr(lengths.seqused_q is not None):
             is_used = is_used & (q_idx < work.seqlen_q)
@@ -622,7 +621,7 @@ class FlashAttentionForwardSm100:
             if q_idx < work.slot:
                 store_lse(mLSE, lengths, work, head_idx, q_idx, lse)
 
-        zeroes = lengths.seqused_q is not None or lengths.cu_seqlens_k is not None
+        zeroes = lengths.seqused_q is not None or lengths.keys_may_be_absent
         channels.o.wait(half_tile)
         umma.fence_after_wait()
         lane = cute.arch.lane_idx()

@@ -23,6 +23,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.row_blocks import MARKS_PER_WORD, marks_of
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
@@ -36,6 +37,7 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     Tiles,
 )
 from flash_mask_cute.sm90.warpgroups import (
+    Role,
     keep_columns,
     load_rows,
     mma_warpgroup_idx,
@@ -66,13 +68,15 @@ def sync_both() -> None:
 class Known(NamedTuple):
     """Which fills for the next query block are known to have come (`Channel.is_full`).
 
-    seen: that the bits of the next block that is cut have, by all warps alike.
+    seen: that the bits of the next block that is cut have, by all warps alike. unmarked: that Q
+    has, and no row of it is to be cleared.
     """
 
     q: Boolean
     do: Boolean
     bits: Boolean
     seen: Boolean
+    unmarked: Boolean
 
     @staticmethod
     def nothing() -> "Known":
@@ -162,6 +166,55 @@ class BlockScores:
         else:
             self._compute_both(kind, at)
         cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def clear_marked_rows(self, block: Int32) -> None:
+        """Put 0 in place of the rows of Q and dO, of a query block of which Q has come, that
+        probabilities of 0 would not keep from the sums (`core.row_blocks.marks_of`).
+
+        By both warpgroups, without products of the block in flight; they meet only if there are
+        such rows.
+        """
+        plan, channels = self.plan, self.channels
+        if self._any_mark(block):
+            channels.do.wait(block)
+            stage, do_stage = channels.q.index(block), channels.do.index(block)
+            marks = self._marks(block)
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+            for i in cutlass.range(plan.tile_m // plan.num_mma_warps, unroll=1):
+                row = i * plan.num_mma_warps + warp
+                if (marks[row // MARKS_PER_WORD] >> (row % MARKS_PER_WORD)) & 1 != 0:
+                    self._clear_row(self.tiles.q[row, None, stage])
+                    self._clear_row(self.tiles.do[row, None, do_stage])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            sync_both()
+
+    @cute.jit
+    def is_unmarked(self, block: Int32, has_come: Boolean) -> Boolean:
+        """Whether Q of a block has come, as is told, and has no row to be cleared."""
+        is_unmarked = Boolean(False)
+        if has_come:
+            is_unmarked = self._any_mark(block) == Boolean(False)
+        return is_unmarked
+
+    def _any_mark(self, block: Int32) -> Boolean:
+        marks = self._marks(block)
+        found = marks[0]
+        for i in range(1, self.plan.tile_m // MARKS_PER_WORD):
+            found = found | marks[i]
+        return found != 0
+
+    def _marks(self, block: Int32) -> cute.Tensor:
+        stats = self.tiles.stats[None, self.channels.q.index(block)]
+        return marks_of(stats, self.plan.tile_m)
+
+    @cute.jit
+    def _clear_row(self, row: cute.Tensor) -> None:
+        """By a warp."""
+        for first in cutlass.range_constexpr(0, cute.size(row), bit_tile.WORD):
+            col = first + cute.arch.lane_idx()
+            if col < cute.size(row):
+                row[col] = self.plan.dtype(0.0)
 
     def is_hidden(self) -> Boolean:
         """Whether the bits at hand, which have come, hide all keys of this warpgroup."""

@@ -225,10 +225,8 @@ class FlashAttentionForwardSm90:
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
         plan = self.plan
-        operands = tma.Operands.of_forward(
-            plan, mQ, mK, mV, mO, mCuSeqlensQ is not None, mCuSeqlensK is not None
-        )
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
         stored = blocks = group_bytes = None
         check_given("part", part, stored_bits is not None)
         if const_expr(stored_bits is not None):
@@ -422,9 +420,9 @@ class FlashAttentionForwardSm90:
             warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
             blocks.release_values(at)
             work = ring.read(tile)
-            if const_expr(lengths.cu_seqlens_k is not None):  # noqa: SIM102 (while tracing)
+            if const_expr(lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
-                    # what was loaded is a row of a neighbour
+                    # what was loaded is a row that is not in use, or a neighbour's
                     blocks.acc_O.fill(0.0)
             o_stage = mma_warpgroup_idx()
             if const_expr(plan.share_qo):

@@ -457,11 +457,11 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     q, k, v, out, dout, lse = given.values()
     tile_m = recorder.prepared[0].choice.tiles.tile_m
     stats, dq_accum, turns, parts = *main[4:7], before[8]
-    assert stats.shape == (6, 2, 2, tile_m) and dq_accum.shape == (6, 2, tile_m * 64)
+    assert stats.shape == (6, 2, 2 * tile_m + 4) and dq_accum.shape == (6, 2, tile_m * 64)
     assert parts.shape == turns.shape == (6, 2)
     assert {x.dtype for x in (stats, dq_accum, parts)} == {FP32} and turns.dtype == torch.int32
 
-    assert same(before, (out, dout, lse, dlse, stats, None, turns, SINK, parts, None, used_q))
+    assert same(before, (out, dout, lse, dlse, stats, None, turns, SINK, parts, None, used_q, q))
     counter = main[18]
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
     assert same(
@@ -487,7 +487,7 @@ def test_packed_sequences(recorder: Recorder) -> None:
     dq, dk, dv = run(cu_seqlens_k=edges_k)
     before, main, after = recorder.last()
     tile_m = recorder.prepared[0].choice.tiles.tile_m
-    assert main[4].shape == (6, 48 // tile_m + 2, 2, tile_m)
+    assert main[4].shape == (6, 48 // tile_m + 2, 2 * tile_m)
     assert before[9] is main[10] is after[4] is edges_q and main[11] is edges_k
     assert before[7:9] == (None, None)
     assert recorder.calls[-1][0] == "clear_tails"

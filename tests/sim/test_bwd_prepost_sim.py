@@ -174,6 +174,7 @@ class Extras(NamedTuple):
     has_dlse: bool
     sink_dtype: torch.dtype | None
     clears: bool
+    marked_dim: int | None
 
 
 @lru_cache
@@ -193,7 +194,7 @@ def preprocess_of(dtype: torch.dtype, head_dim_v: int, tile_m: int, extras: Extr
         Fakes.rows(name, rank, head_dim_v),
         Fakes.strided("Float32", rank - 1),
         Fakes.strided("Float32", rank - 1) if extras.has_dlse else None,
-        Fakes.scratch(2, tile_m),
+        Fakes.scratch(stats_words(tile_m, extras.marked_dim is not None)),
         Fakes.scratch(tile_m * tile_cols(head_dim_v, tile_m)) if extras.clears else None,
         None if extras.clears else Fakes.strided("Int32", 2),
         sink,
@@ -201,7 +202,13 @@ def preprocess_of(dtype: torch.dtype, head_dim_v: int, tile_m: int, extras: Extr
         fake_stream(),
         Fakes.strided("Int32", 1) if extras.is_packed else None,
         Fakes.strided("Int32", 1) if extras.has_used else None,
+        None if extras.marked_dim is None else Fakes.rows(name, rank, extras.marked_dim),
     )
+
+
+def stats_words(tile_m: int, has_marks: bool) -> int:
+    """By the layout that is agreed upon: marks in pieces of 16 bytes."""
+    return 2 * tile_m + (has_marks * -(-tile_m // 128) * 4)
 
 
 def check_preprocess(
@@ -215,8 +222,10 @@ def check_preprocess(
     sink_dtype: torch.dtype | None = torch.float32,
     arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
     clears: bool = False,
+    marked_dim: int | None = None,
 ) -> None:
-    """clears: the sums of dQ, not the words that say who has added to them."""
+    """clears: the sums of dQ, not the words that say who has added to them. marked_dim: columns of
+    Q, where rows are marked."""
     generator = torch.Generator().manual_seed(head_dim_v + tile_m)
 
     def draw(*shape: int) -> Tensor:
@@ -234,7 +243,7 @@ def check_preprocess(
         for x in (o, do, lse):
             seqs.of(x, b)[seqs.used_of(b) :] = NAN
     blocks = seqs.num_blocks(tile_m)
-    stats = torch.empty(HEADS, blocks, 2, tile_m)
+    stats = torch.empty(HEADS, blocks, stats_words(tile_m, marked_dim is not None))
     zeroed = torch.empty(HEADS, blocks, dtype=torch.int32)
     if clears:
         zeroed = torch.empty(HEADS, blocks, tile_m * tile_cols(head_dim_v, tile_m))
@@ -254,8 +263,21 @@ def check_preprocess(
         expected[:, block, 1, : delta.shape[0]] = delta.mT
         expected_parts[:, block] = -((sink.double() - kept).exp() * delta).sum(0)
     of_sequences = [block for block, _, _ in seqs.blocks(tile_m)]
+    q, hostile = None, torch.zeros(HEADS, blocks, tile_m, dtype=torch.bool)
+    if marked_dim is not None:
+        q = draw(*seqs.extents(), HEADS, marked_dim).to(dtype)
+        for block, b, rows in seqs.blocks(tile_m):
+            # every second row that sees nothing is finite, but for the first column of Q in some
+            for row in range(rows.start, min(rows.stop, seqs.used_of(b))):
+                if row % 14 == 3:
+                    seqs.of(do, b)[row] = 1.0
+                if row % 5 == 3:
+                    seqs.of(q, b)[row, :, 0] = NAN
+                q_, do_, lse_ = (seqs.of(x, b)[row] for x in (q, do, lse))
+                is_finite = q_.isfinite().all(-1) & do_.isfinite().all(-1)
+                hostile[:, block, row - rows.start] = (lse_ == -INF) & ~is_finite
 
-    extras = Extras(seqs.is_packed, seqs.used is not None, has_dlse, sink_dtype, clears)
+    extras = Extras(seqs.is_packed, seqs.used is not None, has_dlse, sink_dtype, clears, marked_dim)
     for _ in run(
         simulator,
         preprocess_of(dtype, head_dim_v, tile_m, extras),
@@ -273,9 +295,17 @@ def check_preprocess(
         None if sink_dtype is None else parts,
         seqs.cu_seqlens(),
         seqs.seqused(),
+        q,
     ):
         close: dict[str, Any] = {"check_dtype": False, "rtol": 1e-5, "atol": 1e-4}
-        torch.testing.assert_close(stats[:, of_sequences], expected[:, of_sequences], **close)
+        found = stats[..., : 2 * tile_m].unflatten(2, (2, tile_m))
+        torch.testing.assert_close(found[:, of_sequences], expected[:, of_sequences], **close)
+        if marked_dim is not None:
+            words = stats[..., 2 * tile_m :].contiguous().view(torch.int32)
+            bits = (words[..., None] >> torch.arange(32)) & 1
+            marks = bits.flatten(2)[..., :tile_m].bool()
+            assert torch.equal(marks[:, of_sequences], hostile[:, of_sequences])
+            assert hostile.any() and not hostile.all()
         assert (zeroed == 0).all()
         if sink_dtype is not None:
             torch.testing.assert_close(
@@ -302,6 +332,53 @@ def test_preprocess_strides(
 @pytest.mark.parametrize("seqs", [LONE, EXACT, PACKED._replace(used=None)])
 def test_preprocess_without_extras(simulator: ModuleType, seqs: Sequences) -> None:
     check_preprocess(simulator, seqs, 40, 64, has_dlse=False, sink_dtype=None)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "marked_dim", "tile_m", "sink_dtype"),
+    [(DENSE, 64, 64, None), (PACKED, 200, 128, None), (PACKED, 40, 80, torch.float32)],
+)
+def test_preprocess_marks_rows_that_see_nothing(
+    simulator: ModuleType,
+    seqs: Sequences,
+    marked_dim: int,
+    tile_m: int,
+    sink_dtype: torch.dtype | None,
+) -> None:
+    """Those of which Q or dO are not finite, in blocks without any and beyond sequences, too."""
+    more: dict[str, Any] = {"sink_dtype": sink_dtype, "marked_dim": marked_dim}
+    check_preprocess(simulator, seqs, 72, tile_m, **more)
+
+
+def test_preprocess_marks_rows_that_see_a_sink(simulator: ModuleType) -> None:
+    """LSE is that of the sink, nearly, and O is 0: what is not finite in such a row, dlse included,
+    marks it, and dO reaches no sum. Of rows that see something, nothing does."""
+    rows, dim, tile_m = 64, 72, 64
+    generator = torch.Generator().manual_seed(0)
+    o, do, q = (torch.randn(1, rows, HEADS, dim, generator=generator).bfloat16() for _ in range(3))
+    lse, dlse = (torch.randn(1, HEADS, rows, generator=generator) for _ in range(2))
+    sink = torch.tensor([9.0, -5.0])
+    alone, small = torch.arange(rows) % 4 == 1, torch.arange(rows) % 4 == 2
+    lse[..., alone | small] = sink[:, None] * (1 + 2.0**-21)
+    o[:, alone] = 0.0
+    hostile = alone & (torch.arange(rows) % 3 > 0)
+    do[:, hostile], q[:, 5], dlse[..., 9] = INF, NAN, NAN
+    hostile[[5, 9]] = True
+    do[:, small] = INF
+    stats = torch.empty(HEADS, 1, stats_words(tile_m, True))
+    turns, parts = torch.empty(HEADS, 1, dtype=torch.int32), torch.empty(HEADS, 1)
+    function = preprocess_of(
+        torch.bfloat16, dim, tile_m, Extras(False, False, True, torch.float32, False, dim)
+    )
+    given = (o, do, lse, dlse, stats, None, turns, sink, parts, None, None, q)
+    for _ in run(simulator, function, [stats, turns, parts], *given):
+        words = stats[..., 2 * tile_m :].contiguous().view(torch.int32)[:, 0, :2]
+        marks = ((words[..., None] >> torch.arange(32)) & 1).flatten(1).bool()
+        assert torch.equal(marks, hostile.expand_as(marks))
+        delta = stats[:, 0, tile_m : 2 * tile_m]
+        assert (delta[:, hostile] == 0).all() and not delta[:, small].isfinite().any()
+        finite = alone & ~hostile
+        torch.testing.assert_close(delta[:, finite], -dlse[0][:, finite])
 
 
 def test_preprocess_many_sequences(simulator: ModuleType) -> None:

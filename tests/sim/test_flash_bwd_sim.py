@@ -24,6 +24,17 @@ from support import (
     make_inputs,
 )
 from torch import Tensor
+from unseen_memory import (
+    EMPTY_CASES,
+    INF,
+    NAN,
+    UNUSED_CASES,
+    WIDE_UNUSED_CASES,
+    Hostile,
+    padded_documents,
+    with_empty,
+    with_unused_gradients,
+)
 
 from flash_mask_cute import functional
 from flash_mask_cute.host.bwd_launch import BwdOperands
@@ -172,6 +183,25 @@ def test_documents_of_a_mask(
     assert_gradients_close(named, inputs, dout)
 
 
+def test_padding_behind_documents(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As packed sequences, by autograd; the forward is the CPU's."""
+    packed = calls_of(PackedBwdLaunch, monkeypatch)
+    hostile = with_empty(padded_documents(), NAN)
+    given = hostile.inputs
+    monkeypatch.setattr(
+        functional, "_flash_attn_bwd", lambda *args, **more: launch(BwdOperands(*args), more)
+    )
+    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
+    out = functional.flash_attn_func(*leaves, **given.mask_keywords, causal=True)
+    simulator.OPTIONS["delay"] = 1
+    gradients = torch.autograd.grad(out, leaves, hostile.dout)
+    assert len(packed) == 1
+    dlse = torch.zeros_like(hostile.dlse)
+    hostile._replace(dlse=dlse, clean_dlse=dlse).assert_close(
+        dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    )
+
+
 @pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
 def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), launches=4)
@@ -227,6 +257,38 @@ def test_a_warpgroup_computes_what_its_keys_see(simulator: ModuleType, seed: int
     computed = simulator.RESULTS[-2]["ops"]["ex2.approx.ftz.f32"]
     square = 64 * 64 // 32  # a warp's instruction is 32 exponentials
     assert 30 * square <= computed <= (30 if seed is None else 39) * square
+
+
+def run_hostile(simulator: ModuleType, hostile: Hostile, seed: int | None = 1, **more: Any) -> None:
+    simulator.OPTIONS.pop("delay", None)
+    if seed is not None:
+        simulator.OPTIONS["delay"] = seed
+    simulator.RESULTS.clear()
+    gradients = launch_on_simulator(hostile.inputs, hostile.dout, hostile.dlse, **more)
+    for result in simulator.RESULTS:
+        assert not result["warnings"], f"delay {seed}: {result}"
+    hostile.assert_close(gradients)
+
+
+UNUSED = (*UNUSED_CASES, *WIDE_UNUSED_CASES)
+
+
+@pytest.mark.parametrize("position", range(len(UNUSED)), ids=lambda i: UNUSED[i].id)
+def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
+    inputs, value = make_inputs(replace(UNUSED[position], pack_gqa=None)), (NAN, INF)[position % 2]
+    run_hostile(simulator, with_unused_gradients(inputs, value), deterministic=position % 3 == 1)
+
+
+@pytest.mark.parametrize("position", range(len(EMPTY_CASES)), ids=lambda i: EMPTY_CASES[i].id)
+def test_rows_of_queries_that_see_nothing(simulator: ModuleType, position: int) -> None:
+    inputs, value = make_inputs(EMPTY_CASES[position]), (NAN, INF)[position % 2]
+    run_hostile(simulator, with_empty(inputs, value), deterministic=position % 3 == 1)
+
+
+def test_keys_that_are_not_in_use_where_every_block_is_visited(simulator: ModuleType) -> None:
+    case = Case("all", 2, 130, 129, 1, 1, seqused_k=(0, 100))
+    hostile = with_unused_gradients(make_inputs(case), NAN)
+    run_hostile(simulator, hostile, deterministic=True, config={"skip_blocks": False})
 
 
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:

@@ -30,6 +30,7 @@ from support import (
     make_inputs,
 )
 from torch import Tensor
+from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.host import bit_store
@@ -503,3 +504,15 @@ def test_aux_tensors_of_four_strided_dimensions(
     assert [x.dtype for x in aux] == [of_mask, of_scores]
     assert all(x.shape == (2, 2, 100, 150) and 1 not in x.stride()[1:] for x in aux)
     run_sim(simulator, inputs, seeds=(None, 1))
+
+
+@pytest.mark.parametrize("position", range(len(UNUSED_CASES)), ids=lambda i: UNUSED_CASES[i].id)
+def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
+    value = (NAN, INF)[position % 2]
+    run_sim(simulator, with_unused(make_inputs(UNUSED_CASES[position]), value), seeds=(1,))
+
+
+@pytest.mark.parametrize("case", EMPTY_CASES[:6], ids=lambda case: case.id)
+def test_rows_of_queries_that_see_nothing(simulator: ModuleType, case: Case) -> None:
+    """Whose own rows of q may hold anything, too."""
+    run_sim(simulator, with_empty(make_inputs(case), NAN).inputs, seeds=(1,))

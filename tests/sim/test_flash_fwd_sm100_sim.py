@@ -19,6 +19,7 @@ from support import (
     make_growing_inputs,
     make_inputs,
 )
+from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
 ARCH = "sm_100a"
 
@@ -148,3 +149,20 @@ def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     assert torch.equal(skipping[0].view(torch.int16), visiting[0].view(torch.int16))
     assert torch.equal(skipping[1].view(torch.int32), visiting[1].view(torch.int32))
     assert_close_to_oracle(*visiting, inputs)
+
+
+@pytest.mark.parametrize("position", range(len(UNUSED_CASES)), ids=lambda i: UNUSED_CASES[i].id)
+def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
+    value = (NAN, INF)[position % 2]
+    run_sim(simulator, with_unused(make_inputs(UNUSED_CASES[position]), value), seeds=(1,))
+
+
+def test_rows_that_are_not_in_use_by_pairs(simulator: ModuleType) -> None:
+    case = Case("pair", 2, 300, 200, 1, 1, seqused_q=(300, 0), seqused_k=(190, 0))
+    inputs = with_unused(make_inputs(case), NAN)
+    run_sim(simulator, inputs, seeds=(1,), config={"cta_pair": True})
+
+
+@pytest.mark.parametrize("case", EMPTY_CASES[:2], ids=lambda case: case.id)
+def test_rows_of_queries_that_see_nothing(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, with_empty(make_inputs(case), NAN).inputs, seeds=(1,))
