@@ -44,9 +44,9 @@ RESCALE_THRESHOLD = 8.0
 SUM_LIMITS = {cutlass.BFloat16: 2.0**30, cutlass.Float16: 2.0**15}
 # makes the exponential of any visible score infinite, but for those far below 0
 OVERFLOWING_BIAS = 2.0**100
-# Exponents of two from which on a maximum is too far from 0 for a rounded bias. Up to there, `_residue`
-# is at most 1/16. Where scores are what a number makes of what the softmax sees, the rounding of that
-# product counts as well, by which probabilities would be wrong: they are right to 2**-12.
+# Exponents of two from which on a maximum is too far from 0 for a rounded bias. Up to there,
+# `_residue` is at most 1/16. Where a factor makes scores of what the softmax sees, the rounding of
+# that product counts as well, which the bias knows nothing of: probabilities are right to 2**-12.
 FAR, FAR_OF_PRODUCTS = 2.0**20, 2.0**12
 # neighbouring columns of a row, of which some go by a polynomial where exponentials are scarce
 PERIOD = 16
@@ -289,9 +289,7 @@ class OnlineSoftmax:
 
     def seen_of(self, flags: tuple) -> tuple:
         """Per row, whether its flag is set and it has seen something."""
-        return tuple(
-            flag & (self.row_max[r] != -Float32.inf) for r, flag in enumerate(flags)
-        )
+        return tuple(flag & (self.row_max[r] != -Float32.inf) for r, flag in enumerate(flags))
 
     @cute.jit
     def add(self, sums: tuple) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_mask_cute.cpu_backward import flash_attn_bwd_cpu
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile_bwd import BwdKernels, Tails, num_row_blocks
+from flash_mask_cute.host.compile_bwd import BwdKernels, Tails, num_row_blocks, num_stats
 from flash_mask_cute.host.config import BwdChoice, BwdConfig
 from flash_mask_cute.host.launch import (
     ADDRESS_MASK,
@@ -57,6 +57,7 @@ class BwdExtras(NamedTuple):
     dk: Tensor | None = None
     dv: Tensor | None = None
     dsink: Tensor | None = None
+    lse_low: Tensor | None = None
     daux: Sequence[Tensor | None] | None = None
 
 
@@ -92,6 +93,7 @@ class ResolvedBwd:
     window_right: int | None
     softcap: float
     has_dlse: bool
+    has_lse_low: bool
     sink_dtype: str | None
     score_mod_bwd: Callable[..., Any] | None
     choose: Callable[[str], BwdChoice]
@@ -135,7 +137,7 @@ class BwdKernelLaunch:
         self._kernels = kernels
         self._store_bits = store_bits
         self._has_aux = bool(problem.aux)
-        self._stats_shape = shapes.heads_q, row_blocks, 2, tile_m
+        self._stats_shape = shapes.heads_q, row_blocks, num_stats(problem), tile_m
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
         self._tails = resolved.tails
@@ -161,7 +163,8 @@ class BwdKernelLaunch:
             with torch.cuda.device(index):
                 return self(operands, extras, masks)
         (
-            sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink, daux,
+            sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink,
+            lse_low, daux,
         ) = extras  # fmt: skip
         if dq is None:
             dq = new_gradient(q)
@@ -205,6 +208,7 @@ class BwdKernelLaunch:
         preprocess, main, postprocess, clear_tails = self._kernels
         preprocess(
             out, dout, lse, dlse, stats, cleared, turns, sink, parts, cu_seqlens_q, seqused_q,
+            lse_low,
         )  # fmt: skip
         main(
             q, k, v, dout, stats, dq_accum, turns, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
@@ -292,6 +296,7 @@ class BwdCpuLaunch:
             tile_m=call.choice.tiles.tile_m,
             tile_n=call.choice.tile_n,
             dlse=extras.dlse,
+            lse_low=extras.lse_low,
             score_mod_bwd=call.score_mod_bwd,
             aux_sums=aux_sums,
             **self._masks._asdict(),

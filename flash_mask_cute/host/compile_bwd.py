@@ -31,7 +31,7 @@ class BwdKernels(NamedTuple):
     what the problem does not have:
 
     preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or turns (without), sink,
-    sink_parts, cu_seqlens_q, seqused_q.
+    sink_parts, cu_seqlens_q, seqused_q, lse_low.
     main: q, k, v, dout, stats, dq_accum, turns, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
     column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
@@ -69,7 +69,8 @@ NO_TAILS = Tails()
 class RowFacts(NamedTuple):
     """What decides the code of the kernels before and after the main one.
 
-    dim: head_dim_v before, head_dim after. has_dlse and sink_dtype matter before only.
+    dim: head_dim_v before, head_dim after. The fields from has_dlse on matter before only;
+    num_stats: statistics of a row (`BwdPlan`).
     """
 
     dtype: str
@@ -81,6 +82,8 @@ class RowFacts(NamedTuple):
     clears_dq: bool
     has_dlse: bool = False
     sink_dtype: str | None = None
+    num_stats: int = 2
+    has_lse_low: bool = False
 
 
 _Facts = TypeVar("_Facts", RowFacts, TailFacts)
@@ -93,6 +96,11 @@ def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
     return row_blocks.num_row_blocks(rows, batch, is_packed, tile_m)
 
 
+def num_stats(problem: AttentionProblem) -> int:
+    """Statistics of a query row, as in `BwdPlan`."""
+    return 2 if problem.score_mod is None else 3
+
+
 def compile_bwd(
     problem: AttentionProblem,
     choice: BwdChoice,
@@ -102,6 +110,7 @@ def compile_bwd(
     sink_dtype: str | None = None,
     tails: Tails = NO_TAILS,
     cache: CompileCache = CACHE,
+    has_lse_low: bool = False,
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys.
 
@@ -111,7 +120,8 @@ def compile_bwd(
         *(choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q),
         choice.tiles.clears_dq,
     )
-    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype)
+    of_scores = has_dlse, sink_dtype, num_stats(problem), has_lse_low
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
     after = RowFacts(problem.dtype, problem.head_dim, *rows)
 
     def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
@@ -182,7 +192,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         operand(dtype, rank_k, problem.head_dim),
         operand(dtype, rank_k, problem.head_dim_v),
         operand(dtype, rank_q, problem.head_dim_v),
-        scratch(2, tile_m),
+        scratch(num_stats(problem), tile_m),
         scratch(tile_m * choice.tile_d),
         None if choice.tiles.clears_dq else strided(2),
         operand(dtype, rank_k, problem.head_dim),
@@ -212,7 +222,7 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         operand(facts.dtype, rank, facts.dim),
         strided(rank - 1, "float32"),
         strided(rank - 1, "float32") if facts.has_dlse else None,
-        scratch(2, facts.tile_m),
+        scratch(facts.num_stats, facts.tile_m),
         scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
         None if facts.clears_dq else strided(2),
         stand_ins.vector(facts.sink_dtype),
@@ -220,6 +230,7 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         stand_ins.stream(),
         int32_vector(facts.varlen_q),
         int32_vector(facts.has_seqused_q),
+        strided(rank - 1, "float32") if facts.has_lse_low else None,
     ]
     return compile_object(kernel, arguments, options_of(target))
 

@@ -1,5 +1,8 @@
 """What the backward needs to know about each query row before it starts: its LSE and its delta.
 
+Where scores may be of any size, an LSE far from 0 is kept as a reference that the main kernel
+subtracts from scores first, and only what rounding has taken from it as LSE.
+
 A CTA takes one row block (`core.row_blocks`) of one head. The grid covers all of them, so nothing
 has to be cleared beforehand: those of packed sequences find theirs by a search, and one that
 belongs to none just writes zeros. The kernel is bound by memory; what it does about that is to keep
@@ -19,6 +22,8 @@ from flash_mask_cute.core.row_blocks import RowBlocks
 NUM_THREADS = 256
 WARP = 32
 LOG2_E = math.log2(math.e)
+# LSE from which on it is a reference: before, its product with LOG2_E is rounded by 2**-14 at most
+FAR = 2.0**10
 # elements of one access of 16 bytes
 VECTOR_16_BITS = 8
 VECTOR_32_BITS = 4
@@ -135,6 +140,7 @@ class BwdPreprocess:
         stream,
         mCuSeqlensQ: cute.Tensor | None,
         mSeqUsedQ: cute.Tensor | None,
+        mLSELow: cute.Tensor | None = None,
     ):
         """Launch on `stream`, for at least one head and row block. Nothing has to be
         cleared beforehand.
@@ -144,9 +150,10 @@ class BwdPreprocess:
         :param mdO: as mO
         :param mLSE: fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q), any strides
         :param mdLSE: as mLSE
-        :param mStats: fp32 (heads_q, num_row_blocks, 2, tile_m). [0]: LSE by base 2, inf for rows
-            that see nothing and rows that no sequence uses; [1]: delta, the sum of O * dO less
-            dLSE, 0 for those rows
+        :param mStats: fp32 (heads_q, num_row_blocks, 2 or 3, tile_m). [0]: LSE by base 2, inf for
+            rows that see nothing and rows that no sequence uses; [1]: delta, the sum of O * dO less
+            dLSE, 0 for those rows; [2], if there: what is to be subtracted from scores beforehand,
+            of which [0] is less then, 0 where LSE is near 0 and for those rows
         :param mdQaccum: fp32 (heads_q, num_row_blocks, a multiple of 1024), contiguous and aligned
             to 16 bytes; zeroed, if given
         :param mTurns: int32 (heads_q, num_row_blocks); zeroed, if given
@@ -155,13 +162,14 @@ class BwdPreprocess:
             of its head's sink; 0 where it belongs to no sequence
         :param mCuSeqlensQ: int32 (num_sequences + 1,), with at least one sequence; packed only
         :param mSeqUsedQ: int32 (batch,) or (num_sequences,)
+        :param mLSELow: as mLSE, what rounding has taken from it; for mStats with three rows
         """
         # the rows of packed tensors are of no interest: lengths come from mCuSeqlensQ
         seqlen_q = Int32(mO.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks = mStats.shape[0], mStats.shape[1]
         self.kernel(
-            mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mTurns, mSink, mSinkParts, lengths
+            mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mTurns, mSink, mSinkParts, lengths, mLSELow
         ).launch(grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -177,6 +185,7 @@ class BwdPreprocess:
         mSink: cute.Tensor | None,
         mSinkParts: cute.Tensor | None,
         lengths: Lengths,
+        mLSELow: cute.Tensor | None,
     ):
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -197,9 +206,12 @@ class BwdPreprocess:
         sink_part = Float32(0.0)
         if rows.in_slot > 0:
             lse = -Float32.inf
+            lse_low = Float32(0.0)
             dlse = Float32(0.0)
             if thread < rows.in_use:
                 lse = self._row_value(mLSE, head_idx, rows, thread)
+                if const_expr(mLSELow is not None):
+                    lse_low = self._row_value(mLSELow, head_idx, rows, thread)
                 if const_expr(mdLSE is not None):
                     dlse = self._row_value(mdLSE, head_idx, rows, thread)
             gO = rows_of_head(mO, head_idx, rows)
@@ -209,12 +221,22 @@ class BwdPreprocess:
                 sees_something = lse != -Float32.inf
                 delta = cutlass.select_(sees_something, sDelta[thread] - dlse, Float32(0.0))
                 if thread < self.tile_m:
+                    lse_log2 = lse * LOG2_E
+                    if const_expr(mStats.shape[2] == 3):
+                        is_far = sees_something & (cute.math.abs(lse) >= FAR)
+                        own = cutlass.select_(is_far, Float32(0.0), lse)
+                        lse_log2 = (own + lse_low) * LOG2_E
+                        reference = cutlass.select_(is_far, lse, Float32(0.0))
+                        mStats[head_idx, block, 2, thread] = reference
                     mStats[head_idx, block, 0, thread] = cutlass.select_(
-                        sees_something, lse * LOG2_E, Float32.inf
+                        sees_something, lse_log2, Float32.inf
                     )
                     mStats[head_idx, block, 1, thread] = delta
                 if const_expr(mSink is not None):
-                    part = -cute.math.exp2((sink - lse) * LOG2_E, fastmath=True) * delta
+                    exponent = (sink - lse) * LOG2_E
+                    if const_expr(mLSELow is not None):
+                        exponent = (sink - lse - lse_low) * LOG2_E
+                    part = -cute.math.exp2(exponent, fastmath=True) * delta
                     part = cutlass.select_(sees_something, part, Float32(0.0))
                     part = cute.arch.warp_reduction_sum(part)
                     if thread % WARP == 0:
@@ -227,6 +249,8 @@ class BwdPreprocess:
             # keys of a sequence without queries visit this block, hidden as it is
             mStats[head_idx, block, 0, thread] = Float32.inf
             mStats[head_idx, block, 1, thread] = Float32(0.0)
+            if const_expr(mStats.shape[2] == 3):
+                mStats[head_idx, block, 2, thread] = Float32(0.0)
         if const_expr(mSink is not None):  # noqa: SIM102 (decided while tracing)
             if thread == 0:
                 mSinkParts[head_idx, block] = sink_part

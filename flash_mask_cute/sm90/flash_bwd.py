@@ -175,7 +175,16 @@ class FlashAttentionBackwardSm90:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         stages = (stages_q, stages_do, stages_kv)
-        self.plan = BwdPlan(dtype, head_dim, head_dim_v, tile_m, *stages, value_cols, cta_pair)
+        self.plan = BwdPlan(
+            dtype,
+            head_dim,
+            head_dim_v,
+            tile_m,
+            *stages,
+            value_cols,
+            cta_pair,
+            has_reference=score_mod is not None,
+        )
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)
@@ -234,10 +243,11 @@ class FlashAttentionBackwardSm90:
         """Launch on `stream`.
 
         Shapes: mQ, mdO (batch, seqlen_q, heads_q, d), or (total_q, heads_q, d) with mCuSeqlensQ;
-        mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, 2, tile_m) from
-        `BwdPreprocess`, which zeroes mTurns (heads_q, row_blocks) int32; mdQaccum (heads_q,
-        row_blocks, tile_m * tile_d) gets sums where mTurns is not 0 afterwards. With clears_dq it
-        zeroes mdQaccum instead, and mTurns is None. Row blocks are those of `RowBlocks`.
+        mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, 2, tile_m), with a
+        score_mod (heads_q, row_blocks, 3, tile_m), from `BwdPreprocess`, which zeroes mTurns
+        (heads_q, row_blocks) int32; mdQaccum (heads_q, row_blocks, tile_m * tile_d) gets sums where
+        mTurns is not 0 afterwards. With clears_dq it zeroes mdQaccum instead, and mTurns is None.
+        Row blocks are those of `RowBlocks`.
         tile_counter, column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block
         lists are always given as bits. aux_grads: fp32 tensors of the shapes of the aux tensors
         that wants_aux numbers, to which their gradients are added. stored_bits: `tiles` and

@@ -46,9 +46,9 @@ class Operands(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """By row block: stats (heads_q, row_blocks, 2, tile_m) and dq (heads_q, row_blocks, -1), fp32;
-    turns (heads_q, row_blocks), who has added to a row block's dQ (`core/turns.py`): in a fixed
-    order, 1 + the key block that added last.
+    """By row block: stats (heads_q, row_blocks, num_stats, tile_m) and dq (heads_q, row_blocks,
+    -1), fp32; turns (heads_q, row_blocks), who has added to a row block's dQ (`core/turns.py`): in
+    a fixed order, 1 + the key block that added last.
     """
 
     stats: cute.Tensor
@@ -189,7 +189,7 @@ class BwdLoads:
         barrier = channel.barrier(at.number)
         cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
         stats = self.scratch.stats[block.head_idx, at.row_block, None, None].iterator
-        stats = cute.make_tensor(stats, cute.make_layout(2 * plan.tile_m))
+        stats = cute.make_tensor(stats, cute.make_layout(plan.num_stats * plan.tile_m))
         tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
 
     @cute.jit

@@ -85,9 +85,10 @@ class Tiles(NamedTuple):
     """What lies in shared memory: see `BwdPlan` for the layouts.
 
     p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32
-    sums of a part. stats: LSE and delta, words: `QUERY_WORDS`, of a query block. bits: of a block
-    that is cut; seen: for 32 keys of these each, whether any is set. ready: in one of two places by
-    turns, whether the bits of the next block had come when both warpgroups met in a block.
+    sums of a part. stats: `BwdPlan.num_stats`, words: `QUERY_WORDS`, of a query block. bits: of a
+    block that is cut; seen: for 32 keys of these each, whether any is set. ready: in one of two
+    places by turns, whether the bits of the next block had come when both warpgroups met in a
+    block.
     """
 
     q: cute.Tensor
@@ -118,6 +119,7 @@ class BwdPlan:
     this one computes. value_cols: columns of its values that a warpgroup keeps in registers, where
     nothing modifies the scores; the products of dO with these read half as much.
 
+    has_reference: the statistics of a query have a third number, for scores of any size.
     cta_pair: two CTAs with neighbouring keys sum dQ together (`key_pairs`), half of the columns
     each. Then P takes the way of dS, of which there is one place, so that nothing modifies scores.
     """
@@ -131,6 +133,7 @@ class BwdPlan:
     stages_kv: int = 1
     value_cols: int = 0
     cta_pair: bool = False
+    has_reference: bool = False
 
     # heads of a group pass by one after the other
     packed_heads = 1
@@ -303,9 +306,14 @@ class BwdPlan:
         return math.prod(self.shape_dq(max(self.parts_dq))) * 4
 
     @property
+    def num_stats(self) -> int:
+        """Statistics of a query: LSE, delta, and the reference of its scores, if they have one."""
+        return 2 + self.has_reference
+
+    @property
     def bytes_stats(self) -> int:
-        """LSE and delta of a query block."""
-        return 2 * self.tile_m * 4
+        """Statistics of a query block."""
+        return self.num_stats * self.tile_m * 4
 
     @property
     def bytes_bits(self) -> int:
@@ -480,7 +488,8 @@ class BwdPlan:
             peer_ds: elements(self.layout_peer_ds(), self.cta_pair)
             dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 1024]
             stats: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Float32, 2 * self.tile_m * self.stages_q], 128
+                cute.struct.MemRange[cutlass.Float32, self.num_stats * self.tile_m * self.stages_q],
+                128,
             ]
             bits: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, COLUMNS.num_words * self.tile_n], 16
@@ -520,7 +529,9 @@ class BwdPlan:
             peer_k=tensor(storage.peer_k, self.layout_peer_k()) if self.cta_pair else None,
             peer_ds=tensor(storage.peer_ds, self.layout_peer_ds()) if self.cta_pair else None,
             dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
-            stats=storage.stats.get_tensor(cute.make_layout((2 * self.tile_m, self.stages_q))),
+            stats=storage.stats.get_tensor(
+                cute.make_layout((self.num_stats * self.tile_m, self.stages_q))
+            ),
             words=storage.words.get_tensor(cute.make_layout((QUERY_WORDS, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
             seen=storage.seen.get_tensor(cute.make_layout(self.tile_n // WORD)),

@@ -221,8 +221,8 @@ class FlashAttentionForwardSm90:
         sizes, of logical blocks in which tiles do not nest. stored_bits: `tiles` and `states` of
         stored answers, and with mCuSeqlensQ `places`, in place of a mask_mod and block lists
         (`masks/rules.py` describes all four), for the query blocks that this launch computes: its
-        `part`, a pair (`StoredArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what rounding
-        has taken from it.
+        `part`, a pair (`StoredArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what
+        rounding takes from it.
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
