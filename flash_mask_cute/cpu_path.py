@@ -563,8 +563,8 @@ class _OnlineSoftmax:
         log_total = torch.log(total)
         lse = (largest + log_total).masked_fill(largest == NEG_INF, NEG_INF)
         low = ((largest - lse.float()) + log_total).masked_fill(lse == NEG_INF, 0.0)
-        factor = (factor / total).masked_fill(self.row_sum == 0, 0.0)
-        return self.acc * factor[..., None], lse, low
+        out = self.acc * factor[..., None] / total[..., None]
+        return out.masked_fill(self.row_sum[..., None] == 0, 0.0), lse, low
 
 
 def _of_batch(x: Tensor, batch_idx: int) -> Tensor:

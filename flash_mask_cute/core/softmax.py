@@ -317,6 +317,7 @@ class OnlineSoftmax:
             self._adopt(r, cutlass.select_(is_renewed, new_max, old_max))
             if const_expr(self.takes_any_size):
                 factor = self._factor_between(old_max, self.row_max[r])
+                old_max = self._score(old_max)
             else:
                 factor = cute.math.exp2(
                     cute.math.fma(old_max, self.scale_log2, self.row_bias[r]), fastmath=True
@@ -332,7 +333,7 @@ class OnlineSoftmax:
         """Replace scores by probabilities and add them to the sums; hidden scores (-inf) give 0."""
         if const_expr(not self.takes_any_size):
             self._accumulate(scores, False)
-        elif any_in_warp(tuple(self._is_far(self.row_max[r]) for r in range(self.num_rows))):
+        elif any_in_warp(self.far()):
             self._accumulate(scores, True)
         else:
             self._accumulate(scores, False)
@@ -348,11 +349,11 @@ class OnlineSoftmax:
     def _row_exponentials(self, scores: cute.Tensor, r: int, exactly: bool) -> list[Float32]:
         row, scale_log2, bias = _row(scores, r), self.scale_log2, self.row_bias[r]
         if exactly:
-            row_max = self.row_max[r]
-            # in a row that has seen nothing all scores are hidden, and any number will do
-            largest = cutlass.select_(row_max == -Float32.inf, Float32(0.0), self._score(row_max))
+            largest = self._score(self.row_max[r])
+            # where all scores are hidden so far, any number will do
+            largest = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
             row = [self._score(x) - largest for x in row]
-            scale_log2, bias = Float32(LOG2_E), self._residue(row_max)
+            scale_log2, bias = Float32(LOG2_E), self._residue(self.row_max[r])
         return self.arithmetic.exponentials(row, scale_log2, bias)
 
     def _adopt(self, r: int, row_max: Float32) -> None:
@@ -370,12 +371,18 @@ class OnlineSoftmax:
     # -- scores of any size ---------------------------------------------------------------------
 
     def _score(self, value: Float32) -> Float32:
-        """The score, in natural units, of what the softmax sees: rounded, as a score_mod rounds."""
+        """The score, in natural units, of what the softmax sees: rounded, as a score_mod rounds,
+        and perhaps to -inf.
+        """
         if self.factor == 1.0:
             return value
         # a plain product might become a multiply-add with what follows
         nearest = cute.math.RoundingMode.NEAREST_EVEN
         return cute.math.mul(value, Float32(self.factor), rounding=nearest)
+
+    def far(self) -> tuple:
+        """Per row, whether its maximum is too far from 0 for `exponentials` but exactly."""
+        return tuple(self._is_far(self.row_max[r]) for r in range(self.num_rows))
 
     def _is_near(self, row_max: Float32) -> Boolean:
         """Whether a rounded bias is good enough; not of -inf."""
@@ -405,9 +412,8 @@ class OnlineSoftmax:
     def _finalize_any_size(self, r: int, sinks: tuple | None) -> RowResult:
         """As `finalize`, by natural units: LSE is right to its own last bit."""
         total = self.arithmetic.across(self.row_sum[r], _add)
-        row_max, residue = self.row_max[r], self._residue(self.row_max[r])
-        empty = row_max == -Float32.inf
-        largest, shift = self._score(row_max), Float32(1.0)
+        largest, residue = self._score(self.row_max[r]), self._residue(self.row_max[r])
+        empty, shift = largest == -Float32.inf, Float32(1.0)
         if const_expr(sinks is not None):
             own = largest
             largest = cute.arch.fmax(own, sinks[r])

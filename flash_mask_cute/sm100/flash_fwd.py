@@ -495,7 +495,7 @@ class FlashAttentionForwardSm100:
         """Wait for scores `number`, and put their probabilities in their place.
 
         The exponentials are taken once more if the maximum in use was too old, or before there is
-        one, in the first block of a tile.
+        one, in the first block of a tile; and exactly, if it is far from 0.
         """
         plan = self.plan
         probs = cute.make_rmem_tensor(plan.tile_n // 2, Int32)
@@ -503,23 +503,24 @@ class FlashAttentionForwardSm100:
         umma.fence_after_wait()
         total = Float32(0.0)
         renews, is_old, is_done = is_first, is_first, Boolean(False)
+        # whether rows whose maximum was too old are renewed by now
+        is_last = is_first
+        if const_expr(rows.takes_any_size):
+            # sums do not tell what is far below 0 from nothing, and of a far maximum nothing at all
+            is_old = is_first | rows.unseen()[0] | rows.far()[0]
+            renews = softmax_math.any_in_warp((is_old,))
         while is_done == Boolean(False):
-            if const_expr(not rows.takes_any_size):
-                if renews:
-                    self._renew(prepare, rows, half, is_old, is_first)
-                total = self._exponentials(prepare, rows, half, probs)
-            elif renews:
+            if renews:
                 self._renew(prepare, rows, half, is_old, is_first)
-                # not of rows that still see nothing, whose probabilities are 0 already
-                if is_first | softmax_math.any_in_warp(rows.seen_of((is_old,))):
-                    total = self._exponentials(prepare, rows, half, probs, exactly=True)
-            else:
-                total = self._exponentials(prepare, rows, half, probs)
+            total = self._exponentials(prepare, rows, half, probs)
             is_old = rows.overflowed((total,))[0]
             if const_expr(rows.takes_any_size):
-                is_old = is_old | rows.unseen()[0]
-            is_done = renews | (softmax_math.any_in_warp((is_old,)) == Boolean(False))
-            renews = Boolean(True)
+                is_old = is_old & (rows.far()[0] == Boolean(False))
+            is_done = is_last | (softmax_math.any_in_warp((is_old,)) == Boolean(False))
+            renews, is_last = Boolean(True), Boolean(True)
+        if const_expr(rows.takes_any_size):  # noqa: SIM102 (while tracing)
+            if softmax_math.any_in_warp(rows.far()):
+                total = self._exponentials(prepare, rows, half, probs, exactly=True)
         rows.add((total,))
         thread = thread_in_warpgroup()
         for first in cutlass.range_constexpr(0, plan.tile_n // 2, umma.CHUNK):
@@ -558,6 +559,9 @@ class FlashAttentionForwardSm100:
                 umma.wait_loads()
                 softmax_math.rescale(values, factors)
                 umma.store_columns(values, first, thread)
+            if const_expr(rows.takes_any_size):
+                # rows may be renewed once more in this block
+                umma.wait_stores()
 
     def _largest(self, prepare, rows, half) -> Float32:
         largest = -Float32.inf

@@ -174,6 +174,7 @@ class Extras(NamedTuple):
     has_dlse: bool
     sink_dtype: torch.dtype | None
     clears: bool
+    any_size: bool
 
 
 @lru_cache
@@ -193,7 +194,7 @@ def preprocess_of(dtype: torch.dtype, head_dim_v: int, tile_m: int, extras: Extr
         Fakes.rows(name, rank, head_dim_v),
         Fakes.strided("Float32", rank - 1),
         Fakes.strided("Float32", rank - 1) if extras.has_dlse else None,
-        Fakes.scratch(2, tile_m),
+        Fakes.scratch(3 if extras.any_size else 2, tile_m),
         Fakes.scratch(tile_m * tile_cols(head_dim_v, tile_m)) if extras.clears else None,
         None if extras.clears else Fakes.strided("Int32", 2),
         sink,
@@ -201,6 +202,7 @@ def preprocess_of(dtype: torch.dtype, head_dim_v: int, tile_m: int, extras: Extr
         fake_stream(),
         Fakes.strided("Int32", 1) if extras.is_packed else None,
         Fakes.strided("Int32", 1) if extras.has_used else None,
+        Fakes.strided("Float32", rank - 1) if extras.any_size else None,
     )
 
 
@@ -215,8 +217,10 @@ def check_preprocess(
     sink_dtype: torch.dtype | None = torch.float32,
     arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
     clears: bool = False,
+    any_size: bool = False,
 ) -> None:
-    """clears: the sums of dQ, not the words that say who has added to them."""
+    """clears: the sums of dQ, not the words that say who has added to them. any_size: LSE of all
+    sizes, of which half of a unit was lost."""
     generator = torch.Generator().manual_seed(head_dim_v + tile_m)
 
     def draw(*shape: int) -> Tensor:
@@ -227,35 +231,46 @@ def check_preprocess(
     if not has_dlse:
         dlse.zero_()
     sink = torch.full((HEADS,), -INF) if sink_dtype is None else draw(HEADS).to(sink_dtype)
+    low = torch.zeros_like(lse)
+    if any_size:
+        sizes = torch.tensor([1.0, -2000.0, 1e30, 900.0, -1e30])
+        lse *= sizes[torch.arange(lse.numel()) % 5].view(lse.shape)
+        low.fill_(0.5)
+        # so that each sink is no more than LSE
+        sink.fill_(-INF)
     for b in range(len(seqs.slots)):
         # hidden rows, whose gradients must not matter
         for x, value in ((lse, -INF), (do, INF), (dlse, NAN if has_dlse else 0.0)):
             seqs.of(x, b)[3::7] = value
-        for x in (o, do, lse):
+        for x in (o, do, lse, low):
             seqs.of(x, b)[seqs.used_of(b) :] = NAN
     blocks = seqs.num_blocks(tile_m)
-    stats = torch.empty(HEADS, blocks, 2, tile_m)
+    stats = torch.empty(HEADS, blocks, 2 + any_size, tile_m)
     zeroed = torch.empty(HEADS, blocks, dtype=torch.int32)
     if clears:
         zeroed = torch.empty(HEADS, blocks, tile_m * tile_cols(head_dim_v, tile_m))
     parts = torch.empty(HEADS, blocks)
 
-    expected = torch.zeros(HEADS, blocks, 2, tile_m, dtype=torch.float64)
+    expected = torch.zeros(HEADS, blocks, 2 + any_size, tile_m, dtype=torch.float64)
     expected[:, :, 0] = INF
     expected_parts = torch.zeros(HEADS, blocks, dtype=torch.float64)
     for block, b, rows in seqs.blocks(tile_m):
         rows = slice(rows.start, min(rows.stop, seqs.used_of(b)))
         if rows.start >= rows.stop:
             continue
-        o_, do_, lse_, dlse_ = (seqs.of(x, b)[rows].double() for x in (o, do, lse, dlse))
+        o_, do_, lse_, dlse_, low_ = (seqs.of(x, b)[rows].double() for x in (o, do, lse, dlse, low))
+        reference = torch.where((lse_.abs() >= 1024) & lse_.isfinite(), lse_, 0.0)
         delta = torch.where(lse_ == -INF, 0.0, (o_ * do_).sum(-1) - dlse_)
         kept = torch.where(lse_ == -INF, INF, lse_)
+        if any_size:
+            kept = (kept - reference) + low_
+            expected[:, block, 2, : delta.shape[0]] = reference.mT
         expected[:, block, 0, : delta.shape[0]] = kept.mT / math.log(2)
         expected[:, block, 1, : delta.shape[0]] = delta.mT
         expected_parts[:, block] = -((sink.double() - kept).exp() * delta).sum(0)
     of_sequences = [block for block, _, _ in seqs.blocks(tile_m)]
 
-    extras = Extras(seqs.is_packed, seqs.used is not None, has_dlse, sink_dtype, clears)
+    extras = Extras(seqs.is_packed, seqs.used is not None, has_dlse, sink_dtype, clears, any_size)
     for _ in run(
         simulator,
         preprocess_of(dtype, head_dim_v, tile_m, extras),
@@ -273,6 +288,7 @@ def check_preprocess(
         None if sink_dtype is None else parts,
         seqs.cu_seqlens(),
         seqs.seqused(),
+        low.transpose(-1, -2) if any_size else None,
     ):
         close: dict[str, Any] = {"check_dtype": False, "rtol": 1e-5, "atol": 1e-4}
         torch.testing.assert_close(stats[:, of_sequences], expected[:, of_sequences], **close)
@@ -302,6 +318,13 @@ def test_preprocess_strides(
 @pytest.mark.parametrize("seqs", [LONE, EXACT, PACKED._replace(used=None)])
 def test_preprocess_without_extras(simulator: ModuleType, seqs: Sequences) -> None:
     check_preprocess(simulator, seqs, 40, 64, has_dlse=False, sink_dtype=None)
+
+
+@pytest.mark.parametrize("seqs", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("tile_m", [64, 128])
+def test_preprocess_of_any_size(simulator: ModuleType, tile_m: int, seqs: Sequences) -> None:
+    """An LSE far from 0 is a reference, and only what rounding has taken from it is LSE."""
+    check_preprocess(simulator, seqs, 64, tile_m, any_size=True)
 
 
 def test_preprocess_many_sequences(simulator: ModuleType) -> None:
