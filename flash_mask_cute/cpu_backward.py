@@ -62,6 +62,7 @@ def flash_attn_bwd_cpu(
     tile_m: int,
     tile_n: int,
     dlse: Tensor | None = None,
+    lse_low: Tensor | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_bwd: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
@@ -75,10 +76,11 @@ def flash_attn_bwd_cpu(
     learnable_sink.
 
     out, lse: what `flash_attn_fwd_cpu` wrote for the same arguments, or the same of higher
-    precision; they are used, not recomputed. dout, dlse: gradients of a loss by out and by lse,
-    laid out like these. score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) ->
-    grad: the gradient by the score that score_mod sees, from the one by the score that it returns;
-    without it the derivative of score_mod is taken. aux_sums: float64 tensors by number of the aux
+    precision; they are used, not recomputed. lse_low: what rounding has taken from lse, if that is
+    known. dout, dlse: gradients of a loss by out and by lse, laid out like these.
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: the gradient by
+    the score that score_mod sees, from the one by the score that it returns; without it the
+    derivative of score_mod is taken. aux_sums: float64 tensors by number of the aux
     tensor, to which the gradients of these are added. The other arguments are those of
     `flash_attn_fwd_cpu`.
 
@@ -88,8 +90,8 @@ def flash_attn_bwd_cpu(
     belong to none or are not in use is not read, and what q and dout hold in rows that see nothing
     does not matter, nor what dlse does without a sink.
 
-    Probabilities are computed from lse and share its rounding: one of float32 gives gradients a
-    relative error of up to abs(lse) * 2^-24.
+    Probabilities are computed from lse and lse_low. Without lse_low they share the rounding of lse:
+    one of float32 gives gradients a relative error of up to abs(lse) * 2^-24.
 
     Raises:
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
@@ -119,8 +121,6 @@ def flash_attn_bwd_cpu(
     )
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     dsink = q.new_zeros(q.shape[-2:-1], dtype=torch.float64)
-    lse_by_row = lse.transpose(-1, -2)
-    dlse_by_row = None if dlse is None else dlse.transpose(-1, -2)
     for walk in walks:
         chain: Callable[..., tuple[Tensor, _PullBack]] | None = None
         if score_mod is not None and score_mod_bwd is not None:
@@ -132,8 +132,9 @@ def flash_attn_bwd_cpu(
             walk.rows_of_q(q),
             walk.rows_of_q(out),
             walk.rows_of_q(dout),
-            walk.rows_of_q(lse_by_row),
-            None if dlse_by_row is None else walk.rows_of_q(dlse_by_row),
+            walk.rows_of_q(lse.mT),
+            None if lse_low is None else walk.rows_of_q(lse_low.mT),
+            None if dlse is None else walk.rows_of_q(dlse.mT),
             sink,
         )
         dq_rows, dk_rows, dv_rows = _sequence_gradients(
@@ -147,23 +148,25 @@ def flash_attn_bwd_cpu(
         dk[walk.slot_k] = from_rows(dk_rows, 1).to(dk.dtype)
         dv[walk.slot_k] = from_rows(dv_rows, 1).to(dv.dtype)
         if sink is not None:
-            of_rows = torch.exp(sink - rows.lse) * rows.delta
+            of_rows = torch.exp((sink - rows.lse) - rows.lse_low) * rows.delta
             dsink -= from_rows(of_rows, pack_gqa).sum(dim=0)
     return dq, dk, dv, None if learnable_sink is None else dsink.to(learnable_sink.dtype)
 
 
 class _Rows(NamedTuple):
-    """What the backward reads of the queries of a sequence: q, dout (heads_kv, lanes, rows, .), lse
-    and delta (heads_kv, lanes, rows).
+    """What the backward reads of the queries of a sequence: q, dout (heads_kv, lanes, rows, .),
+    lse, lse_low and delta (heads_kv, lanes, rows).
 
     In rows that see nothing, lse is inf, so that exponentials of scores minus lse are 0, or with a
-    sink as it was; delta is 0 but for dlse of that; and q and dout are 0 where they would not be
-    finite, because 0 * NaN is NaN.
+    sink as it was; lse_low is 0; delta is 0 but for dlse of that; and q and dout are 0 where they
+    would not be finite, because 0 * NaN is NaN. lse_low is subtracted by itself, as float64 loses
+    what it adds to an lse of 1e17.
     """
 
     q: Tensor
     dout: Tensor
     lse: Tensor
+    lse_low: Tensor
     delta: Tensor
 
     @staticmethod
@@ -172,6 +175,7 @@ class _Rows(NamedTuple):
         out: Tensor,
         dout: Tensor,
         lse: Tensor,
+        lse_low: Tensor | None,
         dlse: Tensor | None,
         sink: Tensor | None,
     ) -> _Rows:
@@ -185,7 +189,8 @@ class _Rows(NamedTuple):
         delta = (dout * out).sum(dim=-1)
         if dlse is not None:
             delta = delta - dlse
-        return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), delta.masked_fill(empty, 0.0))
+        low = torch.zeros_like(lse) if lse_low is None else lse_low.masked_fill(empty, 0.0)
+        return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), low, delta.masked_fill(empty, 0.0))
 
 
 def _sequence_gradients(
@@ -206,10 +211,10 @@ def _sequence_gradients(
             if not heads.any():
                 continue
             q, dout = of_rows.q[..., rows, :], of_rows.dout[..., rows, :]
-            lse, delta = of_rows.lse[..., rows, None], of_rows.delta[..., rows, None]
+            lse, low, delta = (x[..., rows, None] for x in of_rows[2:])
             capped = walk.capped_scores(q, k[..., keys, :])
             modified, pull_back = (capped, None) if chain is None else chain(capped, tile, heads)
-            probabilities = torch.exp(modified.masked_fill(~visible, NEG_INF) - lse)
+            probabilities = torch.exp((modified.masked_fill(~visible, NEG_INF) - lse) - low)
             dscores = probabilities * (dout @ v[..., keys, :].mT - delta)
             if pull_back is not None:
                 dscores = pull_back(dscores)

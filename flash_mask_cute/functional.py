@@ -298,7 +298,7 @@ def _attend(
         others = *call[:6], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch
         packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
         arguments = _to_operator(call, q.shape[0] if packs else None)
-        out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
+        out, lse, _ = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
         return (out, lse) if return_lse else out
     refuse_transforms()
     # now, and not when the backward runs
@@ -349,6 +349,7 @@ def _run_forward(
     sink: Tensor | None,
     call: _Call,
     return_lse: bool = True,
+    lse_low: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     return _flash_attn_fwd(
         q,
@@ -357,6 +358,7 @@ def _run_forward(
         learnable_sink=sink,
         pack_gqa=call.pack_gqa,
         return_lse=return_lse,
+        lse_low=lse_low,
         config=call.configs.forward,
         softmax_scale=call.softmax_scale,
         causal=call.causal,
@@ -377,6 +379,14 @@ def _run_forward(
     )
 
 
+def _new_lse_low(q: Tensor, call: _Call) -> Tensor | None:
+    """Where the forward is to write what rounding takes from LSE; None where scores are products,
+    which are too small for that to matter, and where the call will be refused."""
+    if call.score_mod is None or q.dim() not in (3, 4):
+        return None
+    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+
+
 def _run_backward(
     q: Tensor,
     k: Tensor,
@@ -384,6 +394,7 @@ def _run_backward(
     sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    lse_low: Tensor | None,
     dout: Tensor,
     dlse: Tensor | None,
     wants_aux: Sequence[int],
@@ -409,6 +420,7 @@ def _run_backward(
         config=call.configs.backward,
         dlse=dlse,
         dsink=dsink,
+        lse_low=lse_low,
         daux=daux,
         softmax_scale=call.softmax_scale,
         causal=call.causal,
@@ -441,6 +453,7 @@ def _save(
     sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    lse_low: Tensor | None,
     call: _Call,
 ) -> None:
     """Everything goes through `save_for_backward`, so that torch notices a change in place.
@@ -448,7 +461,7 @@ def _save(
     Masks are kept as they are, too: what was computed of them is found by the identity of their
     tensors, which hooks on saved tensors change.
     """
-    plain = (q, k, v, sink, out, lse)
+    plain = (q, k, v, sink, out, lse, lse_low)
     aux_tensors = call.aux_tensors
     ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
     if not call.has_tensors:
@@ -460,14 +473,14 @@ def _save(
     ctx.set_materialize_grads(False)
 
 
-def _restore(ctx: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, _Call]:
+def _restore(ctx: Any) -> tuple[Any, ...]:
+    """q, k, v, sink, out, lse, lse_low and the call."""
     saved, call = ctx.saved_tensors, ctx.call
-    q, k, v, sink, out, lse = saved[:6]
-    if len(saved) > 6:
-        aux_tensors = None if ctx.num_aux is None else saved[10 : 10 + ctx.num_aux]
-        lengths = dict(zip(_LENGTHS, saved[6:10], strict=True))
+    if len(saved) > 7:
+        aux_tensors = None if ctx.num_aux is None else saved[11 : 11 + ctx.num_aux]
+        lengths = dict(zip(_LENGTHS, saved[7:11], strict=True))
         call = call._replace(**lengths, aux_tensors=aux_tensors)
-    return q, k, v, sink, out, lse, call
+    return *saved[:7], call
 
 
 def _mask_tensors(call: _Call) -> list[Tensor]:
@@ -495,13 +508,13 @@ def _gradients(
     dout, dlse = grads
     if dout is None and dlse is None:
         return [None] * 4, {}
-    q, k, v, sink, out, lse, call = _restore(ctx)
+    q, k, v, sink, out, lse, lse_low, call = _restore(ctx)
     if not ctx.needs_input_grad[3]:
         # lse tells the backward of the sink
         sink = None
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = run(q, k, v, sink, out, lse, dout, dlse, wants_aux, call)
+    gradients = run(q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, call)
     return list(gradients[:4]), dict(zip(wants_aux, gradients[4:], strict=True))
 
 
@@ -527,8 +540,9 @@ class _Attention(torch.autograd.Function):
         *_wanted: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """_wanted: the aux tensors of call that wants_aux numbers, for autograd to see."""
-        out, lse = _run_forward(q, k, v, sink, call)
-        _save(ctx, q, k, v, sink, out, lse, call)
+        lse_low = _new_lse_low(q, call)
+        out, lse = _run_forward(q, k, v, sink, call, lse_low=lse_low)
+        _save(ctx, q, k, v, sink, out, lse, lse_low, call)
         ctx.wants_aux = wants_aux
         return out, lse
 
@@ -574,7 +588,8 @@ _CALL_SCHEMA = (
     "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
     "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config"
 )
-# where aux_tensors are in that
+# where they are in that
+_SCORE_MOD_POSITION = _Call._fields.index("score_mod")
 _AUX_POSITION = _Call._fields.index("aux_tensors")
 _library = torch.library.Library("flash_mask_cute", "DEF")
 _library.define(
@@ -586,11 +601,11 @@ _library.define(
 )
 _library.define(
     f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {_CALL_SCHEMA}) "
-    "-> (Tensor out, Tensor lse)"
+    "-> (Tensor out, Tensor lse, Tensor lse_low)"
 )
 _library.define(
     "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor out, Tensor lse, "
-    f"Tensor dout, Tensor? dlse, int[] wants_aux, {_CALL_SCHEMA}) "
+    f"Tensor? lse_low, Tensor dout, Tensor? dlse, int[] wants_aux, {_CALL_SCHEMA}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor[] daux)"
 )
 
@@ -729,17 +744,24 @@ def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
 @torch.library.impl(_library, "attention_fwd", "CompositeExplicitAutograd")
 def _attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor]:
-    return _run_forward(q, k, v, sink, _without_identity(_from_operator(arguments)))
+) -> tuple[Tensor, Tensor, Tensor]:
+    """lse_low has no elements where there is no score_mod."""
+    call = _without_identity(_from_operator(arguments))
+    lse_low = _new_lse_low(q, call)
+    out, lse = _run_forward(q, k, v, sink, call, lse_low=lse_low)
+    return out, lse, q.new_empty(0, dtype=torch.float32) if lse_low is None else lse_low
 
 
 @torch.library.register_fake("flash_mask_cute::attention_fwd", lib=_library)
 def _(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     *rows, heads_q, _ = q.shape
     out = q.new_empty((*rows, heads_q, v.shape[-1]))
-    return out, q.new_empty((*rows[:-1], heads_q, rows[-1]), dtype=torch.float32)
+    lse_shape = *rows[:-1], heads_q, rows[-1]
+    low_shape = (0,) if arguments[_SCORE_MOD_POSITION] is None else lse_shape
+    lse, lse_low = (q.new_empty(shape, dtype=torch.float32) for shape in (lse_shape, low_shape))
+    return out, lse, lse_low
 
 
 @torch.library.impl(_library, "attention_bwd", "CompositeExplicitAutograd")
@@ -750,19 +772,22 @@ def _attention_bwd(
     sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    lse_low: Tensor | None,
     dout: Tensor,
     dlse: Tensor | None,
     wants_aux: list[int],
     *arguments: Any,
 ) -> tuple[Any, ...]:
     call = _without_identity(_from_operator(arguments))
-    dq, dk, dv, dsink, *daux = _run_backward(q, k, v, sink, out, lse, dout, dlse, wants_aux, call)
+    dq, dk, dv, dsink, *daux = _run_backward(
+        q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, call
+    )
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink, daux
 
 
 @torch.library.register_fake("flash_mask_cute::attention_bwd", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
-    _, _, _, _, wants_aux, *of_call = arguments
+    _, _, _, _, _, wants_aux, *of_call = arguments
     aux_tensors = of_call[_AUX_POSITION]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
@@ -775,9 +800,11 @@ def _run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, None if others[3] is None else dsink, *daux
 
 
-def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sink, *arguments = inputs
-    _save(ctx, q, k, v, sink, *output, _from_operator(arguments))
+    out, lse, lse_low = output
+    call = _from_operator(arguments)
+    _save(ctx, q, k, v, sink, out, lse, None if call.score_mod is None else lse_low, call)
     ctx.num_arguments = len(arguments)
 
 
@@ -787,7 +814,8 @@ def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     if ctx.num_aux is not None:
         asked = ctx.needs_input_grad[4 + _AUX_POSITION]
         wants_aux = [i for i, is_asked in enumerate(asked) if is_asked]
-    gradients, daux = _gradients(ctx, grads, _run_backward_operator, wants_aux)
+    # nothing has a gradient by lse_low
+    gradients, daux = _gradients(ctx, grads[:2], _run_backward_operator, wants_aux)
     if ctx.num_aux is not None:
         others[_AUX_POSITION] = [daux.get(i) for i in range(ctx.num_aux)]
     return *gradients, *others

@@ -111,6 +111,7 @@ def _flash_attn_fwd(
     pack_gqa: bool | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    lse_low: Tensor | None = None,
     return_lse: bool = True,
     config: FwdConfig | Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -146,10 +147,14 @@ def _flash_attn_fwd(
     cover max_seqlen_q and max_seqlen_k.
 
     out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
-    (heads_q, total_q), and None if neither return_lse nor lse asks for it. A row that sees nothing
-    has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
+    (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
+    sees nothing has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
 
-    out and lse, where given, must not share memory with q, k and v.
+    A score_mod may return any finite number, such as the -1e30 of an additive mask: out and lse are
+    those of its fp32 scores, lse to its own last bit. lse_low, like lse and only beside a
+    score_mod, gets what rounding takes from lse, for the backward.
+
+    out, lse and lse_low, where given, must not share memory with q, k, v and each other.
 
     pack_gqa: query heads of a KV head share tiles (None: where queries are few). Not supported with
     block lists, nor with column intervals that differ between these heads. config: a `FwdConfig`,
@@ -160,7 +165,8 @@ def _flash_attn_fwd(
     """
     # as Extras(...) makes it, which takes twice as long
     extras = tuple.__new__(
-        Extras, (learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse)
+        Extras,
+        (learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low),
     )
     rest = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
@@ -215,6 +221,7 @@ def _flash_attn_bwd(
     dk: Tensor | None = None,
     dv: Tensor | None = None,
     dsink: Tensor | None = None,
+    lse_low: Tensor | None = None,
     daux: Sequence[Tensor | None] | None = None,
     config: BwdConfig | Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,6 +236,13 @@ def _flash_attn_bwd(
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
     by the score that score_mod returns, the one by the score that it is given. Without it,
     score_mod is differentiated.
+
+    lse_low, like lse and only beside a score_mod, is what the forward wrote there, as autograd has
+    it do. Probabilities are exp(score - lse), so that the rounding of lse, up to abs(lse) * 2^-24,
+    is a relative error of a row's probabilities, and of its gradients. Without lse_low that is all
+    there is to a row: beyond abs(lse) 2^13 the error is seen in bf16, and from 2^24 on, as for
+    queries that a table of -1e30 hides from all keys, the number of keys is lost from lse: each has
+    the probability 1. With lse_low the probabilities of a row sum to 1 whatever lse is.
 
     dq, dk, dv are new contiguous tensors, or those that the caller gives: like q, k and v, in
     memory of their own. They are 0 in rows that see nothing, for keys that nobody sees, and in rows
@@ -249,7 +263,7 @@ def _flash_attn_bwd(
     operands = BwdOperands(q, k, v, out, dout, lse)
     extras = BwdExtras(
         learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink,
-        daux,
+        lse_low, daux,
     )  # fmt: skip
     settings = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
@@ -354,11 +368,15 @@ def _resolve(
         settings,
         resolved_masks,
         learnable_sink=extras.learnable_sink,
-        needs_lse=settings.return_lse or extras.lse is not None,
+        needs_lse=settings.return_lse or not (extras.lse is extras.lse_low is None),
     )
     score_mod, is_causal = resolved_masks.score_mod, problem.is_causal
     if score_mod is not None:
-        problem = replace(problem, score_functions=computes_functions(score_mod, problem))
+        problem = replace(
+            problem,
+            score_functions=computes_functions(score_mod, problem),
+            needs_lse_low=extras.lse_low is not None,
+        )
     window = None
     if window_left is not None and (is_causal or window_right is not None):
         window = window_left + (window_right or 0) + 1
@@ -479,6 +497,7 @@ def _resolve_bwd(
         window_right,
         float(settings.softcap),
         has_dlse=extras.dlse is not None,
+        has_lse_low=extras.lse_low is not None,
         sink_dtype=None if sink is None else dtype_name(sink.dtype),
         tails=Tails(
             problem.varlen_q and extras.dq is None,

@@ -46,19 +46,20 @@ def mark_words(tile_m: int) -> int:
     return -(-tile_m // (MARKS_PER_WORD * WORDS_PER_COPY)) * WORDS_PER_COPY
 
 
-def stats_words(tile_m: int, has_marks: bool) -> int:
-    """fp32 words of a row block's statistics: LSE of each row, delta of each row and, where there
-    are marks, `mark_words`."""
-    return 2 * tile_m + (mark_words(tile_m) if has_marks else 0)
+def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
+    """fp32 words of a row block's statistics: LSE of each row, delta of each row, where num_stats
+    is 3 the reference of each row, and, where there are marks, `mark_words`."""
+    return num_stats * tile_m + (mark_words(tile_m) if has_marks else 0)
 
 
-def marks_of(stats: cute.Tensor, tile_m: int) -> cute.Tensor:
+def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int) -> cute.Tensor:
     """The words of the marks in a row block's statistics: bit r % 32 of word r // 32 is row r's.
 
     A marked row is one of a query that sees nothing, of which Q or dO are not finite: the zeros
     that they are multiplied with would not keep them from being seen.
     """
-    words = cute.make_tensor(stats.iterator + 2 * tile_m, cute.make_layout(mark_words(tile_m)))
+    marks = stats.iterator + num_stats * tile_m
+    words = cute.make_tensor(marks, cute.make_layout(mark_words(tile_m)))
     return cute.recast_tensor(words, Int32)
 
 

@@ -191,6 +191,7 @@ def compile_bwd_call(
         resolved.has_dlse,
         resolved.sink_dtype,
         resolved.tails,
+        has_lse_low=resolved.has_lse_low,
     )
     return resolved, kernels, storing
 

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from flash_mask_cute.cpu_backward import flash_attn_bwd_cpu
 from flash_mask_cute.host.callable_key import callable_key
-from flash_mask_cute.host.compile_bwd import BwdKernels, Tails, num_row_blocks, stats_words
+from flash_mask_cute.host.compile_bwd import (
+    BwdKernels,
+    Tails,
+    num_row_blocks,
+    num_stats,
+    stats_words,
+)
 from flash_mask_cute.host.config import BwdChoice, BwdConfig
 from flash_mask_cute.host.launch import (
     ADDRESS_MASK,
@@ -57,6 +63,7 @@ class BwdExtras(NamedTuple):
     dk: Tensor | None = None
     dv: Tensor | None = None
     dsink: Tensor | None = None
+    lse_low: Tensor | None = None
     daux: Sequence[Tensor | None] | None = None
 
 
@@ -93,6 +100,7 @@ class ResolvedBwd:
     window_right: int | None
     softcap: float
     has_dlse: bool
+    has_lse_low: bool
     sink_dtype: str | None
     score_mod_bwd: Callable[..., Any] | None
     choose: Callable[[str], BwdChoice]
@@ -136,7 +144,7 @@ class BwdKernelLaunch:
         self._kernels = kernels
         self._store_bits = store_bits
         self._has_aux = bool(problem.aux)
-        words = stats_words(tile_m, problem.may_empty_rows)
+        words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
         self._stats_shape = shapes.heads_q, row_blocks, words
         self._reads_query_early = problem.may_empty_rows
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
@@ -164,7 +172,8 @@ class BwdKernelLaunch:
             with torch.cuda.device(index):
                 return self(operands, extras, masks)
         (
-            sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink, daux,
+            sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink,
+            lse_low, daux,
         ) = extras  # fmt: skip
         if dq is None:
             dq = new_gradient(q)
@@ -208,7 +217,7 @@ class BwdKernelLaunch:
         preprocess, main, postprocess, clear_tails = self._kernels
         preprocess(
             out, dout, lse, dlse, stats, cleared, turns, sink, parts, cu_seqlens_q, seqused_q,
-            q if self._reads_query_early else None,
+            q if self._reads_query_early else None, lse_low,
         )  # fmt: skip
         main(
             q, k, v, dout, stats, dq_accum, turns, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
@@ -296,6 +305,7 @@ class BwdCpuLaunch:
             tile_m=call.choice.tiles.tile_m,
             tile_n=call.choice.tile_n,
             dlse=extras.dlse,
+            lse_low=extras.lse_low,
             score_mod_bwd=call.score_mod_bwd,
             aux_sums=aux_sums,
             **self._masks._asdict(),

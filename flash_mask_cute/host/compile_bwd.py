@@ -31,7 +31,7 @@ class BwdKernels(NamedTuple):
     what the problem does not have:
 
     preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or turns (without), sink,
-    sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`).
+    sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
     main: q, k, v, dout, stats, dq_accum, turns, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
     column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
@@ -69,8 +69,9 @@ NO_TAILS = Tails()
 class RowFacts(NamedTuple):
     """What decides the code of the kernels before and after the main one.
 
-    dim: head_dim_v before, head_dim after. The last three matter before only; marked_dim: head_dim,
-    where rows of queries that see nothing are marked.
+    dim: head_dim_v before, head_dim after. The fields from has_dlse on matter before only;
+    marked_dim: head_dim, where rows of queries that see nothing are marked. num_stats: statistics
+    of a row (`BwdPlan`).
     """
 
     dtype: str
@@ -83,6 +84,8 @@ class RowFacts(NamedTuple):
     has_dlse: bool = False
     sink_dtype: str | None = None
     marked_dim: int | None = None
+    num_stats: int = 2
+    has_lse_low: bool = False
 
 
 _Facts = TypeVar("_Facts", RowFacts, TailFacts)
@@ -95,11 +98,16 @@ def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
     return row_blocks.num_row_blocks(rows, batch, is_packed, tile_m)
 
 
-def stats_words(tile_m: int, has_marks: bool) -> int:
+def num_stats(problem: AttentionProblem) -> int:
+    """Statistics of a query row, as in `BwdPlan`."""
+    return 2 if problem.score_mod is None else 3
+
+
+def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
     """fp32 words of a row block's statistics in scratch tensors."""
     from flash_mask_cute.core import row_blocks
 
-    return row_blocks.stats_words(tile_m, has_marks)
+    return row_blocks.stats_words(tile_m, num_stats, has_marks)
 
 
 def compile_bwd(
@@ -111,6 +119,7 @@ def compile_bwd(
     sink_dtype: str | None = None,
     tails: Tails = NO_TAILS,
     cache: CompileCache = CACHE,
+    has_lse_low: bool = False,
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys.
 
@@ -121,7 +130,8 @@ def compile_bwd(
         choice.tiles.clears_dq,
     )
     marked_dim = problem.head_dim if problem.may_empty_rows else None
-    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype, marked_dim)
+    of_scores = has_dlse, sink_dtype, marked_dim, num_stats(problem), has_lse_low
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
     after = RowFacts(problem.dtype, problem.head_dim, *rows)
 
     def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
@@ -192,7 +202,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         operand(dtype, rank_k, problem.head_dim),
         operand(dtype, rank_k, problem.head_dim_v),
         operand(dtype, rank_q, problem.head_dim_v),
-        scratch(stats_words(tile_m, problem.may_empty_rows)),
+        scratch(stats_words(tile_m, num_stats(problem), problem.may_empty_rows)),
         scratch(tile_m * choice.tile_d),
         None if choice.tiles.clears_dq else strided(2),
         operand(dtype, rank_k, problem.head_dim),
@@ -216,13 +226,18 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
     from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess
 
     rank = 3 if facts.varlen_q else 4
-    kernel = BwdPreprocess(stand_ins.cutlass_dtype(facts.dtype), facts.dim, facts.tile_m)
+    kernel = BwdPreprocess(
+        stand_ins.cutlass_dtype(facts.dtype),
+        facts.dim,
+        facts.tile_m,
+        has_reference=facts.num_stats == 3,
+    )
     arguments = [
         operand(facts.dtype, rank, facts.dim),
         operand(facts.dtype, rank, facts.dim),
         strided(rank - 1, "float32"),
         strided(rank - 1, "float32") if facts.has_dlse else None,
-        scratch(stats_words(facts.tile_m, facts.marked_dim is not None)),
+        scratch(stats_words(facts.tile_m, facts.num_stats, facts.marked_dim is not None)),
         scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
         None if facts.clears_dq else strided(2),
         stand_ins.vector(facts.sink_dtype),
@@ -231,6 +246,7 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         int32_vector(facts.varlen_q),
         int32_vector(facts.has_seqused_q),
         None if facts.marked_dim is None else operand(facts.dtype, rank, facts.marked_dim),
+        strided(rank - 1, "float32") if facts.has_lse_low else None,
     ]
     return compile_object(kernel, arguments, options_of(target))
 

@@ -425,7 +425,7 @@ def select_bwd_config(
     for row in rows[:2] if rows[0].cta_pair else rows[:1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
-            plan = _bwd_plan(head_dim, head_dim_v, tiles)
+            plan = _bwd_plan(head_dim, head_dim_v, tiles, modifier == "score_mod")
             why_not = plan.infeasible()
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
@@ -487,11 +487,11 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
             yield replace(wanted, value_cols=value_cols, **fewer)
 
 
-def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> Any:
+def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
     from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
 
     stages = (tiles.stages_q, tiles.stages_do, tiles.stages_kv)
-    more = tiles.value_cols, tiles.cta_pair
+    more = tiles.value_cols, tiles.cta_pair, has_score_mod
     return BwdPlan(BFloat16, head_dim, head_dim_v, tiles.tile_m, *stages, *more)

@@ -42,6 +42,7 @@ class Extras(NamedTuple):
     seqused_k: Tensor | None = None
     out: Tensor | None = None
     lse: Tensor | None = None
+    lse_low: Tensor | None = None
 
 
 class Settings(NamedTuple):
@@ -178,7 +179,7 @@ class KernelLaunch:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
+        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low = extras
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
             out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
@@ -207,6 +208,7 @@ class KernelLaunch:
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 None, self._window_left, self._window_right, sink, lists, aux_tensors,
                 self._softcap, tile_counter(q, index), columns, block_size, bits, stored, part,
+                lse_low,
             )  # fmt: skip
             # so that the next part has its memory
             stored = None
@@ -224,6 +226,8 @@ class EmptyLaunch:
     ) -> tuple[Tensor, Tensor | None]:
         out, lse = self._resolved.outputs(q, extras)
         out.zero_()
+        if extras.lse_low is not None:
+            extras.lse_low.zero_()
         if lse is None:
             return out, lse
         if extras.learnable_sink is None or self._resolved.shapes.batch == 0:
@@ -254,6 +258,8 @@ class CpuLaunch:
         out.zero_()
         if lse is not None:
             lse.fill_(NEG_INF)
+        if extras.lse_low is not None:
+            extras.lse_low.zero_()
         flash_attn_fwd_cpu(
             q,
             k,
@@ -274,6 +280,7 @@ class CpuLaunch:
             tile_n=call.choice.tiles.tile_n,
             out=out,
             lse=lse,
+            lse_low=extras.lse_low,
             **self._masks._asdict(),
             skip_blocks=call.choice.tiles.skip_blocks,
         )
@@ -370,7 +377,7 @@ def find_launch(
     the same other arguments. The key is None where the data do not start on 16-byte boundaries,
     which kernels cannot do, or where an argument is of no kind that a valid call has.
     """
-    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
+    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low = extras
     try:
         address = q.data_ptr() | k.data_ptr() | v.data_ptr()
         if out is not None:
@@ -392,6 +399,7 @@ def find_launch(
             seqused_k if seqused_k is None else metadata(seqused_k),
             out if out is None else metadata(out),
             lse if lse is None else metadata(lse),
+            lse_low if lse_low is None else metadata(lse_low),
             masks if masks is None else mask_key(masks),
             rest,
         )  # fmt: skip

@@ -99,6 +99,7 @@ def check_fwd_inputs(
     pack_gqa: bool | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    lse_low: torch.Tensor | None = None,
     return_lse: bool = True,
 ) -> FwdShapes:
     """Check the arguments of `_flash_attn_fwd` and return the extents of the problem.
@@ -106,8 +107,8 @@ def check_fwd_inputs(
     Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
     with cu_seqlens_k, k and v are (total_k, heads_kv, ...). cu_seqlens_* are int32 (batch + 1,),
-    seqused_* int32 (batch,), learnable_sink (heads_q,), out like q with head_dim_v, lse fp32
-    (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices
+    seqused_* int32 (batch,), learnable_sink (heads_q,), out like q with head_dim_v, lse and lse_low
+    fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices
     (batch or 1, heads, seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or
     heads_q.
 
@@ -197,12 +198,15 @@ def check_fwd_inputs(
     if out is not None:
         _check_output("out", out, (*shape_q[:-1], head_dim_v), "the shape of q with head_dim_v", q)
         _check_apart("out", out, {"q": q, "k": k, "v": v})
-    if lse is not None and cu_seqlens_q is None:
-        _check_lse(lse, (batch, heads_q, seqlen_q), device)
-    elif lse is not None:
-        _check_lse(lse, (heads_q, total_q), device)
+    lse_shape = (batch, heads_q, seqlen_q) if cu_seqlens_q is None else (heads_q, total_q)
+    others = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
     if lse is not None:
-        _check_apart("lse", lse, {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out}))
+        _check_lse("lse", lse, lse_shape, device)
+        _check_apart("lse", lse, others)
+    if lse_low is not None:
+        _check_wants_low(lse_low, score_mod)
+        _check_lse("lse_low", lse_low, lse_shape, device)
+        _check_apart("lse_low", lse_low, others | ({} if lse is None else {"lse": lse}))
     return FwdShapes(
         batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v
     )
@@ -223,16 +227,17 @@ def check_bwd_inputs(
     dk: torch.Tensor | None = None,
     dv: torch.Tensor | None = None,
     dsink: torch.Tensor | None = None,
+    lse_low: torch.Tensor | None = None,
     daux: Any = None,
     **forward: Any,
 ) -> FwdShapes:
     """Check the arguments of `_flash_attn_bwd` and return the extents of the problem.
 
-    forward: those that `check_fwd_inputs` knows. Shapes: out and dout like q with head_dim_v; lse
-    and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any strides;
-    dq, dk, dv like q, k, v; dsink like learnable_sink; daux an entry for each aux tensor, None or a
-    tensor like it. The strides and the address of dout are not looked at: what a kernel cannot read
-    is copied.
+    forward: those that `check_fwd_inputs` knows. Shapes: out and dout like q with head_dim_v; lse,
+    lse_low and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any
+    strides; dq, dk, dv like q, k, v; dsink like learnable_sink; daux an entry for each aux tensor,
+    None or a tensor like it. The strides and the address of dout are not looked at: what a kernel
+    cannot read is copied.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see the module docstring.
@@ -250,6 +255,9 @@ def check_bwd_inputs(
     _check_fp32("lse", lse, lse_shape, device)
     if dlse is not None:
         _check_fp32("dlse", dlse, lse_shape, device)
+    if lse_low is not None:
+        _check_wants_low(lse_low, forward.get("score_mod"))
+        _check_fp32("lse_low", lse_low, lse_shape, device)
     more: dict[str, torch.Tensor] = {}
     if dsink is not None:
         _check_dsink(dsink, forward.get("learnable_sink"))
@@ -792,10 +800,19 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def _check_lse(lse: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    _check_fp32("lse", lse, shape, device)
-    if not lse.is_contiguous():
-        raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")
+def _check_lse(
+    name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device
+) -> None:
+    _check_fp32(name, value, shape, device)
+    if not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
+
+
+def _check_wants_low(lse_low: object, score_mod: object) -> None:
+    if score_mod is None:
+        raise ValueError(
+            f"lse_low is for scores that a score_mod makes, which is None, got {_brief(lse_low)}"
+        )
 
 
 def _check_fp32(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> None:

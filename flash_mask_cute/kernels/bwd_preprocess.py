@@ -1,5 +1,8 @@
 """What the backward needs to know about each query row before it starts: its LSE and its delta.
 
+Where scores may be of any size, an LSE far from 0 is kept as a reference that the main kernel
+subtracts from scores first, and only what rounding has taken from it as LSE.
+
 A CTA takes one row block (`core.row_blocks`) of one head. The grid covers all of them, so nothing
 has to be cleared beforehand: those of packed sequences find theirs by a search, and one that
 belongs to none just writes zeros. The kernel is bound by memory; what it does about that is to keep
@@ -25,6 +28,8 @@ from flash_mask_cute.core.row_blocks import RowBlocks, marks_of
 NUM_THREADS = 256
 WARP = 32
 LOG2_E = math.log2(math.e)
+# LSE from which on it is a reference: before, its product with LOG2_E is rounded by 2**-14 at most
+FAR = 2.0**10
 # elements of one access of 16 bytes
 VECTOR_16_BITS = 8
 VECTOR_32_BITS = 4
@@ -134,16 +139,24 @@ class BwdPreprocess:
     :param dtype: of O and dO, 16 bits
     :param head_dim_v: a multiple of 8, at most 256
     :param tile_m: query rows of a row block, a multiple of 16 up to 256
+    :param has_reference: for scores of any size, see mStats
     :raises ValueError: a size is none of these
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim_v: int, tile_m: int):
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        head_dim_v: int,
+        tile_m: int,
+        has_reference: bool = False,
+    ):
         if tile_m % 16 or not 0 < tile_m <= NUM_THREADS:
             raise ValueError(f"tile_m must be a multiple of 16 up to {NUM_THREADS}, got {tile_m}")
         if head_dim_v % VECTOR_16_BITS or not 0 < head_dim_v <= 256:
             raise ValueError(f"head_dim_v must be a multiple of 8 up to 256, got {head_dim_v}")
         self.dtype = dtype
         self.tile_m = tile_m
+        self.has_reference = has_reference
         # rows that whole warps and whole rounds see to, the last of them for nothing
         self.padded_rows = -(-tile_m // WARP) * WARP
         self.vectors_per_row = head_dim_v // VECTOR_16_BITS
@@ -164,6 +177,7 @@ class BwdPreprocess:
         mCuSeqlensQ: cute.Tensor | None,
         mSeqUsedQ: cute.Tensor | None,
         mQ: cute.Tensor | None = None,
+        mLSELow: cute.Tensor | None = None,
     ):
         """Launch on `stream`, for at least one head and row block. Nothing has to be
         cleared beforehand.
@@ -176,7 +190,9 @@ class BwdPreprocess:
         :param mStats: fp32 (heads_q, num_row_blocks, words), contiguous and aligned to 16 bytes;
             words: `row_blocks.stats_words`. First LSE by base 2 of tile_m rows, inf for rows that
             see nothing and rows that no sequence uses; then delta, the sum of O * dO less dLSE, 0
-            for those rows; with mQ, then `row_blocks.marks_of`
+            for those rows; with has_reference, then what is to be subtracted from scores
+            beforehand, of which LSE is less then, 0 where LSE is near 0 and for those rows; with
+            mQ, then `row_blocks.marks_of`
         :param mdQaccum: fp32 (heads_q, num_row_blocks, a multiple of 1024), contiguous and aligned
             to 16 bytes; zeroed, if given
         :param mTurns: int32 (heads_q, num_row_blocks); zeroed, if given
@@ -187,13 +203,14 @@ class BwdPreprocess:
         :param mSeqUsedQ: int32 (batch,) or (num_sequences,)
         :param mQ: as mO, with head_dim: masks may leave queries that see nothing, whose rows are to
             be marked if they are not finite
+        :param mLSELow: as mLSE, what rounding has taken from it; for mStats with three rows
         """
         # the rows of packed tensors are of no interest: lengths come from mCuSeqlensQ
         seqlen_q = Int32(mO.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks = mStats.shape[0], mStats.shape[1]
         self.kernel(
-            mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mTurns, mSink, mSinkParts, lengths, mQ
+            mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mTurns, mSink, mSinkParts, lengths, mQ, mLSELow
         ).launch(grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -210,6 +227,7 @@ class BwdPreprocess:
         mSinkParts: cute.Tensor | None,
         lengths: Lengths,
         mQ: cute.Tensor | None,
+        mLSELow: cute.Tensor | None,
     ):
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -233,14 +251,19 @@ class BwdPreprocess:
         # where delta of the thread's row is, behind LSE
         behind = thread + self.tile_m
         if const_expr(mQ is not None):
-            marks = marks_of(mStats[head_idx, block, None], self.tile_m)
+            marks = marks_of(
+                mStats[head_idx, block, None], self.tile_m, 3 if self.has_reference else 2
+            )
         rows = rows_of(block, lengths, self.tile_m)
         sink_part = Float32(0.0)
         if rows.in_slot > 0:
             lse = -Float32.inf
+            lse_low = Float32(0.0)
             dlse = Float32(0.0)
             if thread < rows.in_use:
                 lse = self._row_value(mLSE, head_idx, rows, thread)
+                if const_expr(mLSELow is not None):
+                    lse_low = self._row_value(mLSELow, head_idx, rows, thread)
                 if const_expr(mdLSE is not None):
                     dlse = self._row_value(mdLSE, head_idx, rows, thread)
             gO = rows_of_head(mO, head_idx, rows)
@@ -270,14 +293,24 @@ class BwdPreprocess:
                 summed = cutlass.select_(is_marked, Float32(0.0), sDelta[thread])
                 delta = cutlass.select_(sees_something, summed - dlse, Float32(0.0))
                 if thread < self.tile_m:
+                    lse_log2 = lse * LOG2_E
+                    if const_expr(self.has_reference):
+                        is_far = sees_something & (cute.math.abs(lse) >= FAR)
+                        own = cutlass.select_(is_far, Float32(0.0), lse)
+                        lse_log2 = (own + lse_low) * LOG2_E
+                        reference = cutlass.select_(is_far, lse, Float32(0.0))
+                        mStats[head_idx, block, behind + self.tile_m] = reference
                     mStats[head_idx, block, thread] = cutlass.select_(
-                        sees_something, lse * LOG2_E, Float32.inf
+                        sees_something, lse_log2, Float32.inf
                     )
                     mStats[head_idx, block, behind] = cutlass.select_(
                         is_marked, Float32(0.0), delta
                     )
                 if const_expr(mSink is not None):
-                    part = -cute.math.exp2((sink - lse) * LOG2_E, fastmath=True) * delta
+                    exponent = (sink - lse) * LOG2_E
+                    if const_expr(mLSELow is not None):
+                        exponent = (sink - lse - lse_low) * LOG2_E
+                    part = -cute.math.exp2(exponent, fastmath=True) * delta
                     part = cutlass.select_(sees_something, part, Float32(0.0))
                     part = cute.arch.warp_reduction_sum(part)
                     if thread % WARP == 0:
@@ -290,6 +323,8 @@ class BwdPreprocess:
             # keys of a sequence without queries visit this block, hidden as it is
             mStats[head_idx, block, thread] = Float32.inf
             mStats[head_idx, block, behind] = Float32(0.0)
+            if const_expr(self.has_reference):
+                mStats[head_idx, block, behind + self.tile_m] = Float32(0.0)
             if const_expr(mQ is not None):  # noqa: SIM102 (decided while tracing)
                 if thread < self.padded_rows // WARP:
                     marks[thread] = Int32(0)

@@ -178,8 +178,17 @@ class FlashAttentionBackwardSm90:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         stages = (stages_q, stages_do, stages_kv)
-        more = value_cols, cta_pair, may_empty_rows
-        self.plan = BwdPlan(dtype, head_dim, head_dim_v, tile_m, *stages, *more)
+        self.plan = BwdPlan(
+            dtype,
+            head_dim,
+            head_dim_v,
+            tile_m,
+            *stages,
+            value_cols,
+            cta_pair,
+            has_marks=may_empty_rows,
+            has_reference=score_mod is not None,
+        )
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)

@@ -119,6 +119,7 @@ class BwdPlan:
     this one computes. value_cols: columns of its values that a warpgroup keeps in registers, where
     nothing modifies the scores; the products of dO with these read half as much.
 
+    has_reference: the statistics of a query have a third number, for scores of any size.
     cta_pair: two CTAs with neighbouring keys sum dQ together (`key_pairs`), half of the columns
     each. Then P takes the way of dS, of which there is one place, so that nothing modifies scores.
 
@@ -135,6 +136,7 @@ class BwdPlan:
     value_cols: int = 0
     cta_pair: bool = False
     has_marks: bool = False
+    has_reference: bool = False
 
     # heads of a group pass by one after the other
     packed_heads = 1
@@ -307,9 +309,14 @@ class BwdPlan:
         return math.prod(self.shape_dq(max(self.parts_dq))) * 4
 
     @property
+    def num_stats(self) -> int:
+        """Statistics of a query: LSE, delta, and the reference of its scores, if they have one."""
+        return 2 + self.has_reference
+
+    @property
     def stats_words(self) -> int:
-        """LSE and delta of a query block, and marks of its rows."""
-        return stats_words(self.tile_m, self.has_marks)
+        """Statistics of a query block, and marks of its rows."""
+        return stats_words(self.tile_m, self.num_stats, self.has_marks)
 
     @property
     def bytes_stats(self) -> int:

@@ -28,7 +28,13 @@ from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.masks import bit_tile
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_math import ScoreChain, probabilities, score_gradients
+from flash_mask_cute.sm90.flash_bwd_math import (
+    ScoreChain,
+    Statistics,
+    has_reference,
+    probabilities,
+    score_gradients,
+)
 from flash_mask_cute.sm90.flash_bwd_plan import (
     NUM_MMA_WARPGROUPS,
     Barrier,
@@ -206,7 +212,7 @@ class BlockScores:
 
     def _marks(self, block: Int32) -> cute.Tensor:
         stats = self.tiles.stats[None, self.channels.q.index(block)]
-        return marks_of(stats, self.plan.tile_m)
+        return marks_of(stats, self.plan.tile_m, self.plan.num_stats)
 
     @cute.jit
     def _clear_row(self, row: cute.Tensor) -> None:
@@ -279,7 +285,7 @@ class BlockScores:
         plan, chain, channels = self.plan, self.chain, self.channels
         is_plain = chain.is_empty
         acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))
-        lse, delta = self._statistics(at.block)
+        statistics = self._statistics(at.block)
         self._issue_scores(acc_S, at)
         channels.do.wait_unless(at.known.do, at.block)
         if is_plain:
@@ -288,10 +294,11 @@ class BlockScores:
         else:
             # no registers for dP meanwhile
             warpgroup.wait_group(0)
-        self._apply(kind, at, wgmma.rows_by_cols(acc_S), lse)
+        self._apply(kind, at, wgmma.rows_by_cols(acc_S), statistics)
         if not is_plain:
             self._issue_dp(acc_dP, at)
         warpgroup.wait_group(0)
+        delta = statistics.delta
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(acc_S), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
         if is_plain:
@@ -301,7 +308,7 @@ class BlockScores:
         """P and dS in their words, and the gradients of aux tensors, for one part of the columns
         after the other: there are no registers for S and dP of all."""
         width = self.plan.tile_m // self.num_parts
-        lse, delta = self._statistics(at.block)
+        statistics = self._statistics(at.block)
         bits, place = self._bits(kind, at.cut, at.known.bits), self._place(at)
         self.channels.do.wait_unless(at.known.do, at.block)
         for part in range(self.num_parts):
@@ -312,7 +319,7 @@ class BlockScores:
             scores, grads = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_dP)
             first_col = part * cute.size(scores, mode=[1])
             self.chain.apply_to_both(
-                *place, scores, grads, first_col, bits, lse, delta, self.probs, self.grads
+                *place, scores, grads, first_col, bits, statistics, self.probs, self.grads
             )
 
     # -- the keys of both -----------------------------------------------------------------------
@@ -337,10 +344,10 @@ class BlockScores:
 
     def _compute_probs(self, kind: Kind, at: Visit) -> None:
         acc_S = wgmma.make_accumulator(self.plan.tile_m)
-        lse, _ = self._statistics(at.block)
+        statistics = self._statistics(at.block)
         self._issue_scores(acc_S, at)
         warpgroup.wait_group(0)
-        self._apply(kind, at, wgmma.rows_by_cols(acc_S), lse)
+        self._apply(kind, at, wgmma.rows_by_cols(acc_S), statistics)
         if self.chain.is_empty:
             wgmma.round_pairs(self.probs, acc_S, self.plan.dtype)
         else:
@@ -352,7 +359,7 @@ class BlockScores:
     def _compute_grads(self, at: Visit) -> None:
         plan = self.plan
         acc_dP = wgmma.make_accumulator(plan.tile_m)
-        _, delta = self._statistics(at.block)
+        delta = self._statistics(at.block).delta
         self.channels.do.wait_unless(at.known.do, at.block)
         self._issue_dp(acc_dP, at)
         warpgroup.wait_group(0)
@@ -386,15 +393,15 @@ class BlockScores:
             kept = self.plan.mma_values(), operand
             wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile)
 
-    def _apply(self, kind: Kind, at: Visit, scores: cute.Tensor, lse: cute.Tensor) -> None:
+    def _apply(self, kind: Kind, at: Visit, scores: cute.Tensor, statistics: Statistics) -> None:
         """In place of S, P or, where there is a chain, what dS has for it; then P is in probs."""
         bits = self._bits(kind, at.cut, at.known.bits)
         if self.chain.is_empty:
             if bits is not None:
                 bit_tile.hide_unset(scores, bits)
-            probabilities(scores, lse, self.chain.scales.scale_log2)
+            probabilities(scores, statistics.lse, self.chain.scales.scale_log2)
         else:
-            self.chain.apply(*self._place(at), scores, bits, lse, self.probs)
+            self.chain.apply(*self._place(at), scores, bits, statistics, self.probs)
 
     def _bits(self, kind: Kind, cut: Int32, is_known: Boolean) -> tuple | None:
         if kind != Kind.CUT:
@@ -407,8 +414,8 @@ class BlockScores:
         words = self.tiles.words[None, self.channels.q.index(at.block)]
         return self.channels.ring.read(at.tile), words[2], words[1]
 
-    def _statistics(self, block: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """LSE and delta of the queries that this thread's columns are, in shared memory."""
+    def _statistics(self, block: Int32) -> Statistics:
+        """Of the queries that this thread's columns are."""
         tile_m = self.plan.tile_m
         first = wgmma.first_col_of(thread_in_warpgroup())
         layout = cute.make_layout((2, tile_m // 8), stride=(1, 8))
@@ -416,7 +423,17 @@ class BlockScores:
         lse, delta = (
             cute.make_tensor((row + (first + start)).align(8), layout) for start in (0, tile_m)
         )
-        return lse, delta
+        if not self.plan.has_reference:
+            return Statistics(lse, delta)
+        # by the same address as LSE, to save registers
+        delta, reference = (
+            cute.make_tensor(lse.iterator + start, layout) for start in (tile_m, 2 * tile_m)
+        )
+        if self.plan.shares_keys or self.chain.wants_aux:
+            # here ptxas would serialise the products for a branch, there it would save little
+            return Statistics(lse, delta, reference)
+        references = cute.make_tensor((row + 2 * tile_m).align(8), cute.make_layout(tile_m))
+        return Statistics(lse, delta, reference, has_reference(references))
 
     def _pass_probs(self, block: Int32) -> None:
         """Give P to the other warpgroup."""

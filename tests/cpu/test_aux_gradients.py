@@ -242,11 +242,11 @@ def test_opcheck() -> None:
         None, None,
     )  # fmt: skip
     arguments = functional._to_operator(call)
-    out, lse = OPERATORS.attention_fwd(q, k, v, None, *arguments)
+    out, lse, lse_low = OPERATORS.attention_fwd(q, k, v, None, *arguments)
     for wants_aux in ([], [1], [0, 1]):
         torch.library.opcheck(
             OPERATORS.attention_bwd.default,
-            (q, k, v, None, out, lse, torch.ones_like(out), None, wants_aux, *arguments),
+            (q, k, v, None, out, lse, lse_low, torch.ones_like(out), None, wants_aux, *arguments),
         )
     aux_tensors = [bias.requires_grad_(), gain.requires_grad_()]
     arguments = functional._to_operator(call._replace(aux_tensors=aux_tensors))

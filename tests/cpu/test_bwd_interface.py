@@ -461,7 +461,8 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     assert parts.shape == turns.shape == (6, 2)
     assert {x.dtype for x in (stats, dq_accum, parts)} == {FP32} and turns.dtype == torch.int32
 
-    assert same(before, (out, dout, lse, dlse, stats, None, turns, SINK, parts, None, used_q, q))
+    of_rows = (out, dout, lse, dlse, stats, None, turns, SINK, parts, None, used_q, q, None)
+    assert same(before, of_rows)
     counter = main[18]
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
     assert same(

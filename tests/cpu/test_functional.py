@@ -308,8 +308,10 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     of_forward |= {"return_lse": True}
     of_backward = {name: shared.pop(name) for name in ("score_mod_bwd", "deterministic")}
     of_backward |= {"config": config_bwd, "daux": None}
+    lse_low = found[0]["lse_low"]
+    assert lse_low.shape == (1, 2, 12) and lse_low.dtype == torch.float32
     for keywords, more in ((found[0], of_forward), (found[1], of_backward | {"dlse": None})):
-        expected = shared | more
+        expected = shared | more | {"lse_low": lse_low}
         assert keywords.keys() == expected.keys()
         for name, value in expected.items():
             if name == "aux_tensors":

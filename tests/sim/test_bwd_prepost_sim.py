@@ -175,6 +175,7 @@ class Extras(NamedTuple):
     sink_dtype: torch.dtype | None
     clears: bool
     marked_dim: int | None
+    any_size: bool
 
 
 @lru_cache
@@ -189,12 +190,12 @@ def preprocess_of(dtype: torch.dtype, head_dim_v: int, tile_m: int, extras: Extr
     if extras.sink_dtype is not None:
         sink = Fakes.strided(CUTLASS_NAMES.get(extras.sink_dtype, "Float32"), 1)
     return compile_for_sim(
-        BwdPreprocess(getattr(cutlass, name), head_dim_v, tile_m),
+        BwdPreprocess(getattr(cutlass, name), head_dim_v, tile_m, extras.any_size),
         Fakes.rows(name, rank, head_dim_v),
         Fakes.rows(name, rank, head_dim_v),
         Fakes.strided("Float32", rank - 1),
         Fakes.strided("Float32", rank - 1) if extras.has_dlse else None,
-        Fakes.scratch(stats_words(tile_m, extras.marked_dim is not None)),
+        Fakes.scratch(stats_words(tile_m, 2 + extras.any_size, extras.marked_dim is not None)),
         Fakes.scratch(tile_m * tile_cols(head_dim_v, tile_m)) if extras.clears else None,
         None if extras.clears else Fakes.strided("Int32", 2),
         sink,
@@ -203,12 +204,13 @@ def preprocess_of(dtype: torch.dtype, head_dim_v: int, tile_m: int, extras: Extr
         Fakes.strided("Int32", 1) if extras.is_packed else None,
         Fakes.strided("Int32", 1) if extras.has_used else None,
         None if extras.marked_dim is None else Fakes.rows(name, rank, extras.marked_dim),
+        Fakes.strided("Float32", rank - 1) if extras.any_size else None,
     )
 
 
-def stats_words(tile_m: int, has_marks: bool) -> int:
+def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
     """By the layout that is agreed upon: marks in pieces of 16 bytes."""
-    return 2 * tile_m + (has_marks * -(-tile_m // 128) * 4)
+    return num_stats * tile_m + (has_marks * -(-tile_m // 128) * 4)
 
 
 def check_preprocess(
@@ -223,9 +225,10 @@ def check_preprocess(
     arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
     clears: bool = False,
     marked_dim: int | None = None,
+    any_size: bool = False,
 ) -> None:
     """clears: the sums of dQ, not the words that say who has added to them. marked_dim: columns of
-    Q, where rows are marked."""
+    Q, where rows are marked. any_size: LSE of all sizes, of which half of a unit was lost."""
     generator = torch.Generator().manual_seed(head_dim_v + tile_m)
 
     def draw(*shape: int) -> Tensor:
@@ -236,29 +239,41 @@ def check_preprocess(
     if not has_dlse:
         dlse.zero_()
     sink = torch.full((HEADS,), -INF) if sink_dtype is None else draw(HEADS).to(sink_dtype)
+    low = torch.zeros_like(lse)
+    if any_size:
+        sizes = torch.tensor([1.0, -2000.0, 1e30, 900.0, -1e30])
+        lse *= sizes[torch.arange(lse.numel()) % 5].view(lse.shape)
+        low.fill_(0.5)
+        # so that each sink is no more than LSE
+        sink.fill_(-INF)
     for b in range(len(seqs.slots)):
         # hidden rows, whose gradients must not matter
         for x, value in ((lse, -INF), (do, INF), (dlse, NAN if has_dlse else 0.0)):
             seqs.of(x, b)[3::7] = value
-        for x in (o, do, lse):
+        for x in (o, do, lse, low):
             seqs.of(x, b)[seqs.used_of(b) :] = NAN
     blocks = seqs.num_blocks(tile_m)
-    stats = torch.empty(HEADS, blocks, stats_words(tile_m, marked_dim is not None))
+    num_stats = 2 + any_size
+    stats = torch.empty(HEADS, blocks, stats_words(tile_m, num_stats, marked_dim is not None))
     zeroed = torch.empty(HEADS, blocks, dtype=torch.int32)
     if clears:
         zeroed = torch.empty(HEADS, blocks, tile_m * tile_cols(head_dim_v, tile_m))
     parts = torch.empty(HEADS, blocks)
 
-    expected = torch.zeros(HEADS, blocks, 2, tile_m, dtype=torch.float64)
+    expected = torch.zeros(HEADS, blocks, 2 + any_size, tile_m, dtype=torch.float64)
     expected[:, :, 0] = INF
     expected_parts = torch.zeros(HEADS, blocks, dtype=torch.float64)
     for block, b, rows in seqs.blocks(tile_m):
         rows = slice(rows.start, min(rows.stop, seqs.used_of(b)))
         if rows.start >= rows.stop:
             continue
-        o_, do_, lse_, dlse_ = (seqs.of(x, b)[rows].double() for x in (o, do, lse, dlse))
+        o_, do_, lse_, dlse_, low_ = (seqs.of(x, b)[rows].double() for x in (o, do, lse, dlse, low))
+        reference = torch.where((lse_.abs() >= 1024) & lse_.isfinite(), lse_, 0.0)
         delta = torch.where(lse_ == -INF, 0.0, (o_ * do_).sum(-1) - dlse_)
         kept = torch.where(lse_ == -INF, INF, lse_)
+        if any_size:
+            kept = (kept - reference) + low_
+            expected[:, block, 2, : delta.shape[0]] = reference.mT
         expected[:, block, 0, : delta.shape[0]] = kept.mT / math.log(2)
         expected[:, block, 1, : delta.shape[0]] = delta.mT
         expected_parts[:, block] = -((sink.double() - kept).exp() * delta).sum(0)
@@ -277,7 +292,8 @@ def check_preprocess(
                 is_finite = q_.isfinite().all(-1) & do_.isfinite().all(-1)
                 hostile[:, block, row - rows.start] = (lse_ == -INF) & ~is_finite
 
-    extras = Extras(seqs.is_packed, seqs.used is not None, has_dlse, sink_dtype, clears, marked_dim)
+    flags = has_dlse, sink_dtype, clears, marked_dim, any_size
+    extras = Extras(seqs.is_packed, seqs.used is not None, *flags)
     for _ in run(
         simulator,
         preprocess_of(dtype, head_dim_v, tile_m, extras),
@@ -296,12 +312,13 @@ def check_preprocess(
         seqs.cu_seqlens(),
         seqs.seqused(),
         q,
+        low.transpose(-1, -2) if any_size else None,
     ):
         close: dict[str, Any] = {"check_dtype": False, "rtol": 1e-5, "atol": 1e-4}
-        found = stats[..., : 2 * tile_m].unflatten(2, (2, tile_m))
+        found = stats[..., : num_stats * tile_m].unflatten(2, (num_stats, tile_m))
         torch.testing.assert_close(found[:, of_sequences], expected[:, of_sequences], **close)
         if marked_dim is not None:
-            words = stats[..., 2 * tile_m :].contiguous().view(torch.int32)
+            words = stats[..., num_stats * tile_m :].contiguous().view(torch.int32)
             bits = (words[..., None] >> torch.arange(32)) & 1
             marks = bits.flatten(2)[..., :tile_m].bool()
             assert torch.equal(marks[:, of_sequences], hostile[:, of_sequences])
@@ -365,10 +382,10 @@ def test_preprocess_marks_rows_that_see_a_sink(simulator: ModuleType) -> None:
     do[:, hostile], q[:, 5], dlse[..., 9] = INF, NAN, NAN
     hostile[[5, 9]] = True
     do[:, small] = INF
-    stats = torch.empty(HEADS, 1, stats_words(tile_m, True))
+    stats = torch.empty(HEADS, 1, stats_words(tile_m, 2, True))
     turns, parts = torch.empty(HEADS, 1, dtype=torch.int32), torch.empty(HEADS, 1)
     function = preprocess_of(
-        torch.bfloat16, dim, tile_m, Extras(False, False, True, torch.float32, False, dim)
+        torch.bfloat16, dim, tile_m, Extras(False, False, True, torch.float32, False, dim, False)
     )
     given = (o, do, lse, dlse, stats, None, turns, sink, parts, None, None, q)
     for _ in run(simulator, function, [stats, turns, parts], *given):
@@ -379,6 +396,13 @@ def test_preprocess_marks_rows_that_see_a_sink(simulator: ModuleType) -> None:
         assert (delta[:, hostile] == 0).all() and not delta[:, small].isfinite().any()
         finite = alone & ~hostile
         torch.testing.assert_close(delta[:, finite], -dlse[0][:, finite])
+
+
+@pytest.mark.parametrize("seqs", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("tile_m", [64, 128])
+def test_preprocess_of_any_size(simulator: ModuleType, tile_m: int, seqs: Sequences) -> None:
+    """An LSE far from 0 is a reference, and only what rounding has taken from it is LSE."""
+    check_preprocess(simulator, seqs, 64, tile_m, any_size=True)
 
 
 def test_preprocess_many_sequences(simulator: ModuleType) -> None:
