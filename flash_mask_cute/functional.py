@@ -254,7 +254,7 @@ class _Call(NamedTuple):
     deterministic: bool
     pack_gqa: bool | None
     config: Any
-    q_start: int | None
+    q_start: int | None = None
 
     @property
     def configs(self) -> _Configs:
