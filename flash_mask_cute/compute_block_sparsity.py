@@ -140,7 +140,12 @@ def _scan(
         cnt = [torch.empty(shape[:3], dtype=torch.int32, device=device) for _ in range(2)]
         idx = [torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2)]
     lists = BlockSparseTensorsTorch(
-        cnt[0], idx[0], cnt[1] if has_full else None, idx[1] if has_full else None, block_size
+        cnt[0],
+        idx[0],
+        cnt[1] if has_full else None,
+        idx[1] if has_full else None,
+        block_size,
+        seqlens,
     )
     aux = _as_torch_tensors(aux_tensors, cnt[0].device)
     arch = Target.of(device).arch if device.type == "cuda" else HOST

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.mask_extents import check_q_start
 from flash_mask_cute.host.packed_launch import holds_documents
 from flash_mask_cute.host.validate import (
     check_bool,
@@ -32,7 +33,7 @@ from flash_mask_cute.host.validate import (
     settle_order,
 )
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
-from flash_mask_cute.masks.column_mask import ColumnMask, Documents
+from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
 from flash_mask_cute.masks.documents import Split
 from flash_mask_cute.masks.key_bounds import num_key_blocks
 
@@ -61,6 +62,7 @@ def flash_attn_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None,
     return_lse: bool = False,
     config: Any = None,
 ) -> Any:
@@ -97,7 +99,7 @@ def flash_attn_func(
     call = _Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
         mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
-        deterministic, pack_gqa, config,
+        deterministic, pack_gqa, config, q_start,
     )  # fmt: skip
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
@@ -128,6 +130,7 @@ def flash_attn_varlen_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None,
     return_lse: bool = False,
     config: Any = None,
 ) -> Any:
@@ -148,6 +151,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, left, right, softcap, score_mod, mask_mod, aux_tensors,
         block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa, config,
+        q_start,
     )  # fmt: skip
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
@@ -165,13 +169,15 @@ def flashmask_attention(
     training: bool = True,
     softmax_scale: float | None = None,
     deterministic: bool = False,
+    q_start: int | None = None,
 ) -> Any:
     """Attention under column intervals, called as PaddlePaddle's function of this name.
 
     q, k, v: as in `flash_attn_func`. startend_row_indices: int32 (batch or 1, heads, seqlen_k, n),
     heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: an int stands for both sides;
-    None or -1 leaves a side open. It and the intervals may be given together. deterministic: as in
-    `flash_attn_func`.
+    None or -1 leaves a side open. It and the intervals may be given together. deterministic,
+    q_start: as in `flash_attn_func`; with fewer queries than keys, q_start=0 says that the
+    intervals' row 0 is the first query.
 
     Returns:
         out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
@@ -193,6 +199,7 @@ def flashmask_attention(
         window_size,
         deterministic=deterministic,
         startend_row_indices=startend_row_indices,
+        q_start=q_start,
         return_lse=return_softmax_lse,
     )
 
@@ -247,6 +254,7 @@ class _Call(NamedTuple):
     deterministic: bool
     pack_gqa: bool | None
     config: Any
+    q_start: int | None = None
 
     @property
     def configs(self) -> _Configs:
@@ -295,6 +303,8 @@ def _attend(
         in_order = settle_order(reason, call.score_mod_bwd, call.deterministic)
         call = call._replace(deterministic=in_order)
     if torch.compiler.is_compiling() or _is_intercepted(q):
+        # an operator's arguments are numbers
+        check_q_start(call.q_start)
         others = *call[:6], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch
         packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
         arguments = _to_operator(call, q.shape[0] if packs else None)
@@ -376,6 +386,7 @@ def _run_forward(
         aux_tensors=call.aux_tensors,
         block_sparse_tensors_torch=call.block_sparse_tensors_torch,
         startend_row_indices=call.startend_row_indices,
+        q_start=call.q_start,
     )
 
 
@@ -438,6 +449,7 @@ def _run_backward(
         aux_tensors=call.aux_tensors,
         block_sparse_tensors_torch=call.block_sparse_tensors_torch,
         startend_row_indices=call.startend_row_indices,
+        q_start=call.q_start,
     )
     return dq, dk, dv, dsink, *(x for x in daux or () if x is not None)
 
@@ -583,11 +595,14 @@ _CALL_SCHEMA = (
     "SymInt? window_size_left, SymInt? window_size_right, float softcap, "
     "str? score_mod, str? mask_mod, Tensor[]? aux_tensors, "
     "Tensor? mask_block_cnt, Tensor? mask_block_idx, Tensor? full_block_cnt, "
-    "Tensor? full_block_idx, SymInt? block_q, SymInt? block_k, "
+    "Tensor? full_block_idx, SymInt? block_q, SymInt? block_k, SymInt[]? list_seqlens, "
     "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
+    "SymInt? column_seqlen_q, "
     "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
-    "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config"
+    "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config, SymInt? q_start"
 )
+# what stands for `ANY` there
+_ANY_SEQLEN = -1
 # where they are in that
 _SCORE_MOD_POSITION = _Call._fields.index("score_mod")
 _AUX_POSITION = _Call._fields.index("aux_tensors")
@@ -611,7 +626,10 @@ _library.define(
 
 
 class _BoundedMask(ColumnMask):
-    """A mask of one call whose bounds for `_TILE_N` operators have computed, and its documents."""
+    """A mask of one call whose bounds for `_TILE_N` operators have computed, and its documents.
+
+    seqlen_q: as an operator has it (`_operator_seqlen`).
+    """
 
     def __init__(
         self,
@@ -619,8 +637,10 @@ class _BoundedMask(ColumnMask):
         causal: bool,
         given: Tensor,
         documents: Documents | None = None,
+        seqlen_q: int | None = None,
     ) -> None:
-        super().__init__(startend_row_indices, causal, documents is not None)
+        rows = ANY if seqlen_q == _ANY_SEQLEN else seqlen_q
+        super().__init__(startend_row_indices, causal, documents is not None, rows)
         object.__setattr__(self, "given", given)
         object.__setattr__(self, "given_documents", documents)
 
@@ -641,54 +661,64 @@ class _BoundedMask(ColumnMask):
         return documents.cu_seqlens, of_rows.startend_row_indices, of_rows.bounds(_TILE_N)
 
 
+def _operator_seqlen(seqlen_q: Any) -> int | None:
+    """`ColumnMask.seqlen_q` as a number."""
+    return _ANY_SEQLEN if seqlen_q == ANY else seqlen_q
+
+
 def _to_operator(call: _Call, batch: int | None = None) -> tuple[Any, ...]:
     """The arguments of an operator by `_CALL_SCHEMA`.
 
     batch: of sequences, where the operator is to pack the documents of its mask.
     """
-    lists: tuple[Any, ...] = (None,) * 6
+    lists: tuple[Any, ...] = (None,) * 7
     if call.block_sparse_tensors_torch is not None:
-        *tensors, block_size = from_block_mask(call.block_sparse_tensors_torch)
-        lists = (*tensors, *((None, None) if block_size is None else block_size))
+        *tensors, block_size, seqlens = from_block_mask(call.block_sparse_tensors_torch)
+        lists = (*tensors, *((None, None) if block_size is None else block_size), seqlens)
     mask: Any = call.startend_row_indices
-    columns: tuple[Any, ...] = (None, None, False)
+    columns: tuple[Any, ...] = (None, None, False, None)
     documents: tuple[Any, ...] = (None, None, None)
     if isinstance(mask, _BoundedMask):
-        columns = mask.startend_row_indices, mask.bounds(_TILE_N), mask.causal
+        seqlen_q = _operator_seqlen(mask.seqlen_q)
+        columns = mask.startend_row_indices, mask.bounds(_TILE_N), mask.causal, seqlen_q
         documents = mask.operator_documents()
     elif mask is not None:
-        indices, causal = mask, call.causal
+        indices, causal, seqlen_q = mask, call.causal, None
         if not isinstance(mask, Tensor):
             indices, causal = mask.startend_row_indices, mask.causal
+            seqlen_q = _operator_seqlen(mask.seqlen_q)
         bounds = torch.ops.flash_mask_cute.column_bounds(indices, causal, call.cu_seqlens_k)
-        columns = indices, bounds, causal
+        columns = indices, bounds, causal, seqlen_q
         if batch is not None:
             documents = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
     aux_tensors = None if call.aux_tensors is None else list(call.aux_tensors)
     return (
         *call[:11], _optional_name(call.score_mod), _optional_name(call.mask_mod), aux_tensors,
         *lists, *columns, *documents, _optional_name(call.score_mod_bwd), call.deterministic,
-        call.pack_gqa, _config_text(call.config),
+        call.pack_gqa, _config_text(call.config), call.q_start,
     )  # fmt: skip
 
 
 def _from_operator(arguments: Sequence[Any]) -> _Call:
     """The call with these arguments of an operator by `_CALL_SCHEMA`."""
     score_mod, mask_mod, aux_tensors, *rest = arguments[11:]
-    *list_tensors, block_q, block_k, indices, bounds, causal, starts, rows, row_bounds = rest[:12]
-    score_mod_bwd, deterministic, pack_gqa, config = rest[12:]
+    *list_tensors, block_q, block_k, list_seqlens = rest[:7]
+    indices, bounds, causal, seqlen_q, starts, rows, row_bounds = rest[7:14]
+    score_mod_bwd, deterministic, pack_gqa, config, q_start = rest[14:]
     lists = None
     if list_tensors[0] is not None:
-        lists = BlockSparseTensorsTorch(*list_tensors)
-        lists = lists._replace(block_size=None if block_q is None else (block_q, block_k))
+        block_size = None if block_q is None else (block_q, block_k)
+        lists = BlockSparseTensorsTorch(*list_tensors)._replace(
+            block_size=block_size, seqlens=list_seqlens and tuple(list_seqlens)
+        )
     mask = documents = None
     if starts is not None:
         documents = Documents(starts, _BoundedMask(rows, causal, row_bounds))
     if indices is not None:
-        mask = _BoundedMask(indices, causal, bounds, documents)
+        mask = _BoundedMask(indices, causal, bounds, documents, seqlen_q)
     mods = _optional_mod(score_mod), _optional_mod(mask_mod)
     configs = None if config is None else _Configs.of(tuple(json.loads(config)))
-    others = _optional_mod(score_mod_bwd), deterministic, pack_gqa, configs
+    others = _optional_mod(score_mod_bwd), deterministic, pack_gqa, configs, q_start
     return _Call._make((*arguments[:11], *mods, aux_tensors, lists, mask, *others))
 
 
@@ -715,7 +745,7 @@ def _without_identity(call: _Call) -> _Call:
     if lists is None:
         return call
     fresh = (None if x is None else x.detach() for x in lists[:4])
-    return call._replace(block_sparse_tensors_torch=type(lists)(*fresh, lists.block_size))
+    return call._replace(block_sparse_tensors_torch=type(lists)(*fresh, *lists[4:]))
 
 
 @torch.library.impl(_library, "column_bounds", "CompositeExplicitAutograd")

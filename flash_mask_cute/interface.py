@@ -35,7 +35,7 @@ from flash_mask_cute.host.config import (
     select_bwd_config,
     select_fwd_config,
 )
-from flash_mask_cute.host.explanation import Explanation, explain_fwd
+from flash_mask_cute.host.explanation import DenseCall, Explanation, explain_fwd
 from flash_mask_cute.host.launch import (
     CpuLaunch,
     EmptyLaunch,
@@ -107,6 +107,7 @@ def _flash_attn_fwd(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     out: Tensor | None = None,
@@ -145,6 +146,12 @@ def _flash_attn_fwd(
     hidden, a full one visible without asking mask_mod; in the others mask_mod decides, and without
     one they are visible. Blocks count from the start of a sequence; where lengths vary, the lists
     cover max_seqlen_q and max_seqlen_k.
+    q_start: where in the mask the queries stand that startend_row_indices and block lists count.
+    None: the mask has a row for each query of the call, no more, or the call is refused; where a
+    mask does not tell its rows (a tensor), a call with fewer queries than keys is refused. 0: query
+    0 of the call is row 0 of the mask, which may have more rows. causal and the window are aligned
+    by the lengths in either case, and mods get the query's number in the call. Others are not
+    supported yet.
 
     out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
     (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
@@ -170,7 +177,7 @@ def _flash_attn_fwd(
     )
     rest = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, num_splits, pack_gqa, return_lse, page_table,
+        max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, page_table,
         None if config is None else FwdConfig.of(config),
     )  # fmt: skip
     masks = None
@@ -215,6 +222,7 @@ def _flash_attn_bwd(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None,
     dlse: Tensor | None = None,
     deterministic: bool = False,
     dq: Tensor | None = None,
@@ -267,7 +275,7 @@ def _flash_attn_bwd(
     )  # fmt: skip
     settings = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, score_mod_bwd, deterministic,
+        max_seqlen_k, q_start, score_mod_bwd, deterministic,
         None if config is None else BwdConfig.of(config),
     )  # fmt: skip
     masks = None
@@ -301,19 +309,16 @@ def explain(
     operands, (extras, masks, settings) = FwdOperands(q, k, v), bundle(keywords)
     named = None if target is None else Target.named(target)
     resolved, resolved_masks = _resolve(operands, extras, masks, settings, named)
-    packs = _packs(operands, [extras.out], extras, masks, settings)
-    if packs:
+    dense = None
+    if _packs(operands, [extras.out], extras, masks, settings):
+        dense = DenseCall(resolved, extras, resolved_masks)
         operands, extras, masks, settings = _by_documents(
             operands, extras, masks, settings, resolved.problem.needs_lse
         )
         resolved, resolved_masks = _resolve(operands, extras, masks, settings, named)
     can_pack = rows_follow(*operands, extras.out)
     where = named or _target_of(q), str(q.device)
-    found = explain_fwd(resolved, extras, resolved_masks, *where, can_pack)
-    if packs:
-        documents = "the documents of the mask are packed sequences"
-        found = replace(found, note="; ".join(filter(None, (found.note, documents))))
-    return found
+    return explain_fwd(resolved, extras, resolved_masks, *where, can_pack, dense)
 
 
 def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:

@@ -544,6 +544,8 @@ class DenseMasks:
             packed = self.case.lengths_k is not None
             join = (lambda c: torch.cat(c, dim=1)[None]) if packed else torch.stack
             keywords["startend_row_indices"] = join(self.columns)
+            if self._has_fewer_queries:
+                keywords["q_start"] = 0
         if self.case.mask_mod is not None:
             keywords["mask_mod"] = MASK_MODS[self.case.mask_mod].cute
         if self.case.score_mod is not None:
@@ -558,6 +560,14 @@ class DenseMasks:
                 *partial, *full, block_size=self.case.blocks
             )
         return keywords
+
+    @property
+    def _has_fewer_queries(self) -> bool:
+        """Whether the call has fewer queries than keys, all sequences together."""
+        case = self.case
+        rows_q = case.batch * case.seqlen_q if case.lengths_q is None else sum(case.lengths_q)
+        rows_k = case.batch * case.seqlen_k if case.lengths_k is None else sum(case.lengths_k)
+        return rows_q < rows_k
 
     def visible(self, batch_idx: int, head_idx: int, seqlen_q: int, seqlen_k: int) -> Tensor:
         """Bool (seqlen_q, seqlen_k), what these masks leave of a head; lengths are those in use."""

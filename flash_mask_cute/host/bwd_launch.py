@@ -77,6 +77,7 @@ class BwdSettings(NamedTuple):
     softcap: float = 0.0
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    q_start: int | None = None
     score_mod_bwd: Callable[..., Any] | None = None
     deterministic: bool = False
     config: BwdConfig | None = None

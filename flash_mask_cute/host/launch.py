@@ -55,6 +55,7 @@ class Settings(NamedTuple):
     softcap: float = 0.0
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    q_start: int | None = None
     num_splits: int = 1
     pack_gqa: bool | None = None
     return_lse: bool = True

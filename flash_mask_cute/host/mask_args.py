@@ -51,11 +51,17 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
     score_mod, mask_mod, aux_tensors, lists, columns = masks
     lists_key = columns_key = None
     if lists is not None:
-        *tensors, block_size = from_block_mask(lists)
-        lists_key = type(lists), block_size, *(None if x is None else _meta(x) for x in tensors)
+        *tensors, block_size, seqlens = from_block_mask(lists)
+        tensors_key = (None if x is None else _meta(x) for x in tensors)
+        lists_key = type(lists), block_size, seqlens, *tensors_key
     if columns is not None:
         columns_key = (
-            (columns.causal, columns.documents, *_meta(columns.startend_row_indices))
+            (
+                columns.causal,
+                columns.documents,
+                columns.seqlen_q,
+                *_meta(columns.startend_row_indices),
+            )
             if isinstance(columns, ColumnMask)
             else _meta(columns)
         )
@@ -214,8 +220,8 @@ class MaskArguments:
                 bits = tuple(block_bits(sized))
             else:
                 retiled = retile_lists(sized, *self._extents)
-                *of_tiles, block_size = retiled.lists
-                lists, bits = tuple(of_tiles), None if retiled.bits is None else tuple(retiled.bits)
+                lists, block_size = tuple(retiled.lists[:4]), retiled.lists.block_size
+                bits = None if retiled.bits is None else tuple(retiled.bits)
         aux = tuple(aux_tensors) if aux_tensors else None
         return lists, aux, columns, block_size, bits
 

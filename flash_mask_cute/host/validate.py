@@ -24,6 +24,7 @@ import torch
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.mask_extents import CallExtents, check_q_start
 from flash_mask_cute.host.problem import STRIDE_STEP
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -95,6 +96,7 @@ def check_fwd_inputs(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: torch.Tensor | ColumnMask | None = None,
+    q_start: int | None = None,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     out: torch.Tensor | None = None,
@@ -116,6 +118,7 @@ def check_fwd_inputs(
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
     check_unsupported(num_splits, page_table)
+    check_q_start(q_start)
     _check_tensor("q", q)
     _check_tensor("k", k)
     _check_tensor("v", v)
@@ -190,11 +193,17 @@ def check_fwd_inputs(
     check_mod("mask_mod", mask_mod)
     if aux_tensors is not None:
         _check_aux_tensors(aux_tensors, device, score_mod, mask_mod)
+    extents = CallExtents(
+        batch, seqlen_q, seqlen_k, total_q, total_k, cu_seqlens_q is not None,
+        cu_seqlens_k is not None, q_start,
+    )  # fmt: skip
     if block_sparse_tensors_torch is not None:
         _check_block_lists(block_sparse_tensors_torch, mask_mod)
+        extents.check_lists(from_block_mask(block_sparse_tensors_torch).seqlens)
     if startend_row_indices is not None:
         keys = (batch, shape_k[1]) if cu_seqlens_k is None else (1, total_k)
         _check_columns(startend_row_indices, causal, keys, heads_kv, heads_q, device)
+        extents.check_columns(startend_row_indices)
     if out is not None:
         _check_output("out", out, (*shape_q[:-1], head_dim_v), "the shape of q with head_dim_v", q)
         _check_apart("out", out, {"q": q, "k": k, "v": v})

@@ -67,8 +67,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "host.packed_launch": ("host", "masks.column_mask", "masks.documents"),
     "host.mask_args": ("host", "block_sparsity", "masks.column_mask"),
     "host.validate": ("host", "block_sparsity", "masks.column_mask"),
-    "host.explanation": (
-        "host",
+    "host.mask_extents": ("masks.column_mask",),
+    "host.explanation": ("host", *INDEX_RULES),
+    "host.tile_classes": (
         "block_sparsity",
         "masks.column_mask",
         "masks.intervals",
@@ -79,13 +80,20 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "host.score_traits": ("host", "core.mods"),
     "host.compile_bounds": ("host", "kernels"),
     "host.compile_documents": ("host", "kernels", "masks.documents"),
-    "plotting": ("masks.column_mask", "block_sparsity", "host.host_mods", "host.validate"),
+    "plotting": (
+        "masks.column_mask",
+        "block_sparsity",
+        "host.host_mods",
+        "host.tile_classes",
+        "host.validate",
+    ),
     "block_sparsity": (),
     "compute_block_sparsity": ("block_sparsity", "host"),
     "interface": ("host", "masks.column_mask"),
     "functional": (
         "interface",
         "host.callable_key",
+        "host.mask_extents",
         "host.packed_launch",
         "host.validate",
         "block_sparsity",

@@ -618,7 +618,7 @@ WARM: dict[str, Any] = {
         {"score_mod": None},
         {"score_mod_bwd": square_scores_bwd},
         {"mask_mod": MASK_MODS["checks"].cute},
-        {"startend_row_indices": torch.zeros(1, 1, 40, 2, dtype=torch.int32)},
+        {"startend_row_indices": torch.zeros(1, 1, 40, 2, dtype=torch.int32), "q_start": 0},
         {"deterministic": True},
         {"config": {"tile_m": 64}},
     ],
@@ -640,6 +640,7 @@ def test_masks_arrive_in_the_kernels_form(recorder: Recorder) -> None:
     more = {
         "block_sparse_tensors_torch": lists,
         "startend_row_indices": columns,
+        "q_start": 0,
         "mask_mod": MASK_MODS["documents"].cute,
         "aux_tensors": aux,
     }

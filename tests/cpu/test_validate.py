@@ -60,7 +60,7 @@ def _reaches_a_tensor() -> Any:
 
 def _block_mask() -> BlockMask:
     counts, indices = _columns(1, 1, 1), _columns(1, 1, 1, 1)
-    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128)
+    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128, seq_lengths=(24, 60))
 
 
 LAYOUTS = {"dense": _dense, "packed_q": _packed_q, "packed_k": _packed_k, "packed": _packed}
@@ -165,11 +165,12 @@ def test_columns_are_accepted(num_vectors: int, causal: bool, heads: int) -> Non
         for shape in shapes:
             columns = _columns(*shape, num_vectors)
             for value in (columns, ColumnMask(columns, causal)):
-                _check(LAYOUTS[layout]() | {"startend_row_indices": value, "causal": causal})
+                masks = {"startend_row_indices": value, "causal": causal, "q_start": 0}
+                _check(LAYOUTS[layout]() | masks)
 
 
 def test_a_column_masks_own_causal_is_enough() -> None:
-    mask = ColumnMask(_columns(1, 1, SEQLEN_K, 1), causal=True)
+    mask = ColumnMask(_columns(1, 1, SEQLEN_K, 1), causal=True, seqlen_q=SEQLEN_Q)
     _check(_dense() | {"startend_row_indices": mask, "causal": False})
 
 

@@ -21,6 +21,8 @@ from support import (
 )
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
+from flash_mask_cute import builders
+
 ARCH = "sm_100a"
 
 pytestmark = pytest.mark.sim
@@ -60,6 +62,14 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), seeds=SEEDS)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_padded_keys(simulator: ModuleType) -> None:
+    """What is hidden by padding on the right is what lies past a used length."""
+    inputs = make_inputs(Case("padding", 2, 300, 200, 1, 1, head_dim=64, seqused_k=(70, 150)))
+    mask = builders.key_padding(torch.arange(200) < torch.tensor([[70], [150]]))
+    run_sim(simulator, inputs, seeds=(1,), seqused_k=None, startend_row_indices=mask)
 
 
 # For a pair of CTAs, all that the software GPU has. A work tile has 512 rows, of which the second
