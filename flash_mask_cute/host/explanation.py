@@ -30,7 +30,9 @@ class Explanation:
     heads that share a tile, 1 for none. grid: CTAs. masks: those beyond causal and window, in
     words. work_tiles: query tiles over all heads (groups of packed heads) and sequences.
     full_key_tiles, cut_key_tiles, skipped_key_tiles: over all work tiles, the key tiles that are
-    visited as they are, visited and masked, and left out. registers: per thread at launch.
+    visited as they are, visited and masked, and left out. registers: per thread at launch. copies:
+    the tensors that each launch copies for the kernel, and why, empty if it copies none; the CPU
+    path takes them as they are.
     """
 
     where: str
@@ -49,6 +51,7 @@ class Explanation:
     registers: int | None
     spill_bytes: int | None
     note: str
+    copies: str = ""
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -71,6 +74,7 @@ class Explanation:
             "registers": f"{_known(self.registers)} per thread at launch, "
             f"{_known(self.spill_bytes, 'bytes')} spilled",
             "shared memory": f"{self.smem_bytes} bytes",
+            "copies": self.copies or "none",
         }
         if self.note:
             lines["note"] = self.note
@@ -88,8 +92,10 @@ def explain_fwd(
     target: Target,
     device: str,
     can_pack: bool = False,
+    copies: str = "",
 ) -> Explanation:
-    """Explain a resolved call, compiling its kernel if need be. can_pack: see `compile_call`."""
+    """Explain a resolved call, compiling its kernel if need be. can_pack: see `compile_call`.
+    copies: see `Explanation`."""
     notes = []
     meta: dict[str, Any] = {}
     storing, asked = None, resolved
@@ -151,6 +157,7 @@ def explain_fwd(
         registers=meta.get("registers"),
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
+        copies=copies if resolved.problem.dtype in _COMPILED_DTYPES else "",
     )
 
 
