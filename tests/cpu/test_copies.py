@@ -147,6 +147,15 @@ def test_a_forward_with_another_scale(recorder: Recorder, scale: float, positive
     assert len(recorder.prepared) == 1
 
 
+def test_a_scale_in_a_tensor_is_read_in_each_call(recorder: Recorder) -> None:
+    tensors = [normal(*SHAPE) for _ in range(3)]
+    scale = torch.tensor(0.5)
+    for value in (0.5, 0.25, 0.5):
+        _flash_attn_fwd(*tensors, softmax_scale=scale.fill_(value))
+        assert recorder.calls[-1][5] == value
+    assert len(recorder.prepared) == 2
+
+
 def test_a_sink_of_float64(recorder: Recorder) -> None:
     q, k, v = (normal(*SHAPE) for _ in range(3))
     sink = torch.randn(6, dtype=FP64)

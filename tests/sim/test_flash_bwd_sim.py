@@ -131,6 +131,14 @@ def test_against_oracle(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, make_inputs(CASES[position]), seeds)
 
 
+def test_operands_that_share_elements(simulator: ModuleType) -> None:
+    """With themselves: rows that overlap, and heads and rows that are all one."""
+    inputs = make_inputs(Case("shared", 1, 127, 129))
+    q = inputs.q.as_strided(inputs.q.shape, (0, 64, 32, 1))
+    k, v = inputs.k[:, :, :1].expand_as(inputs.k), inputs.v[:, :1].expand_as(inputs.v)
+    run_sim(simulator, replace(inputs, q=q, k=k, v=v))
+
+
 # Each has a neighbour in the table with the same kind of mask; a GPU runs them all.
 LEFT_OUT = (
     "columns-documents1",

@@ -95,6 +95,15 @@ def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
+def test_operands_that_share_elements(simulator: ModuleType) -> None:
+    """With themselves: rows that overlap, and heads and rows that are all one."""
+    inputs = make_inputs(Case("shared", 1, 127, 129))
+    q = inputs.q.as_strided(inputs.q.shape, (0, 64, 32, 1))
+    k, v = inputs.k[:, :, :1].expand_as(inputs.k), inputs.v[:, :1].expand_as(inputs.v)
+    run_sim(simulator, replace(inputs, q=q, k=k, v=v))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
 def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
     inputs = make_inputs(case)
