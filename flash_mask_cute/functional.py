@@ -97,7 +97,7 @@ def flash_attn_func(
             there is a score_mod, deterministic=True or a score_mod_bwd.
     """
     check_unsupported(num_splits, None)
-    if softmax_scale is not None:
+    if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = _scale_number(softmax_scale)
     left, right = _window_sides(window_size)
     call = _Call(
@@ -149,7 +149,7 @@ def flash_attn_varlen_func(
             supported yet.
     """
     check_unsupported(num_splits, page_table)
-    if softmax_scale is not None:
+    if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = _scale_number(softmax_scale)
     left, right = _window_sides(window_size)
     call = _Call(

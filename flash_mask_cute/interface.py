@@ -162,7 +162,7 @@ def _flash_attn_fwd(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
     """
-    if softmax_scale is not None:
+    if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     # as Extras(...) makes it, which takes twice as long
     extras = tuple.__new__(
@@ -252,7 +252,7 @@ def _flash_attn_bwd(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
     """
-    if softmax_scale is not None:
+    if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     operands = BwdOperands(q, k, v, out, dout, lse)
     extras = BwdExtras(

@@ -373,6 +373,10 @@ DOCUMENT_CASES = (
         "packed-window-lists",
         1, 900, 900, 4, 4, window_left=90, mask_mod="documents", blocks=(128, 128),
     ),
+    Case(
+        "packed-window-before-20",
+        1, 700, 700, 4, 4, window_left=150, window_right=-20, mask_mod="documents",
+    ),
 )  # fmt: skip
 
 

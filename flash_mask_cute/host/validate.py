@@ -621,10 +621,8 @@ def _check_finite(name: str, value: Any) -> None:
 
 
 def number_of(name: str, value: Any) -> Any:
-    """A number as it is given, or that of a 0-dim CPU tensor, which is read now.
-
-    Cheap, because every call asks; whether it is a number that the call can use, the other checks
-    tell.
+    """What is given, or the number of a 0-dim CPU tensor, which is read now. Whether the call can
+    use it, the other checks tell.
 
     Raises:
         ValueError: a tensor with dimensions, or of a device that reading it would wait for.

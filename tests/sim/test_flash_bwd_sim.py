@@ -270,6 +270,7 @@ def assert_same_bits(some: dict[str, Tensor | None], others: dict[str, Tensor | 
     "case",
     [
         Case("causal", 1, 200, 500, 4, 2, causal=True),
+        Case("window-before-30", 1, 200, 500, 1, 1, window_left=150, window_right=-30),
         Case("lists", 1, 150, 400, 1, 1, blocks=(48, 80)),
         replace(next(c for c in MASK_CASES if c.id == "columns-random2"), pack_gqa=None),
     ],
@@ -385,6 +386,7 @@ PAIR_CASES = (
     Case("full-fp16-sink", 1, 130, 200, head_dim=256, dtype=FP16, sink=FP32),
     Case("causal-gqa2", 1, 129, 300, 2, 1, head_dim=256, causal=True),
     Case("window", 1, 129, 300, 1, 1, head_dim=256, window_left=20, window_right=5),
+    Case("window-before-9", 1, 129, 300, 1, 1, head_dim=256, window_left=90, window_right=-9),
     Case(
         "varlen-causal", heads_q=1, heads_kv=1, head_dim=256,
         lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True,

@@ -50,6 +50,7 @@ CASES = (
     Case("gqa4-packed-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=True),
     Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 0, 129, 1), causal=True),
     Case("varlen-cross", lengths_q=(300, 1, 65), lengths_k=(0, 255, 17)),
+    Case("varlen-window-behind-128", lengths_q=(129, 64), lengths_k=(256, 128), window_left=-128),
     Case("seqused", 2, 129, 129, seqused_q=(100, 0), seqused_k=(129, 65), causal=True),
     Case("softcap-129x129", 1, 129, 129, softcap=15.0),
     Case("unreadable-negative-127x129", 1, 127, 129, strided="unreadable", softmax_scale=-2.0),
