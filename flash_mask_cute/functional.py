@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import count
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,6 +30,7 @@ from flash_mask_cute.host.validate import (
     check_gradient_settings,
     check_mod,
     check_unsupported,
+    number_of,
     refuse_transforms,
     settle_order,
 )
@@ -73,7 +75,9 @@ def flash_attn_func(
     with head_dim_v; bf16 or fp16 on CUDA, also fp32 and fp64 on the CPU. The arguments are those of
     `interface._flash_attn_fwd`, which tells what they mean and how they combine, but for:
 
-    window_size: (left, right); None or -1 leaves a side open.
+    window_size: (left, right); None or -1 leaves a side open, and below -1 a side shifts the band:
+    with right = -3 a token sees keys that are three or more before it.
+    softmax_scale: a number, or a 0-dim CPU tensor, which is read and has no gradient.
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: the gradient by
     the score that score_mod gets, from the one by the score that it returns. Without it the
     derivative of score_mod is taken from its trace.
@@ -95,6 +99,8 @@ def flash_attn_func(
             there is a score_mod, deterministic=True or a score_mod_bwd.
     """
     check_unsupported(num_splits, None)
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = _scale_number(softmax_scale)
     left, right = _window_sides(window_size)
     call = _Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
@@ -146,6 +152,8 @@ def flash_attn_varlen_func(
             supported yet.
     """
     check_unsupported(num_splits, page_table)
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = _scale_number(softmax_scale)
     left, right = _window_sides(window_size)
     call = _Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
@@ -174,10 +182,10 @@ def flashmask_attention(
     """Attention under column intervals, called as PaddlePaddle's function of this name.
 
     q, k, v: as in `flash_attn_func`. startend_row_indices: int32 (batch or 1, heads, seqlen_k, n),
-    heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: an int stands for both sides;
-    None or -1 leaves a side open. It and the intervals may be given together. deterministic,
-    q_start: as in `flash_attn_func`; with fewer queries than keys, q_start=0 says that the
-    intervals' row 0 is the first query.
+    heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: as in `flash_attn_func`, or an
+    int >= 0 for both sides; None or -1 leaves a side open. It and the intervals may be given
+    together. deterministic, q_start: as in `flash_attn_func`; with fewer queries than keys,
+    q_start=0 says that the intervals' row 0 is the first query.
 
     Returns:
         out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
@@ -189,6 +197,11 @@ def flashmask_attention(
     if dropout and training:
         raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
     if not isinstance(window_size, tuple | list):
+        if isinstance(window_size, Integral) and window_size < -1:
+            raise ValueError(
+                "window_size must be an int >= 0 for both sides, None or -1 for none, or (left, "
+                f"right), got {window_size}: both sides shifted apart would leave nothing"
+            )
         window_size = (window_size, window_size)
     return flash_attn_func(
         q,
@@ -288,6 +301,20 @@ def _window_sides(window_size: WindowSize) -> WindowSize:
     except (TypeError, ValueError):
         raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
     return None if left == -1 else left, None if right == -1 else right
+
+
+def _scale_number(softmax_scale: Any) -> Any:
+    """Read once, for the backward as well."""
+    if (
+        isinstance(softmax_scale, Tensor)
+        and softmax_scale.requires_grad
+        and torch.is_grad_enabled()
+    ):
+        raise NotImplementedError(
+            "softmax_scale requires grad, and attention has no gradient by it: multiply q by the "
+            f"tensor instead, or detach it; got {softmax_scale}"
+        )
+    return number_of("softmax_scale", softmax_scale)
 
 
 def _attend(

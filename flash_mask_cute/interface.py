@@ -35,6 +35,7 @@ from flash_mask_cute.host.config import (
     select_bwd_config,
     select_fwd_config,
 )
+from flash_mask_cute.host.copies import describe_copies, sink_conversion
 from flash_mask_cute.host.explanation import DenseCall, Explanation, explain_fwd
 from flash_mask_cute.host.launch import (
     CpuLaunch,
@@ -63,6 +64,7 @@ from flash_mask_cute.host.problem import (
     dtype_name,
     fold_window,
     may_empty_rows,
+    sink_dtype,
 )
 from flash_mask_cute.host.score_traits import computes_functions
 from flash_mask_cute.host.target import HOPPER, Target
@@ -70,6 +72,7 @@ from flash_mask_cute.host.validate import (
     FwdShapes,
     check_bwd_inputs,
     check_fwd_inputs,
+    number_of,
     refuse_transforms,
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -125,9 +128,15 @@ def _flash_attn_fwd(
 
     Key j is visible to query i when everything that was given lets it. With d = i + seqlen_k -
     seqlen_q: j <= d if causal, j >= d - window_size_left and j <= d + window_size_right; None
-    leaves a side open. softcap > 0 makes a score s into softcap * tanh(s / softcap).
-    learnable_sink (heads_q,) is one more logit per head, without a value. softmax_scale is
-    head_dim ** -0.5 by default.
+    leaves a side open; below -1 a side shifts the band, past the diagonal. softcap > 0 makes a
+    score s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype, is
+    one more logit per head, without a value; kernels read one of float64 as float32. softmax_scale,
+    a number of any sign or a 0-dim CPU tensor, is head_dim ** -0.5 by default.
+
+    q, k and v may have any strides and start anywhere. On a GPU what kernels cannot read is copied
+    in each call (`explain` lists it): a last stride other than 1, others that are no positive
+    multiple of 16 bytes, data that do not start at one. q is also copied where softmax_scale is not
+    positive.
 
     startend_row_indices: int32 (batch or 1, heads, seqlen_k, n) with heads 1, heads_kv or heads_q
     and n 1, 2 or 4, the rows that each key hides, as `ColumnMask` tells; with cu_seqlens_k
@@ -161,7 +170,8 @@ def _flash_attn_fwd(
     those of its fp32 scores, lse to its own last bit. lse_low, like lse and only beside a
     score_mod, gets what rounding takes from lse, for the backward.
 
-    out, lse and lse_low, where given, must not share memory with q, k, v and each other.
+    out, lse and lse_low, where given, must not share memory with q, k, v and each other. On a GPU
+    rows of out start at multiples of 16 bytes.
 
     pack_gqa: query heads of a KV head share tiles (None: where queries are few). Not supported with
     block lists, nor with column intervals that differ between these heads. config: a `FwdConfig`,
@@ -170,6 +180,8 @@ def _flash_attn_fwd(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
     """
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = number_of("softmax_scale", softmax_scale)
     # as Extras(...) makes it, which takes twice as long
     extras = tuple.__new__(
         Extras,
@@ -237,9 +249,9 @@ def _flash_attn_bwd(
 
     out and lse are what `_flash_attn_fwd` returned for the same arguments, dout and dlse the loss's
     gradients by them, of the same shapes and dtypes; without dlse the loss does not depend on lse.
-    dout may have any strides: what kernels cannot read (an expanded or a transposed tensor, as
-    autograd makes them) is copied. lse and dlse may have any strides, too. The arguments that both
-    calls have mean the same; heads of a group are never packed here.
+    out and dout may have any strides, as q, k and v: what kernels cannot read (an expanded or a
+    transposed tensor, as autograd makes them) is copied. lse and dlse may have any strides, too.
+    The arguments that both calls have mean the same; heads of a group are never packed here.
 
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
     by the score that score_mod returns, the one by the score that it is given. Without it,
@@ -268,6 +280,8 @@ def _flash_attn_bwd(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
     """
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = number_of("softmax_scale", softmax_scale)
     operands = BwdOperands(q, k, v, out, dout, lse)
     extras = BwdExtras(
         learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink,
@@ -318,7 +332,8 @@ def explain(
         resolved, resolved_masks = _resolve(operands, extras, masks, settings, named)
     can_pack = rows_follow(*operands, extras.out)
     where = named or _target_of(q), str(q.device)
-    return explain_fwd(resolved, extras, resolved_masks, *where, can_pack, dense)
+    copies = describe_copies(**resolved.input_conversions(*operands))
+    return explain_fwd(resolved, extras, resolved_masks, *where, can_pack, copies, dense)
 
 
 def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:
@@ -328,13 +343,19 @@ def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:
         TypeError: a keyword is none of the call's, or config is no configuration.
     """
     extras, masks, settings = _sort_keywords(keywords, Extras, Masks, Settings)
-    return extras, masks, settings._replace(config=FwdConfig.of(settings.config))
+    return extras, masks, _settled(settings, FwdConfig)
 
 
 def bundle_bwd(keywords: Mapping[str, Any]) -> tuple[BwdExtras, Masks, BwdSettings]:
     """Keywords of the public backward in the form that the host path passes on; as `bundle`."""
     extras, masks, settings = _sort_keywords(keywords, BwdExtras, Masks, BwdSettings)
-    return extras, masks, settings._replace(config=BwdConfig.of(settings.config))
+    return extras, masks, _settled(settings, BwdConfig)
+
+
+def _settled(settings: Any, kind: type[FwdConfig] | type[BwdConfig]) -> Any:
+    """With a number and a configuration for what may stand for them."""
+    scale = number_of("softmax_scale", settings.softmax_scale)
+    return settings._replace(softmax_scale=scale, config=kind.of(settings.config))
 
 
 def _sort_keywords(keywords: Mapping[str, Any], *bundles: Any) -> list[Any]:
@@ -410,6 +431,7 @@ def _resolve(
         lse_shape=(*rows[:-2], rows[-1], rows[-2]),
         choose=choose,
         block_size=block_size,
+        sink_conversion=sink_conversion(extras.learnable_sink),
     )
     return resolved.with_choice(choice), resolved_masks
 
@@ -424,9 +446,8 @@ def _problem(
     needs_lse: bool,
 ) -> tuple[AttentionProblem, int | None, int | None]:
     """The problem, not packed, and the window sides that say something."""
-    is_causal = settings.causal or masks.is_causal
-    window_left, window_right = fold_window(
-        is_causal, settings.window_size_left, settings.window_size_right
+    is_causal, window_left, window_right = fold_window(
+        settings.causal or masks.is_causal, settings.window_size_left, settings.window_size_right
     )
     problem = AttentionProblem.of(
         q,
@@ -503,7 +524,8 @@ def _resolve_bwd(
         float(settings.softcap),
         has_dlse=extras.dlse is not None,
         has_lse_low=extras.lse_low is not None,
-        sink_dtype=None if sink is None else dtype_name(sink.dtype),
+        sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
+        sink_conversion=sink_conversion(sink),
         tails=Tails(
             problem.varlen_q and extras.dq is None,
             problem.varlen_k and extras.dk is None,

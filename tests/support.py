@@ -48,7 +48,8 @@ class Case:
     With `lengths_*` that side is varlen, and `batch` and `seqlen_*` (the longest) follow from it.
     `seqused_*` limits each slot of either layout. `head_dim_v` 0 means `head_dim`. `sink` is the
     dtype of learnable_sink, None for no sink. `strided`: "fused_qkv" (q, k, v are slices of one
-    tensor), "transposed" (heads before sequence in memory) or None (contiguous).
+    tensor), "transposed" (heads before sequence in memory), "unreadable" (none of them as TMA can
+    read it: every second element, rows of 4 elements more, one element late) or None (contiguous).
 
     `column`, `mask_mod` and `score_mod` name recipes of `mask_cases`; the column intervals are for
     all heads together (`column_heads` "1"), for each of k ("kv") or of q ("q"). `blocks`, the
@@ -93,7 +94,7 @@ class Case:
         per_batch = (self.lengths_q, self.lengths_k, self.seqused_q, self.seqused_k)
         assert all(x is None or len(x) == self.batch for x in per_batch), self.id
         assert self.heads_q % self.heads_kv == 0, self.id
-        assert self.strided in (None, "fused_qkv", "transposed"), self.id
+        assert self.strided in (None, "fused_qkv", "transposed", "unreadable"), self.id
         assert self.tier in ("quick", "full"), self.id
         assert self.column_heads in ("1", "kv", "q"), self.id
         needs_causal = self.column is not None and COLUMNS[self.column].num_vectors == 1
@@ -133,6 +134,9 @@ CASES = (
     Case("dense-1000x63", 1, 1000, 63),
     Case("dense-peaked-127x1000", 1, 127, 1000, softmax_scale=0.5),
     Case("dense-flat-127x1000", 1, 127, 1000, softmax_scale=1e-6),
+    Case("dense-scale-0-127x1000", 1, 127, 1000, softmax_scale=0.0),
+    Case("dense-scale-negative-255x300", 1, 255, 300, softmax_scale=-0.3),
+    Case("dense-unreadable-255x129", 2, 255, 129, strided="unreadable"),
     Case("dense-129x129-fused_qkv", 2, 129, 129, strided="fused_qkv"),
     Case("dense-255x129-transposed", 2, 255, 129, strided="transposed"),
     Case("dense-2049x4097", 2, 2049, 4097, 4, 4, tier="full"),
@@ -159,12 +163,21 @@ CASES = (
     Case("window-open-129-127x1000", 1, 127, 1000, window_right=129),
     Case("window-64-causal-1000x1000", 1, 1000, 1000, causal=True, window_left=64),
     Case("window-90-9-causal-129x255", 1, 129, 255, causal=True, window_left=90, window_right=9),
+    # bands that are shifted past the diagonal: to keys before the query, and to keys behind it
+    Case("window-70-before-9-255x300", 1, 255, 300, window_left=70, window_right=-9),
+    Case("window-70-before-9-400x129-empty-rows", 1, 400, 129, window_left=70, window_right=-9),
+    Case("window-behind-3-to-150-129x300", 1, 129, 300, window_left=-3, window_right=150),
+    Case("window-before-40-300x255", 1, 300, 255, window_right=-40),
+    Case("window-before-2-causal-255x255", 1, 255, 255, causal=True, window_right=-2),
+    Case("window-behind-5-129x400", 1, 129, 400, window_left=-5),
     Case("window-512-causal-8191x8191", 1, 8191, 8191, causal=True, window_left=512, tier="full"),
     # softcap and sink
     Case("softcap-30-129x1000", 1, 129, 1000, softcap=30.0),
     Case("softcap-2-causal-255x255", 1, 255, 255, causal=True, softcap=2.0),
     Case("sink-bf16-127x255", 2, 127, 255, 3, 3, sink=BF16),
     Case("sink-fp32-causal-1000x255-empty-rows", 1, 1000, 255, causal=True, sink=FP32),
+    Case("softcap-scale-negative", 1, 129, 129, softcap=30.0, softmax_scale=-0.5),
+    Case("sink-fp64-127x255", 2, 127, 255, 3, 3, sink=FP64),
     Case("sink-softcap-window", 1, 129, 129, window_left=31, softcap=20.0, sink=FP32),
     # grouped heads, packed and not; groups that are no power of two
     Case("gqa4-129x255", 2, 129, 255, 8, 2, pack_gqa=False),
@@ -182,6 +195,16 @@ CASES = (
     Case("varlen-self-causal", lengths_q=SELF, lengths_k=SELF, causal=True),
     Case("varlen-self-fused_qkv", lengths_q=SELF, lengths_k=SELF, causal=True, strided="fused_qkv"),
     Case("varlen-cross-causal", lengths_q=(255, 63, 1), lengths_k=(129, 63, 500), causal=True),
+    Case(
+        "varlen-unreadable-scale-negative",
+        lengths_q=SELF,
+        lengths_k=SELF,
+        strided="unreadable",
+        softmax_scale=-0.1,
+    ),
+    Case(
+        "varlen-window-before-20", lengths_q=SELF, lengths_k=SELF, window_left=90, window_right=-20
+    ),
     Case("varlen-q-dense-k", seqlen_k=255, lengths_q=(127, 1, 0, 200), causal=True),
     Case("dense-q-varlen-k", seqlen_q=129, lengths_k=(255, 1, 0, 200), causal=True),
     Case("varlen-sink-window", lengths_q=SELF, lengths_k=SELF, window_left=40, sink=BF16),
@@ -276,6 +299,7 @@ MASK_CASES = (
     Case("blocks-alone", 2, 300, 400, blocks=(128, 128)),
     Case("blocks-odd-causal", 1, 255, 255, causal=True, blocks=(48, 80)),
     Case("score-alibi-causal", 1, 129, 255, causal=True, score_mod="alibi"),
+    Case("score-alibi-scale-negative", 1, 129, 255, score_mod="alibi", softmax_scale=-0.1),
     Case("score-t5-softcap", 1, 129, 129, softcap=20.0, score_mod="t5"),
     Case("score-head-bias-gqa2-packed", 1, 127, 129, 4, 2, score_mod="head_bias", pack_gqa=True),
     Case(
@@ -349,6 +373,10 @@ DOCUMENT_CASES = (
         "packed-window-lists",
         1, 900, 900, 4, 4, window_left=90, mask_mod="documents", blocks=(128, 128),
     ),
+    Case(
+        "packed-window-before-20",
+        1, 700, 700, 4, 4, window_left=150, window_right=-20, mask_mod="documents",
+    ),
 )  # fmt: skip
 
 
@@ -356,6 +384,7 @@ DOCUMENT_CASES = (
 COLUMN_DOCUMENT_CASES = (
     Case("causal-gqa2", 1, 1100, 1100, 2, 1, head_dim=64, causal=True, column="documents1"),
     Case("both-ways", 2, 600, 600, 1, 1, column="documents2"),
+    Case("unreadable", 2, 600, 600, 1, 1, causal=True, column="documents1", strided="unreadable"),
 )
 
 
@@ -424,6 +453,11 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
         )
         if case.strided == "transposed":
             q, k, v = (normal(*s[:-3], s[-2], s[-3], s[-1]).transpose(-3, -2) for s in shapes)
+        elif case.strided == "unreadable":
+            shape_q, (*rows_k, dim), shape_v = shapes
+            q = normal(*shape_q, 2)[..., 0]
+            k = normal(*rows_k, dim + 4)[..., :dim]
+            v = normal(math.prod(shape_v) + 1)[1:].view(shape_v)
         else:
             q, k, v = (normal(*s) for s in shapes)
 
@@ -831,7 +865,7 @@ def lse_tolerance(inputs: Inputs) -> float:
         return LSE_ATOL
     q_norm = inputs.q[inputs.rows_in_use("q")].double().norm(dim=-1).amax().item()
     k_norm = inputs.k[inputs.rows_in_use("k")].double().norm(dim=-1).amax().item()
-    largest_score = min(inputs.case.softcap, inputs.case.scale * q_norm * k_norm)
+    largest_score = min(inputs.case.softcap, abs(inputs.case.scale) * q_norm * k_norm)
     stretch = LARGEST_STRETCH if inputs.case.score_mod else 1.0
     return LSE_ATOL + TANH_APPROX * largest_score * stretch
 

@@ -24,18 +24,25 @@ from flash_mask_cute.host.compile_bwd import (
     stats_words,
 )
 from flash_mask_cute.host.config import BwdChoice, BwdConfig
-from flash_mask_cute.host.launch import (
+from flash_mask_cute.host.copies import (
     ADDRESS_MASK,
+    Conversion,
+    any_or_none,
+    convert,
+    input_conversion,
+    misplaced,
+    output_conversion,
+    split_scale,
+)
+from flash_mask_cute.host.launch import (
     Asked,
     StoreBits,
     metadata,
-    restride,
     tile_counter,
-    tma_strides,
     unused_rows,
 )
 from flash_mask_cute.host.mask_args import BwdMaskArguments, Masks, ResolvedMasks, mask_key
-from flash_mask_cute.host.problem import STRIDE_STEP, AttentionProblem
+from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
 
 
@@ -87,10 +94,10 @@ class BwdSettings(NamedTuple):
 class ResolvedBwd:
     """A call after validation and all decisions, before anything is compiled.
 
-    Window sides are None where they are open. sink_dtype: that of a sink whose gradient is asked
-    for, or by which queries that see nothing are told, a name of a torch dtype. choose: the tiles
-    of another `mask_kind` with the same arguments. tails: see `Tails`. block_size: that of block
-    lists, (queries, keys).
+    softmax_scale may have any sign; window sides are None where they are open. sink_dtype: of a
+    sink whose gradient is asked for, or by which queries that see nothing are told, as kernels read
+    it, a name of a torch dtype; sink_conversion: to that. choose: the tiles of another `mask_kind` with
+    the same arguments. tails: see `Tails`. block_size: that of block lists, (queries, keys).
     """
 
     shapes: FwdShapes
@@ -107,6 +114,7 @@ class ResolvedBwd:
     choose: Callable[[str], BwdChoice]
     tails: Tails
     block_size: tuple[int, int] | None = None
+    sink_conversion: Conversion | None = None
 
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -121,9 +129,9 @@ class BwdKernelLaunch:
     """
 
     __slots__ = (
-        "_accum_shape", "_copies_dout", "_has_aux", "_clears_dq", "_kernels",
-        "_mask_arguments", "_parts_shape", "_reads_query_early", "_restrides", "_scale", "_softcap",
-        "_stats_shape", "_store_bits", "_tails", "_wants_aux", "_window_left", "_window_right",
+        "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
+        "_parts_shape", "_reads_query_early", "_scale", "_scale_dq", "_softcap", "_stats_shape",
+        "_store_bits", "_tails", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -153,16 +161,20 @@ class BwdKernelLaunch:
         self._tails = resolved.tails
         self._clears_dq = choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
-        self._scale = resolved.softmax_scale
+        factor, self._scale = split_scale(resolved.softmax_scale)
+        # the main kernel sees q * factor, and sums dS K only
+        self._scale_dq = resolved.softmax_scale
         self._window_left = resolved.window_left
         self._window_right = resolved.window_right
         self._softcap = resolved.softcap if problem.has_softcap else None
         self._mask_arguments = BwdMaskArguments(problem, choice.walk_n, resolved.block_size)
-        q, k, v, out, dout, _ = operands
-        self._copies_dout = not _can_be_read(dout)
-        tensors = (q, k, v, out, None if self._copies_dout else dout, *extras[6:9])
-        strides = tuple(None if x is None else tma_strides(x) for x in tensors)
-        self._restrides = strides if any(strides) else None
+        q, *others, _ = operands
+        self._conversions = any_or_none(
+            input_conversion(q, factor),
+            *map(input_conversion, others),
+            *map(output_conversion, extras[6:9]),
+            resolved.sink_conversion,
+        )
 
     def __call__(
         self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
@@ -183,11 +195,9 @@ class BwdKernelLaunch:
         if dv is None:
             dv = new_gradient(v)
         result = dq, dk, dv
-        if self._copies_dout:
-            dout = dout.clone(memory_format=torch.contiguous_format)
-        if self._restrides is not None:
-            q, k, v, out, dout, dq, dk, dv = restride(
-                (q, k, v, out, dout, dq, dk, dv), self._restrides
+        if self._conversions is not None:
+            q, k, v, out, dout, dq, dk, dv, sink = convert(
+                (q, k, v, out, dout, dq, dk, dv, sink), self._conversions
             )
         aux_tensors = columns = bits = parts = None
         if masks is not None:
@@ -225,7 +235,7 @@ class BwdKernelLaunch:
             seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
             self._softcap, tile_counter(q, index), columns, bits, aux_grads, stored,
         )  # fmt: skip
-        postprocess(dq_accum, turns, dq, self._scale, cu_seqlens_q, seqused_q)
+        postprocess(dq_accum, turns, dq, self._scale_dq, cu_seqlens_q, seqused_q)
         if clear_tails is not None:
             has_dq, has_dk, has_dv = self._tails
             clear_tails(
@@ -342,19 +352,6 @@ def _write_aux_gradients(daux: Sequence[Tensor | None], sums: Mapping[int, Tenso
             gradient.copy_(sums[i]) if i in sums else gradient.zero_()
 
 
-def _can_be_read(dout: Tensor) -> bool:
-    """Whether kernels take the tensor as it is, but for strides of extents of 1. What autograd
-    hands on may be expanded or transposed."""
-    return (
-        dout.stride(-1) == 1
-        and dout.data_ptr() & ADDRESS_MASK == 0
-        and all(
-            size == 1 or (stride > 0 and stride % STRIDE_STEP == 0)
-            for size, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True)
-        )
-    )
-
-
 def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, ...]:
     """Of gradients and, as those are added to by the coordinates of these, of their aux tensors."""
     aux_tensors = () if masks is None or masks.aux_tensors is None else masks.aux_tensors
@@ -382,21 +379,18 @@ def find_bwd_launch(
         for gradient in (dq, dk, dv):
             if gradient is not None:
                 start = gradient.data_ptr()
-                if start in starts:
+                if start & ADDRESS_MASK or start in starts:
                     # to be refused, however a call with the same metadata went
                     return None, None
                 starts.append(start)
-                address |= start
         for gradient in (extras.dsink, *(daux or ())):
             if gradient is not None:
                 start = gradient.data_ptr()
                 if start in starts:
                     return None, None
                 starts.append(start)
-        if address & ADDRESS_MASK:
-            return None, None
         *others, score_mod_bwd, deterministic, config = settings
-        key = (
+        key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device,
@@ -411,6 +405,8 @@ def find_bwd_launch(
             deterministic,
             config,
         )  # fmt: skip
+        if address & ADDRESS_MASK:
+            key = key, misplaced(q, k, v, out, dout)
         return launches.get(key), key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None

@@ -28,7 +28,8 @@ class Explanation:
     visited as they are, visited and masked, and left out; `plot` counts the same of a mask. Where
     its documents are packed sequences they are tiles of the dense call, of which those between
     documents are skipped; `note` counts the tiles of the sequences. registers: per thread at
-    launch.
+    launch. copies: the tensors that each launch copies for the kernel, and why, empty if it copies
+    none; the CPU path takes them as they are.
     """
 
     where: str
@@ -47,6 +48,7 @@ class Explanation:
     registers: int | None
     spill_bytes: int | None
     note: str
+    copies: str = ""
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -69,6 +71,7 @@ class Explanation:
             "registers": f"{_known(self.registers)} per thread at launch, "
             f"{_known(self.spill_bytes, 'bytes')} spilled",
             "shared memory": f"{self.smem_bytes} bytes",
+            "copies": self.copies or "none",
         }
         if self.note:
             lines["note"] = self.note
@@ -94,12 +97,13 @@ def explain_fwd(
     target: Target,
     device: str,
     can_pack: bool = False,
+    copies: str = "",
     dense: DenseCall | None = None,
 ) -> Explanation:
     """Explain a resolved call, compiling its kernel if need be.
 
-    can_pack: see `compile_call`. dense: the call that this one computes as packed sequences, by
-    whose grid tiles are counted.
+    can_pack: see `compile_call`. copies: see `Explanation`. dense: the call that this one computes
+    as packed sequences, by whose grid tiles are counted.
     """
     notes = [] if dense is None else ["the documents of the mask are packed sequences"]
     meta: dict[str, Any] = {}
@@ -166,6 +170,7 @@ def explain_fwd(
         registers=meta.get("registers"),
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
+        copies=copies if resolved.problem.dtype in _COMPILED_DTYPES else "",
     )
 
 

@@ -17,11 +17,20 @@ from torch import Tensor
 
 from flash_mask_cute.cpu_path import NEG_INF, flash_attn_fwd_cpu
 from flash_mask_cute.host.config import FwdChoice, FwdConfig
+from flash_mask_cute.host.copies import (
+    ADDRESS_MASK,
+    Conversion,
+    any_or_none,
+    convert,
+    input_conversion,
+    misplaced,
+    output_conversion,
+    split_scale,
+    tma_strides,
+)
 from flash_mask_cute.host.mask_args import MaskArguments, Masks, ResolvedMasks, mask_key
-from flash_mask_cute.host.problem import STRIDE_STEP, AttentionProblem
+from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
-
-ADDRESS_MASK = 15
 
 
 class FwdOperands(NamedTuple):
@@ -67,8 +76,9 @@ class Settings(NamedTuple):
 class ResolvedFwd:
     """A call after validation and all decisions, before anything is compiled.
 
-    problem includes the packing; window sides are None where they are open. choose: the tiles of
-    another problem with the same arguments. block_size: that of block lists, (queries, keys).
+    problem includes the packing; softmax_scale may have any sign; window sides are None where they
+    are open. choose: the tiles of another problem with the same arguments. block_size: that of
+    block lists, (queries, keys). sink_conversion: from the caller's sink to the kernel's.
     """
 
     shapes: FwdShapes
@@ -82,6 +92,16 @@ class ResolvedFwd:
     lse_shape: tuple[int, ...]
     choose: Callable[[AttentionProblem], FwdChoice]
     block_size: tuple[int, int] | None = None
+    sink_conversion: Conversion | None = None
+
+    def input_conversions(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Conversion | None]:
+        """By name, of the tensors that a kernel reads and that may have to be copied for it."""
+        return {
+            "q": input_conversion(q, split_scale(self.softmax_scale)[0]),
+            "k": input_conversion(k),
+            "v": input_conversion(v),
+            "learnable_sink": self.sink_conversion,
+        }
 
     def with_choice(self, choice: FwdChoice) -> ResolvedFwd:
         """The call with these tiles, which decide on packing and on how it takes block lists."""
@@ -141,8 +161,8 @@ class KernelLaunch:
     """
 
     __slots__ = (
-        "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like", "_mask_arguments",
-        "_out_shape", "_restrides", "_scale", "_softcap", "_store_bits", "_window_left",
+        "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
+        "_mask_arguments", "_out_shape", "_scale", "_softcap", "_store_bits", "_window_left",
         "_window_right",
     )  # fmt: skip
 
@@ -167,15 +187,15 @@ class KernelLaunch:
         self._lse_like = None
         if resolved.problem.needs_lse:
             self._lse_like = _float_on(q.device).expand(resolved.lse_shape)
-        self._scale = resolved.softmax_scale
+        _, self._scale = split_scale(resolved.softmax_scale)
         self._window_left = resolved.window_left
         self._window_right = resolved.window_right
         self._softcap = resolved.softcap if resolved.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             resolved.problem, resolved.choice.tiles, resolved.shapes, resolved.block_size
         )
-        strides = tuple(None if x is None else tma_strides(x) for x in (q, k, v, out))
-        self._restrides = strides if any(strides) else None
+        of_inputs = resolved.input_conversions(q, k, v).values()
+        self._conversions = any_or_none(*of_inputs, output_conversion(out))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
@@ -187,12 +207,12 @@ class KernelLaunch:
         if lse is None and self._lse_like is not None:
             lse = torch.empty_like(self._lse_like)
         result = out, lse
-        if self._restrides is not None:
-            q, k, v, out = restride((q, k, v, out), self._restrides)
         index = self._index
         if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                return self(q, k, v, extras._replace(out=result[0], lse=lse), masks)
+                return self(q, k, v, extras._replace(out=out, lse=lse), masks)
+        if self._conversions is not None:
+            q, k, v, sink, out = convert((q, k, v, sink, out), self._conversions)
         lists = aux_tensors = columns = block_size = bits = None
         if masks is not None:
             lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
@@ -328,28 +348,6 @@ def _new_counter(device: torch.device) -> Tensor:
     return counter
 
 
-def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Strides that TMA takes, where an extent of 1 has one that it refuses; None: as they are.
-
-    PyTorch leaves the stride of such an extent to chance.
-    """
-    strides = tuple(
-        stride if size != 1 or (stride and stride % STRIDE_STEP == 0) else tensor.shape[-1]
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    )
-    return None if strides == tensor.stride()[:-1] else (*strides, 1)
-
-
-def restride(
-    operands: tuple[Any, ...], strides: tuple[tuple[int, ...] | None, ...]
-) -> tuple[Any, ...]:
-    """Views with the strides that are given."""
-    return tuple(
-        x if wanted is None else x.as_strided(x.shape, wanted)
-        for x, wanted in zip(operands, strides, strict=True)
-    )
-
-
 def unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor) -> Tensor:
     """Boolean, (batch, seqlen_q) or (total_q,): which rows lie past seqused_q."""
     row = torch.arange(lse_by_row.shape[-2], device=lse_by_row.device)
@@ -374,22 +372,20 @@ def find_launch(
 ) -> tuple[Launch | None, Any]:
     """The launch for these arguments, if there is one, and its key.
 
-    Calls have equal keys only if one launch serves them: the same metadata of all tensors, and
-    the same other arguments. The key is None where the data do not start on 16-byte boundaries,
-    which kernels cannot do, or where an argument is of no kind that a valid call has.
+    Calls have equal keys only if one launch serves them: the same metadata of all tensors, the same
+    of q, k and v starting on 16-byte boundaries, and the same other arguments. The key is None
+    where out does not start on one, which is refused, or where an argument is of no kind that a
+    valid call has.
     """
     sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low = extras
     try:
         address = q.data_ptr() | k.data_ptr() | v.data_ptr()
         if out is not None:
             start = out.data_ptr()
-            if start in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
+            if start & ADDRESS_MASK or start in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
                 # to be refused, however a call with the same metadata went
                 return None, None
-            address |= start
-        if address & ADDRESS_MASK:
-            return None, None
-        key = (
+        key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device,
@@ -404,6 +400,9 @@ def find_launch(
             masks if masks is None else mask_key(masks),
             rest,
         )  # fmt: skip
+        if address & ADDRESS_MASK:
+            # what copies them is another launch
+            key = key, misplaced(q, k, v)
         return launches.get(key), key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None

@@ -177,7 +177,7 @@ class AttentionProblem:
             has_seqused_q=seqused_q is not None,
             has_seqused_k=seqused_k is not None,
             has_softcap=softcap != 0,
-            sink_dtype=None if learnable_sink is None else dtype_name(learnable_sink.dtype),
+            sink_dtype=None if learnable_sink is None else dtype_name(sink_dtype(learnable_sink)),
             needs_lse=needs_lse,
         )
 
@@ -208,14 +208,27 @@ def may_empty_rows(
 
 def fold_window(
     causal: bool, window_left: int | None, window_right: int | None
-) -> tuple[int | None, int | None]:
-    """Window sides that say something: no side is as wide as any sequence, none repeats causal.
+) -> tuple[bool, int | None, int | None]:
+    """Causal and window sides that say something: no side is as wide as any sequence, and of two
+    right edges, causal's and window_right, the nearer one is left.
 
-    Both sides are >= 0, so the nearer of causal's right edge and window_right is causal's.
+    A band without a diagonal, in which nobody sees anything, is a right side that no sequence
+    reaches: kernels rely on left + right >= 0 where there are both.
     """
     left = None if window_left is None or window_left >= OPEN_WINDOW else int(window_left)
     right = None if window_right is None or window_right >= OPEN_WINDOW else int(window_right)
-    return left, None if causal else right
+    causal = causal and (right is None or right >= 0)
+    if causal:
+        right = None
+    edge = 0 if causal else right
+    if left is not None and (left <= -OPEN_WINDOW or (edge is not None and left + edge < 0)):
+        return False, None, -OPEN_WINDOW
+    return causal, left, None if right is None else max(right, -OPEN_WINDOW)
+
+
+def sink_dtype(sink: torch.Tensor) -> torch.dtype:
+    """Of the vector that kernels read for a learnable_sink: they compute in float32."""
+    return torch.float32 if sink.dtype == torch.float64 else sink.dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -32,7 +32,9 @@ _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
     "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
-_SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# kernels multiply it by log2(e) in float32
+_LARGEST_SCALE = 1e38
 _MIN_HEAD_DIM = 8
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
@@ -136,10 +138,6 @@ def check_fwd_inputs(
     _check_heads(heads_q, heads_kv)
     _check_head_dim("head_dim", "q", head_dim)
     _check_head_dim("head_dim_v", "v", head_dim_v)
-    on_cuda = device.type == "cuda"
-    check_memory_layout("q", q, aligned=on_cuda)
-    check_memory_layout("k", k, aligned=on_cuda)
-    check_memory_layout("v", v, aligned=on_cuda)
 
     if cu_seqlens_q is not None:
         _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, device)
@@ -165,7 +163,7 @@ def check_fwd_inputs(
         _check_seqused("seqused_k", seqused_k, batch, device)
     seqlen_q, total_q = _extents(shape_q, cu_seqlens_q, max_seqlen_q)
     seqlen_k, total_k = _extents(shape_k, cu_seqlens_k, max_seqlen_k)
-    if on_cuda:
+    if device.type == "cuda":
         _check_packed_seqlen("q", cu_seqlens_q, seqlen_q)
         _check_packed_seqlen("k", cu_seqlens_k, seqlen_k)
     else:
@@ -173,9 +171,12 @@ def check_fwd_inputs(
         _check_lengths("k", shape_k, cu_seqlens_k, seqused_k, max_seqlen_k)
 
     if softmax_scale is not None:
-        _check_finite("softmax_scale", softmax_scale)
-        if softmax_scale <= 0:
-            raise ValueError(f"softmax_scale must be positive or None, got {softmax_scale}")
+        _check_real("softmax_scale", softmax_scale)
+        if not abs(softmax_scale) <= _LARGEST_SCALE:
+            raise ValueError(
+                f"softmax_scale must be finite, and at most {_LARGEST_SCALE} in magnitude, got "
+                f"{softmax_scale}"
+            )
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
     if pack_gqa is not None:
@@ -245,21 +246,18 @@ def check_bwd_inputs(
     forward: those that `check_fwd_inputs` knows. Shapes: out and dout like q with head_dim_v; lse,
     lse_low and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any
     strides; dq, dk, dv like q, k, v; dsink like learnable_sink; daux an entry for each aux tensor,
-    None or a tensor like it. The strides and the address of dout are not looked at: what a kernel
-    cannot read is copied.
+    None or a tensor like it.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
     shapes = check_fwd_inputs(q, k, v, **forward)
     device = q.device
-    on_cuda = device.type == "cuda"
     check_gradient_settings(deterministic, score_mod_bwd, forward.get("score_mod"))
     check_mod("score_mod_bwd", score_mod_bwd)
     out_shape = (*q.shape[:-1], shapes.head_dim_v)
     for name, tensor in (("out", out), ("dout", dout)):
         _check_shaped(name, tensor, out_shape, "the shape of q with head_dim_v", q)
-    check_memory_layout("out", out, aligned=on_cuda)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     _check_fp32("lse", lse, lse_shape, device)
     if dlse is not None:
@@ -621,15 +619,39 @@ def _check_max_seqlen(name: str, value: object) -> None:
 
 
 def _check_window(name: str, value: object) -> None:
-    if _check_int(name, value, "an int >= 0 or None (no limit on that side)") < 0:
-        raise ValueError(f"{name} must be >= 0 or None (no limit on that side), got {value}")
+    if _check_int(name, value, "an int or None (no limit on that side)") == -1:
+        raise ValueError(
+            f"{name} must not be -1: None leaves that side open, and less than -1 shifts the band; "
+            "got -1"
+        )
 
 
-def _check_finite(name: str, value: object) -> None:
+def _check_real(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a real number, got {_brief(value)}")
+
+
+def _check_finite(name: str, value: Any) -> None:
+    _check_real(name, value)
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
+
+
+def number_of(name: str, value: Any) -> Any:
+    """What is given, or the number of a 0-dim CPU tensor, which is read now. Whether the call can
+    use it, the other checks tell.
+
+    Raises:
+        ValueError: a tensor with dimensions, or of a device that reading it would wait for.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() != 0 or value.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be a number or a 0-dim CPU tensor, got {_brief(value)}; reading one of "
+            "another device would wait for it: multiply q by the tensor instead"
+        )
+    return value.item()
 
 
 def _check_learnable_sink(sink: torch.Tensor, heads_q: int, device: torch.device) -> None:
@@ -642,8 +664,6 @@ def _check_learnable_sink(sink: torch.Tensor, heads_q: int, device: torch.device
             f"{name} must have shape (heads_q,) = ({heads_q},), got {tuple(sink.shape)}"
         )
     _check_device(name, sink, device)
-    if not sink.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got stride {sink.stride(0)}")
 
 
 def check_mod(name: str, value: object) -> None:

@@ -206,11 +206,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("out must have", "(2, 24, 6, 32)", "(2, 24, 6, 64)"),
     ),
-    "out_strided": (
-        {"out": torch.zeros(2, 24, 6, 64, dtype=BF16)[..., ::2]},
-        ValueError,
-        ("out must be contiguous", "2)"),
-    ),
     "dout_type": ({"dout": 3}, TypeError, ("dout must be a torch.Tensor", "3")),
     "dout_dtype": (
         {"dout": torch.zeros(2, 24, 6, 32)},
@@ -698,11 +693,58 @@ def test_extents_of_one_get_strides_that_tma_takes(recorder: Recorder) -> None:
         assert x.shape[0] == 1 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1])
 
 
-def test_misaligned_data_never_hits(recorder: Recorder) -> None:
+def late(like: Tensor) -> Tensor:
+    return torch.randn(like.numel() + 1).to(BF16)[1:].view(like.shape)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "dout"])
+def test_operands_that_kernels_cannot_read_are_copied(name: str, recorder: Recorder) -> None:
+    """In each call, of a launch that is found again; those of other calls are not."""
+    good = arguments()[name]
+    bad = (late(good), torch.randn(*good.shape, 2).to(BF16)[..., 0], good[:, :1].expand_as(good))
+    places = {
+        "q": [(1, 0)],
+        "k": [(1, 1)],
+        "v": [(1, 2)],
+        "out": [(0, 0)],
+        "dout": [(0, 1), (1, 3)],
+    }
     call()
-    shifted = torch.zeros(2 * 24 * 6 * 64 + 1, dtype=BF16)[1:].view(2, 24, 6, 64)
-    call(q=shifted)
-    assert len(recorder.prepared) == 2
+    for x in bad:
+        for _ in range(2):
+            call(**{name: x})
+            for kernel, position in places[name]:
+                copy = recorder.last()[kernel][position]
+                assert copy is not x and torch.equal(copy, x)
+                assert copy.is_contiguous() and copy.data_ptr() % 16 == 0
+    assert len(recorder.prepared) == 4
+    call(**{name: good})
+    assert recorder.last()[places[name][0][0]][places[name][0][1]] is good
+
+
+def test_misaligned_gradients_never_hit(recorder: Recorder) -> None:
+    call(dq=torch.zeros(2, 24, 6, 64, dtype=BF16))
+    for _ in range(2):
+        call(dq=late(torch.zeros(2, 24, 6, 64)))
+    assert len(recorder.prepared) == 3
+
+
+@pytest.mark.parametrize(("scale", "positive"), [(-0.3, 0.3), (0.0, 1.0)])
+def test_scales_that_are_not_positive(recorder: Recorder, scale: float, positive: float) -> None:
+    """The main kernel gets q with the sign, so dk is right; dq takes the sign in the end."""
+    q = torch.randn(2, 24, 6, 64).to(BF16)
+    call(q=q, softmax_scale=scale)
+    _, main, after = recorder.last()
+    assert torch.equal(main[0], q * (-1.0 if scale else 0.0))
+    assert main[9] == positive and after[3] == scale
+
+
+def test_a_sink_of_float64(recorder: Recorder) -> None:
+    sink = torch.randn(6, dtype=torch.float64)
+    call(learnable_sink=sink, dsink=torch.empty_like(sink))
+    before = recorder.last()[0]
+    assert before[7].dtype == FP32 and torch.equal(before[7], sink.float())
+    assert recorder.prepared[0].sink_dtype == "float32"
 
 
 # -- configuration and code ---------------------------------------------------------------------

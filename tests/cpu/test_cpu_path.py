@@ -25,6 +25,7 @@ from torch import Tensor
 from flash_mask_cute import cpu_path
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.cpu_path import flash_attn_fwd_cpu
+from flash_mask_cute.host.problem import fold_window
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.intervals import Intervals
 
@@ -51,9 +52,8 @@ def run_cpu_path(
     skip_blocks: bool = True,
 ) -> GuardedOutputs:
     case, keywords = inputs.case, inputs.keywords
-    window_right = case.window_right
-    if case.causal:
-        window_right = 0 if window_right is None else min(window_right, 0)
+    is_causal, *sides = fold_window(case.causal, case.window_left, case.window_right)
+    window_left, window_right = sides[0], 0 if is_causal else sides[1]
     columns = keywords.get("startend_row_indices")
     outputs = GuardedOutputs(inputs)
     flash_attn_fwd_cpu(
@@ -61,7 +61,7 @@ def run_cpu_path(
         inputs.k,
         inputs.v,
         softmax_scale=case.scale,
-        window_left=case.window_left,
+        window_left=window_left,
         window_right=window_right,
         softcap=case.softcap,
         learnable_sink=keywords["learnable_sink"],

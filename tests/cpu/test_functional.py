@@ -39,6 +39,9 @@ FEATURES = (
     Case("window-softcap-sink", 1, 12, 15, window_left=4, window_right=2, softcap=3.0, sink=FP32,
          **SMALL),
     Case("scale-dv8", 1, 7, 11, head_dim_v=8, softmax_scale=0.7, **SMALL),
+    Case("scale-0-sink-fp64", 1, 9, 13, causal=True, softmax_scale=0.0, sink=FP64, **SMALL),
+    Case("scale-negative-shifted", 1, 13, 17, softmax_scale=-0.4, window_left=9, window_right=-3,
+         softcap=3.0, strided="unreadable", **SMALL),
     Case("packed", lengths_q=(5, 0, 7), lengths_k=(6, 3, 9), causal=True, sink=FP32, **SMALL),
     Case("packed-used", lengths_q=(5, 8), lengths_k=(6, 9), seqused_q=(3, 8), seqused_k=(6, 5),
          **SMALL),
@@ -562,6 +565,20 @@ def test_compiled_equals_eager(case: Case) -> None:
     run(inputs, arguments, compiled).assert_equal(eager_results(case))
 
 
+def test_a_scale_in_a_tensor() -> None:
+    """It is read once: what it holds when the backward runs does not matter."""
+    q, k, v = (x.requires_grad_() for x in qkv())
+    expected = flash_attn_func(q, k, v, -0.3, window_size=(5, -2))
+    wanted = torch.autograd.grad(expected.sin().sum(), (q, k, v))
+    for call in (flash_attn_func, torch.compile(flash_attn_func, backend="aot_eager")):
+        scale = torch.tensor(-0.3, dtype=FP64)
+        out = call(q, k, v, scale, window_size=(5, -2))
+        scale.fill_(7.0)
+        assert torch.equal(out, expected)
+        gradients = torch.autograd.grad(out.sin().sum(), (q, k, v))
+        assert all(torch.equal(x, y) for x, y in zip(gradients, wanted, strict=True))
+
+
 def test_compiled_masks_follow_their_contents() -> None:
     """Lists and columns are inputs of the graph: nothing of the first call's is remembered."""
     q, k, v = qkv(seqlen=40)
@@ -657,12 +674,13 @@ def test_windows_may_be_symbols() -> None:
     torch.testing.assert_close(exported(q), attend(q))
 
 
-def test_a_wrong_window_is_named_by_a_compiled_call() -> None:
+def test_a_wrong_value_is_named_by_a_compiled_call() -> None:
     torch._dynamo.reset()
     q = torch.randn(1, 12, 2, 8)
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
-    with pytest.raises(ValueError, match="window_size_left.*got -2"):
-        compiled(q, q, q, window_size=(-2, 0))
+    assert (compiled(q, q, q, window_size=(-2, 0)) == 0).all()
+    with pytest.raises(ValueError, match="softcap.*got -2"):
+        compiled(q, q, q, softcap=-2.0)
 
 
 class _Calls(torch.nn.Module):

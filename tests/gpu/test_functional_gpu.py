@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients
-from support import BF16, FP32, Case, Inputs, assert_close_to_oracle, make_inputs
+from support import BF16, FP32, FP64, Case, Inputs, assert_close_to_oracle, make_inputs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -74,6 +75,39 @@ def check(inputs: Inputs, call: Callable[..., Any] | None = None) -> None:
     """call: instead of the function, with its keywords."""
     function, keywords = arguments_of(inputs)
     assert_close_to_oracle(*run_and_check_gradients(inputs, call or function, keywords), inputs)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "every second": lambda x: torch.stack((x, x), -1)[..., 0],
+    "odd rows": lambda x: torch.nn.functional.pad(x, (0, 4))[..., : x.shape[-1]],
+    "one late": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+    "expanded": lambda x: x[:, :, :1].expand(x.shape),
+    "overlapping": lambda x: x.as_strided(x.shape, (x.stride(0), x.stride(1), 8, 1)),
+}
+
+
+@pytest.mark.parametrize("scale", [None, -0.1, 0.0])
+@pytest.mark.parametrize("form", VIEWS)
+def test_operands_of_any_strides_and_scales_of_any_sign(form: str, scale: float | None) -> None:
+    """All of one kernel. What is copied for it is not kept for the backward."""
+    case = Case(form, 2, 255, 300, 4, 2, softmax_scale=scale, sink=FP64)
+    inputs = make_inputs(case, "cuda")
+    q, k, v = (VIEWS[form](x) for x in (inputs.q, inputs.k, inputs.v))
+    inputs = replace(inputs, q=q, k=k, v=v)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    sink = inputs.keywords["learnable_sink"].clone().requires_grad_()
+    for is_warm in (False, True):
+        before = torch.cuda.memory_allocated()
+        out, lse = flash_attn_func(*leaves, scale, learnable_sink=sink, return_lse=True)
+        kept = torch.cuda.memory_allocated() - before
+        # in blocks of 512 bytes
+        assert not is_warm or kept <= out.nbytes + lse.nbytes + 2 * 512
+        assert_close_to_oracle(out, lse, inputs)
+        dout, dlse = make_output_gradients(inputs)
+        found = torch.autograd.grad((out, lse), [*leaves, sink], (dout, dlse))
+        named = dict(zip(("dq", "dk", "dv", "dsink"), found, strict=True))
+        assert_gradients_close(named, inputs, dout, dlse)
+        del out, lse, found, named
 
 
 @by_id

@@ -15,6 +15,7 @@ from support import (
     DOCUMENT_CASES,
     FP16,
     FP32,
+    FP64,
     MASK_CASES,
     STORED_CASES,
     STORED_VARLEN_CASES,
@@ -60,12 +61,19 @@ CASES = (
     Case("causal-257x100-empty-rows", 1, 257, 100, causal=True),
     Case("window-20-5-129x300-unseen-keys", 1, 129, 300, window_left=20, window_right=5),
     Case("window-open-9-129x129", 1, 129, 129, window_right=9),
+    Case("window-70-before-9-200x129-empty-rows", 1, 200, 129, window_left=70, window_right=-9),
+    Case("window-behind-3-to-150-129x300", 1, 129, 300, window_left=-3, window_right=150),
+    Case("window-before-140-causal-255x255", 1, 255, 255, causal=True, window_right=-140),
+    Case("window-of-nothing-129x129", 1, 129, 129, window_left=-5, window_right=3),
     Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True),
     Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True),
     Case("varlen-q-dense-k-seqused", seqlen_k=129, lengths_q=(130, 1), seqused_q=(90, 0)),
     Case("dense-q-varlen-k", seqlen_q=129, lengths_k=(0, 200)),
     Case("seqused", 2, 129, 129, seqused_q=(100, 0), seqused_k=(129, 65), causal=True),
     Case("softcap-129x129", 1, 129, 129, softcap=15.0),
+    Case("unreadable-negative-127x129", 1, 127, 129, strided="unreadable", softmax_scale=-0.3),
+    Case("scale-0-sink-fp64-257x100", 1, 257, 100, causal=True, softmax_scale=0.0, sink=FP64),
+    Case("softcap-scale-negative-129x129", 1, 129, 129, softcap=15.0, softmax_scale=-0.5),
     Case("sink-257x65-empty-rows", 1, 257, 65, causal=True, sink=FP32),
     Case("sink-bf16-gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 99), lengths_k=(0, 70), sink=BF16),
     Case("fp16-d64-causal", 1, 255, 255, head_dim=64, dtype=FP16, causal=True),
@@ -132,6 +140,14 @@ def test_against_oracle(simulator: ModuleType, position: int) -> None:
     """With a gradient by lse, and for each second case without one as well."""
     seeds = DELAY_SEEDS if position % 2 else DELAY_SEEDS[1:]
     run_sim(simulator, make_inputs(CASES[position]), seeds)
+
+
+def test_operands_that_share_elements(simulator: ModuleType) -> None:
+    """With themselves: rows that overlap, and heads and rows that are all one."""
+    inputs = make_inputs(Case("shared", 1, 127, 129))
+    q = inputs.q.as_strided(inputs.q.shape, (0, 64, 32, 1))
+    k, v = inputs.k[:, :, :1].expand_as(inputs.k), inputs.v[:, :1].expand_as(inputs.v)
+    run_sim(simulator, replace(inputs, q=q, k=k, v=v))
 
 
 # Each has a neighbour in the table with the same kind of mask; a GPU runs them all.
@@ -316,6 +332,7 @@ def assert_same_bits(some: dict[str, Tensor | None], others: dict[str, Tensor | 
     "case",
     [
         Case("causal", 1, 200, 500, 4, 2, causal=True),
+        Case("window-before-30", 1, 200, 500, 1, 1, window_left=150, window_right=-30),
         Case("lists", 1, 150, 400, 1, 1, blocks=(48, 80)),
         replace(next(c for c in MASK_CASES if c.id == "columns-random2"), pack_gqa=None),
     ],
@@ -431,6 +448,7 @@ PAIR_CASES = (
     Case("full-fp16-sink", 1, 130, 200, head_dim=256, dtype=FP16, sink=FP32),
     Case("causal-gqa2", 1, 129, 300, 2, 1, head_dim=256, causal=True),
     Case("window", 1, 129, 300, 1, 1, head_dim=256, window_left=20, window_right=5),
+    Case("window-before-9", 1, 129, 300, 1, 1, head_dim=256, window_left=90, window_right=-9),
     Case(
         "varlen-causal", heads_q=1, heads_kv=1, head_dim=256,
         lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True,
