@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
+from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,6 +37,7 @@ from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _fl
 from flash_mask_cute.masks.column_mask import ColumnMask, Documents
 from flash_mask_cute.masks.documents import Split
 from flash_mask_cute.masks.key_bounds import num_key_blocks
+from flash_mask_cute.plain_tensors import NotPlainError, check_plain, own_memory
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
@@ -263,7 +266,7 @@ class _Call(NamedTuple):
 
 _LENGTHS = _Call._fields[:4]
 _NO_LENGTHS: dict[str, Any] = dict.fromkeys(_LENGTHS)
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
 
 
 def _aux_that_require_grad(call: _Call) -> tuple[int, ...]:
@@ -287,6 +290,8 @@ def _attend(
 ) -> Any:
     check_bool("return_lse", return_lse)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _as_autocast_casts(q, k, v)
     wants_aux = _aux_that_require_grad(call)
     reason = None
     if wants_aux and call.score_mod is not None:
@@ -294,13 +299,45 @@ def _attend(
     if reason is not None or torch.are_deterministic_algorithms_enabled():
         in_order = settle_order(reason, call.score_mod_bwd, call.deterministic)
         call = call._replace(deterministic=in_order)
-    if torch.compiler.is_compiling() or _is_intercepted(q):
-        others = *call[:6], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch
-        packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
-        arguments = _to_operator(call, q.shape[0] if packs else None)
-        out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
-        return (out, lse) if return_lse else out
-    refuse_transforms()
+    refused = None
+    if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):
+        refuse_transforms()
+        try:
+            out, lse = _attend_eagerly(q, k, v, sink, call, wants_aux, return_lse)
+            return (out, lse) if return_lse else out
+        except NotPlainError as error:
+            refused = error
+    if refused is None:
+        out, lse = _attend_by_operators(q, k, v, sink, call)
+    else:
+        with _naming(refused):
+            out, lse = _attend_by_operators(q, k, v, sink, call)
+    return (out, lse) if return_lse else out
+
+
+def _as_autocast_casts(q: Any, k: Any, v: Any) -> list[Any]:
+    """q, k and v as autocast hands them to torch's scaled_dot_product_attention."""
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return [q, k, v]
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return [
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in (q, k, v)
+    ]
+
+
+def _attend_eagerly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    call: _Call,
+    wants_aux: tuple[int, ...],
+    return_lse: bool,
+) -> tuple[Tensor, Any]:
+    """On plain tensors. Raises NotPlainError for others, before anything is computed."""
     # now, and not when the backward runs
     check_mod("score_mod_bwd", call.score_mod_bwd)
     if call.config is not None:
@@ -313,16 +350,42 @@ def _attend(
         aux_tensors: Any = call.aux_tensors
         wanted = [aux_tensors[i] for i in wants_aux]
         out, lse = _Attention.apply(q, k, v, sink, call, wants_aux, *wanted)
-    else:
-        out, lse = _run_forward(q, k, v, sink, call, return_lse)
-    return (out, lse) if return_lse else out
+        return out, lse
+    return _run_forward(q, k, v, sink, call, return_lse)
 
 
-def _is_intercepted(q: Any) -> bool:
-    """Whether something other than autograd wants to see operators."""
-    return torch._C._len_torch_dispatch_stack() > 0 or (
-        type(q) not in _PLAIN_TENSORS and isinstance(q, Tensor)
-    )
+def _attend_by_operators(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call
+) -> tuple[Tensor, Tensor]:
+    """For what wants to see operators: a trace, a dispatch mode, a tensor subclass."""
+    refuse_transforms(but_functionalize=True)
+    _refuse_dual_level()
+    others = *call[:6], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch
+    packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
+    arguments = _to_operator(call, q.shape[0] if packs else None)
+    out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
+    return out, lse
+
+
+def _refuse_dual_level() -> None:
+    """Operators would drop tangents, and cannot see them where they run below autograd."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+@contextmanager
+def _naming(refused: NotPlainError) -> Iterator[None]:
+    """Of errors within, those of the subclass itself become a TypeError that names the argument."""
+    try:
+        yield
+    except Exception as error:
+        frames = walk_tb(error.__traceback__)
+        if any(frame.f_code in _IMPLEMENTATIONS for frame, _ in frames):
+            raise
+        raise TypeError(
+            f"{refused.argument} is a {refused.kind}, which does not take operators of "
+            f"flash_mask_cute apart: {error}"
+        ) from error
 
 
 def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
@@ -535,13 +598,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # only create_graph=True runs this with gradients enabled
-        run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward
+        run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward_of_any
         gradients, daux = _gradients(ctx, grads, run, ctx.wants_aux)
         return *gradients, None, None, *map(daux.get, ctx.wants_aux)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("forward-mode differentiation of attention is not supported")
+        raise NotImplementedError(_NO_FORWARD_MODE)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -549,11 +612,21 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return _run_backward(*arguments)
+        return _run_backward_of_any(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return _refuse_second_derivative()
+
+
+def _run_backward_of_any(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """`_run_backward`, also where a gradient by an output is of a tensor subclass."""
+    try:
+        return _run_backward(*arguments)
+    except NotPlainError as error:
+        refused = error
+    with _naming(refused):
+        return _run_backward_operator(*arguments)
 
 
 # -- operators ----------------------------------------------------------------------------------
@@ -563,11 +636,12 @@ class _AttentionBackward(torch.autograd.Function):
 # but for those of a forward with a score_mod up to 64; what it lacks, the forward computes itself.
 _TILE_N = 128
 
+# torch looks for subclasses in a Tensor[], but not in a Tensor[]?; aux_tensors None is an empty list.
 _CALL_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
     "SymInt? window_size_left, SymInt? window_size_right, float softcap, "
-    "str? score_mod, str? mask_mod, Tensor[]? aux_tensors, "
+    "str? score_mod, str? mask_mod, Tensor[] aux_tensors, "
     "Tensor? mask_block_cnt, Tensor? mask_block_idx, Tensor? full_block_cnt, "
     "Tensor? full_block_idx, SymInt? block_q, SymInt? block_k, "
     "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
@@ -649,7 +723,7 @@ def _to_operator(call: _Call, batch: int | None = None) -> tuple[Any, ...]:
         columns = indices, bounds, causal
         if batch is not None:
             documents = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
-    aux_tensors = None if call.aux_tensors is None else list(call.aux_tensors)
+    aux_tensors = [] if call.aux_tensors is None else list(call.aux_tensors)
     return (
         *call[:11], _optional_name(call.score_mod), _optional_name(call.mask_mod), aux_tensors,
         *lists, *columns, *documents, _optional_name(call.score_mod_bwd), call.deterministic,
@@ -674,7 +748,7 @@ def _from_operator(arguments: Sequence[Any]) -> _Call:
     mods = _optional_mod(score_mod), _optional_mod(mask_mod)
     configs = None if config is None else _Configs.of(tuple(json.loads(config)))
     others = _optional_mod(score_mod_bwd), deterministic, pack_gqa, configs
-    return _Call._make((*arguments[:11], *mods, aux_tensors, lists, mask, *others))
+    return _Call._make((*arguments[:11], *mods, aux_tensors or None, lists, mask, *others))
 
 
 def _config_text(config: Any) -> str | None:
@@ -703,8 +777,19 @@ def _without_identity(call: _Call) -> _Call:
     return call._replace(block_sparse_tensors_torch=type(lists)(*fresh, lists.block_size))
 
 
+def _own_memory(arguments: Iterable[Any]) -> list[Any]:
+    """Of an operator, with plain tensors for subclasses that did not take it apart."""
+    found = []
+    for x in arguments:
+        if isinstance(x, list):
+            x = _own_memory(x)
+        found.append(own_memory(x) if isinstance(x, Tensor) else x)
+    return found
+
+
 @torch.library.impl(_library, "column_bounds", "CompositeExplicitAutograd")
 def _column_bounds(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
+    indices, cu_seqlens_k = _own_memory((indices, cu_seqlens_k))
     return ColumnMask(indices, causal).bounds(_TILE_N, cu_seqlens_k)
 
 
@@ -717,7 +802,7 @@ def _(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
 
 @torch.library.impl(_library, "column_documents", "CompositeExplicitAutograd")
 def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
-    starts, mask = ColumnMask(indices, causal).split(batch)
+    starts, mask = ColumnMask(own_memory(indices), causal).split(batch)
     return starts, mask.startend_row_indices, mask.bounds(_TILE_N, starts)
 
 
@@ -730,7 +815,10 @@ def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
 def _attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    return _run_forward(q, k, v, sink, _without_identity(_from_operator(arguments)))
+    q, k, v, sink, *of_call = _own_memory((q, k, v, sink, *arguments))
+    # a compiled graph runs on what it is given
+    _refuse_dual_level()
+    return _run_forward(q, k, v, sink, _without_identity(_from_operator(of_call)))
 
 
 @torch.library.register_fake("flash_mask_cute::attention_fwd", lib=_library)
@@ -755,7 +843,10 @@ def _attention_bwd(
     wants_aux: list[int],
     *arguments: Any,
 ) -> tuple[Any, ...]:
-    call = _without_identity(_from_operator(arguments))
+    q, k, v, sink, out, lse, dout, dlse, *of_call = _own_memory(
+        (q, k, v, sink, out, lse, dout, dlse, *arguments)
+    )
+    call = _without_identity(_from_operator(of_call))
     dq, dk, dv, dsink, *daux = _run_backward(q, k, v, sink, out, lse, dout, dlse, wants_aux, call)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink, daux
 
@@ -767,6 +858,23 @@ def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> 
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
     return dq, dk, dv, dsink, [torch.empty_like(aux_tensors[i]) for i in wants_aux]
+
+
+@torch.library.impl(_library, "attention_bwd", "Batched")
+def _refuse_batches(*arguments: Any) -> Any:
+    """Of `torch.autograd.grad(is_grads_batched=True)`; the vmap of torch.func asks for each."""
+    for name, x in zip(
+        ("q", "k", "v", "sink", "out", "lse", "dout", "dlse"), arguments[:8], strict=True
+    ):
+        if x is not None:
+            check_plain(name, x)
+
+
+# of whom the errors are those of attention
+_IMPLEMENTATIONS = frozenset(
+    implementation.__code__
+    for implementation in (_attention_fwd, _attention_bwd, _column_bounds, _column_documents)
+)
 
 
 def _run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -783,13 +891,10 @@ def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     others: list[Any] = [None] * ctx.num_arguments
-    wants_aux: list[int] = []
-    if ctx.num_aux is not None:
-        asked = ctx.needs_input_grad[4 + _AUX_POSITION]
-        wants_aux = [i for i, is_asked in enumerate(asked) if is_asked]
+    asked = ctx.needs_input_grad[4 + _AUX_POSITION]
+    wants_aux = [i for i, is_asked in enumerate(asked) if is_asked]
     gradients, daux = _gradients(ctx, grads, _run_backward_operator, wants_aux)
-    if ctx.num_aux is not None:
-        others[_AUX_POSITION] = [daux.get(i) for i in range(ctx.num_aux)]
+    others[_AUX_POSITION] = [daux.get(i) for i in range(len(asked))]
     return *gradients, *others
 
 

@@ -31,6 +31,7 @@ from flash_mask_cute.host.launch import (
 from flash_mask_cute.host.mask_args import BwdMaskArguments, Masks, ResolvedMasks, mask_key
 from flash_mask_cute.host.problem import STRIDE_STEP, AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.plain_tensors import are_plain
 
 
 class BwdOperands(NamedTuple):
@@ -157,7 +158,7 @@ class BwdKernelLaunch:
     ) -> Gradients:
         q, k, v, out, dout, lse = operands
         index = q.get_device()
-        if index >= 0 and index != torch.cuda.current_device():
+        if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(operands, extras, masks)
         (
@@ -360,8 +361,18 @@ def find_bwd_launch(
     """
     q, k, v, out, dout, lse = operands
     *tensors, daux = extras
-    dq, dk, dv = extras[6:9]
+    dlse, dq, dk, dv = extras[5:9]
     try:
+        if not (
+            type(q) is type(k) is type(v) is type(out) is type(dout) is type(lse) is Tensor
+            or are_plain(*operands)
+        ):
+            return None, None
+        if torch._C._are_functorch_transforms_active():
+            return None, None
+        if dlse is not None:
+            # the vmap of autograd is no transform of functorch; its batches have no address
+            dlse.data_ptr()
         starts = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()]
         address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
         for gradient in (dq, dk, dv):

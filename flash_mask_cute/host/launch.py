@@ -20,6 +20,7 @@ from flash_mask_cute.host.config import FwdChoice, FwdConfig
 from flash_mask_cute.host.mask_args import MaskArguments, Masks, ResolvedMasks, mask_key
 from flash_mask_cute.host.problem import STRIDE_STEP, AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.plain_tensors import are_plain
 
 ADDRESS_MASK = 15
 
@@ -368,10 +369,16 @@ def find_launch(
 
     Calls have equal keys only if one launch serves them: the same metadata of all tensors, and
     the same other arguments. The key is None where the data do not start on 16-byte boundaries,
-    which kernels cannot do, or where an argument is of no kind that a valid call has.
+    which kernels cannot do, or where an argument is of no kind that a valid call has: a wrapper has
+    the metadata of the tensor that it wraps.
     """
     sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
     try:
+        # the first question is the cheaper one
+        if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)):
+            return None, None
+        if torch._C._are_functorch_transforms_active():
+            return None, None
         address = q.data_ptr() | k.data_ptr() | v.data_ptr()
         if out is not None:
             start = out.data_ptr()
@@ -401,4 +408,5 @@ def find_launch(
 
 
 def metadata(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    """Of an argument that may be absent, or that its caller does not look at itself."""
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

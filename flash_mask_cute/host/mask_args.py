@@ -64,14 +64,17 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
         None if mask_mod is None else callable_key(mask_mod),
         None
         if aux_tensors is None
-        else (type(aux_tensors), *((x.dtype, x.dim(), x.device, x.layout) for x in aux_tensors)),
+        else (
+            type(aux_tensors),
+            *((type(x), x.dtype, x.dim(), x.device, x.layout) for x in aux_tensors),
+        ),
         lists_key,
         columns_key,
     )
 
 
 def _meta(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
 class ResolvedMasks(NamedTuple):
