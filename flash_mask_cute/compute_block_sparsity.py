@@ -143,6 +143,8 @@ def _scan(
     lists = BlockSparseTensorsTorch(
         cnt[0], idx[0], cnt[1] if has_full else None, idx[1] if has_full else None, block_size
     )
+    # a mode of torch may make others
+    check_plain("mask_block_cnt", cnt[0])
     aux = _as_torch_tensors(aux_tensors, cnt[0].device)
     arch = Target.of(device).arch if device.type == "cuda" else HOST
     problem = ScanProblem(arch, ScanProblem.describe_aux(aux), has_full, samples)
@@ -194,7 +196,7 @@ def _as_torch_tensor(tensor: Any, name: str, device: torch.device) -> Tensor:
     """
     if isinstance(tensor, Tensor):
         check_plain(name, tensor)
-        return tensor.detach()
+        return tensor.detach().resolve_neg()
     try:
         dtype = _TORCH_DTYPES[tensor.element_type.__name__]
         shape, strides, address = tensor.shape, tensor.stride, tensor.data_ptr

@@ -10,12 +10,8 @@ arguments are tensors, numbers and strings only.
 from __future__ import annotations
 
 import json
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from itertools import count
-from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -23,7 +19,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
-from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.packed_launch import holds_documents
 from flash_mask_cute.host.validate import (
     check_bool,
@@ -37,12 +32,12 @@ from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _fl
 from flash_mask_cute.masks.column_mask import ColumnMask, Documents
 from flash_mask_cute.masks.documents import Split
 from flash_mask_cute.masks.key_bounds import num_key_blocks
+from flash_mask_cute.mod_names import Mod, optional_mod, optional_name
 from flash_mask_cute.plain_tensors import NotPlainError, check_plain, own_memory
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
 WindowSize: TypeAlias = tuple[int | None, int | None]
-Mod: TypeAlias = Callable[..., Any]
 
 
 def flash_attn_func(
@@ -310,7 +305,7 @@ def _attend(
     if refused is None:
         out, lse = _attend_by_operators(q, k, v, sink, call)
     else:
-        with _naming(refused):
+        with refused.named_unless_from(_IMPLEMENTATIONS):
             out, lse = _attend_by_operators(q, k, v, sink, call)
     return (out, lse) if return_lse else out
 
@@ -371,21 +366,6 @@ def _refuse_dual_level() -> None:
     """Operators would drop tangents, and cannot see them where they run below autograd."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(_NO_FORWARD_MODE)
-
-
-@contextmanager
-def _naming(refused: NotPlainError) -> Iterator[None]:
-    """Of errors within, those of the subclass itself become a TypeError that names the argument."""
-    try:
-        yield
-    except Exception as error:
-        frames = walk_tb(error.__traceback__)
-        if any(frame.f_code in _IMPLEMENTATIONS for frame, _ in frames):
-            raise
-        raise TypeError(
-            f"{refused.argument} is a {refused.kind}, which does not take operators of "
-            f"flash_mask_cute apart: {error}"
-        ) from error
 
 
 def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
@@ -625,7 +605,7 @@ def _run_backward_of_any(*arguments: Any) -> tuple[Tensor | None, ...]:
         return _run_backward(*arguments)
     except NotPlainError as error:
         refused = error
-    with _naming(refused):
+    with refused.named_unless_from(_IMPLEMENTATIONS):
         return _run_backward_operator(*arguments)
 
 
@@ -636,7 +616,7 @@ def _run_backward_of_any(*arguments: Any) -> tuple[Tensor | None, ...]:
 # but for those of a forward with a score_mod up to 64; what it lacks, the forward computes itself.
 _TILE_N = 128
 
-# torch looks for subclasses in a Tensor[], but not in a Tensor[]?; aux_tensors None is an empty list.
+# torch looks for subclasses in a Tensor[], but not in a Tensor[]?: an empty one is aux_tensors None
 _CALL_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
@@ -725,8 +705,8 @@ def _to_operator(call: _Call, batch: int | None = None) -> tuple[Any, ...]:
             documents = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
     aux_tensors = [] if call.aux_tensors is None else list(call.aux_tensors)
     return (
-        *call[:11], _optional_name(call.score_mod), _optional_name(call.mask_mod), aux_tensors,
-        *lists, *columns, *documents, _optional_name(call.score_mod_bwd), call.deterministic,
+        *call[:11], optional_name(call.score_mod), optional_name(call.mask_mod), aux_tensors,
+        *lists, *columns, *documents, optional_name(call.score_mod_bwd), call.deterministic,
         call.pack_gqa, _config_text(call.config),
     )  # fmt: skip
 
@@ -745,9 +725,9 @@ def _from_operator(arguments: Sequence[Any]) -> _Call:
         documents = Documents(starts, _BoundedMask(rows, causal, row_bounds))
     if indices is not None:
         mask = _BoundedMask(indices, causal, bounds, documents)
-    mods = _optional_mod(score_mod), _optional_mod(mask_mod)
+    mods = optional_mod(score_mod), optional_mod(mask_mod)
     configs = None if config is None else _Configs.of(tuple(json.loads(config)))
-    others = _optional_mod(score_mod_bwd), deterministic, pack_gqa, configs
+    others = optional_mod(score_mod_bwd), deterministic, pack_gqa, configs
     return _Call._make((*arguments[:11], *mods, aux_tensors or None, lists, mask, *others))
 
 
@@ -863,9 +843,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> 
 @torch.library.impl(_library, "attention_bwd", "Batched")
 def _refuse_batches(*arguments: Any) -> Any:
     """Of `torch.autograd.grad(is_grads_batched=True)`; the vmap of torch.func asks for each."""
-    for name, x in zip(
-        ("q", "k", "v", "sink", "out", "lse", "dout", "dlse"), arguments[:8], strict=True
-    ):
+    names = "q", "k", "v", "learnable_sink", "out", "lse", "dout", "dlse"
+    for name, x in zip(names, arguments, strict=False):
         if x is not None:
             check_plain(name, x)
 
@@ -907,58 +886,3 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "flash_mask_cute::attention_bwd", _refuse_second_derivative, lib=_library
 )
-
-
-# -- callables as strings -----------------------------------------------------------------------
-
-_mods: dict[str, Mod] = {}
-
-
-def _optional_name(mod: Mod | None) -> str | None:
-    if mod is None:
-        return None
-    # Dynamo hands over the parts of a method, but not the method
-    owner = None
-    if isinstance(mod, types.MethodType):
-        owner, mod = mod.__self__, mod.__func__
-    # Of a function Dynamo guards the code and not what it closes over. Asked for its id, it guards
-    # that, too, so that another function makes another graph.
-    id(mod)
-    return _name_of(mod, owner)
-
-
-@torch.compiler.assume_constant_result
-def _name_of(mod: Mod, owner: object) -> str:
-    """A name that stands for this object, in its present state, for as long as the process lives.
-
-    Equal callables of two objects have two names, as one of the objects may change later. owner:
-    of a method, or None.
-    """
-    if owner is not None:
-        mod = types.MethodType(mod, owner)
-    key = callable_key(mod)
-    names = (f"{key}#{number}" for number in count())
-    return next(name for name in names if _is_same(_mods.setdefault(name, mod), mod))
-
-
-def _is_same(known: Mod, mod: Mod) -> bool:
-    # a method is bound anew whenever it is looked up
-    return known is mod or (isinstance(mod, types.MethodType) and known == mod)
-
-
-def _optional_mod(name: str | None) -> Mod | None:
-    """The callable of that name.
-
-    Raises:
-        RuntimeError: no callable has got that name in this process.
-    """
-    if name is None:
-        return None
-    mod = _mods.get(name)
-    if mod is None:
-        raise RuntimeError(
-            f"no callable is known as {name!r}: names of score_mod, mask_mod and score_mod_bwd in "
-            "operators of flash_mask_cute hold in the process that made them only; trace the call "
-            "again in this one"
-        )
-    return mod

@@ -8,6 +8,10 @@ but have the type of plain ones.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 import torch
@@ -26,6 +30,21 @@ class NotPlainError(TypeError):
         )
         self.argument = argument
         self.kind = kind
+
+    @contextmanager
+    def named_unless_from(self, implementations: Container[CodeType]) -> Iterator[None]:
+        """Around operators on the same arguments: what the subclass raises becomes a TypeError that
+        names the argument; what the implementations of operators raise stays as it is."""
+        try:
+            yield
+        except Exception as error:
+            frames = walk_tb(error.__traceback__)
+            if any(frame.f_code in implementations for frame, _ in frames):
+                raise
+            raise TypeError(
+                f"{self.argument} is a {self.kind}, which does not take operators of "
+                f"flash_mask_cute apart: {error}"
+            ) from error
 
 
 def are_plain(*tensors: Any) -> bool:

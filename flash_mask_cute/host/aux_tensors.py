@@ -16,7 +16,7 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
     Raises:
         TypeError: the dtype, or a tensor subclass.
         NotImplementedError: a tensor of a transform, such as vmap.
-        ValueError: no dimension, or more than four; a device other than q's.
+        ValueError: no dimension, or more than four; a device other than q's; negated lazily.
     """
     check_plain(name, tensor)
     if tensor.dtype not in AUX_DTYPES:
@@ -30,3 +30,8 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
         )
     if tensor.device != device:
         raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")
+    if tensor.is_neg():
+        raise ValueError(
+            f"{name} must be in memory as it is, got the negative of what is there (is_neg(), as "
+            "x.conj().imag is); pass x.resolve_neg()"
+        )

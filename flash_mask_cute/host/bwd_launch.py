@@ -22,6 +22,8 @@ from flash_mask_cute.host.launch import (
     ADDRESS_MASK,
     Asked,
     StoreBits,
+    count_writing,
+    in_transform,
     metadata,
     restride,
     tile_counter,
@@ -166,13 +168,22 @@ class BwdKernelLaunch:
         ) = extras  # fmt: skip
         if dq is None:
             dq = new_gradient(q)
+        else:
+            count_writing(dq)
         if dk is None:
             dk = new_gradient(k)
+        else:
+            count_writing(dk)
         if dv is None:
             dv = new_gradient(v)
+        else:
+            count_writing(dv)
         result = dq, dk, dv
         if self._copies_dout:
             dout = dout.clone(memory_format=torch.contiguous_format)
+        if dlse is not None and dlse.is_neg():
+            # autograd negates lazily behind a conjugation; the copy of such a dout is no longer so
+            dlse = dlse.resolve_neg()
         if self._restrides is not None:
             q, k, v, out, dout, dq, dk, dv = restride(
                 (q, k, v, out, dout, dq, dk, dv), self._restrides
@@ -368,7 +379,7 @@ def find_bwd_launch(
             or are_plain(*operands)
         ):
             return None, None
-        if torch._C._are_functorch_transforms_active():
+        if in_transform():
             return None, None
         if dlse is not None:
             # the vmap of autograd is no transform of functorch; its batches have no address

@@ -23,6 +23,8 @@ from flash_mask_cute.host.validate import FwdShapes
 from flash_mask_cute.plain_tensors import are_plain
 
 ADDRESS_MASK = 15
+# each call asks, and looking up the name takes as long as the answer
+in_transform = torch._C._are_functorch_transforms_active
 
 
 class FwdOperands(NamedTuple):
@@ -183,7 +185,11 @@ class KernelLaunch:
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
             out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
-        if lse is None and self._lse_like is not None:
+        else:
+            count_writing(out)
+        if lse is not None:
+            count_writing(lse)
+        elif self._lse_like is not None:
             lse = torch.empty_like(self._lse_like)
         result = out, lse
         if self._restrides is not None:
@@ -321,6 +327,12 @@ def _new_counter(device: torch.device) -> Tensor:
     return counter
 
 
+def count_writing(*tensors: Tensor) -> None:
+    """Tell torch, which sees nothing of what a kernel writes, that tensors of the caller change: so
+    that a backward which saved them finds out."""
+    torch._C._increment_version(tensors)
+
+
 def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Strides that TMA takes, where an extent of 1 has one that it refuses; None: as they are.
 
@@ -377,7 +389,7 @@ def find_launch(
         # the first question is the cheaper one
         if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)):
             return None, None
-        if torch._C._are_functorch_transforms_active():
+        if in_transform():
             return None, None
         address = q.data_ptr() | k.data_ptr() | v.data_ptr()
         if out is not None:

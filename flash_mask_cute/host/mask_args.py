@@ -66,7 +66,7 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
         if aux_tensors is None
         else (
             type(aux_tensors),
-            *((type(x), x.dtype, x.dim(), x.device, x.layout) for x in aux_tensors),
+            *((type(x), x.dtype, x.dim(), x.device, x.layout, x.is_neg()) for x in aux_tensors),
         ),
         lists_key,
         columns_key,

@@ -244,6 +244,7 @@ class ColumnMask:
                 f"where it is (1 or {batch}, 1, seqlen, n)"
             )
         split = Split.empty_like(indices, batch)
+        check_plain("cu_seqlens", split.cu_seqlens)
         mask = ColumnMask(split.rows, self.causal)
         bounds = _Bounds(BOUNDS_TILE, weakref.ref(split.cu_seqlens), split.bounds)
         mask._bounds[BOUNDS_TILE, id(split.cu_seqlens)] = bounds
@@ -280,6 +281,8 @@ class ColumnMask:
         values = torch.empty(
             (batch, heads, 2 * num_vectors, num_blocks), dtype=torch.int32, device=self.device
         )
+        # a mode of torch may make others, which must not be kept
+        check_plain("bounds", values)
         return _Bounds(tile_n, reference, values)
 
     def _check_cu_seqlens(self, cu_seqlens_k: Tensor) -> None:
