@@ -23,6 +23,7 @@ from flash_mask_cute.host.launch import (
     Asked,
     StoreBits,
     count_writing,
+    current_device,
     in_transform,
     metadata,
     restride,
@@ -160,7 +161,7 @@ class BwdKernelLaunch:
     ) -> Gradients:
         q, k, v, out, dout, lse = operands
         index = q.get_device()
-        if index >= 0 and index != torch._C._cuda_getDevice():
+        if index >= 0 and index != current_device():
             with torch.cuda.device(index):
                 return self(operands, extras, masks)
         (
@@ -405,11 +406,11 @@ def find_bwd_launch(
         *others, score_mod_bwd, deterministic, config = settings
         key = (
             q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
-            out.shape, out.stride(), out.dtype, out.device,
-            dout.shape, dout.stride(), dout.dtype, dout.device,
-            lse.shape, lse.stride(), lse.dtype, lse.device,
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
+            out.shape, out.stride(), out.dtype, out.get_device(),
+            dout.shape, dout.stride(), dout.dtype, dout.get_device(),
+            lse.shape, lse.stride(), lse.dtype, lse.get_device(),
             *[None if x is None else metadata(x) for x in tensors],
             None if daux is None else _aux_key(daux, masks),
             None if masks is None else mask_key(masks),

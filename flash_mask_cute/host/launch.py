@@ -23,8 +23,14 @@ from flash_mask_cute.host.validate import FwdShapes
 from flash_mask_cute.plain_tensors import are_plain
 
 ADDRESS_MASK = 15
-# each call asks, and looking up the name takes as long as the answer
+# Each call asks, and looking the names up takes nearly as long as the answers. A torch without CUDA
+# has some of them not.
 in_transform = torch._C._are_functorch_transforms_active
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", lambda: False
+)
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
 class FwdOperands(NamedTuple):
@@ -195,7 +201,7 @@ class KernelLaunch:
         if self._restrides is not None:
             q, k, v, out = restride((q, k, v, out), self._restrides)
         index = self._index
-        if index >= 0 and index != torch._C._cuda_getDevice():
+        if index >= 0 and index != current_device():
             with torch.cuda.device(index):
                 return self(q, k, v, extras._replace(out=result[0], lse=lse), masks)
         lists = aux_tensors = columns = block_size = bits = None
@@ -296,9 +302,9 @@ def tile_counter(q: Tensor, index: int) -> Tensor:
     """Two zeros on q's device, the current one, which the kernel leaves as zeros; launches that may
     overlap get their own."""
     # A captured launch may overlap any other when its graph is replayed.
-    if index < 0 or torch._C._cuda_isCurrentStreamCapturing():
+    if index < 0 or _is_capturing():
         return q.new_zeros((2,), dtype=torch.int32)
-    key = index, torch._C._cuda_getCurrentRawStream(index)
+    key = index, _stream_of(index)
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = _to_keep(_new_counter, q.device)
@@ -402,8 +408,8 @@ def find_launch(
             return None, None
         key = (
             q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
             sink if sink is None else metadata(sink),
             cu_seqlens_q if cu_seqlens_q is None else metadata(cu_seqlens_q),
             cu_seqlens_k if cu_seqlens_k is None else metadata(cu_seqlens_k),
@@ -420,5 +426,6 @@ def find_launch(
 
 
 def metadata(tensor: Tensor) -> tuple[Any, ...]:
-    """Of an argument that may be absent, or that its caller does not look at itself."""
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    """Of an argument beside q. q tells that it is on CUDA, as all are whose launch is kept; where
+    something else has the number of a GPU, the kernel refuses it."""
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
