@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from flash_mask_cute.plain_tensors import check_plain
+
 if TYPE_CHECKING:
     import cutlass.cute as cute
 
@@ -186,7 +188,7 @@ def check_block_lists(
     only multiple of 16 that does. CUDA tensors are not read; on the CPU the entries are checked.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is no tensor, or of a subclass.
         ValueError: a dtype, shape, device, size or (on the CPU) entry is wrong, or the block size
             cannot be told.
     """
@@ -224,6 +226,7 @@ def _check_shapes(
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+        check_plain(name, tensor)
         rank = 3 if name.endswith("cnt") else 4
         if tensor.dtype != torch.int32:
             raise ValueError(f"{name} must be int32, got {tensor.dtype}")

@@ -25,6 +25,7 @@ from flash_mask_cute.host.compile_scan import HOST, ScanProblem, compile_scan
 from flash_mask_cute.host.problem import CUTLASS_NAMES
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import check_mod
+from flash_mask_cute.plain_tensors import check_plain
 
 _TORCH_DTYPES = {cute_name: getattr(torch, name) for name, cute_name in CUTLASS_NAMES.items()}
 
@@ -60,7 +61,7 @@ def compute_blocksparse_tensors(
 
     Raises:
         TypeError: mask_mod is no callable or reaches a value without an identity (a tensor belongs
-            into aux_tensors); an aux tensor is no tensor.
+            into aux_tensors); an aux tensor is no tensor, or of a subclass.
         ValueError: a negative extent, an empty tile, a device that is not there, an aux tensor on
             another device or of a dtype that mods do not read.
         NotImplementedError: there are no kernels for this GPU; or, on the CPU, the mod uses an
@@ -147,6 +148,8 @@ def _scan(
         block_size,
         seqlens,
     )
+    # a mode of torch may make others
+    check_plain("mask_block_cnt", cnt[0])
     aux = _as_torch_tensors(aux_tensors, cnt[0].device)
     arch = Target.of(device).arch if device.type == "cuda" else HOST
     problem = ScanProblem(arch, ScanProblem.describe_aux(aux), has_full, samples)
@@ -197,7 +200,8 @@ def _as_torch_tensor(tensor: Any, name: str, device: torch.device) -> Tensor:
     The caller's cute tensor owns that memory or knows who does; the result must not outlive it.
     """
     if isinstance(tensor, Tensor):
-        return tensor.detach()
+        check_plain(name, tensor)
+        return tensor.detach().resolve_neg()
     try:
         dtype = _TORCH_DTYPES[tensor.element_type.__name__]
         shape, strides, address = tensor.shape, tensor.stride, tensor.data_ptr

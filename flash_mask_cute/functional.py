@@ -10,10 +10,8 @@ arguments are tensors, numbers and strings only.
 from __future__ import annotations
 
 import json
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from itertools import count
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +20,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
-from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.mask_extents import check_q_start
 from flash_mask_cute.host.packed_launch import holds_documents
 from flash_mask_cute.host.validate import (
@@ -38,11 +35,12 @@ from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _fl
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
 from flash_mask_cute.masks.documents import Split
 from flash_mask_cute.masks.key_bounds import num_key_blocks
+from flash_mask_cute.mod_names import Mod, optional_mod, optional_name
+from flash_mask_cute.plain_tensors import NotPlainError, check_plain, own_memory
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
 WindowSize: TypeAlias = tuple[int | None, int | None]
-Mod: TypeAlias = Callable[..., Any]
 
 
 def flash_attn_func(
@@ -284,7 +282,7 @@ class _Call(NamedTuple):
 
 _LENGTHS = _Call._fields[:4]
 _NO_LENGTHS: dict[str, Any] = dict.fromkeys(_LENGTHS)
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
 
 
 def _aux_that_require_grad(call: _Call) -> tuple[int, ...]:
@@ -322,6 +320,8 @@ def _attend(
 ) -> Any:
     check_bool("return_lse", return_lse)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _as_autocast_casts(q, k, v)
     wants_aux = _aux_that_require_grad(call)
     reason = None
     if wants_aux and call.score_mod is not None:
@@ -329,15 +329,45 @@ def _attend(
     if reason is not None or torch.are_deterministic_algorithms_enabled():
         in_order = settle_order(reason, call.score_mod_bwd, call.deterministic)
         call = call._replace(deterministic=in_order)
-    if torch.compiler.is_compiling() or _is_intercepted(q):
-        # an operator's arguments are numbers
-        check_q_start(call.q_start)
-        others = *call[:6], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch
-        packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
-        arguments = _to_operator(call, q.shape[0] if packs else None)
-        out, lse, _ = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
-        return (out, lse) if return_lse else out
-    refuse_transforms()
+    refused = None
+    if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):
+        refuse_transforms()
+        try:
+            out, lse = _attend_eagerly(q, k, v, sink, call, wants_aux, return_lse)
+            return (out, lse) if return_lse else out
+        except NotPlainError as error:
+            refused = error
+    if refused is None:
+        out, lse = _attend_by_operators(q, k, v, sink, call)
+    else:
+        with refused.named_unless_from(_IMPLEMENTATIONS):
+            out, lse = _attend_by_operators(q, k, v, sink, call)
+    return (out, lse) if return_lse else out
+
+
+def _as_autocast_casts(q: Any, k: Any, v: Any) -> list[Any]:
+    """q, k and v as autocast hands them to torch's scaled_dot_product_attention."""
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return [q, k, v]
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return [
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in (q, k, v)
+    ]
+
+
+def _attend_eagerly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    call: _Call,
+    wants_aux: tuple[int, ...],
+    return_lse: bool,
+) -> tuple[Tensor, Any]:
+    """On plain tensors. Raises NotPlainError for others, before anything is computed."""
     # now, and not when the backward runs
     check_mod("score_mod_bwd", call.score_mod_bwd)
     if call.config is not None:
@@ -350,16 +380,29 @@ def _attend(
         aux_tensors: Any = call.aux_tensors
         wanted = [aux_tensors[i] for i in wants_aux]
         out, lse = _Attention.apply(q, k, v, sink, call, wants_aux, *wanted)
-    else:
-        out, lse = _run_forward(q, k, v, sink, call, return_lse)
-    return (out, lse) if return_lse else out
+        return out, lse
+    return _run_forward(q, k, v, sink, call, return_lse)
 
 
-def _is_intercepted(q: Any) -> bool:
-    """Whether something other than autograd wants to see operators."""
-    return torch._C._len_torch_dispatch_stack() > 0 or (
-        type(q) not in _PLAIN_TENSORS and isinstance(q, Tensor)
-    )
+def _attend_by_operators(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call
+) -> tuple[Tensor, Tensor]:
+    """For what wants to see operators: a trace, a dispatch mode, a tensor subclass."""
+    refuse_transforms(but_functionalize=True)
+    _refuse_dual_level()
+    # an operator's arguments are numbers
+    check_q_start(call.q_start)
+    others = *call[:6], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch
+    packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
+    arguments = _to_operator(call, q.shape[0] if packs else None)
+    out, lse, _ = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
+    return out, lse
+
+
+def _refuse_dual_level() -> None:
+    """Operators would drop tangents, and cannot see them where they run below autograd."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(_NO_FORWARD_MODE)
 
 
 def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
@@ -588,13 +631,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # only create_graph=True runs this with gradients enabled
-        run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward
+        run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward_of_any
         gradients, daux = _gradients(ctx, grads, run, ctx.wants_aux)
         return *gradients, None, None, *map(daux.get, ctx.wants_aux)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("forward-mode differentiation of attention is not supported")
+        raise NotImplementedError(_NO_FORWARD_MODE)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -602,11 +645,21 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return _run_backward(*arguments)
+        return _run_backward_of_any(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return _refuse_second_derivative()
+
+
+def _run_backward_of_any(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """`_run_backward`, also where a gradient by an output is of a tensor subclass."""
+    try:
+        return _run_backward(*arguments)
+    except NotPlainError as error:
+        refused = error
+    with refused.named_unless_from(_IMPLEMENTATIONS):
+        return _run_backward_operator(*arguments)
 
 
 # -- operators ----------------------------------------------------------------------------------
@@ -616,11 +669,12 @@ class _AttentionBackward(torch.autograd.Function):
 # but for those of a forward with a score_mod up to 64; what it lacks, the forward computes itself.
 _TILE_N = 128
 
+# torch looks for subclasses in a Tensor[], but not in a Tensor[]?: an empty one is aux_tensors None
 _CALL_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
     "SymInt? window_size_left, SymInt? window_size_right, float softcap, "
-    "str? score_mod, str? mask_mod, Tensor[]? aux_tensors, "
+    "str? score_mod, str? mask_mod, Tensor[] aux_tensors, "
     "Tensor? mask_block_cnt, Tensor? mask_block_idx, Tensor? full_block_cnt, "
     "Tensor? full_block_idx, SymInt? block_q, SymInt? block_k, SymInt[]? list_seqlens, "
     "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
@@ -718,10 +772,10 @@ def _to_operator(call: _Call, batch: int | None = None) -> tuple[Any, ...]:
         columns = indices, bounds, causal, seqlen_q
         if batch is not None:
             documents = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
-    aux_tensors = None if call.aux_tensors is None else list(call.aux_tensors)
+    aux_tensors = [] if call.aux_tensors is None else list(call.aux_tensors)
     return (
-        *call[:11], _optional_name(call.score_mod), _optional_name(call.mask_mod), aux_tensors,
-        *lists, *columns, *documents, _optional_name(call.score_mod_bwd), call.deterministic,
+        *call[:11], optional_name(call.score_mod), optional_name(call.mask_mod), aux_tensors,
+        *lists, *columns, *documents, optional_name(call.score_mod_bwd), call.deterministic,
         call.pack_gqa, _config_text(call.config), call.q_start,
     )  # fmt: skip
 
@@ -743,10 +797,10 @@ def _from_operator(arguments: Sequence[Any]) -> _Call:
         documents = Documents(starts, _BoundedMask(rows, causal, row_bounds))
     if indices is not None:
         mask = _BoundedMask(indices, causal, bounds, documents, seqlen_q)
-    mods = _optional_mod(score_mod), _optional_mod(mask_mod)
+    mods = optional_mod(score_mod), optional_mod(mask_mod)
     configs = None if config is None else _Configs.of(tuple(json.loads(config)))
-    others = _optional_mod(score_mod_bwd), deterministic, pack_gqa, configs, q_start
-    return _Call._make((*arguments[:11], *mods, aux_tensors, lists, mask, *others))
+    others = optional_mod(score_mod_bwd), deterministic, pack_gqa, configs, q_start
+    return _Call._make((*arguments[:11], *mods, aux_tensors or None, lists, mask, *others))
 
 
 def _config_text(config: Any) -> str | None:
@@ -775,8 +829,19 @@ def _without_identity(call: _Call) -> _Call:
     return call._replace(block_sparse_tensors_torch=type(lists)(*fresh, *lists[4:]))
 
 
+def _own_memory(arguments: Iterable[Any]) -> list[Any]:
+    """Of an operator, with plain tensors for subclasses that did not take it apart."""
+    found = []
+    for x in arguments:
+        if isinstance(x, list):
+            x = _own_memory(x)
+        found.append(own_memory(x) if isinstance(x, Tensor) else x)
+    return found
+
+
 @torch.library.impl(_library, "column_bounds", "CompositeExplicitAutograd")
 def _column_bounds(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
+    indices, cu_seqlens_k = _own_memory((indices, cu_seqlens_k))
     return ColumnMask(indices, causal).bounds(_TILE_N, cu_seqlens_k)
 
 
@@ -789,7 +854,7 @@ def _(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
 
 @torch.library.impl(_library, "column_documents", "CompositeExplicitAutograd")
 def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
-    starts, mask = ColumnMask(indices, causal).split(batch)
+    starts, mask = ColumnMask(own_memory(indices), causal).split(batch)
     return starts, mask.startend_row_indices, mask.bounds(_TILE_N, starts)
 
 
@@ -803,7 +868,10 @@ def _attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """lse_low has no elements where there is no score_mod."""
-    call = _without_identity(_from_operator(arguments))
+    q, k, v, sink, *of_call = _own_memory((q, k, v, sink, *arguments))
+    # a compiled graph runs on what it is given
+    _refuse_dual_level()
+    call = _without_identity(_from_operator(of_call))
     lse_low = _new_lse_low(q, call)
     out, lse = _run_forward(q, k, v, sink, call, lse_low=lse_low)
     return out, lse, q.new_empty(0, dtype=torch.float32) if lse_low is None else lse_low
@@ -835,7 +903,10 @@ def _attention_bwd(
     wants_aux: list[int],
     *arguments: Any,
 ) -> tuple[Any, ...]:
-    call = _without_identity(_from_operator(arguments))
+    q, k, v, sink, out, lse, lse_low, dout, dlse, *of_call = _own_memory(
+        (q, k, v, sink, out, lse, lse_low, dout, dlse, *arguments)
+    )
+    call = _without_identity(_from_operator(of_call))
     dq, dk, dv, dsink, *daux = _run_backward(
         q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, call
     )
@@ -849,6 +920,22 @@ def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> 
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
     return dq, dk, dv, dsink, [torch.empty_like(aux_tensors[i]) for i in wants_aux]
+
+
+@torch.library.impl(_library, "attention_bwd", "Batched")
+def _refuse_batches(*arguments: Any) -> Any:
+    """Of `torch.autograd.grad(is_grads_batched=True)`; the vmap of torch.func asks for each."""
+    names = "q", "k", "v", "learnable_sink", "out", "lse", "lse_low", "dout", "dlse"
+    for name, x in zip(names, arguments, strict=False):
+        if x is not None:
+            check_plain(name, x)
+
+
+# of whom the errors are those of attention
+_IMPLEMENTATIONS = frozenset(
+    implementation.__code__
+    for implementation in (_attention_fwd, _attention_bwd, _column_bounds, _column_documents)
+)
 
 
 def _run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -867,14 +954,11 @@ def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     others: list[Any] = [None] * ctx.num_arguments
-    wants_aux: list[int] = []
-    if ctx.num_aux is not None:
-        asked = ctx.needs_input_grad[4 + _AUX_POSITION]
-        wants_aux = [i for i, is_asked in enumerate(asked) if is_asked]
+    asked = ctx.needs_input_grad[4 + _AUX_POSITION]
+    wants_aux = [i for i, is_asked in enumerate(asked) if is_asked]
     # nothing has a gradient by lse_low
     gradients, daux = _gradients(ctx, grads[:2], _run_backward_operator, wants_aux)
-    if ctx.num_aux is not None:
-        others[_AUX_POSITION] = [daux.get(i) for i in range(ctx.num_aux)]
+    others[_AUX_POSITION] = [daux.get(i) for i in range(len(asked))]
     return *gradients, *others
 
 
@@ -887,58 +971,3 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "flash_mask_cute::attention_bwd", _refuse_second_derivative, lib=_library
 )
-
-
-# -- callables as strings -----------------------------------------------------------------------
-
-_mods: dict[str, Mod] = {}
-
-
-def _optional_name(mod: Mod | None) -> str | None:
-    if mod is None:
-        return None
-    # Dynamo hands over the parts of a method, but not the method
-    owner = None
-    if isinstance(mod, types.MethodType):
-        owner, mod = mod.__self__, mod.__func__
-    # Of a function Dynamo guards the code and not what it closes over. Asked for its id, it guards
-    # that, too, so that another function makes another graph.
-    id(mod)
-    return _name_of(mod, owner)
-
-
-@torch.compiler.assume_constant_result
-def _name_of(mod: Mod, owner: object) -> str:
-    """A name that stands for this object, in its present state, for as long as the process lives.
-
-    Equal callables of two objects have two names, as one of the objects may change later. owner:
-    of a method, or None.
-    """
-    if owner is not None:
-        mod = types.MethodType(mod, owner)
-    key = callable_key(mod)
-    names = (f"{key}#{number}" for number in count())
-    return next(name for name in names if _is_same(_mods.setdefault(name, mod), mod))
-
-
-def _is_same(known: Mod, mod: Mod) -> bool:
-    # a method is bound anew whenever it is looked up
-    return known is mod or (isinstance(mod, types.MethodType) and known == mod)
-
-
-def _optional_mod(name: str | None) -> Mod | None:
-    """The callable of that name.
-
-    Raises:
-        RuntimeError: no callable has got that name in this process.
-    """
-    if name is None:
-        return None
-    mod = _mods.get(name)
-    if mod is None:
-        raise RuntimeError(
-            f"no callable is known as {name!r}: names of score_mod, mask_mod and score_mod_bwd in "
-            "operators of flash_mask_cute hold in the process that made them only; trace the call "
-            "again in this one"
-        )
-    return mod

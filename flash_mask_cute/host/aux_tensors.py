@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flash_mask_cute.plain_tensors import check_plain
+
 AUX_DTYPES = (torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16)
 MAX_AUX_RANK = 4
 
@@ -12,9 +14,11 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
     """Refuse what a callable of attention cannot read.
 
     Raises:
-        TypeError: the dtype.
-        ValueError: no dimension, or more than four; a device other than q's.
+        TypeError: the dtype, or a tensor subclass.
+        NotImplementedError: a tensor of a transform, such as vmap.
+        ValueError: no dimension, or more than four; a device other than q's; negated lazily.
     """
+    check_plain(name, tensor)
     if tensor.dtype not in AUX_DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in AUX_DTYPES)
         raise TypeError(f"{name} must have dtype {allowed}, got {tensor.dtype}")
@@ -26,3 +30,8 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
         )
     if tensor.device != device:
         raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")
+    if tensor.is_neg():
+        raise ValueError(
+            f"{name} must be in memory as it is, got the negative of what is there (is_neg(), as "
+            "x.conj().imag is); pass x.resolve_neg()"
+        )

@@ -37,6 +37,9 @@ from flash_mask_cute.host.copies import (
 from flash_mask_cute.host.launch import (
     Asked,
     StoreBits,
+    count_writing,
+    current_device,
+    in_transform,
     metadata,
     tile_counter,
     unused_rows,
@@ -44,6 +47,7 @@ from flash_mask_cute.host.launch import (
 from flash_mask_cute.host.mask_args import BwdMaskArguments, Masks, ResolvedMasks, mask_key
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.plain_tensors import are_plain
 
 
 class BwdOperands(NamedTuple):
@@ -96,8 +100,8 @@ class ResolvedBwd:
 
     softmax_scale may have any sign; window sides are None where they are open. sink_dtype: of a
     sink whose gradient is asked for, or by which queries that see nothing are told, as kernels read
-    it, a name of a torch dtype; sink_conversion: to that. choose: the tiles of another `mask_kind` with
-    the same arguments. tails: see `Tails`. block_size: that of block lists, (queries, keys).
+    it, a name of a torch dtype; sink_conversion: to that. choose: the tiles of another `mask_kind`
+    with the same arguments. tails: see `Tails`. block_size: that of block lists, (queries, keys).
     """
 
     shapes: FwdShapes
@@ -181,7 +185,7 @@ class BwdKernelLaunch:
     ) -> Gradients:
         q, k, v, out, dout, lse = operands
         index = q.get_device()
-        if index >= 0 and index != torch.cuda.current_device():
+        if index >= 0 and index != current_device():
             with torch.cuda.device(index):
                 return self(operands, extras, masks)
         (
@@ -190,11 +194,20 @@ class BwdKernelLaunch:
         ) = extras  # fmt: skip
         if dq is None:
             dq = new_gradient(q)
+        else:
+            count_writing(dq)
         if dk is None:
             dk = new_gradient(k)
+        else:
+            count_writing(dk)
         if dv is None:
             dv = new_gradient(v)
+        else:
+            count_writing(dv)
         result = dq, dk, dv
+        if dlse is not None and dlse.is_neg():
+            # autograd negates lazily behind a conjugation; a copy of such a dout is no longer so
+            dlse = dlse.resolve_neg()
         if self._conversions is not None:
             q, k, v, out, dout, dq, dk, dv, sink = convert(
                 (q, k, v, out, dout, dq, dk, dv, sink), self._conversions
@@ -372,8 +385,18 @@ def find_bwd_launch(
     """
     q, k, v, out, dout, lse = operands
     *tensors, daux = extras
-    dq, dk, dv = extras[6:9]
+    dlse, dq, dk, dv = extras[5:9]
     try:
+        if not (
+            type(q) is type(k) is type(v) is type(out) is type(dout) is type(lse) is Tensor
+            or are_plain(*operands)
+        ):
+            return None, None
+        if in_transform():
+            return None, None
+        if dlse is not None:
+            # the vmap of autograd is no transform of functorch; its batches have no address
+            dlse.data_ptr()
         starts = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()]
         address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
         for gradient in (dq, dk, dv):
@@ -392,11 +415,11 @@ def find_bwd_launch(
         *others, score_mod_bwd, deterministic, config = settings
         key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
-            out.shape, out.stride(), out.dtype, out.device,
-            dout.shape, dout.stride(), dout.dtype, dout.device,
-            lse.shape, lse.stride(), lse.dtype, lse.device,
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
+            out.shape, out.stride(), out.dtype, out.get_device(),
+            dout.shape, dout.stride(), dout.dtype, dout.get_device(),
+            lse.shape, lse.stride(), lse.dtype, lse.get_device(),
             *[None if x is None else metadata(x) for x in tensors],
             None if daux is None else _aux_key(daux, masks),
             None if masks is None else mask_key(masks),

@@ -31,6 +31,16 @@ from flash_mask_cute.host.copies import (
 from flash_mask_cute.host.mask_args import MaskArguments, Masks, ResolvedMasks, mask_key
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.validate import FwdShapes
+from flash_mask_cute.plain_tensors import are_plain
+
+# Each call asks, and looking the names up takes nearly as long as the answers. A torch without CUDA
+# has some of them not.
+in_transform = torch._C._are_functorch_transforms_active
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", lambda: False
+)
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
 class FwdOperands(NamedTuple):
@@ -204,11 +214,15 @@ class KernelLaunch:
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
             out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
-        if lse is None and self._lse_like is not None:
+        else:
+            count_writing(out)
+        if lse is not None:
+            count_writing(lse)
+        elif self._lse_like is not None:
             lse = torch.empty_like(self._lse_like)
         result = out, lse
         index = self._index
-        if index >= 0 and index != torch._C._cuda_getDevice():
+        if index >= 0 and index != current_device():
             with torch.cuda.device(index):
                 return self(q, k, v, extras._replace(out=out, lse=lse), masks)
         if self._conversions is not None:
@@ -317,9 +331,9 @@ def tile_counter(q: Tensor, index: int) -> Tensor:
     """Two zeros on q's device, the current one, which the kernel leaves as zeros; launches that may
     overlap get their own."""
     # A captured launch may overlap any other when its graph is replayed.
-    if index < 0 or torch._C._cuda_isCurrentStreamCapturing():
+    if index < 0 or _is_capturing():
         return q.new_zeros((2,), dtype=torch.int32)
-    key = index, torch._C._cuda_getCurrentRawStream(index)
+    key = index, _stream_of(index)
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = _to_keep(_new_counter, q.device)
@@ -346,6 +360,12 @@ def _new_counter(device: torch.device) -> Tensor:
     # the caller's stream is another one
     torch.cuda.current_stream(device).synchronize()
     return counter
+
+
+def count_writing(*tensors: Tensor) -> None:
+    """Tell torch, which sees nothing of what a kernel writes, that tensors of the caller change: so
+    that a backward which saved them finds out."""
+    torch._C._increment_version(tensors)
 
 
 def unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor) -> Tensor:
@@ -375,10 +395,15 @@ def find_launch(
     Calls have equal keys only if one launch serves them: the same metadata of all tensors, the same
     of q, k and v starting on 16-byte boundaries, and the same other arguments. The key is None
     where out does not start on one, which is refused, or where an argument is of no kind that a
-    valid call has.
+    valid call has: a wrapper has the metadata of the tensor that it wraps.
     """
     sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low = extras
     try:
+        # the first question is the cheaper one
+        if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)):
+            return None, None
+        if in_transform():
+            return None, None
         address = q.data_ptr() | k.data_ptr() | v.data_ptr()
         if out is not None:
             start = out.data_ptr()
@@ -387,8 +412,8 @@ def find_launch(
                 return None, None
         key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
             sink if sink is None else metadata(sink),
             cu_seqlens_q if cu_seqlens_q is None else metadata(cu_seqlens_q),
             cu_seqlens_k if cu_seqlens_k is None else metadata(cu_seqlens_k),
@@ -409,4 +434,6 @@ def find_launch(
 
 
 def metadata(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    """Of an argument beside q. q tells that it is on CUDA, as all are whose launch is kept; where
+    something else has the number of a GPU, the kernel refuses it."""
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()

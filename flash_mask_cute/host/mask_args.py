@@ -68,16 +68,18 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
     return (
         None if score_mod is None else callable_key(score_mod),
         None if mask_mod is None else callable_key(mask_mod),
-        None
-        if aux_tensors is None
-        else (type(aux_tensors), *((x.dtype, x.dim(), x.device, x.layout) for x in aux_tensors)),
+        None if aux_tensors is None else (type(aux_tensors), *map(_aux_meta, aux_tensors)),
         lists_key,
         columns_key,
     )
 
 
+def _aux_meta(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.dtype, x.dim(), x.get_device(), x.layout, x.is_neg()
+
+
 def _meta(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+    return type(tensor), tensor.shape, tensor.dtype, tensor.get_device(), tensor.layout
 
 
 class ResolvedMasks(NamedTuple):

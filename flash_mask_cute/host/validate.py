@@ -27,6 +27,7 @@ from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.mask_extents import CallExtents, check_q_start
 from flash_mask_cute.host.problem import STRIDE_STEP
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.plain_tensors import check_plain
 
 _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
@@ -285,11 +286,16 @@ def check_bwd_inputs(
     return shapes
 
 
-def refuse_transforms() -> None:
+def refuse_transforms(but_functionalize: bool = False) -> None:
     """Raises NotImplementedError within a transform of torch.func, which would see nothing of what
-    a kernel does."""
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
+    a kernel does. but_functionalize: that one is fine with operators."""
+    if not torch._C._are_functorch_transforms_active():
+        return
+    if but_functionalize and not torch.compiler.is_compiling():
+        stack = torch._C._functorch.get_interpreter_stack() or []
+        if all(x.key() == torch._C._functorch.TransformType.Functionalize for x in stack):
+            return
+    raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
 
 
 def check_unsupported(num_splits: int, page_table: object) -> None:
@@ -433,6 +439,7 @@ def _brief(value: object) -> str:
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {_brief(value)}")
+    check_plain(name, value)
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
 

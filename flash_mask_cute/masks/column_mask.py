@@ -20,6 +20,7 @@ from torch import Tensor
 from flash_mask_cute.masks.documents import BOUNDS_TILE, Split
 from flash_mask_cute.masks.intervals import Intervals
 from flash_mask_cute.masks.key_bounds import bounds_by_torch, num_key_blocks
+from flash_mask_cute.plain_tensors import check_plain
 
 NUM_VECTORS = (1, 2, 4)
 ANY: Literal["any"] = "any"
@@ -214,7 +215,7 @@ class ColumnMask:
         captured into a CUDA graph captures a launch only if the bounds are not there yet.
 
         Raises:
-            TypeError, ValueError: unusable arguments.
+            TypeError, ValueError: unusable arguments, tensor subclasses among them.
             NotImplementedError: no kernel for this GPU.
         """
         if not isinstance(tile_n, int) or isinstance(tile_n, bool):
@@ -235,7 +236,7 @@ class ColumnMask:
         host makes: bounds of the packed mask for `BOUNDS_TILE` keys are among what they compute.
 
         Raises:
-            TypeError: batch is no int.
+            TypeError: batch is no int, or startend_row_indices of a tensor subclass.
             ValueError: batch is not positive, or the mask has another one, heads_mask is not 1, or
                 there are no keys.
             NotImplementedError: no kernel for this GPU.
@@ -271,6 +272,7 @@ class ColumnMask:
         if batch < 1:
             raise ValueError(f"batch={batch} is not positive")
         indices = self.startend_row_indices
+        check_plain("startend_row_indices", indices)
         of_mask, heads, seqlen, _ = indices.shape
         if heads != 1 or seqlen == 0 or of_mask not in (1, batch):
             raise ValueError(
@@ -278,6 +280,7 @@ class ColumnMask:
                 f"where it is (1 or {batch}, 1, seqlen, n)"
             )
         split = Split.empty_like(indices, batch)
+        check_plain("cu_seqlens", split.cu_seqlens)
         mask = ColumnMask(split.rows, self.causal)
         bounds = _Bounds(BOUNDS_TILE, weakref.ref(split.cu_seqlens), split.bounds)
         mask._bounds[BOUNDS_TILE, id(split.cu_seqlens)] = bounds
@@ -302,6 +305,7 @@ class ColumnMask:
     def _allocate(self, tile_n: int, cu_seqlens_k: Tensor | None) -> _Bounds:
         if tile_n <= 0:
             raise ValueError(f"tile_n={tile_n} is not positive")
+        check_plain("startend_row_indices", self.startend_row_indices)
         batch, heads, seqlen_k, num_vectors = self.startend_row_indices.shape
         reference = None
         if cu_seqlens_k is not None:
@@ -313,11 +317,14 @@ class ColumnMask:
         values = torch.empty(
             (batch, heads, 2 * num_vectors, num_blocks), dtype=torch.int32, device=self.device
         )
+        # a mode of torch may make others, which must not be kept
+        check_plain("bounds", values)
         return _Bounds(tile_n, reference, values)
 
     def _check_cu_seqlens(self, cu_seqlens_k: Tensor) -> None:
         if not isinstance(cu_seqlens_k, Tensor):
             raise TypeError(f"cu_seqlens_k is a {type(cu_seqlens_k).__name__}, not a tensor")
+        check_plain("cu_seqlens_k", cu_seqlens_k)
         if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.dim() != 1 or len(cu_seqlens_k) < 1:
             raise ValueError(
                 f"cu_seqlens_k has shape {tuple(cu_seqlens_k.shape)} and dtype "

@@ -15,7 +15,7 @@ from support import BF16, FP32, MASK_CASES, QUICK_CASES, Case, Inputs, make_inpu
 from test_validate import OnCuda
 from torch import Tensor
 
-from flash_mask_cute import interface
+from flash_mask_cute import interface, plain_tensors
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, retile_lists
 from flash_mask_cute.host.bwd_launch import (
     BwdEmptyLaunch,
@@ -359,6 +359,9 @@ def test_a_gpu_takes_what_the_cpu_does() -> None:
 
 class OnBlackwell(OnCuda):
     is_cuda = True  # type: ignore[assignment]
+
+
+plain_tensors.PLAIN_TYPES += (OnBlackwell,)
 
 
 def test_refused_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,13 @@ from torch.utils.checkpoint import (
 )
 
 import flash_mask_cute
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention, functional
+from flash_mask_cute import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flashmask_attention,
+    functional,
+    mod_names,
+)
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_fwd
 from flash_mask_cute.masks import column_mask
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -788,7 +794,7 @@ class Scaling:
 
 
 def test_names_of_callables() -> None:
-    name_of = functional._optional_name
+    name_of = mod_names.optional_name
     (first, change), (second, _) = make_mod(2.0), make_mod(2.0)
     name = name_of(first)
     assert name is not None and name_of(None) is None
@@ -798,11 +804,11 @@ def test_names_of_callables() -> None:
     assert name_of(first) != name
     change(2.0)
     assert name_of(first) == name
-    assert functional._optional_mod(name) is first
+    assert mod_names.optional_mod(name) is first
     scaling = Scaling(2.0)
     assert name_of(scaling.method) == name_of(scaling.method) != name_of(Scaling(2.0).method)
     with pytest.raises(RuntimeError, match="no callable is known as 'py3:0#0'"):
-        functional._optional_mod("py3:0#0")
+        mod_names.optional_mod("py3:0#0")
     with pytest.raises(TypeError, match="tensor"):
         held = torch.ones(2)
         name_of(lambda score, *_: score * held)

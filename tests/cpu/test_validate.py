@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from flash_mask_cute import plain_tensors
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.host.validate import FwdShapes, check_fwd_inputs, check_memory_layout
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -676,6 +677,10 @@ class OnCuda(torch.Tensor):
 
     def item(self) -> Any:
         raise AssertionError("a CUDA tensor must not be read")
+
+
+# it stands for a plain one
+plain_tensors.PLAIN_TYPES += (OnCuda,)
 
 
 def _on_cuda(arguments: dict[str, Any]) -> dict[str, Any]:

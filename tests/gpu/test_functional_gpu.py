@@ -11,6 +11,7 @@ import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from support import BF16, FP32, FP64, Case, Inputs, assert_close_to_oracle, make_inputs
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from flash_mask_cute import (
@@ -249,3 +250,64 @@ def test_operators_read_lists_that_were_rewritten_unseen() -> None:
     second = compiled()
     assert torch.equal(first[:, :96], second[:, :96])
     assert (first[:, 96:] != second[:, 96:]).any()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
+def test_autocast(compiled: bool) -> None:
+    """q, k and v are cast as for torch's function; the sink stays, and gradients have the dtype of
+    what they belong to."""
+    torch._dynamo.reset()
+    inputs = make_inputs(CASES[0], "cuda")
+    leaves = [x.float().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    sink = inputs.keywords["learnable_sink"].clone().requires_grad_()
+    cast = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    dout, _ = make_output_gradients(inputs)
+    attend: Any = torch.compile(flash_attn_func, fullgraph=True) if compiled else flash_attn_func
+    options: Any = {"causal": True, "learnable_sink": sink, "deterministic": True}
+    with torch.autocast("cuda", dtype=BF16):
+        out = attend(*leaves, **options)
+        rows = (x.transpose(1, 2) for x in leaves)
+        of_torch = torch.nn.functional.scaled_dot_product_attention(*rows, enable_gqa=True)
+    assert out.dtype == of_torch.dtype == BF16
+    expected = flash_attn_func(*cast, **options)
+    assert torch.equal(out, expected)
+    found = torch.autograd.grad(out, [*leaves, sink], dout)
+    for x, of_cast in zip(found, torch.autograd.grad(expected, [*cast, sink], dout), strict=True):
+        assert x.dtype == FP32 and torch.equal(x, of_cast.float())
+
+
+def test_wrappers_and_batches() -> None:
+    """Beside a warm call with the metadata of what they wrap."""
+    inputs = make_inputs(CASES[2], "cuda")
+    _, keywords = arguments_of(inputs)
+    (out, lse), wrapped = flash_attn_func(**keywords), TwoTensor(inputs.k, inputs.k.flip(1).clone())
+    parts = flash_attn_func(**keywords | {"k": wrapped})[0]
+    assert type(parts) is TwoTensor and torch.equal(parts.a, out)
+    assert torch.equal(parts.b, flash_attn_func(**keywords | {"k": wrapped.b})[0])
+    for result in (out, lse):
+        torch.autograd.grad(
+            result.float().clamp(min=-100.0).sum(), keywords["q"], retain_graph=True
+        )
+        batch = result.detach().expand(2, *result.shape)
+        with pytest.raises(NotImplementedError, match="is a batch that vmap made"):
+            torch.autograd.grad(
+                result, keywords["q"], batch, is_grads_batched=True, retain_graph=True
+            )
+
+
+def test_gradients_that_autograd_negates_lazily() -> None:
+    q, k, v = (torch.randn(1, 200, 2, 128, dtype=BF16, device="cuda") for _ in range(3))
+    q.requires_grad_()
+    results = flash_attn_func(q, k, v, return_lse=True, deterministic=True)
+    for result in results:
+        leaf = result.detach().float().requires_grad_()
+        weights = torch.randn(*result.shape, dtype=torch.complex64, device="cuda")
+
+        def loss(x: Tensor, weights: Tensor = weights) -> Tensor:
+            return (torch.complex(torch.zeros_like(x), x).conj() * weights).abs().sum()
+
+        (gradient,) = torch.autograd.grad(loss(leaf), leaf)
+        (found,) = torch.autograd.grad(loss(result.float()), q, retain_graph=True)
+        plain = gradient.resolve_neg().to(result.dtype)
+        (expected,) = torch.autograd.grad(result, q, plain, retain_graph=True)
+        assert torch.equal(found, expected)
