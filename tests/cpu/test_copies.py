@@ -174,7 +174,7 @@ def test_a_call_for_another_gpu_copies_once(
     (launch,) = interface._launches.values()
     devices = [0, 1]
     monkeypatch.setattr(launch, "_index", 1)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices.pop(0), raising=False)
+    monkeypatch.setattr(host_launch, "current_device", lambda: devices.pop(0))
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(host_launch, "tile_counter", lambda q, index: None)
     _flash_attn_fwd(q, k, v, softmax_scale=-1.0)
