@@ -21,6 +21,7 @@ from flash_mask_cute.block_sparsity import (
     ComputedLists,
     as_block_size,
 )
+from flash_mask_cute.host.aux_tensors import check_record, new_record
 from flash_mask_cute.host.compile_scan import HOST, ScanProblem, compile_scan
 from flash_mask_cute.host.problem import CUTLASS_NAMES
 from flash_mask_cute.host.target import Target
@@ -65,6 +66,7 @@ def compute_blocksparse_tensors(
             another device or of a dtype that mods do not read.
         NotImplementedError: there are no kernels for this GPU; or, on the CPU, the mod uses an
             instruction that only a GPU has.
+        IndexError: on the CPU, the mod reads outside an aux tensor.
     """
     lists = _scan(
         mask_mod,
@@ -167,8 +169,11 @@ def run_scan(
     if lists.mask_block_cnt.is_cuda:
         with torch.cuda.device(lists.mask_block_cnt.device):
             function(*arguments)
-    else:
-        function(*arguments)
+        return
+    record = new_record() if aux else None
+    function(*arguments, record)
+    if record is not None:
+        check_record(record, "mask_mod", mask_mod)
 
 
 # -- aux tensors --------------------------------------------------------------------------------

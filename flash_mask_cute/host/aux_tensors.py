@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-AUX_DTYPES = (torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16)
+AUX_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)
 MAX_AUX_RANK = 4
 
 
@@ -26,3 +40,35 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
         )
     if tensor.device != device:
         raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")
+
+
+def new_record() -> torch.Tensor:
+    """For the first index outside an aux tensor, as code for the CPU writes it down: int64, zeros.
+
+    1 if there is any, number of the aux tensor, dimension, index, extent, batch entry, head, query
+    and key (`core/aux_reads.py`).
+    """
+    return torch.zeros(9, dtype=torch.int64, device="cpu")
+
+
+def check_record(record: torch.Tensor, kind: str, mod: Callable[..., Any]) -> None:
+    """Called when code for the CPU has run.
+
+    kind: "mask_mod", "score_mod" or "score_mod_bwd".
+
+    Raises:
+        IndexError: the callable read outside an aux tensor.
+    """
+    if not record[0]:
+        return
+    from flash_mask_cute.core.mod_errors import describe
+
+    number, dimension, index, extent, batch_idx, head_idx, q_idx, kv_idx = record.tolist()[1:]
+    # -1: a branch or a loop of the callable has chosen the tensor
+    name = "one of its aux_tensors" if number < 0 else f"aux_tensors[{number}]"
+    negative = "; no index is negative in CuTe" if index < 0 else ""
+    raise IndexError(
+        f"{describe(kind, mod)} reads {name} at index {index} of dimension "
+        f"{dimension}, whose extent is {extent}{negative} (b_idx {batch_idx}, h_idx {head_idx}, "
+        f"q_idx {q_idx}, kv_idx {kv_idx})"
+    )

@@ -53,7 +53,8 @@ def compile_scan(
     """The compiled scan, from the cache or built now.
 
     `function` takes, by position: (mask_cnt, mask_idx, full_cnt, full_idx), (block_q, block_k,
-    seqlen_q, seqlen_k), the tuple of aux tensors or None.
+    seqlen_q, seqlen_k), the tuple of aux tensors or None; on the CPU then the record of
+    `host/aux_tensors.py`, or None without aux tensors.
 
     Raises:
         TypeError: `mask_mod` reaches a value that has no identity (see `callable_key`).
@@ -98,6 +99,8 @@ def _build(mask_mod: Callable[..., Any], problem: ScanProblem) -> Compiled:
     aux = tuple(tensor(name, rank) for name, rank in problem.aux) or None
     scan = BlockScan(mask_mod, problem.has_full, problem.samples)
     if problem.arch == HOST:
-        return Compiled(compile_for_host("mask_mod", scan.on_host, lists, grid, aux), {})
+        record = None if aux is None else tensor("int64", 1)
+        arguments = lists, grid, aux, record
+        return Compiled(compile_for_host(("mask_mod", mask_mod), scan.on_host, *arguments), {})
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return compile_object(scan, [lists, grid, aux, stream], _options(problem))
