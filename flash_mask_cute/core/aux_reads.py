@@ -1,12 +1,17 @@
 """What a user callable gets as `aux_tensors`, and how it reads them.
 
-In kernels an aux tensor is a `cute.Tensor` that takes any integer as an index. On the CPU every read
-is checked besides: an index outside the tensor is written down for the caller, and the element at 0
-is read in its place, so that no memory outside the tensor is. A use that cannot be checked, such as
-a read by pointer, is refused.
+In kernels an aux tensor is a `cute.Tensor` that takes any integer as an index. Code for the CPU
+never reads outside one. Either all indices are places (`b_idx[0]`, `h_idx[0]`, `q_idx[0]`,
+`kv_idx[0]`): then `notes_reads` tells which, and whoever runs the code compares their ends with the
+extents beforehand. Or every read is checked (`CheckedAux`): an index outside the tensor is written
+down for the caller, and the element at 0 is read in its place. A use that cannot be checked, such
+as a read by pointer, is refused.
 """
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import cutlass
@@ -20,10 +25,47 @@ from flash_mask_cute.core.mod_errors import ModMistake
 # Of the record that checked reads fill: 1 once an index was outside, number of the tensor,
 # dimension, index, extent, batch entry, head, query, key. Int64.
 RECORD_SIZE = 9
+# in place of a dimension, where a number counts the elements of all
+FLAT = -1
+# in place of a tensor's number, where a branch or a loop has chosen it
+CHOSEN = -1
 # What may be asked about a tensor beside its elements.
 METADATA = {"cute.get_layout", "cute.size"}
 # What hands a tensor on to another that is checked, too.
 _CARRIED = {"scf.condition", "scf.for", "scf.while", "scf.yield"}
+
+
+class PlainRead(NamedTuple):
+    """That a dimension of an aux tensor is indexed by a place: 0 the batch entry, 1 the head, 2 the
+    query, 3 the key."""
+
+    number: int
+    dimension: int
+    place: int
+
+
+class NotPlainError(Exception):
+    """Raised while a callable runs whose reads are noted: not all of them are plain."""
+
+
+# reads are noted here, if not None
+_noted: set[PlainRead] | None = None
+
+
+@contextmanager
+def notes_reads() -> Iterator[set[PlainRead]]:
+    """Around the compilation of code for the CPU: the reads of callables that are called meanwhile.
+    Not by two threads at once.
+
+    Raises:
+        NotPlainError: in the body, see there.
+    """
+    global _noted
+    _noted = set()
+    try:
+        yield _noted
+    finally:
+        _noted = None
 
 
 class CheckedAux(NamedTuple):
@@ -34,10 +76,11 @@ class CheckedAux(NamedTuple):
     record: cute.Tensor
 
     @staticmethod
-    def of(aux_tensors: Any, record: Any) -> "CheckedAux | None":
-        """Called at the head of a function for the CPU; aux_tensors may be None."""
-        if aux_tensors is None:
-            return None
+    def of(aux_tensors: Any, record: cute.Tensor | None) -> Any:
+        """Called at the head of a function for the CPU. Without a record, the tensors as they are;
+        they may be None, too."""
+        if aux_tensors is None or record is None:
+            return aux_tensors
         return CheckedAux(tuple(_readable(x, record) for x in aux_tensors), record)
 
 
@@ -71,17 +114,21 @@ class AuxTensors(tuple):
     """The tensors, as a callable sees them."""
 
     @staticmethod
-    def of(aux_tensors: Any, place: Sequence[cutlass.Integer]) -> "AuxTensors | None":
+    def of(aux_tensors: Any, place: Sequence[cute.TensorSSA]) -> "AuxTensors | None":
         """For one call of a callable, which is for `place`: batch entry, head, query, key."""
         if aux_tensors is None:
             return None
-        check = _Check(aux_tensors.record, place) if isinstance(aux_tensors, CheckedAux) else None
+        check: _Check | None = None
+        if isinstance(aux_tensors, CheckedAux):
+            check = _Recorder(place, aux_tensors.record)
+        elif _noted is not None:
+            check = _Noter(place, _noted)
         tensors = enumerate(tensors_of(aux_tensors))
         return AuxTensors(_AuxTensor.of(x, i, check) for i, x in tensors)
 
     def __getitem__(self, i: Any) -> Any:
         if not isinstance(i, int | slice):
-            text = f"picks from aux_tensors by {i}, which is known in the kernel only: write numbers"
+            text = f"picks from aux_tensors by {i}, known in the kernel only: write a number"
             raise ModMistake(TypeError, text)
         try:
             return super().__getitem__(i)
@@ -104,10 +151,9 @@ class AuxTensors(tuple):
 
 
 class _Check:
-    """Checks the indices of one call of a callable."""
+    """Looks at the indices of one call of a callable, for the CPU."""
 
-    def __init__(self, record: cute.Tensor, place: Sequence[cutlass.Integer]) -> None:
-        self.record = record
+    def __init__(self, place: Sequence[cute.TensorSSA]) -> None:
         self.place = place
         self.views: list[_AuxTensor] = []
         self.allowed: set[ir.Operation] = set()
@@ -122,31 +168,68 @@ class _Check:
         return view
 
     def inside(self, number: int, dimension: int, index: Any, extent: Any) -> Any:
-        """The index, or 0, after it was written down, where it is outside."""
-        if not isinstance(index, cutlass.Integer):
-            index = Int32(index)
-        if not index.signed:
-            index = Int64(index)
-        is_inside = (index >= 0) & (index < extent)
-        facts = (1, number, dimension, index, extent, *self.place)
-        _write_down(self.record, is_inside, tuple(Int64(x) for x in facts))
-        return cutlass.select_(is_inside, index, type(index)(0))
+        """The index with which to read."""
+        raise NotImplementedError
+
+    def refuse(self, view: "_AuxTensor", user: ir.Operation) -> None:
+        """Of a use that is no read by indices."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         for view in self.views:
             for user in _users(view):
                 if user not in self.allowed and not _is_harmless(user):
-                    how = "a pointer" if user.name == "cute.get_iter" else user.name
-                    raise ModMistake(
-                        NotImplementedError,
-                        f"uses {view.name} by {how}, which cannot be checked on the CPU: read "
-                        f"elements by their indices, {view.name}[kv_idx[0]], or use CUDA tensors",
-                    )
+                    self.refuse(view, user)
+
+
+class _Noter(_Check):
+    """See `notes_reads`."""
+
+    def __init__(self, place: Sequence[cute.TensorSSA], reads: set[PlainRead]) -> None:
+        super().__init__(place)
+        self.reads = reads
+
+    def inside(self, number: int, dimension: int, index: Any, extent: Any) -> Any:
+        places = [i for i, vector in enumerate(self.place) if _is_of(index, vector)]
+        if not places or number == CHOSEN or dimension == FLAT:
+            raise NotPlainError
+        self.reads.add(PlainRead(number, dimension, places[0]))
+        return index
+
+    def refuse(self, view: "_AuxTensor", user: ir.Operation) -> None:
+        raise NotPlainError
+
+
+class _Recorder(_Check):
+    """See `CheckedAux`."""
+
+    def __init__(self, place: Sequence[cute.TensorSSA], record: cute.Tensor) -> None:
+        super().__init__(place)
+        self.record = record
+
+    def inside(self, number: int, dimension: int, index: Any, extent: Any) -> Any:
+        if not isinstance(index, cutlass.Integer):
+            index = Int32(index)
+        if not index.signed:
+            index = Int64(index)
+        is_inside = (index >= 0) & (index < extent)
+        facts = (1, number, dimension, index, extent, *(x[0] for x in self.place))
+        _write_down(self.record, is_inside, tuple(Int64(x) for x in facts))
+        return cutlass.select_(is_inside, index, type(index)(0))
+
+    def refuse(self, view: "_AuxTensor", user: ir.Operation) -> None:
+        how = "a pointer" if user.name == "cute.get_iter" else user.name
+        raise ModMistake(
+            NotImplementedError,
+            f"uses {view.name} by {how}, which cannot be checked on the CPU: read elements by "
+            f"their indices, {view.name}[kv_idx[0]], or use CUDA tensors",
+        )
 
 
 @cute.jit
 def _write_down(record: cute.Tensor, is_inside: Boolean, facts: tuple[Int64, ...]):
-    if not is_inside:
+    # nested, so that the record is not read while all indices are inside
+    if not is_inside:  # noqa: SIM102
         if record[0] == 0:
             for i in range_constexpr(RECORD_SIZE):
                 record[i] = facts[i]
@@ -181,15 +264,18 @@ class _AuxTensor(_Tensor):
     def __new_from_mlir_values__(self, values: list[Any]) -> "_AuxTensor":
         """The same kind of tensor that a branch or a loop has chosen."""
         tensor = super().__new_from_mlir_values__(values)
-        return _AuxTensor._view(self.check, tensor, "aux_tensors[i]", -1, self.dimensions)
+        return _AuxTensor._view(self.check, tensor, "aux_tensors[i]", CHOSEN, self.dimensions)
 
     def __getitem__(self, coordinates: Any) -> Any:
         given = coordinates if isinstance(coordinates, tuple) else (coordinates,)
         if any(isinstance(x, cute.TensorSSA) for x in given):
             text = f"indexes {self.name} by a vector: write numbers, {self.name}[kv_idx[0]]"
             raise ModMistake(ValueError, text)
-        if len(given) != len(self.dimensions):
-            rank, example = len(self.dimensions), ("q_idx[0], " * 3 + "kv_idx[0]").split(", ")
+        rank = len(self.dimensions)
+        # one number may count the elements of all dimensions, in CuTe's order, the first one first
+        is_flat = not isinstance(coordinates, tuple) and coordinates is not None and rank > 1
+        if len(given) != rank and not is_flat:
+            example = ("q_idx[0], " * 3 + "kv_idx[0]").split(", ")
             raise ModMistake(
                 ValueError,
                 f"indexes {self.name} by {len(given)}: it takes as many numbers as the tensor has "
@@ -197,25 +283,42 @@ class _AuxTensor(_Tensor):
             )
         indices = tuple(_wide(x) for x in given)
         if self.check is None:
-            found = super().__getitem__(indices)
+            found = self._read(indices, coordinates)
         else:
-            found = self._checked(self.check, indices)
-        left = tuple(d for d, x in zip(self.dimensions, indices, strict=True) if x is None)
+            before = set(_users(self))
+            found = self._read(self._inside(self.check, indices, is_flat), coordinates)
+            self.check.allowed.update(set(_users(self)) - before)
+        left = tuple(d for d, x in zip(self.dimensions, indices, strict=False) if x is None)
         if not left:
             return found
         # the compiler takes a slice of Booleans for one of bytes
         found = _Tensor(found, self.element_type)
         return _AuxTensor._view(self.check, found, self.name, self.number, left)
 
-    def _checked(self, check: _Check, indices: tuple[Any, ...]) -> Any:
-        inside = tuple(
+    def _read(self, indices: tuple[Any, ...], given: Any) -> Any:
+        return super().__getitem__(indices if isinstance(given, tuple) else indices[0])
+
+    def _inside(self, check: _Check, indices: tuple[Any, ...], is_flat: bool) -> tuple[Any, ...]:
+        modes = list(zip(self.dimensions, self.extents, strict=True))
+        if is_flat:
+            size = functools.reduce(operator.mul, (Int64(extent) for extent in self.extents))
+            modes = [(FLAT, size)]
+        return tuple(
             x if x is None else check.inside(self.number, dimension, x, extent)
-            for x, dimension, extent in zip(indices, self.dimensions, self.extents, strict=True)
+            for x, (dimension, extent) in zip(indices, modes, strict=True)
         )
-        before = set(_users(self))
-        found = super().__getitem__(inside)
-        check.allowed.update(set(_users(self)) - before)
-        return found
+
+
+def _is_of(number: Any, vector: cute.TensorSSA) -> bool:
+    """Whether a number is what a vector holds, taken out of it."""
+    if not isinstance(number, cutlass.Numeric):
+        return False
+    value = number.ir_value()
+    maker = value.owner.operation if isinstance(value.owner, ir.OpView | ir.Operation) else None
+    if maker is None or maker.name != "vector.extract":
+        return False
+    # `==` of the DSL's values would trace a comparison
+    return ir.Value.__hash__(maker.operands[0]) == ir.Value.__hash__(vector.ir_value())
 
 
 def _wide(index: Any) -> Any:

@@ -594,7 +594,9 @@ def _reverse_order(value: ir.Value, active: set[int]) -> list[ir.Operation]:
 def _view(aux_tensors: Any, i: int) -> cute.Tensor:
     tensors = tensors_of(aux_tensors)
     if not 0 <= i < len(tensors):
-        raise ValueError(f"the gradient of aux_tensors[{i}] is wanted, but there are {len(tensors)}")
+        raise ValueError(
+            f"the gradient of aux_tensors[{i}] is wanted, but there are {len(tensors)}"
+        )
     tensor = tensors[i]
     if not tensor.element_type.is_float:
         raise ValueError(

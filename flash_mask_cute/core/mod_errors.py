@@ -1,4 +1,4 @@
-"""Mistakes in user callables: which callable makes them, in which line, and what to write instead."""
+"""Mistakes in user callables: which callable, in which line, and what to write instead."""
 
 import os
 import traceback
@@ -33,8 +33,8 @@ _REWRITTEN = {
     "while_executor": "loops while a vector is true: loop on a number, q_idx[0]",
 }
 _SCALAR_CONDITION = (
-    "has a number for the condition of cute.where: write cutlass.select_(condition, x, y) to choose "
-    "between numbers, or scalar_to_ssa(condition, cutlass.Boolean) of flash_mask_cute.utils"
+    "has a number for the condition of cute.where: write cutlass.select_(condition, x, y) to "
+    "choose between numbers, or scalar_to_ssa(condition, cutlass.Boolean) of flash_mask_cute.utils"
 )
 NO_CODE = (
     "does something with a vector that the compiler has no code for; if it shifts one by << or >>: "
@@ -93,7 +93,7 @@ def _first_line(mod: Callable[..., Any]) -> str | None:
     mod = getattr(mod, "func", mod)
     mod = getattr(mod, "__wrapped__", mod)
     if not hasattr(mod, "__code__"):
-        mod = getattr(type(mod), "__call__", mod)
+        mod = type(mod).__call__
         mod = getattr(mod, "__wrapped__", mod)
     code = getattr(mod, "__code__", None)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -92,7 +92,7 @@ def _ask(
 ) -> Any:
     """Call a callable of the user: the one place that does."""
     with tracing(kind, mod, aux_tensors is not None):
-        given = AuxTensors.of(aux_tensors, [x[0] for x in indices])
+        given = AuxTensors.of(aux_tensors, indices)
         result = mod(*values, *indices, given)
         if given is not None:
             given.finish()

@@ -66,9 +66,9 @@ def check_record(record: torch.Tensor, kind: str, mod: Callable[..., Any]) -> No
     number, dimension, index, extent, batch_idx, head_idx, q_idx, kv_idx = record.tolist()[1:]
     # -1: a branch or a loop of the callable has chosen the tensor
     name = "one of its aux_tensors" if number < 0 else f"aux_tensors[{number}]"
+    where = "all dimensions" if dimension < 0 else f"dimension {dimension}"
     negative = "; no index is negative in CuTe" if index < 0 else ""
     raise IndexError(
-        f"{describe(kind, mod)} reads {name} at index {index} of dimension "
-        f"{dimension}, whose extent is {extent}{negative} (b_idx {batch_idx}, h_idx {head_idx}, "
-        f"q_idx {q_idx}, kv_idx {kv_idx})"
+        f"{describe(kind, mod)} reads {name} at index {index} of {where}, whose extent is "
+        f"{extent}{negative} (b_idx {batch_idx}, h_idx {head_idx}, q_idx {q_idx}, kv_idx {kv_idx})"
     )

@@ -33,7 +33,7 @@ _GPU_ONLY = {
     "math.erf",
     "math.erfc",
 }
-_compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+_compiled: dict[tuple[Any, ...], "HostFunction"] = {}
 
 
 def eval_mask_mod(
@@ -166,17 +166,35 @@ def _run(
     layout = None if aux is None else tuple((dtype_name(x.dtype), x.dim()) for x in aux)
     wants_aux = tuple(sums or ())
     key = kind, callable_key(mod), layout, wants_aux
-    function = _compiled.get(key)
-    if function is None:
-        with compile_lock():
-            function = _compiled.get(key)
-            if function is None:
-                function = _compiled[key] = _compile(kind, mod, layout, wants_aux)
+    compiled = _find(key, mod, checked=False)
     targets = tuple((sums or {}).values()) or None
-    record = None if aux is None else new_record()
-    function(values, batch_idx, head_idx, q_idx, k_idx, aux, record, targets)
-    if record is not None:
-        check_record(record, _KINDS[kind].callable, mod)
+    given = values, batch_idx, head_idx, q_idx, k_idx, aux
+    if compiled.reads is not None:
+        ends = batch_idx + 1, head_idx + 1, _end_of(q_idx), _end_of(k_idx)
+        if all_inside(compiled.reads, aux or (), ends):
+            compiled.function(*given, None, targets)
+            return
+        compiled = _find(key, mod, checked=True)
+    record = new_record()
+    compiled.function(*given, record, targets)
+    check_record(record, _KINDS[kind].callable, mod)
+
+
+def _end_of(positions: Tensor) -> int:
+    """All of the positions are before it."""
+    return int(positions.max()) + 1 if positions.numel() else 0
+
+
+def _find(key: tuple[Any, ...], mod: Callable[..., Any], checked: bool) -> "HostFunction":
+    kind, _, layout, wants_aux = key
+    whole = (*key, checked)
+    found = _compiled.get(whole)
+    if found is None:
+        with compile_lock():
+            found = _compiled.get(whole)
+            if found is None:
+                found = _compiled[whole] = _compile(kind, mod, layout, wants_aux, checked)
+    return found
 
 
 def _compile(
@@ -184,7 +202,8 @@ def _compile(
     mod: Callable[..., Any],
     layout: tuple[tuple[str, int], ...] | None,
     wants_aux: tuple[int, ...],
-) -> Callable[..., None]:
+    checked: bool,
+) -> "HostFunction":
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
@@ -198,14 +217,12 @@ def _compile(
             assumed_align=max(dtype.width // 8, 1),
         )
 
-    aux = record = targets = None
+    aux = targets = None
     if layout is not None:
-        record = tensor(cutlass.Int64, 1)
         aux = tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), rank) for name, rank in layout)
         targets = tuple(tensor(cutlass.Float64, layout[i][1]) for i in wants_aux) or None
-    return compile_for_host(
-        (_KINDS[kind].callable, mod),
-        _loop(),
+    asked = _KINDS[kind].callable, mod
+    arguments = (
         functools.partial(_KINDS[kind].ask, wants_aux) if wants_aux else _KINDS[kind].ask,
         mod,
         tuple(tensor(getattr(cutlass, name), 2) for name in _KINDS[kind].values),
@@ -214,13 +231,60 @@ def _compile(
         tensor(cutlass.Int32, 1),
         tensor(cutlass.Int32, 1),
         aux,
-        record,
-        targets,
     )
+    record = tensor(cutlass.Int64, 1)
+    return compile_reading(asked, _loop(), arguments, record, (targets,), checked)
+
+
+class HostFunction(NamedTuple):
+    """Code for the CPU that calls a callable.
+
+    reads: (number of an aux tensor, dimension, place) of all its reads, if `all_inside` of these is
+    enough to know that they are inside; the function then takes no record, but None. None: it takes
+    a record.
+    """
+
+    function: Callable[..., Any]
+    reads: list[tuple[int, int, int]] | None
+
+
+def compile_reading(
+    asked: tuple[str, Callable[..., Any]],
+    function: Any,
+    arguments: tuple[Any, ...],
+    record: Any,
+    others: tuple[Any, ...] = (),
+    checked: bool = False,
+) -> HostFunction:
+    """`compile_for_host` of function(*arguments, record, *others), which reads aux tensors.
+
+    checked: that it checks all reads, and needs no `all_inside`.
+    """
+    from flash_mask_cute.core.aux_reads import NotPlainError, notes_reads
+
+    if not checked:
+        with notes_reads() as reads:
+            try:
+                made = compile_for_host(asked, function, *arguments, None, *others)
+                return HostFunction(made, sorted((x.number, x.dimension, x.place) for x in reads))
+            except NotPlainError:
+                pass
+    return HostFunction(compile_for_host(asked, function, *arguments, record, *others), None)
+
+
+def all_inside(
+    reads: Sequence[Sequence[int]], aux_tensors: Sequence[Tensor], ends: tuple[int, int, int, int]
+) -> bool:
+    """Whether reads by places are inside aux tensors, if no place reaches its end: the number of
+    batch entries, heads, queries or keys."""
+    return all(ends[place] <= aux_tensors[i].shape[dim] for i, dim, place in reads)
 
 
 def compile_for_host(
-    asked: tuple[str, Callable[..., Any]], function: Any, *arguments: Any, options: str = HOST_OPTIONS
+    asked: tuple[str, Callable[..., Any]],
+    function: Any,
+    *arguments: Any,
+    options: str = HOST_OPTIONS,
 ) -> Any:
     """Compile a jit function that calls a callable of the user for the CPU. Hold `compile_lock`.
 

@@ -117,16 +117,14 @@ class BlockScan:
     def on_host(self, lists: BlockLists, grid: BlockGrid, aux_tensors, record):
         """The same on CPU tensors, without a kernel.
 
-        :param record: of the first index outside an aux tensor, see `core.aux_reads`; None without
+        :param record: of the first index outside an aux tensor, see `core.aux_reads`, or None
         """
-        checked = CheckedAux.of(aux_tensors, record)
         batch, heads, q_blocks = lists.mask_cnt.shape
+        checked = CheckedAux.of(aux_tensors, record)
         for batch_idx in range(batch):
             for head_idx in range(heads):
                 for m_block in range(q_blocks):
-                    self._list_on_host(
-                        lists, grid, Place(batch_idx, head_idx, m_block), checked
-                    )
+                    self._list_on_host(lists, grid, Place(batch_idx, head_idx, m_block), checked)
 
     @cute.jit
     def _list_on_host(self, lists: BlockLists, grid: BlockGrid, place: Place, aux_tensors):

@@ -325,7 +325,9 @@ def test_functions_that_only_a_gpu_has(name: str) -> None:
     slopes, out = torch.empty_like(x), out.detach().float()
     rule = derivative._PARTIALS[f"math.{name}"][0]
     with compile_lock():
-        run = compile_for_host(("score_mod", rule), _apply_rule, rule, *map(_stand_in, (x, out, slopes)))
+        run = compile_for_host(
+            ("score_mod", rule), _apply_rule, rule, *map(_stand_in, (x, out, slopes))
+        )
     run(x, out, slopes)
     torch.testing.assert_close(slopes.double(), expected, rtol=1e-5, atol=1e-6)
     assert f"math.{name}" in trace(lambda s, *_: getattr(m, name)(s))
