@@ -340,9 +340,9 @@ def test_functions_without_code_for_a_cpu(name: str) -> None:
 def test_the_others_have_it() -> None:
     """All at once: each adds its value to the score."""
     names = [
-        "abs", "acos", "asin", "atan", "ceil", "cos", "cosh", "exp", "exp2", "expm1", "floor", "log",
-        "log10", "log1p", "log2", "rcp", "round", "roundeven", "rsqrt", "sin", "sinh", "sqrt", "tan",
-        "tanh", "trunc",
+        "abs", "acos", "asin", "atan", "ceil", "cos", "cosh", "exp", "exp2", "expm1", "floor",
+        "log", "log10", "log1p", "log2", "rcp", "round", "roundeven", "rsqrt", "sin", "sinh",
+        "sqrt", "tan", "tanh", "trunc",
     ]  # fmt: skip
 
     def applied(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
