@@ -10,10 +10,10 @@ import torch
 AUX_DTYPES = (
     torch.bool,
     torch.uint8,
+    torch.uint32,
     torch.int8,
     torch.int16,
     torch.int32,
-    torch.uint32,
     torch.int64,
     torch.float32,
     torch.bfloat16,
