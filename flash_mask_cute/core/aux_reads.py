@@ -150,6 +150,14 @@ class AuxTensors(tuple):
                 check.finish()
 
 
+class _Mode(NamedTuple):
+    """A dimension of a read: which one, the index, None where a slice keeps it, and the extent."""
+
+    dimension: int
+    index: Any
+    extent: Any
+
+
 class _Check:
     """Looks at the indices of one call of a callable, for the CPU."""
 
@@ -167,8 +175,8 @@ class _Check:
         self.views.append(view)
         return view
 
-    def inside(self, number: int, dimension: int, index: Any, extent: Any) -> Any:
-        """The index with which to read."""
+    def inside(self, number: int, modes: list[_Mode]) -> list[Any]:
+        """The indices with which to read a tensor."""
         raise NotImplementedError
 
     def refuse(self, view: "_AuxTensor", user: ir.Operation) -> None:
@@ -189,12 +197,13 @@ class _Noter(_Check):
         super().__init__(place)
         self.reads = reads
 
-    def inside(self, number: int, dimension: int, index: Any, extent: Any) -> Any:
-        places = [i for i, vector in enumerate(self.place) if _is_of(index, vector)]
-        if not places or number == CHOSEN or dimension == FLAT:
-            raise NotPlainError
-        self.reads.add(PlainRead(number, dimension, places[0]))
-        return index
+    def inside(self, number: int, modes: list[_Mode]) -> list[Any]:
+        for mode in modes:
+            places = [i for i, vector in enumerate(self.place) if _is_of(mode.index, vector)]
+            if not places or number == CHOSEN or mode.dimension == FLAT:
+                raise NotPlainError
+            self.reads.add(PlainRead(number, mode.dimension, places[0]))
+        return [mode.index for mode in modes]
 
     def refuse(self, view: "_AuxTensor", user: ir.Operation) -> None:
         raise NotPlainError
@@ -207,15 +216,18 @@ class _Recorder(_Check):
         super().__init__(place)
         self.record = record
 
-    def inside(self, number: int, dimension: int, index: Any, extent: Any) -> Any:
-        if not isinstance(index, cutlass.Integer):
-            index = Int32(index)
-        if not index.signed:
-            index = Int64(index)
-        is_inside = (index >= 0) & (index < extent)
-        facts = (1, number, dimension, index, extent, *(x[0] for x in self.place))
-        _write_down(self.record, is_inside, tuple(Int64(x) for x in facts))
-        return cutlass.select_(is_inside, index, type(index)(0))
+    def inside(self, number: int, modes: list[_Mode]) -> list[Any]:
+        """Their own, or 0 for all of them after the first one outside was written down."""
+        indices = [_signed(mode.index) for mode in modes]
+        inside = [(x >= 0) & (x < mode.extent) for x, mode in zip(indices, modes, strict=True)]
+        all_inside = functools.reduce(operator.and_, inside)
+        place = tuple(Int64(x[0]) for x in self.place)
+        facts = [
+            tuple(Int64(y) for y in (1, number, mode.dimension, x, mode.extent)) + place
+            for x, mode in zip(indices, modes, strict=True)
+        ]
+        _write_down(self.record, all_inside, tuple(inside), tuple(facts))
+        return [cutlass.select_(all_inside, x, type(x)(0)) for x in indices]
 
     def refuse(self, view: "_AuxTensor", user: ir.Operation) -> None:
         how = "a pointer" if user.name == "cute.get_iter" else user.name
@@ -227,12 +239,18 @@ class _Recorder(_Check):
 
 
 @cute.jit
-def _write_down(record: cute.Tensor, is_inside: Boolean, facts: tuple[Int64, ...]):
-    # nested, so that the record is not read while all indices are inside
-    if not is_inside:  # noqa: SIM102
-        if record[0] == 0:
-            for i in range_constexpr(RECORD_SIZE):
-                record[i] = facts[i]
+def _write_down(
+    record: cute.Tensor,
+    all_inside: Boolean,
+    inside: tuple[Boolean, ...],
+    facts: tuple[tuple[Int64, ...], ...],
+):
+    """Of the dimensions of one read, the facts of the first index that is outside."""
+    if not all_inside:
+        for dim in range_constexpr(len(inside)):
+            if not inside[dim] and record[0] == 0:
+                for i in range_constexpr(RECORD_SIZE):
+                    record[i] = facts[dim][i]
 
 
 class _AuxTensor(_Tensor):
@@ -299,14 +317,14 @@ class _AuxTensor(_Tensor):
         return super().__getitem__(indices if isinstance(given, tuple) else indices[0])
 
     def _inside(self, check: _Check, indices: tuple[Any, ...], is_flat: bool) -> tuple[Any, ...]:
-        modes = list(zip(self.dimensions, self.extents, strict=True))
         if is_flat:
             size = functools.reduce(operator.mul, (Int64(extent) for extent in self.extents))
-            modes = [(FLAT, size)]
-        return tuple(
-            x if x is None else check.inside(self.number, dimension, x, extent)
-            for x, (dimension, extent) in zip(indices, modes, strict=True)
-        )
+            modes = [_Mode(FLAT, indices[0], size)]
+        else:
+            modes = list(map(_Mode, self.dimensions, indices, self.extents))
+        asked = [mode for mode in modes if mode.index is not None]
+        found = iter(check.inside(self.number, asked) if asked else ())
+        return tuple(x if x is None else next(found) for x in indices)
 
 
 def _is_of(number: Any, vector: cute.TensorSSA) -> bool:
@@ -319,6 +337,11 @@ def _is_of(number: Any, vector: cute.TensorSSA) -> bool:
         return False
     # `==` of the DSL's values would trace a comparison
     return ir.Value.__hash__(maker.operands[0]) == ir.Value.__hash__(vector.ir_value())
+
+
+def _signed(index: Any) -> cutlass.Integer:
+    number = index if isinstance(index, cutlass.Integer) else Int32(index)
+    return number if number.signed else Int64(number)
 
 
 def _wide(index: Any) -> Any:
