@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from flash_mask_cute.block_sparsity import (
     ComputedLists,
     as_block_size,
 )
+from flash_mask_cute.host.aux_tensors import check_record, new_record
+from flash_mask_cute.host.cache import Compiled
 from flash_mask_cute.host.compile_scan import HOST, ScanProblem, compile_scan
+from flash_mask_cute.host.host_mods import all_inside
 from flash_mask_cute.host.problem import CUTLASS_NAMES
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import check_mod
@@ -66,6 +70,7 @@ def compute_blocksparse_tensors(
             another device or of a dtype that mods do not read.
         NotImplementedError: there are no kernels for this GPU; or, on the CPU, the mod uses an
             instruction that only a GPU has.
+        IndexError: on the CPU, the mod reads outside an aux tensor.
     """
     lists = _scan(
         mask_mod,
@@ -170,13 +175,34 @@ def run_scan(
 ) -> None:
     """Fill `lists`, which have a block size and at least one block."""
     assert lists.block_size is not None
-    function = compile_scan(mask_mod, problem).function
+    compiled = compile_scan(mask_mod, problem)
     arguments = lists[:4], (*lists.block_size, *seqlens), aux or None
-    if lists.mask_block_cnt.is_cuda:
+    if problem.arch == HOST:
+        _run_on_host(mask_mod, problem, compiled, arguments, lists.mask_block_cnt.shape[:2])
+    elif lists.mask_block_cnt.is_cuda:
         with torch.cuda.device(lists.mask_block_cnt.device):
-            function(*arguments)
+            compiled.function(*arguments)
     else:
-        function(*arguments)
+        compiled.function(*arguments)
+
+
+def _run_on_host(
+    mask_mod: Callable[..., Any],
+    problem: ScanProblem,
+    compiled: Compiled,
+    arguments: tuple[Any, ...],
+    batch_heads: Sequence[int],
+) -> None:
+    _, (_, _, seqlen_q, seqlen_k), aux = arguments
+    reads = compiled.meta["reads"]
+    if reads is not None:
+        if all_inside(reads, aux or (), (*batch_heads, seqlen_q, seqlen_k)):
+            compiled.function(*arguments, None)
+            return
+        compiled = compile_scan(mask_mod, replace(problem, checked=True))
+    record = new_record()
+    compiled.function(*arguments, record)
+    check_record(record, "mask_mod", mask_mod)
 
 
 # -- aux tensors --------------------------------------------------------------------------------

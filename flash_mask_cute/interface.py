@@ -148,8 +148,9 @@ def _flash_attn_fwd(
     mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean: CuTe callables on one-element
     `cute.TensorSSA`, positions inside the sequence and query heads, compiled into the kernel. What
     they reach (closures, globals) is looked up in every call, and what changed compiles anew.
-    aux_tensors: tensors of 1 to 4 dimensions, any strides, int32, int64, float32, bfloat16 or
-    float16, that both may index.
+    aux_tensors: tensors of 1 to 4 dimensions, any strides, bool, uint8, uint32, int8, int16, int32,
+    int64, float32, bfloat16 or float16, that both may index; on the CPU an index outside one is an
+    IndexError.
     block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
     returned, or a torch `BlockMask` together with its mask as mask_mod. A block in no list is
     hidden, a full one visible without asking mask_mod; in the others mask_mod decides, and without

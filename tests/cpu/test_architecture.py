@@ -76,7 +76,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *INDEX_RULES,
     ),
     "host.compile_scan": ("host", "kernels"),
-    "host.host_mods": ("host", "core.mods", "core.derivative"),
+    "host.host_mods": (
+        "host",
+        "core.aux_reads",
+        "core.derivative",
+        "core.mod_errors",
+        "core.mods",
+    ),
+    "host.aux_tensors": ("host", "core.mod_errors"),
     "host.score_traits": ("host", "core.mods"),
     "host.compile_bounds": ("host", "kernels"),
     "host.compile_documents": ("host", "kernels", "masks.documents"),
@@ -150,6 +157,7 @@ LAZY = (
     "host.cache",
     "host.callable_key",
     "host.host_mods",
+    "host.aux_tensors",
     "host.score_traits",
     BAND,
 )
