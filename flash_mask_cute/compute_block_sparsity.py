@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from flash_mask_cute.block_sparsity import (
     as_block_size,
 )
 from flash_mask_cute.host.compile_scan import HOST, ScanProblem, compile_scan
+from flash_mask_cute.host.keywords import public_call, refuse_keywords
 from flash_mask_cute.host.problem import CUTLASS_NAMES
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import check_mod
@@ -82,6 +83,7 @@ def compute_blocksparse_tensors(
 compute_block_sparsity = compute_blocksparse_tensors
 
 
+@public_call
 def create_block_mask(
     mask_mod: Callable[..., Any],
     B: int | None,
@@ -91,6 +93,7 @@ def create_block_mask(
     device: str | torch.device = "cuda",
     BLOCK_SIZE: int | tuple[int, int] = 128,
     aux_tensors: Sequence[Any] | None = None,
+    **unknown: NoReturn,
 ) -> BlockSparseTensorsTorch:
     """Like torch's function of this name, for a CuTe mask_mod.
 
@@ -98,6 +101,8 @@ def create_block_mask(
     index 0). BLOCK_SIZE: (queries, keys), or one number for both; any size works with any kernel.
     Errors: see `compute_blocksparse_tensors`.
     """
+    if unknown:
+        refuse_keywords("create_block_mask", unknown)
     return _scan(
         mask_mod,
         (1 if B is None else B, 1 if H is None else H),

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.keywords import public_call, refuse_keywords
 from flash_mask_cute.host.packed_launch import holds_documents
 from flash_mask_cute.host.validate import (
     check_bool,
@@ -31,7 +32,13 @@ from flash_mask_cute.host.validate import (
     refuse_transforms,
     settle_order,
 )
-from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
+from flash_mask_cute.interface import (
+    BwdConfig,
+    FwdConfig,
+    _flash_attn_bwd,
+    _flash_attn_fwd,
+    window_sides,
+)
 from flash_mask_cute.masks.column_mask import ColumnMask, Documents
 from flash_mask_cute.masks.documents import Split
 from flash_mask_cute.masks.key_bounds import num_key_blocks
@@ -42,6 +49,7 @@ WindowSize: TypeAlias = tuple[int | None, int | None]
 Mod: TypeAlias = Callable[..., Any]
 
 
+@public_call
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -63,6 +71,7 @@ def flash_attn_func(
     startend_row_indices: Tensor | ColumnMask | None = None,
     return_lse: bool = False,
     config: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v, learnable_sink, and by
     floating-point aux_tensors that score_mod reads.
@@ -92,8 +101,10 @@ def flash_attn_func(
             A second differentiation is not supported, nor, where an aux tensor requires grad and
             there is a score_mod, deterministic=True or a score_mod_bwd.
     """
+    if unknown:
+        refuse_keywords("flash_attn_func", unknown)
     check_unsupported(num_splits, None)
-    left, right = _window_sides(window_size)
+    left, right = window_sides(window_size)
     call = _Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
         mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
@@ -102,6 +113,7 @@ def flash_attn_func(
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
 
+@public_call
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -130,6 +142,7 @@ def flash_attn_varlen_func(
     startend_row_indices: Tensor | ColumnMask | None = None,
     return_lse: bool = False,
     config: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -142,8 +155,10 @@ def flash_attn_varlen_func(
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; page_table is not
             supported yet.
     """
+    if unknown:
+        refuse_keywords("flash_attn_varlen_func", unknown)
     check_unsupported(num_splits, page_table)
-    left, right = _window_sides(window_size)
+    left, right = window_sides(window_size)
     call = _Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, left, right, softcap, score_mod, mask_mod, aux_tensors,
@@ -152,6 +167,7 @@ def flash_attn_varlen_func(
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
 
+@public_call
 def flashmask_attention(
     q: Tensor,
     k: Tensor,
@@ -165,6 +181,7 @@ def flashmask_attention(
     training: bool = True,
     softmax_scale: float | None = None,
     deterministic: bool = False,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention under column intervals, called as PaddlePaddle's function of this name.
 
@@ -180,6 +197,8 @@ def flashmask_attention(
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; dropout in training is not
             supported.
     """
+    if unknown:
+        refuse_keywords("flashmask_attention", unknown)
     if dropout and training:
         raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
     if not isinstance(window_size, tuple | list):
@@ -272,14 +291,6 @@ def _aux_that_require_grad(call: _Call) -> tuple[int, ...]:
     if not isinstance(aux_tensors, list | tuple) or not torch.is_grad_enabled():
         return ()
     return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
-
-
-def _window_sides(window_size: WindowSize) -> WindowSize:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
-    return None if left == -1 else left, None if right == -1 else right
 
 
 def _attend(

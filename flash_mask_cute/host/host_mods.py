@@ -17,6 +17,7 @@ from torch import Tensor
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.cache import compile_lock
 from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.packages import tells_what_to_install
 from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
 
 HOST_OPTIONS = "--enable-tvm-ffi"
@@ -161,6 +162,7 @@ def _run(
     function(values, batch_idx, head_idx, q_idx, k_idx, aux, targets)
 
 
+@tells_what_to_install()
 def _compile(
     kind: str,
     mod: Callable[..., Any],

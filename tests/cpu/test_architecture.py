@@ -86,6 +86,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "functional": (
         "interface",
         "host.callable_key",
+        "host.keywords",
         "host.packed_launch",
         "host.validate",
         "block_sparsity",
