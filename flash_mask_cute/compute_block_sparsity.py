@@ -73,7 +73,7 @@ def compute_blocksparse_tensors(
         (seqlen_q, seqlen_k),
         as_block_size((tile_m, tile_n), "(tile_m, tile_n)"),
         aux_tensors,
-        torch.device(device),
+        _as_device(device),
         has_full=compute_full_blocks,
         samples=use_fast_sampling,
     )
@@ -109,9 +109,20 @@ def create_block_mask(
         (seqlen_q, seqlen_k),
         as_block_size(BLOCK_SIZE, "BLOCK_SIZE"),
         aux_tensors,
-        torch.device(device),
+        _as_device(device),
         names=("B", "H"),
     )
+
+
+def _as_device(value: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"device must be cpu or cuda, got {value!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {value!r}")
+    return device
 
 
 def _scan(
@@ -124,7 +135,7 @@ def _scan(
     *,
     has_full: bool = True,
     samples: bool = False,
-    names: tuple[str, str] = ("batch", "heads"),
+    names: tuple[str, str] = ("batch_size", "num_heads"),
 ) -> BlockSparseTensorsTorch:
     """names: what the caller calls batch_heads."""
     if mask_mod is None:

@@ -201,6 +201,7 @@ def flashmask_attention(
         refuse_keywords("flashmask_attention", unknown)
     if dropout and training:
         raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
+    check_bool("return_softmax_lse", return_softmax_lse)
     if not isinstance(window_size, tuple | list):
         window_size = (window_size, window_size)
     return flash_attn_func(

@@ -348,7 +348,13 @@ def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
+        wrong = f"window_size must be (left, right), got {window_size!r}"
+        if isinstance(window_size, bool):
+            wrong += (
+                "; arguments by position are those of flash-attn-4, which has no dropout_p before "
+                "softmax_scale and causal: pass them by keyword"
+            )
+        raise ValueError(wrong) from None
     return None if left == -1 else left, None if right == -1 else right
 
 

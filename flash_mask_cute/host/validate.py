@@ -422,6 +422,8 @@ def _brief(value: object) -> str:
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {_brief(value)}")
+    if value.is_nested:
+        raise TypeError(f"{name} must be one tensor, got a nested one; pack it, with cu_seqlens_*")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
 
