@@ -12,7 +12,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from flash_mask_cute.host.aux_tensors import check_record, new_record
 from flash_mask_cute.host.cache import Compiled
 from flash_mask_cute.host.compile_scan import HOST, ScanProblem, compile_scan
 from flash_mask_cute.host.host_mods import all_inside
+from flash_mask_cute.host.keywords import public_call, refuse_keywords
 from flash_mask_cute.host.problem import CUTLASS_NAMES
 from flash_mask_cute.host.target import Target
 from flash_mask_cute.host.validate import check_mod
@@ -78,7 +79,7 @@ def compute_blocksparse_tensors(
         (seqlen_q, seqlen_k),
         as_block_size((tile_m, tile_n), "(tile_m, tile_n)"),
         aux_tensors,
-        torch.device(device),
+        _as_device(device),
         has_full=compute_full_blocks,
         samples=use_fast_sampling,
     )
@@ -88,6 +89,7 @@ def compute_blocksparse_tensors(
 compute_block_sparsity = compute_blocksparse_tensors
 
 
+@public_call
 def create_block_mask(
     mask_mod: Callable[..., Any],
     B: int | None,
@@ -97,6 +99,7 @@ def create_block_mask(
     device: str | torch.device = "cuda",
     BLOCK_SIZE: int | tuple[int, int] = 128,
     aux_tensors: Sequence[Any] | None = None,
+    **unknown: NoReturn,
 ) -> BlockSparseTensorsTorch:
     """Like torch's function of this name, for a CuTe mask_mod.
 
@@ -104,15 +107,28 @@ def create_block_mask(
     index 0). BLOCK_SIZE: (queries, keys), or one number for both; any size works with any kernel.
     Errors: see `compute_blocksparse_tensors`.
     """
+    if unknown:
+        refuse_keywords("create_block_mask", unknown)
     return _scan(
         mask_mod,
         (1 if B is None else B, 1 if H is None else H),
         (seqlen_q, seqlen_k),
         as_block_size(BLOCK_SIZE, "BLOCK_SIZE"),
         aux_tensors,
-        torch.device(device),
+        _as_device(device),
         names=("B", "H"),
     )
+
+
+def _as_device(value: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"device must be cpu or cuda, got {value!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {value!r}")
+    return device
 
 
 def _scan(
@@ -125,7 +141,7 @@ def _scan(
     *,
     has_full: bool = True,
     samples: bool = False,
-    names: tuple[str, str] = ("batch", "heads"),
+    names: tuple[str, str] = ("batch_size", "num_heads"),
 ) -> BlockSparseTensorsTorch:
     """names: what the caller calls batch_heads."""
     if mask_mod is None:

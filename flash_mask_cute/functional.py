@@ -13,13 +13,14 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from numbers import Integral
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
+from flash_mask_cute.host.keywords import public_call, refuse_keywords
 from flash_mask_cute.host.mask_extents import check_q_start
 from flash_mask_cute.host.packed_launch import holds_documents
 from flash_mask_cute.host.validate import (
@@ -31,7 +32,13 @@ from flash_mask_cute.host.validate import (
     refuse_transforms,
     settle_order,
 )
-from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
+from flash_mask_cute.interface import (
+    BwdConfig,
+    FwdConfig,
+    _flash_attn_bwd,
+    _flash_attn_fwd,
+    window_sides,
+)
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
 from flash_mask_cute.masks.documents import Split
 from flash_mask_cute.masks.key_bounds import num_key_blocks
@@ -43,6 +50,7 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 WindowSize: TypeAlias = tuple[int | None, int | None]
 
 
+@public_call
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -65,6 +73,7 @@ def flash_attn_func(
     q_start: int | None = None,
     return_lse: bool = False,
     config: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v, learnable_sink, and by
     floating-point aux_tensors that score_mod reads.
@@ -96,10 +105,12 @@ def flash_attn_func(
             A second differentiation is not supported, nor, where an aux tensor requires grad and
             there is a score_mod, deterministic=True or a score_mod_bwd.
     """
+    if unknown:
+        refuse_keywords("flash_attn_func", unknown)
     check_unsupported(num_splits, None)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = _scale_number(softmax_scale)
-    left, right = _window_sides(window_size)
+    left, right = window_sides(window_size)
     call = _Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
         mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
@@ -108,6 +119,7 @@ def flash_attn_func(
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
 
+@public_call
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -137,6 +149,7 @@ def flash_attn_varlen_func(
     q_start: int | None = None,
     return_lse: bool = False,
     config: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -149,10 +162,12 @@ def flash_attn_varlen_func(
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; page_table is not
             supported yet.
     """
+    if unknown:
+        refuse_keywords("flash_attn_varlen_func", unknown)
     check_unsupported(num_splits, page_table)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = _scale_number(softmax_scale)
-    left, right = _window_sides(window_size)
+    left, right = window_sides(window_size)
     call = _Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, left, right, softcap, score_mod, mask_mod, aux_tensors,
@@ -162,6 +177,7 @@ def flash_attn_varlen_func(
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
 
+@public_call
 def flashmask_attention(
     q: Tensor,
     k: Tensor,
@@ -176,6 +192,7 @@ def flashmask_attention(
     softmax_scale: float | None = None,
     deterministic: bool = False,
     q_start: int | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention under column intervals, called as PaddlePaddle's function of this name.
 
@@ -192,8 +209,11 @@ def flashmask_attention(
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; dropout in training is not
             supported.
     """
+    if unknown:
+        refuse_keywords("flashmask_attention", unknown)
     if dropout and training:
         raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
+    check_bool("return_softmax_lse", return_softmax_lse)
     if not isinstance(window_size, tuple | list):
         if isinstance(window_size, Integral) and window_size < -1:
             raise ValueError(
@@ -291,14 +311,6 @@ def _aux_that_require_grad(call: _Call) -> tuple[int, ...]:
     if not isinstance(aux_tensors, list | tuple) or not torch.is_grad_enabled():
         return ()
     return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
-
-
-def _window_sides(window_size: WindowSize) -> WindowSize:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
-    return None if left == -1 else left, None if right == -1 else right
 
 
 def _scale_number(softmax_scale: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from flash_mask_cute.host.config import (
 )
 from flash_mask_cute.host.copies import describe_copies, sink_conversion
 from flash_mask_cute.host.explanation import DenseCall, Explanation, explain_fwd
+from flash_mask_cute.host.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.host.launch import (
     CpuLaunch,
     EmptyLaunch,
@@ -87,6 +88,7 @@ _launches: dict[Any, Launch] = {}
 _bwd_launches: dict[Any, BwdLaunch] = {}
 
 
+@public_call
 def _flash_attn_fwd(
     q: Tensor,
     k: Tensor,
@@ -118,6 +120,7 @@ def _flash_attn_fwd(
     lse_low: Tensor | None = None,
     return_lse: bool = True,
     config: FwdConfig | Mapping[str, Any] | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
 
@@ -181,6 +184,8 @@ def _flash_attn_fwd(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
     """
+    if unknown:
+        refuse_keywords("_flash_attn_fwd", unknown)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     # as Extras(...) makes it, which takes twice as long
@@ -209,6 +214,7 @@ def _flash_attn_fwd(
     return launch(q, k, v, extras, masks)
 
 
+@public_call
 def _flash_attn_bwd(
     q: Tensor,
     k: Tensor,
@@ -245,6 +251,7 @@ def _flash_attn_bwd(
     lse_low: Tensor | None = None,
     daux: Sequence[Tensor | None] | None = None,
     config: BwdConfig | Mapping[str, Any] | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention backward: (dq, dk, dv), the gradients of a loss by q, k and v.
 
@@ -281,6 +288,8 @@ def _flash_attn_bwd(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
     """
+    if unknown:
+        refuse_keywords("_flash_attn_bwd", unknown)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     operands = BwdOperands(q, k, v, out, dout, lse)
@@ -314,13 +323,18 @@ def explain(
     """What a forward with these arguments of `_flash_attn_fwd` would run, and why; for a mask with
     documents, the packed sequences that are made of them. No attention is launched.
 
+    `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here.
+
     The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU,
     or for a target ("sm_90a", "sm_100a" or "sm_103a"), which need not be there.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call would; ValueError also where there
-            is no kernel for the target.
+            is no kernel for the target, or where an argument is given by both of its names.
     """
+    keywords = _in_host_names(keywords)
+    if unknown := keywords.keys() - set(_FWD_KEYWORDS):
+        refuse_keywords("explain", {name: keywords[name] for name in sorted(unknown)})
     operands, (extras, masks, settings) = FwdOperands(q, k, v), bundle(keywords)
     named = None if target is None else Target.named(target)
     resolved, resolved_masks = _resolve(operands, extras, masks, settings, named)
@@ -335,6 +349,53 @@ def explain(
     where = named or _target_of(q), str(q.device)
     copies = describe_copies(**resolved.input_conversions(*operands))
     return explain_fwd(resolved, extras, resolved_masks, *where, can_pack, copies, dense)
+
+
+_FWD_KEYWORDS = Extras._fields + Masks._fields + Settings._fields
+_OF_FUNCTIONAL = {
+    "window_size": ("window_size_left", "window_size_right"),
+    "block_sparse_tensors": ("block_sparse_tensors_torch",),
+}
+know_keywords("explain", ("q", "k", "v", "target", *_FWD_KEYWORDS, *_OF_FUNCTIONAL))
+
+
+def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of the public functions with the names of the host calls.
+
+    Raises:
+        ValueError: both names of one argument.
+    """
+    found = dict(keywords)
+    for name in _OF_FUNCTIONAL.keys() & keywords.keys():
+        ours = _OF_FUNCTIONAL[name]
+        for other in ours:
+            if other in keywords:
+                raise ValueError(
+                    f"{name} and {other} are both given, and mean the same: got "
+                    f"{brief(keywords[name])} and {brief(keywords[other])}"
+                )
+        value = found.pop(name)
+        found |= zip(ours, window_sides(value) if name == "window_size" else [value], strict=True)
+    return found
+
+
+def window_sides(window_size: Any) -> tuple[int | None, int | None]:
+    """Left and right, as the host calls take them, of a pair in which -1 may stand for None.
+
+    Raises:
+        ValueError: it is no pair.
+    """
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        wrong = f"window_size must be (left, right), got {window_size!r}"
+        if isinstance(window_size, bool):
+            wrong += (
+                "; arguments by position are those of flash-attn-4, which has no dropout_p before "
+                "softmax_scale and causal: pass them by keyword"
+            )
+        raise ValueError(wrong) from None
+    return None if left == -1 else left, None if right == -1 else right
 
 
 def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:

@@ -15,6 +15,7 @@ from typing import Any
 from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import CompileCache, Compiled
 from flash_mask_cute.host.config import BwdTiles, FwdTiles
+from flash_mask_cute.host.packages import tells_what_to_install
 from flash_mask_cute.host.problem import AttentionProblem, BitTiles, Mods
 from flash_mask_cute.host.stand_ins import int32_pair, operand, strided
 from flash_mask_cute.host.target import BLACKWELL, HOPPER, Target
@@ -25,6 +26,7 @@ NO_MODS = Mods()
 _more_options: ContextVar[str] = ContextVar("_more_options", default="")
 
 
+@tells_what_to_install()
 def preload() -> None:
     """Import the compiler now, so that a first call does not wait for it."""
     import cutlass.cute.runtime  # noqa: F401

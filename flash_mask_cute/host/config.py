@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from flash_mask_cute.host.packages import tells_what_to_install
 from flash_mask_cute.host.problem import AttentionProblem
 from flash_mask_cute.host.tables import SM90_BWD, SM90_FWD, SM100_FWD, BwdRow, FwdRow
 from flash_mask_cute.host.target import BLACKWELL, H200_SMS, HOPPER
@@ -326,6 +327,7 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
     return "; ".join(parts)
 
 
+@tells_what_to_install()
 def check_feasible(
     head_dim: int, head_dim_v: int, tiles: FwdTiles, family: str = HOPPER
 ) -> tuple[int, str | None]:
@@ -487,6 +489,7 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
             yield replace(wanted, value_cols=value_cols, **fewer)
 
 
+@tells_what_to_install()
 def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_mask_cute.host.aux_tensors import check_aux_tensor, check_record, new_record
 from flash_mask_cute.host.cache import compile_lock
 from flash_mask_cute.host.callable_key import callable_key
+from flash_mask_cute.host.packages import tells_what_to_install
 from flash_mask_cute.host.problem import CUTLASS_NAMES, dtype_name
 
 HOST_OPTIONS = "--enable-tvm-ffi"
@@ -197,6 +198,7 @@ def _find(key: tuple[Any, ...], mod: Callable[..., Any], checked: bool) -> "Host
     return found
 
 
+@tells_what_to_install()
 def _compile(
     kind: str,
     mod: Callable[..., Any],

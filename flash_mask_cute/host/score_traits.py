@@ -7,6 +7,7 @@ from typing import Any
 
 from flash_mask_cute.host import stand_ins
 from flash_mask_cute.host.cache import compile_lock
+from flash_mask_cute.host.packages import tells_what_to_install
 from flash_mask_cute.host.problem import AttentionProblem
 
 _known: dict[tuple[str | None, tuple[tuple[str, int], ...]], bool] = {}
@@ -26,6 +27,7 @@ def computes_functions(score_mod: Callable[..., Any], problem: AttentionProblem)
     return _known[key]
 
 
+@tells_what_to_install()
 def _trace(score_mod: Callable[..., Any], problem: AttentionProblem) -> bool:
     import cutlass.cute as cute
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
+from flash_mask_cute.host import axis_order
 from flash_mask_cute.host.aux_tensors import check_aux_tensor
 from flash_mask_cute.host.callable_key import callable_key
 from flash_mask_cute.host.mask_extents import CallExtents, check_q_start
@@ -136,9 +137,10 @@ def check_fwd_inputs(
     heads_q, head_dim = shape_q[-2:]
     heads_kv, head_dim_v = shape_v[-2:]
     _check_k_and_v(head_dim, shape_k, shape_v)
-    _check_heads(heads_q, heads_kv)
+    _check_heads(heads_q, heads_kv, shape_k)
     _check_head_dim("head_dim", "q", head_dim)
     _check_head_dim("head_dim_v", "v", head_dim_v)
+    axis_order.warn_once(q=shape_q, k=shape_k)
 
     if cu_seqlens_q is not None:
         _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, device)
@@ -305,6 +307,8 @@ def check_unsupported(num_splits: int, page_table: object) -> None:
         TypeError: num_splits is no int.
         NotImplementedError: num_splits is not 1, or page_table not None.
     """
+    if page_table is None and type(num_splits) is int and num_splits == 1:
+        return  # isinstance of an abstract class takes three times as long
     if page_table is not None:
         raise NotImplementedError(
             f"page_table is not supported yet, got {_brief(page_table)}; it must be None"
@@ -440,6 +444,8 @@ def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {_brief(value)}")
     check_plain(name, value)
+    if value.is_nested:
+        raise TypeError(f"{name} must be one tensor, got a nested one; pack it, with cu_seqlens_*")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
 
@@ -494,15 +500,16 @@ def _check_k_and_v(head_dim: int, shape_k: tuple[int, ...], shape_v: tuple[int, 
         )
 
 
-def _check_heads(heads_q: int, heads_kv: int) -> None:
+def _check_heads(heads_q: int, heads_kv: int, shape_k: tuple[int, ...]) -> None:
     if heads_q < 1 or heads_kv < 1:
         raise ValueError(
             f"q and k must have at least one head, got heads_q={heads_q} and heads_kv={heads_kv}"
         )
     if heads_q % heads_kv:
-        raise ValueError(
+        wrong = (
             f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}"
         )
+        raise ValueError("; ".join(filter(None, (wrong, axis_order.hint("k", shape_k)))))
 
 
 def _check_head_dim(name: str, tensor_name: str, value: int) -> None:

@@ -101,6 +101,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "mod_names": ("host.callable_key",),
     "functional": (
         "interface",
+        "host.keywords",
         "host.mask_extents",
         "host.packed_launch",
         "host.validate",

@@ -126,6 +126,19 @@ def test_page_table_and_dropout_are_refused() -> None:
     flashmask_attention(q, k, v, dropout=0.1, training=False)
 
 
+def test_what_comes_from_other_libraries() -> None:
+    """By position; as nested tensors; by Paddle's names."""
+    q, k, v = (x.detach() for x in qkv())
+    said = r"^window_size must be \(left, right\), got True; .* no dropout_p before softmax_scale"
+    with pytest.raises(ValueError, match=said):
+        flash_attn_func(q, k, v, 0.125, False, True)
+    nested = torch.nested.nested_tensor([q[0], q[0, :3]])
+    with pytest.raises(TypeError, match="^q must be one tensor, got a nested one; pack it"):
+        flash_attn_func(nested, k, v)
+    with pytest.raises(TypeError, match="^return_softmax_lse must be True or False, got 1"):
+        flashmask_attention(q, k, v, return_softmax_lse=1)  # type: ignore[arg-type]
+
+
 # -- the arguments of newer flash-attn-4 --------------------------------------------------------
 
 

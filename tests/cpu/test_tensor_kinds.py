@@ -206,8 +206,8 @@ def test_distributed_tensors_are_named() -> None:
 
 
 def test_errors_of_attention_stay_what_they_are() -> None:
-    with pytest.raises(ValueError, match="window_size_left must be >= 0"):
-        flash_attn_func(q0, TwoTensor(k0, k0), v0, window_size=(-2, 0))
+    with pytest.raises(ValueError, match="softcap must be 0"):
+        flash_attn_func(q0, TwoTensor(k0, k0), v0, softcap=-1.0)
 
 
 # -- the host calls, which have no operators ----------------------------------------------------
