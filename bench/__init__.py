@@ -74,6 +74,16 @@ def commit_here() -> str:
         return "unknown"
 
 
+def why_no_gpu(command: str) -> str | None:
+    """One line where torch sees no GPU, which `command` needs; None where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    build = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+    return f"python -m {command} needs a GPU, and torch {torch.__version__}, {build}, sees none"
+
+
 def tells_code(commit: str) -> bool:
     """Whether what `commit_here` found, of two runs, means that they measured the same code."""
     return commit != "unknown" and not commit.endswith("+")

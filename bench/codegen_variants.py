@@ -22,8 +22,7 @@ from flash_mask_cute.call.kernels_bwd import (
     build_postprocess,
     build_preprocess,
 )
-from flash_mask_cute.call.problem import AttentionProblem, Mods
-from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
 from flash_mask_cute.mask_prep.column_bounds import compile_bounds
 from flash_mask_cute.mask_prep.documents import compile_split

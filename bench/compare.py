@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
-from bench import ROOT, Json, measure, timing
+from bench import ROOT, Json, measure, timing, why_no_gpu
 from bench.cases import CASES, BenchCase, select
 from bench.flops import tflops
 from bench.history import PACKAGE, environment, unpacked
@@ -317,6 +317,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 folders[ref] = unpacking.enter_context(unpacked(ref, PACKAGE))
         except ValueError as error:
             measure.say(f"--base: {error}")
+            return 2
+        if reason := why_no_gpu("bench.compare"):
+            measure.say(reason)
             return 2
         return int(not compare_all(args.names, launch, args.repeats, args.burst, args.limit))
 

@@ -26,7 +26,16 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from bench import Json, commit_here, format_table, name_of, peer_of, tells_code, versions
+from bench import (
+    Json,
+    commit_here,
+    format_table,
+    name_of,
+    peer_of,
+    tells_code,
+    versions,
+    why_no_gpu,
+)
 from bench.ahead import compile_ahead, deal, jobs
 from bench.cases import CASES, BenchCase, select
 from bench.flops import listing
@@ -39,6 +48,7 @@ from bench.rows import RESULTS, append_row, read_rows
 
 DONE, SKIPPED = "done", "not run: out of time"
 DIED = 3
+NO_GPU = 2
 Report = dict[str, str]
 FIGURES = ("fwd", "bwd", "us", "bytes")
 # Unless the command says otherwise: in general, and for a table.
@@ -244,6 +254,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         say(listing())
         return 0
+    if reason := why_no_gpu("bench.run"):
+        say(reason)
+        return NO_GPU
     run = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{random.randrange(16**4):04x}"
     taken = ("names", "peers", "repeats", "singles", "seed", "out", "gate_rows")
     options = Options(

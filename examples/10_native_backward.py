@@ -59,7 +59,7 @@ def compile_kernels(d: int) -> Kernels:
     main = FlashAttentionBackwardSm90(DTYPE, d, d, is_causal=True, tile_m=TILE_M)
     sums_per_row = main.plan.tile_d
     by_row = contiguous(cutlass.Float32, 3)
-    stats = contiguous(cutlass.Float32, 2, 2, TILE_M)
+    stats = contiguous(cutlass.Float32, 2, 2 * TILE_M)
     sums = contiguous(cutlass.Float32, 2, TILE_M * sums_per_row)
     turns = contiguous(cutlass.Int32, 2)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -88,7 +88,7 @@ def backward(
     """dq, dk, dv. Operands as in a causal `_flash_attn_fwd`, whose out and lse these are."""
     batch, seqlen_q, heads_q, d = q.shape
     row_blocks = batch * -(-seqlen_q // TILE_M)
-    stats = lse.new_empty(heads_q, row_blocks, 2, TILE_M)
+    stats = lse.new_empty(heads_q, row_blocks, 2 * TILE_M)
     sums = lse.new_empty(heads_q, row_blocks, TILE_M * kernels.sums_per_row)
     turns = lse.new_empty(heads_q, row_blocks, dtype=torch.int32)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

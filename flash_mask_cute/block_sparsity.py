@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from flash_mask_cute.runtime.plain_tensors import check_plain
+
 if TYPE_CHECKING:
     import cutlass.cute as cute
 
@@ -35,6 +37,8 @@ DEFAULT_BLOCK = 128
 WORD = 32
 TorchLists: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 _INFERRED_STEP = 16
+# of the blocks of such a torch BlockMask
+_BLOCK_OF_ALL = 1 << 30
 
 
 class BlockSparseTensors(NamedTuple):
@@ -50,7 +54,8 @@ class BlockSparseTensorsTorch(NamedTuple):
     """Block lists as torch tensors; see the module for shapes.
 
     block_size: (queries, keys) of a block, or None, to be found from the number of blocks. Without
-    the full_* tensors all blocks are partial.
+    the full_* tensors all blocks are partial. seqlens: how many (queries, keys) the lists were made
+    for, as `create_block_mask` says it; a call with others is refused. None: not known.
     """
 
     mask_block_cnt: Tensor
@@ -58,6 +63,7 @@ class BlockSparseTensorsTorch(NamedTuple):
     full_block_cnt: Tensor | None = None
     full_block_idx: Tensor | None = None
     block_size: tuple[int, int] | None = None
+    seqlens: tuple[int, int] | None = None
 
 
 class ComputedLists(tuple[BlockSparseTensors, TorchLists]):
@@ -128,8 +134,8 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
     """Block lists of a `BlockSparseTensorsTorch` (itself), of the pair that
     `compute_block_sparsity` returned, or of a torch `BlockMask`.
 
-    Of a `BlockMask` only the lists and the block size are taken: its mask_mod is a torch function
-    that no kernel can call, so pass a CuTe one beside it.
+    Of a `BlockMask` only the lists, the block size and the lengths are taken: its mask_mod is a
+    torch function that no kernel can call, so pass a CuTe one beside it.
 
     Raises:
         TypeError: it is none of these.
@@ -140,12 +146,15 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
         return lists.torch_lists
     try:
         block_q, block_k = lists.BLOCK_SIZE
+        # torch makes one block of any length where there is no mask
+        is_for_all = block_q >= _BLOCK_OF_ALL <= block_k
         return BlockSparseTensorsTorch(
             lists.kv_num_blocks,
             lists.kv_indices,
             lists.full_kv_num_blocks,
             lists.full_kv_indices,
             (int(block_q), int(block_k)),
+            None if is_for_all else lists.seq_lengths,
         )
     except AttributeError:
         raise TypeError(
@@ -179,7 +188,7 @@ def check_block_lists(
     only multiple of 16 that does. CUDA tensors are not read; on the CPU the entries are checked.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is no tensor, or of a subclass.
         ValueError: a dtype, shape, device, size or (on the CPU) entry is wrong, or the block size
             cannot be told.
     """
@@ -217,6 +226,7 @@ def _check_shapes(
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+        check_plain(name, tensor)
         rank = 3 if name.endswith("cnt") else 4
         if tensor.dtype != torch.int32:
             raise ValueError(f"{name} must be int32, got {tensor.dtype}")

@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,9 +22,14 @@ from flash_mask_cute.block_sparsity import (
     ComputedLists,
     as_block_size,
 )
-from flash_mask_cute.call.validate import check_mod
+from flash_mask_cute.call.keywords import public_call, refuse_keywords
 from flash_mask_cute.mask_prep.block_scan import HOST, ScanProblem, compile_scan
+from flash_mask_cute.mods.aux_tensors import check_record, new_record
+from flash_mask_cute.mods.on_cpu import all_inside
+from flash_mask_cute.mods.signature import check_mod
+from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES
+from flash_mask_cute.runtime.plain_tensors import check_plain
 from flash_mask_cute.runtime.target import Target
 
 _TORCH_DTYPES = {cute_name: getattr(torch, name) for name, cute_name in CUTLASS_NAMES.items()}
@@ -60,11 +66,12 @@ def compute_blocksparse_tensors(
 
     Raises:
         TypeError: mask_mod is no callable or reaches a value without an identity (a tensor belongs
-            into aux_tensors); an aux tensor is no tensor.
+            into aux_tensors); an aux tensor is no tensor, or of a subclass.
         ValueError: a negative extent, an empty tile, a device that is not there, an aux tensor on
             another device or of a dtype that mods do not read.
         NotImplementedError: there are no kernels for this GPU; or, on the CPU, the mod uses an
             instruction that only a GPU has.
+        IndexError: on the CPU, the mod reads outside an aux tensor.
     """
     lists = _scan(
         mask_mod,
@@ -72,7 +79,7 @@ def compute_blocksparse_tensors(
         (seqlen_q, seqlen_k),
         as_block_size((tile_m, tile_n), "(tile_m, tile_n)"),
         aux_tensors,
-        torch.device(device),
+        _as_device(device),
         has_full=compute_full_blocks,
         samples=use_fast_sampling,
     )
@@ -82,6 +89,7 @@ def compute_blocksparse_tensors(
 compute_block_sparsity = compute_blocksparse_tensors
 
 
+@public_call
 def create_block_mask(
     mask_mod: Callable[..., Any],
     B: int | None,
@@ -91,6 +99,7 @@ def create_block_mask(
     device: str | torch.device = "cuda",
     BLOCK_SIZE: int | tuple[int, int] = 128,
     aux_tensors: Sequence[Any] | None = None,
+    **unknown: NoReturn,
 ) -> BlockSparseTensorsTorch:
     """Like torch's function of this name, for a CuTe mask_mod.
 
@@ -98,15 +107,28 @@ def create_block_mask(
     index 0). BLOCK_SIZE: (queries, keys), or one number for both; any size works with any kernel.
     Errors: see `compute_blocksparse_tensors`.
     """
+    if unknown:
+        refuse_keywords("create_block_mask", unknown)
     return _scan(
         mask_mod,
         (1 if B is None else B, 1 if H is None else H),
         (seqlen_q, seqlen_k),
         as_block_size(BLOCK_SIZE, "BLOCK_SIZE"),
         aux_tensors,
-        torch.device(device),
+        _as_device(device),
         names=("B", "H"),
     )
+
+
+def _as_device(value: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"device must be cpu or cuda, got {value!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {value!r}")
+    return device
 
 
 def _scan(
@@ -119,7 +141,7 @@ def _scan(
     *,
     has_full: bool = True,
     samples: bool = False,
-    names: tuple[str, str] = ("batch", "heads"),
+    names: tuple[str, str] = ("batch_size", "num_heads"),
 ) -> BlockSparseTensorsTorch:
     """names: what the caller calls batch_heads."""
     if mask_mod is None:
@@ -140,8 +162,15 @@ def _scan(
         cnt = [torch.empty(shape[:3], dtype=torch.int32, device=device) for _ in range(2)]
         idx = [torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2)]
     lists = BlockSparseTensorsTorch(
-        cnt[0], idx[0], cnt[1] if has_full else None, idx[1] if has_full else None, block_size
+        cnt[0],
+        idx[0],
+        cnt[1] if has_full else None,
+        idx[1] if has_full else None,
+        block_size,
+        seqlens,
     )
+    # a mode of torch may make others
+    check_plain("mask_block_cnt", cnt[0])
     aux = _as_torch_tensors(aux_tensors, cnt[0].device)
     arch = Target.of(device).arch if device.type == "cuda" else HOST
     problem = ScanProblem(arch, ScanProblem.describe_aux(aux), has_full, samples)
@@ -162,13 +191,34 @@ def run_scan(
 ) -> None:
     """Fill `lists`, which have a block size and at least one block."""
     assert lists.block_size is not None
-    function = compile_scan(mask_mod, problem).function
+    compiled = compile_scan(mask_mod, problem)
     arguments = lists[:4], (*lists.block_size, *seqlens), aux or None
-    if lists.mask_block_cnt.is_cuda:
+    if problem.arch == HOST:
+        _run_on_host(mask_mod, problem, compiled, arguments, lists.mask_block_cnt.shape[:2])
+    elif lists.mask_block_cnt.is_cuda:
         with torch.cuda.device(lists.mask_block_cnt.device):
-            function(*arguments)
+            compiled.function(*arguments)
     else:
-        function(*arguments)
+        compiled.function(*arguments)
+
+
+def _run_on_host(
+    mask_mod: Callable[..., Any],
+    problem: ScanProblem,
+    compiled: Compiled,
+    arguments: tuple[Any, ...],
+    batch_heads: Sequence[int],
+) -> None:
+    _, (_, _, seqlen_q, seqlen_k), aux = arguments
+    reads = compiled.meta["reads"]
+    if reads is not None:
+        if all_inside(reads, aux or (), (*batch_heads, seqlen_q, seqlen_k)):
+            compiled.function(*arguments, None)
+            return
+        compiled = compile_scan(mask_mod, replace(problem, checked=True))
+    record = new_record()
+    compiled.function(*arguments, record)
+    check_record(record, "mask_mod", mask_mod)
 
 
 # -- aux tensors --------------------------------------------------------------------------------
@@ -192,7 +242,8 @@ def _as_torch_tensor(tensor: Any, name: str, device: torch.device) -> Tensor:
     The caller's cute tensor owns that memory or knows who does; the result must not outlive it.
     """
     if isinstance(tensor, Tensor):
-        return tensor.detach()
+        check_plain(name, tensor)
+        return tensor.detach().resolve_neg()
     try:
         dtype = _TORCH_DTYPES[tensor.element_type.__name__]
         shape, strides, address = tensor.shape, tensor.stride, tensor.data_ptr

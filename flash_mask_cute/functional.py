@@ -1,47 +1,52 @@
-"""Attention for autograd, `torch.compile` and checkpointing.
+"""Attention for autograd, `torch.compile` and checkpointing: the public functions.
 
-Every call has the same two halves, `_run_forward` and `_run_backward`, and one way to keep things
-between them, `_save` and `_restore`. Eager calls on plain tensors reach them through an
-`autograd.Function`. What traces or intercepts calls (torch.compile, torch.export, dispatch modes,
-tensor subclasses) gets operators of the namespace flash_mask_cute instead, whose
-arguments are tensors, numbers and strings only.
+Every call has the same two halves, `run_forward` and `run_backward` of autograd/passes.py. Eager
+calls on plain tensors reach them through an `autograd.Function` (autograd/eager.py). What traces or
+intercepts calls (torch.compile, torch.export, dispatch modes, tensor subclasses) gets operators
+instead (autograd/torch_ops.py).
 """
 
 from __future__ import annotations
 
-import json
-import types
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
+from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute.autograd.eager import Attention
+from flash_mask_cute.autograd.mod_names import Mod
+from flash_mask_cute.autograd.passes import (
+    refuse_dual_level,
+    run_forward,
+)
+from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
+from flash_mask_cute.call.keywords import public_call, refuse_keywords
+from flash_mask_cute.call.mask_extents import check_q_start
 from flash_mask_cute.call.packed import holds_documents
 from flash_mask_cute.call.validate import (
-    check_bool,
     check_gradient_settings,
-    check_mod,
     check_unsupported,
     refuse_transforms,
     settle_order,
 )
-from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_bwd, _flash_attn_fwd
-from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
-from flash_mask_cute.mask_prep.documents import Split
-from flash_mask_cute.masks.column_mask import ColumnMask, Documents
-from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.interface import (
+    window_sides,
+)
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.mods.signature import check_mod
+from flash_mask_cute.runtime.checks import check_bool, number_of
+from flash_mask_cute.runtime.plain_tensors import NotPlainError
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
 WindowSize: TypeAlias = tuple[int | None, int | None]
-Mod: TypeAlias = Callable[..., Any]
 
 
+@public_call
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -61,8 +66,10 @@ def flash_attn_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None,
     return_lse: bool = False,
     config: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v, learnable_sink, and by
     floating-point aux_tensors that score_mod reads.
@@ -71,7 +78,9 @@ def flash_attn_func(
     with head_dim_v; bf16 or fp16 on CUDA, also fp32 and fp64 on the CPU. The arguments are those of
     `interface._flash_attn_fwd`, which tells what they mean and how they combine, but for:
 
-    window_size: (left, right); None or -1 leaves a side open.
+    window_size: (left, right); None or -1 leaves a side open, and below -1 a side shifts the band:
+    with right = -3 a token sees keys that are three or more before it.
+    softmax_scale: a number, or a 0-dim CPU tensor, which is read and has no gradient.
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: the gradient by
     the score that score_mod gets, from the one by the score that it returns. Without it the
     derivative of score_mod is taken from its trace.
@@ -92,16 +101,21 @@ def flash_attn_func(
             A second differentiation is not supported, nor, where an aux tensor requires grad and
             there is a score_mod, deterministic=True or a score_mod_bwd.
     """
+    if unknown:
+        refuse_keywords("flash_attn_func", unknown)
     check_unsupported(num_splits, None)
-    left, right = _window_sides(window_size)
-    call = _Call(
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = _scale_number(softmax_scale)
+    left, right = window_sides(window_size)
+    call = Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
         mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
-        deterministic, pack_gqa, config,
+        deterministic, pack_gqa, config, q_start,
     )  # fmt: skip
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
 
+@public_call
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -128,8 +142,10 @@ def flash_attn_varlen_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None,
     return_lse: bool = False,
     config: Any = None,
+    **unknown: NoReturn,
 ) -> Any:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -142,16 +158,22 @@ def flash_attn_varlen_func(
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; page_table is not
             supported yet.
     """
+    if unknown:
+        refuse_keywords("flash_attn_varlen_func", unknown)
     check_unsupported(num_splits, page_table)
-    left, right = _window_sides(window_size)
-    call = _Call(
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = _scale_number(softmax_scale)
+    left, right = window_sides(window_size)
+    call = Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, left, right, softcap, score_mod, mask_mod, aux_tensors,
         block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa, config,
+        q_start,
     )  # fmt: skip
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
 
+@public_call
 def flashmask_attention(
     q: Tensor,
     k: Tensor,
@@ -165,13 +187,16 @@ def flashmask_attention(
     training: bool = True,
     softmax_scale: float | None = None,
     deterministic: bool = False,
+    q_start: int | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention under column intervals, called as PaddlePaddle's function of this name.
 
     q, k, v: as in `flash_attn_func`. startend_row_indices: int32 (batch or 1, heads, seqlen_k, n),
-    heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: an int stands for both sides;
-    None or -1 leaves a side open. It and the intervals may be given together. deterministic: as in
-    `flash_attn_func`.
+    heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: as in `flash_attn_func`, or an
+    int >= 0 for both sides; None or -1 leaves a side open. It and the intervals may be given
+    together. deterministic, q_start: as in `flash_attn_func`; with fewer queries than keys,
+    q_start=0 says that the intervals' row 0 is the first query.
 
     Returns:
         out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
@@ -180,9 +205,17 @@ def flashmask_attention(
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; dropout in training is not
             supported.
     """
+    if unknown:
+        refuse_keywords("flashmask_attention", unknown)
     if dropout and training:
         raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
+    check_bool("return_softmax_lse", return_softmax_lse)
     if not isinstance(window_size, tuple | list):
+        if isinstance(window_size, Integral) and window_size < -1:
+            raise ValueError(
+                "window_size must be an int >= 0 for both sides, None or -1 for none, or (left, "
+                f"right), got {window_size}: both sides shifted apart would leave nothing"
+            )
         window_size = (window_size, window_size)
     return flash_attn_func(
         q,
@@ -193,80 +226,15 @@ def flashmask_attention(
         window_size,
         deterministic=deterministic,
         startend_row_indices=startend_row_indices,
+        q_start=q_start,
         return_lse=return_softmax_lse,
     )
 
 
-# -- a call -------------------------------------------------------------------------------------
+# -- a call, eager or by operators ---------------------------------------------------------------
 
 
-class _Configs(NamedTuple):
-    """The configurations of both directions."""
-
-    forward: FwdConfig | None
-    backward: BwdConfig | None
-
-    @staticmethod
-    def of(config: Any) -> _Configs:
-        """What the argument `config` means.
-
-        Raises:
-            TypeError, ValueError: as `FwdConfig.of` and `BwdConfig.of`, or it is a tuple of another
-                length than 2.
-        """
-        if not isinstance(config, tuple):
-            return _Configs(FwdConfig.of(config), BwdConfig.of(config))
-        if len(config) != 2:
-            raise ValueError(f"config must be a pair (forward, backward), got {config!r}")
-        return _Configs(FwdConfig.of(config[0]), BwdConfig.of(config[1]))
-
-
-_NO_CONFIGS = _Configs(None, None)
-
-
-class _Call(NamedTuple):
-    """The arguments of a call but q, k, v and the sink, in the names of the host path."""
-
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seqused_q: Tensor | None
-    seqused_k: Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    softmax_scale: float | None
-    causal: bool
-    window_size_left: int | None
-    window_size_right: int | None
-    softcap: float
-    score_mod: Mod | None
-    mask_mod: Mod | None
-    aux_tensors: Sequence[Tensor] | None
-    block_sparse_tensors_torch: Any
-    startend_row_indices: Tensor | ColumnMask | None
-    score_mod_bwd: Mod | None
-    deterministic: bool
-    pack_gqa: bool | None
-    config: Any
-
-    @property
-    def configs(self) -> _Configs:
-        return _NO_CONFIGS if self.config is None else _Configs.of(self.config)
-
-    @property
-    def has_tensors(self) -> bool:
-        return not (
-            self.cu_seqlens_q is self.cu_seqlens_k is self.seqused_q is self.seqused_k is None
-            and self.aux_tensors is self.block_sparse_tensors_torch is None
-            and self.startend_row_indices is None
-        )
-
-
-_LENGTHS = _Call._fields[:4]
-_NO_LENGTHS: dict[str, Any] = dict.fromkeys(_LENGTHS)
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-
-
-def _aux_that_require_grad(call: _Call) -> tuple[int, ...]:
+def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
     """Their numbers; none where no graph is recorded."""
     aux_tensors = call.aux_tensors
     if not isinstance(aux_tensors, list | tuple) or not torch.is_grad_enabled():
@@ -274,19 +242,27 @@ def _aux_that_require_grad(call: _Call) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
 
 
-def _window_sides(window_size: WindowSize) -> WindowSize:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
-    return None if left == -1 else left, None if right == -1 else right
+def _scale_number(softmax_scale: Any) -> Any:
+    """Read once, for the backward as well."""
+    if (
+        isinstance(softmax_scale, Tensor)
+        and softmax_scale.requires_grad
+        and torch.is_grad_enabled()
+    ):
+        raise NotImplementedError(
+            "softmax_scale requires grad, and attention has no gradient by it: multiply q by the "
+            f"tensor instead, or detach it; got {softmax_scale}"
+        )
+    return number_of("softmax_scale", softmax_scale)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_lse: bool
 ) -> Any:
     check_bool("return_lse", return_lse)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _as_autocast_casts(q, k, v)
     wants_aux = _aux_that_require_grad(call)
     reason = None
     if wants_aux and call.score_mod is not None:
@@ -294,13 +270,45 @@ def _attend(
     if reason is not None or torch.are_deterministic_algorithms_enabled():
         in_order = settle_order(reason, call.score_mod_bwd, call.deterministic)
         call = call._replace(deterministic=in_order)
-    if torch.compiler.is_compiling() or _is_intercepted(q):
-        others = *call[:6], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch
-        packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
-        arguments = _to_operator(call, q.shape[0] if packs else None)
-        out, lse = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
-        return (out, lse) if return_lse else out
-    refuse_transforms()
+    refused = None
+    if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):
+        refuse_transforms()
+        try:
+            out, lse = _attend_eagerly(q, k, v, sink, call, wants_aux, return_lse)
+            return (out, lse) if return_lse else out
+        except NotPlainError as error:
+            refused = error
+    if refused is None:
+        out, lse = _attend_by_operators(q, k, v, sink, call)
+    else:
+        with refused.named_unless_from(IMPLEMENTATIONS):
+            out, lse = _attend_by_operators(q, k, v, sink, call)
+    return (out, lse) if return_lse else out
+
+
+def _as_autocast_casts(q: Any, k: Any, v: Any) -> list[Any]:
+    """q, k and v as autocast hands them to torch's scaled_dot_product_attention."""
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return [q, k, v]
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return [
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in (q, k, v)
+    ]
+
+
+def _attend_eagerly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    call: Call,
+    wants_aux: tuple[int, ...],
+    return_lse: bool,
+) -> tuple[Tensor, Any]:
+    """On plain tensors. Raises NotPlainError for others, before anything is computed."""
     # now, and not when the backward runs
     check_mod("score_mod_bwd", call.score_mod_bwd)
     if call.config is not None:
@@ -312,17 +320,24 @@ def _attend(
     if wants_aux or _needs_graph(q, k, v, sink):
         aux_tensors: Any = call.aux_tensors
         wanted = [aux_tensors[i] for i in wants_aux]
-        out, lse = _Attention.apply(q, k, v, sink, call, wants_aux, *wanted)
-    else:
-        out, lse = _run_forward(q, k, v, sink, call, return_lse)
-    return (out, lse) if return_lse else out
+        out, lse = Attention.apply(q, k, v, sink, call, wants_aux, *wanted)
+        return out, lse
+    return run_forward(q, k, v, sink, call, return_lse)
 
 
-def _is_intercepted(q: Any) -> bool:
-    """Whether something other than autograd wants to see operators."""
-    return torch._C._len_torch_dispatch_stack() > 0 or (
-        type(q) not in _PLAIN_TENSORS and isinstance(q, Tensor)
-    )
+def _attend_by_operators(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor]:
+    """For what wants to see operators: a trace, a dispatch mode, a tensor subclass."""
+    refuse_transforms(but_functionalize=True)
+    refuse_dual_level()
+    # an operator's arguments are numbers
+    check_q_start(call.q_start)
+    others = *call[:6], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch
+    packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
+    arguments = to_operator(call, q.shape[0] if packs else None)
+    out, lse, _ = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
+    return out, lse
 
 
 def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
@@ -340,520 +355,3 @@ def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
         )
     except AttributeError:
         return False  # what is no tensor is refused by the host path, by name
-
-
-def _run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    call: _Call,
-    return_lse: bool = True,
-) -> tuple[Tensor, Any]:
-    return _flash_attn_fwd(
-        q,
-        k,
-        v,
-        learnable_sink=sink,
-        pack_gqa=call.pack_gqa,
-        return_lse=return_lse,
-        config=call.configs.forward,
-        softmax_scale=call.softmax_scale,
-        causal=call.causal,
-        window_size_left=call.window_size_left,
-        window_size_right=call.window_size_right,
-        softcap=call.softcap,
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k=call.cu_seqlens_k,
-        max_seqlen_q=call.max_seqlen_q,
-        max_seqlen_k=call.max_seqlen_k,
-        seqused_q=call.seqused_q,
-        seqused_k=call.seqused_k,
-        score_mod=call.score_mod,
-        mask_mod=call.mask_mod,
-        aux_tensors=call.aux_tensors,
-        block_sparse_tensors_torch=call.block_sparse_tensors_torch,
-        startend_row_indices=call.startend_row_indices,
-    )
-
-
-def _run_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    wants_aux: Sequence[int],
-    call: _Call,
-) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, dsink, and the gradients of the aux tensors that wants_aux numbers."""
-    dsink = None if sink is None else torch.empty_like(sink)
-    daux: list[Tensor | None] | None = None
-    if wants_aux and call.aux_tensors is not None:
-        daux = [
-            torch.empty_like(x) if i in wants_aux else None for i, x in enumerate(call.aux_tensors)
-        ]
-    dq, dk, dv = _flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        learnable_sink=sink,
-        score_mod_bwd=call.score_mod_bwd,
-        deterministic=call.deterministic,
-        config=call.configs.backward,
-        dlse=dlse,
-        dsink=dsink,
-        daux=daux,
-        softmax_scale=call.softmax_scale,
-        causal=call.causal,
-        window_size_left=call.window_size_left,
-        window_size_right=call.window_size_right,
-        softcap=call.softcap,
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k=call.cu_seqlens_k,
-        max_seqlen_q=call.max_seqlen_q,
-        max_seqlen_k=call.max_seqlen_k,
-        seqused_q=call.seqused_q,
-        seqused_k=call.seqused_k,
-        score_mod=call.score_mod,
-        mask_mod=call.mask_mod,
-        aux_tensors=call.aux_tensors,
-        block_sparse_tensors_torch=call.block_sparse_tensors_torch,
-        startend_row_indices=call.startend_row_indices,
-    )
-    return dq, dk, dv, dsink, *(x for x in daux or () if x is not None)
-
-
-# -- between forward and backward ---------------------------------------------------------------
-
-
-def _save(
-    ctx: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    call: _Call,
-) -> None:
-    """Everything goes through `save_for_backward`, so that torch notices a change in place.
-
-    Masks are kept as they are, too: what was computed of them is found by the identity of their
-    tensors, which hooks on saved tensors change.
-    """
-    plain = (q, k, v, sink, out, lse)
-    aux_tensors = call.aux_tensors
-    ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
-    if not call.has_tensors:
-        ctx.save_for_backward(*plain)
-    else:
-        ctx.save_for_backward(*plain, *call[:4], *(aux_tensors or ()), *_mask_tensors(call))
-        call = call._replace(**_NO_LENGTHS, aux_tensors=None)
-    ctx.call = call
-    ctx.set_materialize_grads(False)
-
-
-def _restore(ctx: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, _Call]:
-    saved, call = ctx.saved_tensors, ctx.call
-    q, k, v, sink, out, lse = saved[:6]
-    if len(saved) > 6:
-        aux_tensors = None if ctx.num_aux is None else saved[10 : 10 + ctx.num_aux]
-        lengths = dict(zip(_LENGTHS, saved[6:10], strict=True))
-        call = call._replace(**lengths, aux_tensors=aux_tensors)
-    return q, k, v, sink, out, lse, call
-
-
-def _mask_tensors(call: _Call) -> list[Tensor]:
-    tensors: list[Tensor | None] = []
-    if call.startend_row_indices is not None:
-        mask: Any = call.startend_row_indices
-        tensors.append(mask.startend_row_indices)
-    if call.block_sparse_tensors_torch is not None:
-        tensors += from_block_mask(call.block_sparse_tensors_torch)[:4]
-    # inference tensors cannot be saved, and nothing tells when they change
-    return [x for x in tensors if x is not None and not x.is_inference()]
-
-
-def _gradients(
-    ctx: Any,
-    grads: tuple[Tensor | None, ...],
-    run: Callable[..., Any],
-    wants_aux: Sequence[int],
-) -> tuple[list[Tensor | None], dict[int, Tensor | None]]:
-    """dq, dk, dv and dsink (None where nobody asks), and the gradients of wanted aux tensors by
-    number, from the gradients by out and lse.
-
-    run: `_run_backward`, or another way to it.
-    """
-    dout, dlse = grads
-    if dout is None and dlse is None:
-        return [None] * 4, {}
-    q, k, v, sink, out, lse, call = _restore(ctx)
-    if not ctx.needs_input_grad[3]:
-        # lse tells the backward of the sink
-        sink = None
-    if dout is None:
-        dout = torch.zeros_like(out)
-    gradients = run(q, k, v, sink, out, lse, dout, dlse, wants_aux, call)
-    return list(gradients[:4]), dict(zip(wants_aux, gradients[4:], strict=True))
-
-
-def _refuse_second_derivative(*_: Any) -> Any:
-    raise NotImplementedError(
-        "flash_mask_cute attention cannot be differentiated twice: double backward is not supported"
-    )
-
-
-# -- eager calls --------------------------------------------------------------------------------
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        call: _Call,
-        wants_aux: tuple[int, ...],
-        *_wanted: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """_wanted: the aux tensors of call that wants_aux numbers, for autograd to see."""
-        out, lse = _run_forward(q, k, v, sink, call)
-        _save(ctx, q, k, v, sink, out, lse, call)
-        ctx.wants_aux = wants_aux
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # only create_graph=True runs this with gradients enabled
-        run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward
-        gradients, daux = _gradients(ctx, grads, run, ctx.wants_aux)
-        return *gradients, None, None, *map(daux.get, ctx.wants_aux)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("forward-mode differentiation of attention is not supported")
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """Makes gradients that know that they cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return _run_backward(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _refuse_second_derivative()
-
-
-# -- operators ----------------------------------------------------------------------------------
-
-# Bounds of column intervals are an operand of the operators, so that a graph computes them once for
-# all calls with a mask. Tiles of both directions have as many keys for head dimensions up to 128,
-# but for those of a forward with a score_mod up to 64; what it lacks, the forward computes itself.
-_TILE_N = 128
-
-_CALL_SCHEMA = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
-    "SymInt? window_size_left, SymInt? window_size_right, float softcap, "
-    "str? score_mod, str? mask_mod, Tensor[]? aux_tensors, "
-    "Tensor? mask_block_cnt, Tensor? mask_block_idx, Tensor? full_block_cnt, "
-    "Tensor? full_block_idx, SymInt? block_q, SymInt? block_k, "
-    "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
-    "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
-    "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config"
-)
-# where aux_tensors are in that
-_AUX_POSITION = _Call._fields.index("aux_tensors")
-_library = torch.library.Library("flash_mask_cute", "DEF")
-_library.define(
-    "column_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
-)
-_library.define(
-    "column_documents(Tensor startend_row_indices, bool causal, SymInt batch) "
-    "-> (Tensor cu_seqlens, Tensor rows, Tensor bounds)"
-)
-_library.define(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {_CALL_SCHEMA}) "
-    "-> (Tensor out, Tensor lse)"
-)
-_library.define(
-    "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor out, Tensor lse, "
-    f"Tensor dout, Tensor? dlse, int[] wants_aux, {_CALL_SCHEMA}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor[] daux)"
-)
-
-
-class _BoundedMask(ColumnMask):
-    """A mask of one call whose bounds for `_TILE_N` operators have computed, and its documents."""
-
-    def __init__(
-        self,
-        startend_row_indices: Tensor,
-        causal: bool,
-        given: Tensor,
-        documents: Documents | None = None,
-    ) -> None:
-        super().__init__(startend_row_indices, causal, documents is not None)
-        object.__setattr__(self, "given", given)
-        object.__setattr__(self, "given_documents", documents)
-
-    def bounds(self, tile_n: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
-        given: Tensor = vars(self)["given"]
-        return given if tile_n == _TILE_N else super().bounds(tile_n, cu_seqlens_k)
-
-    def split(self, batch: int) -> Documents:
-        given: Documents = vars(self)["given_documents"]
-        return given
-
-    def operator_documents(self) -> tuple[Tensor | None, ...]:
-        """Starts of the documents, their rows and the bounds of these, if there are any."""
-        documents: Documents | None = vars(self)["given_documents"]
-        if documents is None:
-            return None, None, None
-        of_rows = documents.mask
-        return documents.cu_seqlens, of_rows.startend_row_indices, of_rows.bounds(_TILE_N)
-
-
-def _to_operator(call: _Call, batch: int | None = None) -> tuple[Any, ...]:
-    """The arguments of an operator by `_CALL_SCHEMA`.
-
-    batch: of sequences, where the operator is to pack the documents of its mask.
-    """
-    lists: tuple[Any, ...] = (None,) * 6
-    if call.block_sparse_tensors_torch is not None:
-        *tensors, block_size = from_block_mask(call.block_sparse_tensors_torch)
-        lists = (*tensors, *((None, None) if block_size is None else block_size))
-    mask: Any = call.startend_row_indices
-    columns: tuple[Any, ...] = (None, None, False)
-    documents: tuple[Any, ...] = (None, None, None)
-    if isinstance(mask, _BoundedMask):
-        columns = mask.startend_row_indices, mask.bounds(_TILE_N), mask.causal
-        documents = mask.operator_documents()
-    elif mask is not None:
-        indices, causal = mask, call.causal
-        if not isinstance(mask, Tensor):
-            indices, causal = mask.startend_row_indices, mask.causal
-        bounds = torch.ops.flash_mask_cute.column_bounds(indices, causal, call.cu_seqlens_k)
-        columns = indices, bounds, causal
-        if batch is not None:
-            documents = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
-    aux_tensors = None if call.aux_tensors is None else list(call.aux_tensors)
-    return (
-        *call[:11], _optional_name(call.score_mod), _optional_name(call.mask_mod), aux_tensors,
-        *lists, *columns, *documents, _optional_name(call.score_mod_bwd), call.deterministic,
-        call.pack_gqa, _config_text(call.config),
-    )  # fmt: skip
-
-
-def _from_operator(arguments: Sequence[Any]) -> _Call:
-    """The call with these arguments of an operator by `_CALL_SCHEMA`."""
-    score_mod, mask_mod, aux_tensors, *rest = arguments[11:]
-    *list_tensors, block_q, block_k, indices, bounds, causal, starts, rows, row_bounds = rest[:12]
-    score_mod_bwd, deterministic, pack_gqa, config = rest[12:]
-    lists = None
-    if list_tensors[0] is not None:
-        lists = BlockSparseTensorsTorch(*list_tensors)
-        lists = lists._replace(block_size=None if block_q is None else (block_q, block_k))
-    mask = documents = None
-    if starts is not None:
-        documents = Documents(starts, _BoundedMask(rows, causal, row_bounds))
-    if indices is not None:
-        mask = _BoundedMask(indices, causal, bounds, documents)
-    mods = _optional_mod(score_mod), _optional_mod(mask_mod)
-    configs = None if config is None else _Configs.of(tuple(json.loads(config)))
-    others = _optional_mod(score_mod_bwd), deterministic, pack_gqa, configs
-    return _Call._make((*arguments[:11], *mods, aux_tensors, lists, mask, *others))
-
-
-def _config_text(config: Any) -> str | None:
-    if config is None:
-        return None
-    # Dynamo knows dictionaries as constants, but not dataclasses
-    pair = config if isinstance(config, tuple) else (config, config)
-    return _text_of(tuple(asdict(x) if isinstance(x, FwdConfig | BwdConfig) else x for x in pair))
-
-
-@torch.compiler.assume_constant_result
-def _text_of(pair: tuple[Any, ...]) -> str:
-    return json.dumps([None if x is None else asdict(x) for x in _Configs.of(pair)])
-
-
-def _without_identity(call: _Call) -> _Call:
-    """With block lists that nothing is remembered for.
-
-    Retiled lists are found by the identity and version of tensors. A compiled graph writes new
-    contents into a tensor that it no longer needs, and torch does not count that.
-    """
-    lists = call.block_sparse_tensors_torch
-    if lists is None:
-        return call
-    fresh = (None if x is None else x.detach() for x in lists[:4])
-    return call._replace(block_sparse_tensors_torch=type(lists)(*fresh, lists.block_size))
-
-
-@torch.library.impl(_library, "column_bounds", "CompositeExplicitAutograd")
-def _column_bounds(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
-    return ColumnMask(indices, causal).bounds(_TILE_N, cu_seqlens_k)
-
-
-@torch.library.register_fake("flash_mask_cute::column_bounds", lib=_library)
-def _(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
-    batch, heads, seqlen_k, num_vectors = indices.shape
-    num_blocks = num_key_blocks(seqlen_k, _TILE_N, cu_seqlens_k)
-    return indices.new_empty((batch, heads, 2 * num_vectors, num_blocks))
-
-
-@torch.library.impl(_library, "column_documents", "CompositeExplicitAutograd")
-def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
-    starts, mask = ColumnMask(indices, causal).split(batch)
-    return starts, mask.startend_row_indices, mask.bounds(_TILE_N, starts)
-
-
-@torch.library.register_fake("flash_mask_cute::column_documents", lib=_library)
-def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
-    return Split.empty_like(indices, batch)[2:]
-
-
-@torch.library.impl(_library, "attention_fwd", "CompositeExplicitAutograd")
-def _attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor]:
-    return _run_forward(q, k, v, sink, _without_identity(_from_operator(arguments)))
-
-
-@torch.library.register_fake("flash_mask_cute::attention_fwd", lib=_library)
-def _(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor]:
-    *rows, heads_q, _ = q.shape
-    out = q.new_empty((*rows, heads_q, v.shape[-1]))
-    return out, q.new_empty((*rows[:-1], heads_q, rows[-1]), dtype=torch.float32)
-
-
-@torch.library.impl(_library, "attention_bwd", "CompositeExplicitAutograd")
-def _attention_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    wants_aux: list[int],
-    *arguments: Any,
-) -> tuple[Any, ...]:
-    call = _without_identity(_from_operator(arguments))
-    dq, dk, dv, dsink, *daux = _run_backward(q, k, v, sink, out, lse, dout, dlse, wants_aux, call)
-    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink, daux
-
-
-@torch.library.register_fake("flash_mask_cute::attention_bwd", lib=_library)
-def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
-    _, _, _, _, wants_aux, *of_call = arguments
-    aux_tensors = of_call[_AUX_POSITION]
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
-    return dq, dk, dv, dsink, [torch.empty_like(aux_tensors[i]) for i in wants_aux]
-
-
-def _run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
-    *others, call = arguments
-    dq, dk, dv, dsink, daux = torch.ops.flash_mask_cute.attention_bwd(*others, *_to_operator(call))
-    return dq, dk, dv, None if others[3] is None else dsink, *daux
-
-
-def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sink, *arguments = inputs
-    _save(ctx, q, k, v, sink, *output, _from_operator(arguments))
-    ctx.num_arguments = len(arguments)
-
-
-def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    others: list[Any] = [None] * ctx.num_arguments
-    wants_aux: list[int] = []
-    if ctx.num_aux is not None:
-        asked = ctx.needs_input_grad[4 + _AUX_POSITION]
-        wants_aux = [i for i, is_asked in enumerate(asked) if is_asked]
-    gradients, daux = _gradients(ctx, grads, _run_backward_operator, wants_aux)
-    if ctx.num_aux is not None:
-        others[_AUX_POSITION] = [daux.get(i) for i in range(ctx.num_aux)]
-    return *gradients, *others
-
-
-torch.library.register_autograd(
-    "flash_mask_cute::attention_fwd",
-    _operator_gradients,
-    setup_context=_setup_operator,
-    lib=_library,
-)
-torch.library.register_autograd(
-    "flash_mask_cute::attention_bwd", _refuse_second_derivative, lib=_library
-)
-
-
-# -- callables as strings -----------------------------------------------------------------------
-
-_mods: dict[str, Mod] = {}
-
-
-def _optional_name(mod: Mod | None) -> str | None:
-    if mod is None:
-        return None
-    # Dynamo hands over the parts of a method, but not the method
-    owner = None
-    if isinstance(mod, types.MethodType):
-        owner, mod = mod.__self__, mod.__func__
-    # Of a function Dynamo guards the code and not what it closes over. Asked for its id, it guards
-    # that, too, so that another function makes another graph.
-    id(mod)
-    return _name_of(mod, owner)
-
-
-@torch.compiler.assume_constant_result
-def _name_of(mod: Mod, owner: object) -> str:
-    """A name that stands for this object, in its present state, for as long as the process lives.
-
-    Equal callables of two objects have two names, as one of the objects may change later. owner:
-    of a method, or None.
-    """
-    if owner is not None:
-        mod = types.MethodType(mod, owner)
-    key = callable_key(mod)
-    names = (f"{key}#{number}" for number in count())
-    return next(name for name in names if _is_same(_mods.setdefault(name, mod), mod))
-
-
-def _is_same(known: Mod, mod: Mod) -> bool:
-    # a method is bound anew whenever it is looked up
-    return known is mod or (isinstance(mod, types.MethodType) and known == mod)
-
-
-def _optional_mod(name: str | None) -> Mod | None:
-    """The callable of that name.
-
-    Raises:
-        RuntimeError: no callable has got that name in this process.
-    """
-    if name is None:
-        return None
-    mod = _mods.get(name)
-    if mod is None:
-        raise RuntimeError(
-            f"no callable is known as {name!r}: names of score_mod, mask_mod and score_mod_bwd in "
-            "operators of flash_mask_cute hold in the process that made them only; trace the call "
-            "again in this one"
-        )
-    return mod

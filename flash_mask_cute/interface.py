@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from flash_mask_cute.call.config import (
     select_bwd_config,
     select_fwd_config,
 )
-from flash_mask_cute.call.explain import Explanation, explain_fwd
+from flash_mask_cute.call.copies import describe_copies, sink_conversion
+from flash_mask_cute.call.explain import DenseCall, Explanation, explain_fwd
 from flash_mask_cute.call.kernels_bwd import Tails
+from flash_mask_cute.call.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.masks import NO_MASKS, Masks, ResolvedMasks
 from flash_mask_cute.call.packed import (
     PackedBwdLaunch,
@@ -56,16 +58,18 @@ from flash_mask_cute.call.prepared_bwd import (
     ResolvedBwd,
     find_bwd_launch,
 )
-from flash_mask_cute.call.problem import AttentionProblem, fold_window
-from flash_mask_cute.call.validate import (
+from flash_mask_cute.call.problem import (
+    AttentionProblem,
     FwdShapes,
-    check_bwd_inputs,
-    check_fwd_inputs,
-    refuse_transforms,
+    fold_window,
+    may_empty_rows,
+    sink_dtype,
 )
+from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs, refuse_transforms
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.compiler import preload
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.target import HOPPER, Target
@@ -80,6 +84,7 @@ _launches: dict[Any, Launch] = {}
 _bwd_launches: dict[Any, BwdLaunch] = {}
 
 
+@public_call
 def _flash_attn_fwd(
     q: Tensor,
     k: Tensor,
@@ -103,12 +108,15 @@ def _flash_attn_fwd(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    lse_low: Tensor | None = None,
     return_lse: bool = True,
     config: FwdConfig | Mapping[str, Any] | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
 
@@ -119,9 +127,15 @@ def _flash_attn_fwd(
 
     Key j is visible to query i when everything that was given lets it. With d = i + seqlen_k -
     seqlen_q: j <= d if causal, j >= d - window_size_left and j <= d + window_size_right; None
-    leaves a side open. softcap > 0 makes a score s into softcap * tanh(s / softcap).
-    learnable_sink (heads_q,) is one more logit per head, without a value. softmax_scale is
-    head_dim ** -0.5 by default.
+    leaves a side open; below -1 a side shifts the band, past the diagonal. softcap > 0 makes a
+    score s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype, is
+    one more logit per head, without a value; kernels read one of float64 as float32. softmax_scale,
+    a number of any sign or a 0-dim CPU tensor, is head_dim ** -0.5 by default.
+
+    q, k and v may have any strides and start anywhere. On a GPU what kernels cannot read is copied
+    in each call (`explain` lists it): a last stride other than 1, others that are no positive
+    multiple of 16 bytes, data that do not start at one. q is also copied where softmax_scale is not
+    positive.
 
     startend_row_indices: int32 (batch or 1, heads, seqlen_k, n) with heads 1, heads_kv or heads_q
     and n 1, 2 or 4, the rows that each key hides, as `ColumnMask` tells; with cu_seqlens_k
@@ -133,19 +147,31 @@ def _flash_attn_fwd(
     mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean: CuTe callables on one-element
     `cute.TensorSSA`, positions inside the sequence and query heads, compiled into the kernel. What
     they reach (closures, globals) is looked up in every call, and what changed compiles anew.
-    aux_tensors: tensors of 1 to 4 dimensions, any strides, int32, int64, float32, bfloat16 or
-    float16, that both may index.
+    aux_tensors: tensors of 1 to 4 dimensions, any strides, bool, uint8, uint32, int8, int16, int32,
+    int64, float32, bfloat16 or float16, that both may index; on the CPU an index outside one is an
+    IndexError.
     block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
     returned, or a torch `BlockMask` together with its mask as mask_mod. A block in no list is
     hidden, a full one visible without asking mask_mod; in the others mask_mod decides, and without
     one they are visible. Blocks count from the start of a sequence; where lengths vary, the lists
     cover max_seqlen_q and max_seqlen_k.
+    q_start: where in the mask the queries stand that startend_row_indices and block lists count.
+    None: the mask has a row for each query of the call, no more, or the call is refused; where a
+    mask does not tell its rows (a tensor), a call with fewer queries than keys is refused. 0: query
+    0 of the call is row 0 of the mask, which may have more rows. causal and the window are aligned
+    by the lengths in either case, and mods get the query's number in the call. Others are not
+    supported yet.
 
     out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
-    (heads_q, total_q), and None if neither return_lse nor lse asks for it. A row that sees nothing
-    has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
+    (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
+    sees nothing has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
 
-    out and lse, where given, must not share memory with q, k and v.
+    A score_mod may return any finite number, such as the -1e30 of an additive mask: out and lse are
+    those of its fp32 scores, lse to its own last bit. lse_low, like lse and only beside a
+    score_mod, gets what rounding takes from lse, for the backward.
+
+    out, lse and lse_low, where given, must not share memory with q, k, v and each other. On a GPU
+    rows of out start at multiples of 16 bytes.
 
     pack_gqa: query heads of a KV head share tiles (None: where queries are few). Not supported with
     block lists, nor with column intervals that differ between these heads. config: a `FwdConfig`,
@@ -154,13 +180,18 @@ def _flash_attn_fwd(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
     """
+    if unknown:
+        refuse_keywords("_flash_attn_fwd", unknown)
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = number_of("softmax_scale", softmax_scale)
     # as Extras(...) makes it, which takes twice as long
     extras = tuple.__new__(
-        Extras, (learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse)
+        Extras,
+        (learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low),
     )
     rest = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, num_splits, pack_gqa, return_lse, page_table,
+        max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, page_table,
         None if config is None else FwdConfig.of(config),
     )  # fmt: skip
     masks = None
@@ -179,6 +210,7 @@ def _flash_attn_fwd(
     return launch(q, k, v, extras, masks)
 
 
+@public_call
 def _flash_attn_bwd(
     q: Tensor,
     k: Tensor,
@@ -205,26 +237,36 @@ def _flash_attn_bwd(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None,
     dlse: Tensor | None = None,
     deterministic: bool = False,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
     dsink: Tensor | None = None,
+    lse_low: Tensor | None = None,
     daux: Sequence[Tensor | None] | None = None,
     config: BwdConfig | Mapping[str, Any] | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention backward: (dq, dk, dv), the gradients of a loss by q, k and v.
 
     out and lse are what `_flash_attn_fwd` returned for the same arguments, dout and dlse the loss's
     gradients by them, of the same shapes and dtypes; without dlse the loss does not depend on lse.
-    dout may have any strides: what kernels cannot read (an expanded or a transposed tensor, as
-    autograd makes them) is copied. lse and dlse may have any strides, too. The arguments that both
-    calls have mean the same; heads of a group are never packed here.
+    out and dout may have any strides, as q, k and v: what kernels cannot read (an expanded or a
+    transposed tensor, as autograd makes them) is copied. lse and dlse may have any strides, too.
+    The arguments that both calls have mean the same; heads of a group are never packed here.
 
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
     by the score that score_mod returns, the one by the score that it is given. Without it,
     score_mod is differentiated.
+
+    lse_low, like lse and only beside a score_mod, is what the forward wrote there, as autograd has
+    it do. Probabilities are exp(score - lse), so that the rounding of lse, up to abs(lse) * 2^-24,
+    is a relative error of a row's probabilities, and of its gradients. Without lse_low that is all
+    there is to a row: beyond abs(lse) 2^13 the error is seen in bf16, and from 2^24 on, as for
+    queries that a table of -1e30 hides from all keys, the number of keys is lost from lse: each has
+    the probability 1. With lse_low the probabilities of a row sum to 1 whatever lse is.
 
     dq, dk, dv are new contiguous tensors, or those that the caller gives: like q, k and v, in
     memory of their own. They are 0 in rows that see nothing, for keys that nobody sees, and in rows
@@ -242,14 +284,18 @@ def _flash_attn_bwd(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
     """
+    if unknown:
+        refuse_keywords("_flash_attn_bwd", unknown)
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = number_of("softmax_scale", softmax_scale)
     operands = BwdOperands(q, k, v, out, dout, lse)
     extras = BwdExtras(
         learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink,
-        daux,
+        lse_low, daux,
     )  # fmt: skip
     settings = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, score_mod_bwd, deterministic,
+        max_seqlen_k, q_start, score_mod_bwd, deterministic,
         None if config is None else BwdConfig.of(config),
     )  # fmt: skip
     masks = None
@@ -273,29 +319,79 @@ def explain(
     """What a forward with these arguments of `_flash_attn_fwd` would run, and why; for a mask with
     documents, the packed sequences that are made of them. No attention is launched.
 
+    `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here.
+
     The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU,
     or for a target ("sm_90a", "sm_100a" or "sm_103a"), which need not be there.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call would; ValueError also where there
-            is no kernel for the target.
+            is no kernel for the target, or where an argument is given by both of its names.
     """
+    keywords = _in_host_names(keywords)
+    if unknown := keywords.keys() - set(_FWD_KEYWORDS):
+        refuse_keywords("explain", {name: keywords[name] for name in sorted(unknown)})
     operands, (extras, masks, settings) = FwdOperands(q, k, v), bundle(keywords)
     named = None if target is None else Target.named(target)
     resolved, resolved_masks = _resolve(operands, extras, masks, settings, named)
-    packs = _packs(operands, [extras.out], extras, masks, settings)
-    if packs:
+    dense = None
+    if _packs(operands, [extras.out], extras, masks, settings):
+        dense = DenseCall(resolved, extras, resolved_masks)
         operands, extras, masks, settings = _by_documents(
             operands, extras, masks, settings, resolved.problem.needs_lse
         )
         resolved, resolved_masks = _resolve(operands, extras, masks, settings, named)
     can_pack = rows_follow(*operands, extras.out)
     where = named or _target_of(q), str(q.device)
-    found = explain_fwd(resolved, extras, resolved_masks, *where, can_pack)
-    if packs:
-        documents = "the documents of the mask are packed sequences"
-        found = replace(found, note="; ".join(filter(None, (found.note, documents))))
+    copies = describe_copies(**resolved.input_conversions(*operands))
+    return explain_fwd(resolved, extras, resolved_masks, *where, can_pack, copies, dense)
+
+
+_FWD_KEYWORDS = Extras._fields + Masks._fields + Settings._fields
+_OF_FUNCTIONAL = {
+    "window_size": ("window_size_left", "window_size_right"),
+    "block_sparse_tensors": ("block_sparse_tensors_torch",),
+}
+know_keywords("explain", ("q", "k", "v", "target", *_FWD_KEYWORDS, *_OF_FUNCTIONAL))
+
+
+def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of the public functions with the names of the host calls.
+
+    Raises:
+        ValueError: both names of one argument.
+    """
+    found = dict(keywords)
+    for name in _OF_FUNCTIONAL.keys() & keywords.keys():
+        ours = _OF_FUNCTIONAL[name]
+        for other in ours:
+            if other in keywords:
+                raise ValueError(
+                    f"{name} and {other} are both given, and mean the same: got "
+                    f"{brief(keywords[name])} and {brief(keywords[other])}"
+                )
+        value = found.pop(name)
+        found |= zip(ours, window_sides(value) if name == "window_size" else [value], strict=True)
     return found
+
+
+def window_sides(window_size: Any) -> tuple[int | None, int | None]:
+    """Left and right, as the host calls take them, of a pair in which -1 may stand for None.
+
+    Raises:
+        ValueError: it is no pair.
+    """
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        wrong = f"window_size must be (left, right), got {window_size!r}"
+        if isinstance(window_size, bool):
+            wrong += (
+                "; arguments by position are those of flash-attn-4, which has no dropout_p before "
+                "softmax_scale and causal: pass them by keyword"
+            )
+        raise ValueError(wrong) from None
+    return None if left == -1 else left, None if right == -1 else right
 
 
 def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:
@@ -305,13 +401,19 @@ def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:
         TypeError: a keyword is none of the call's, or config is no configuration.
     """
     extras, masks, settings = _sort_keywords(keywords, Extras, Masks, Settings)
-    return extras, masks, settings._replace(config=FwdConfig.of(settings.config))
+    return extras, masks, _settled(settings, FwdConfig)
 
 
 def bundle_bwd(keywords: Mapping[str, Any]) -> tuple[BwdExtras, Masks, BwdSettings]:
     """Keywords of the public backward in the form that the host path passes on; as `bundle`."""
     extras, masks, settings = _sort_keywords(keywords, BwdExtras, Masks, BwdSettings)
-    return extras, masks, settings._replace(config=BwdConfig.of(settings.config))
+    return extras, masks, _settled(settings, BwdConfig)
+
+
+def _settled(settings: Any, kind: type[FwdConfig] | type[BwdConfig]) -> Any:
+    """With a number and a configuration for what may stand for them."""
+    scale = number_of("softmax_scale", settings.softmax_scale)
+    return settings._replace(softmax_scale=scale, config=kind.of(settings.config))
 
 
 def _sort_keywords(keywords: Mapping[str, Any], *bundles: Any) -> list[Any]:
@@ -350,11 +452,15 @@ def _resolve(
         settings,
         resolved_masks,
         learnable_sink=extras.learnable_sink,
-        needs_lse=settings.return_lse or extras.lse is not None,
+        needs_lse=settings.return_lse or not (extras.lse is extras.lse_low is None),
     )
     score_mod, is_causal = resolved_masks.score_mod, problem.is_causal
     if score_mod is not None:
-        problem = replace(problem, score_functions=computes_functions(score_mod, problem))
+        problem = replace(
+            problem,
+            score_functions=computes_functions(score_mod, problem),
+            needs_lse_low=extras.lse_low is not None,
+        )
     window = None
     if window_left is not None and (is_causal or window_right is not None):
         window = window_left + (window_right or 0) + 1
@@ -383,6 +489,7 @@ def _resolve(
         lse_shape=(*rows[:-2], rows[-1], rows[-2]),
         choose=choose,
         block_size=block_size,
+        sink_conversion=sink_conversion(extras.learnable_sink),
     )
     return resolved.with_choice(choice), resolved_masks
 
@@ -397,9 +504,8 @@ def _problem(
     needs_lse: bool,
 ) -> tuple[AttentionProblem, int | None, int | None]:
     """The problem, not packed, and the window sides that say something."""
-    is_causal = settings.causal or masks.is_causal
-    window_left, window_right = fold_window(
-        is_causal, settings.window_size_left, settings.window_size_right
+    is_causal, window_left, window_right = fold_window(
+        settings.causal or masks.is_causal, settings.window_size_left, settings.window_size_right
     )
     problem = AttentionProblem.of(
         q,
@@ -452,6 +558,10 @@ def _resolve_bwd(
         wants_aux=wants_aux,
         deterministic=settings.deterministic,
     )
+    seqlens = shapes.seqlen_q, shapes.seqlen_k
+    empties = may_empty_rows(problem, seqlens, (window_left, window_right))
+    problem = replace(problem, may_empty_rows=empties)
+    sink = extras.learnable_sink if empties or extras.dsink is not None else None
     choose = partial(
         select_bwd_config,
         shapes.head_dim,
@@ -471,7 +581,9 @@ def _resolve_bwd(
         window_right,
         float(settings.softcap),
         has_dlse=extras.dlse is not None,
-        sink_dtype=None if extras.dsink is None else dtype_name(extras.dsink.dtype),
+        has_lse_low=extras.lse_low is not None,
+        sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
+        sink_conversion=sink_conversion(sink),
         tails=Tails(
             problem.varlen_q and extras.dq is None,
             problem.varlen_k and extras.dk is None,

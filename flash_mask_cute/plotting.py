@@ -24,9 +24,10 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
 )
 from flash_mask_cute.block_sparsity import FULL as FULL_BLOCK
-from flash_mask_cute.call.validate import check_mod
+from flash_mask_cute.call.tile_classes import classes_of_columns
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
+from flash_mask_cute.mods.signature import check_mod
 
 SKIPPED, PARTIAL, FULL = 0, 1, 2
 LABELS = ("skipped", "partial", "full")
@@ -43,12 +44,24 @@ class _Scores(NamedTuple):
     """What a mask says of each pair, bool (seqlen_q, seqlen_k) on the CPU.
 
     visible: the key counts. whole: nothing has to be asked about it; a tile of such pairs alone is
-    full. tile: the sizes of tiles that suit the mask.
+    full. tile: the sizes of tiles that suit the mask. columns: the mask, if it is a `ColumnMask`,
+    whose tiles are told by its bounds.
     """
 
     visible: Tensor
     whole: Tensor
     tile: tuple[int, int] = (DEFAULT_TILE, DEFAULT_TILE)
+    columns: ColumnMask | None = None
+
+    def classes(self, tile_m: int, tile_n: int) -> Tensor:
+        """As a kernel has them, for which a tile that reaches past the last key is partial."""
+        num_q, num_k = self.visible.shape
+        if self.columns is not None:
+            return classes_of_columns(self.columns, num_q, tile_m, tile_n)
+        classes = _classify(self, tile_m, tile_n)
+        if num_k % tile_n:
+            classes[:, -1].clamp_(max=PARTIAL)
+        return classes
 
 
 def classify_tiles(visible: Tensor, tile_m: int, tile_n: int) -> Tensor:
@@ -88,14 +101,17 @@ def plot(
             a `mask_mod`, which is compiled for the CPU and asked about every pair.
             Of masks that differ between batch entries or heads, entry 0 and head 0 are drawn.
         seqlen_q, seqlen_k: numbers of queries and keys. A mask_mod needs seqlen_q, and has as many
-            keys if nothing else is said. A `ColumnMask` has as many queries as keys, and seqlen_k
-            may leave its last keys out. Lists may end inside their last blocks.
+            keys if nothing else is said. A `ColumnMask` has the queries that it was made for, or as
+            many as keys if it does not tell, and seqlen_k may leave its last keys out. Lists may
+            end inside their last blocks.
         tile_m, tile_n: queries and keys of a tile; by default those of a block of lists, else 128.
         ax: matplotlib axes to draw into; by default those of a new figure.
         aux_tensors: what a mask_mod reads.
 
     Returns:
-        the axes, whose title counts the tiles of each class.
+        the axes, whose title counts the tiles of each class. Those of a `ColumnMask` are told by
+        its bounds, as kernels tell them and `explain` counts them, for the tiles that it names. A
+        tile that reaches past the last key is partial: kernels mask it.
 
     Raises:
         ImportError: there is no matplotlib.
@@ -120,7 +136,7 @@ def plot(
     if ax is None:
         _, ax = pyplot.subplots()
     num_q, num_k = scores.visible.shape
-    classes = _classify(scores, tile_m, tile_n)
+    classes = scores.classes(tile_m, tile_n)
     image = _colour(scores.visible, classes, tile_m, tile_n)
     ax.imshow(image.numpy(), interpolation="nearest", extent=(0, num_k, num_q, 0), aspect="auto")
     edges_q, edges_k = range(0, num_q + 1, tile_m), range(0, num_k + 1, tile_n)
@@ -202,10 +218,14 @@ def _scores_of(
         )
     if is_lists:
         return _of_lists(mask, seqlen_q, seqlen_k)
+    columns = None
     if isinstance(mask, ColumnMask):
-        first = ColumnMask(mask.startend_row_indices[:1, :1].cpu(), mask.causal)
-        num_queries = first.startend_row_indices.shape[2] if seqlen_q is None else seqlen_q
-        visible = first.dense(num_queries, seqlen_k)[0, 0]
+        indices = mask.startend_row_indices[:1, :1].cpu()
+        if seqlen_q is None:
+            seqlen_q = mask.seqlen_q if isinstance(mask.seqlen_q, int) else indices.shape[2]
+        first = ColumnMask(indices, mask.causal, seqlen_q=mask.seqlen_q)
+        visible = first.dense(seqlen_q, seqlen_k)[0, 0]
+        columns = ColumnMask(indices[:, :, : visible.shape[1]], mask.causal)
     elif is_mod:
         visible = _ask(mask, seqlen_q, seqlen_k, aux_tensors)
     else:
@@ -217,21 +237,27 @@ def _scores_of(
             queries, keys = visible.shape
             raise ValueError(f"{name}={length} of a dense mask with {queries} queries, {keys} keys")
     visible = visible.cpu()
-    return _Scores(visible, visible)
+    return _Scores(visible, visible, columns=columns)
 
 
 def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     lists = from_block_mask(mask)
     first = (x[:1, :1].cpu() if isinstance(x, Tensor) and x.dim() > 1 else x for x in lists[:4])
-    lists = BlockSparseTensorsTorch._make((*first, lists.block_size))
-    block = lists.block_size
-    if seqlen_q is None or seqlen_k is None:
-        block = as_block_size(DEFAULT_BLOCK if block is None else block, "block_size")
+    block, most = lists.block_size, lists.seqlens
+    lists = BlockSparseTensorsTorch._make((*first, block, most))
+    if most is None:
+        sizes = as_block_size(DEFAULT_BLOCK if block is None else block, "block_size")
         shape = tuple(getattr(lists.mask_block_idx, "shape", ()))[2:] or (0, 0)
-        most = tuple(count * size for count, size in zip(shape, block, strict=True))
+        most = shape[0] * sizes[0], shape[1] * sizes[1]
+        # of the one block of any length too
         most = tuple(getattr(mask, "seq_lengths", most))
-        seqlen_q = most[0] if seqlen_q is None else seqlen_q
-        seqlen_k = most[1] if seqlen_k is None else seqlen_k
+    seqlen_q = most[0] if seqlen_q is None else seqlen_q
+    seqlen_k = most[1] if seqlen_k is None else seqlen_k
+    if lists.seqlens is not None and (seqlen_q > most[0] or seqlen_k > most[1]):
+        raise ValueError(
+            f"seqlen_q={seqlen_q}, seqlen_k={seqlen_k} of lists that were made for {most[0]} "
+            f"queries x {most[1]} keys"
+        )
     lists = check_block_lists(lists, 1, 1, seqlen_q, seqlen_k, torch.device("cpu"))
     assert lists.block_size is not None
     states = dense_states(lists)[0, 0]

@@ -50,6 +50,8 @@ class ScoreRecipe(NamedTuple):
 
 CAUSAL_OFFSET = 30
 CHECKS = 5
+# every so many queries one sees nothing
+BLIND = 7
 
 
 def _causal_with_offset(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -124,6 +126,10 @@ MASK_MODS = {
         lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0,
         lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0,
     ),
+    "blinding": MaskRecipe(
+        lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100),
+        lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100),
+    ),
 }
 
 
@@ -160,6 +166,17 @@ def _t5_table(extents: Extents, generator: torch.Generator) -> Tensor:
     return torch.randn((2 * T5_REACH + 1, extents.heads_q), generator=generator)
 
 
+def _blinding_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[-1][q[0]]
+
+
+def _row_biases(extents: Extents, generator: torch.Generator) -> Tensor:
+    """float32 (seqlen_q,), -inf for some."""
+    biases = torch.randn((extents.seqlen_q,), generator=generator)
+    biases[::BLIND] = float("-inf")
+    return biases
+
+
 def _head_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     from cutlass import Float32
 
@@ -190,6 +207,11 @@ SCORE_MODS = {
     "scale": ScoreRecipe(
         lambda score, b, h, q, k, aux: score * 1.1,
         lambda score, b, h, q, k, aux: score * 1.1,
+    ),
+    "blinding": ScoreRecipe(
+        _blinding_bias,
+        lambda score, b, h, q, k, aux: score + aux[-1][q.flatten()][:, None].to(score.dtype),
+        _row_biases,
     ),
 }
 # in no table: what a test of functions, and of factors that the softmax takes over, adds

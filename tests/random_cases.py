@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mask_cases import COLUMNS, MASK_MODS, SCORE_MODS
-from support import BF16, FP16, FP32, Case
+from support import BF16, FP16, FP32, FP64, Case
 
 FUZZ_BATCH = 3
 FUZZ_LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 255, 257, 383, 500, 641)
@@ -20,11 +20,11 @@ def _fuzz_lengths(rng: random.Random) -> tuple[int, ...]:
 FUZZ_FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "causal": lambda rng: {"causal": True},
     "window": lambda rng: {"window_left": rng.choice((0, 31, 200)), "window_right": 5},
-    "window_left": lambda rng: {"window_left": rng.choice((0, 17, 127, 129, 400))},
-    "window_right": lambda rng: {"window_right": rng.choice((0, 17, 127, 129, 400))},
+    "window_left": lambda rng: {"window_left": rng.choice((0, -20, 17, 127, 129, 400))},
+    "window_right": lambda rng: {"window_right": rng.choice((0, -20, 17, 127, 129, 400))},
     "softcap": lambda rng: {"softcap": rng.choice((1.5, 15.0, 50.0))},
-    "scale": lambda rng: {"softmax_scale": rng.choice((0.01, 0.3))},
-    "sink": lambda rng: {"sink": rng.choice((BF16, FP16, FP32))},
+    "scale": lambda rng: {"softmax_scale": rng.choice((0.01, 0.3, -0.1, 0.0))},
+    "sink": lambda rng: {"sink": rng.choice((BF16, FP16, FP32, FP64))},
     "gqa": lambda rng: {"heads_q": 4, "heads_kv": rng.choice((1, 2)), "pack_gqa": False},
     "packed_gqa": lambda rng: {"heads_q": 4, "heads_kv": rng.choice((1, 2)), "pack_gqa": True},
     "varlen_q": lambda rng: {"lengths_q": _fuzz_lengths(rng)},
@@ -33,6 +33,7 @@ FUZZ_FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "seqused_k": lambda rng: {"seqused_k": ()},
     "transposed": lambda rng: {"strided": "transposed"},
     "fused_qkv": lambda rng: {"strided": "fused_qkv"},
+    "unreadable": lambda rng: {"strided": "unreadable"},
 }
 
 

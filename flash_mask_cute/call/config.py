@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tables import SM90_BWD, SM90_FWD, SM100_FWD, BwdRow, FwdRow
-from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import BLACKWELL, H200_SMS, HOPPER
 
 # query rows that leave together, which packed heads must fill evenly: a warpgroup's, a warp's
@@ -326,6 +326,7 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
     return "; ".join(parts)
 
 
+@tells_what_to_install()
 def check_feasible(
     head_dim: int, head_dim_v: int, tiles: FwdTiles, family: str = HOPPER
 ) -> tuple[int, str | None]:
@@ -425,7 +426,7 @@ def select_bwd_config(
     for row in rows[:2] if rows[0].cta_pair else rows[:1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
-            plan = _bwd_plan(head_dim, head_dim_v, tiles)
+            plan = _bwd_plan(head_dim, head_dim_v, tiles, modifier == "score_mod")
             why_not = plan.infeasible()
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
@@ -487,11 +488,12 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
             yield replace(wanted, value_cols=value_cols, **fewer)
 
 
-def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> Any:
+@tells_what_to_install()
+def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
     from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
 
     stages = (tiles.stages_q, tiles.stages_do, tiles.stages_kv)
-    more = tiles.value_cols, tiles.cta_pair
+    more = tiles.value_cols, tiles.cta_pair, has_score_mod
     return BwdPlan(BFloat16, head_dim, head_dim_v, tiles.tile_m, *stages, *more)

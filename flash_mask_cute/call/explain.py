@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from flash_mask_cute.block_info import BlockInfo
-from flash_mask_cute.block_sparsity import ABSENT, FULL, dense_states, retile_lists
 from flash_mask_cute.call.config import FwdTiles
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.plan import DocumentStoring, compile_call
 from flash_mask_cute.call.prepared import Extras, ResolvedFwd
-from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.call.tile_classes import ColumnVerdicts, ListVerdicts, Verdicts, judge_row
 from flash_mask_cute.runtime.target import HOPPER, Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
@@ -30,7 +25,11 @@ class Explanation:
     heads that share a tile, 1 for none. grid: CTAs. masks: those beyond causal and window, in
     words. work_tiles: query tiles over all heads (groups of packed heads) and sequences.
     full_key_tiles, cut_key_tiles, skipped_key_tiles: over all work tiles, the key tiles that are
-    visited as they are, visited and masked, and left out. registers: per thread at launch.
+    visited as they are, visited and masked, and left out; `plot` counts the same of a mask. Where
+    its documents are packed sequences they are tiles of the dense call, of which those between
+    documents are skipped; `note` counts the tiles of the sequences. registers: per thread at
+    launch. copies: the tensors that each launch copies for the kernel, and why, empty if it copies
+    none; the CPU path takes them as they are.
     """
 
     where: str
@@ -49,6 +48,7 @@ class Explanation:
     registers: int | None
     spill_bytes: int | None
     note: str
+    copies: str = ""
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -71,6 +71,7 @@ class Explanation:
             "registers": f"{_known(self.registers)} per thread at launch, "
             f"{_known(self.spill_bytes, 'bytes')} spilled",
             "shared memory": f"{self.smem_bytes} bytes",
+            "copies": self.copies or "none",
         }
         if self.note:
             lines["note"] = self.note
@@ -81,6 +82,14 @@ def _known(value: int | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{value} {unit}".rstrip()
 
 
+class DenseCall(NamedTuple):
+    """A call as it is given."""
+
+    resolved: ResolvedFwd
+    extras: Extras
+    masks: ResolvedMasks
+
+
 def explain_fwd(
     resolved: ResolvedFwd,
     extras: Extras,
@@ -88,9 +97,15 @@ def explain_fwd(
     target: Target,
     device: str,
     can_pack: bool = False,
+    copies: str = "",
+    dense: DenseCall | None = None,
 ) -> Explanation:
-    """Explain a resolved call, compiling its kernel if need be. can_pack: see `compile_call`."""
-    notes = []
+    """Explain a resolved call, compiling its kernel if need be.
+
+    can_pack: see `compile_call`. copies: see `Explanation`. dense: the call that this one computes
+    as packed sequences, by whose grid tiles are counted.
+    """
+    notes = [] if dense is None else ["the documents of the mask are packed sequences"]
     meta: dict[str, Any] = {}
     storing, asked = None, resolved
     if resolved.problem.dtype in _COMPILED_DTYPES:
@@ -123,6 +138,10 @@ def explain_fwd(
             problem = replace(resolved.problem, varlen_q=False, varlen_k=False)
             counted = replace(resolved, shapes=asked.shapes, problem=problem)
         work_tiles, full, cut, skipped = _count_tiles(counted, extras, masks)
+        if dense is not None:
+            notes.append(f"of their own tiles {full} are visited as they are and {cut} masked")
+            of_dense = dense.resolved.with_choice(resolved.choice)
+            _, full, cut, skipped = _count_tiles(of_dense, dense.extras, dense.masks)
     told = masks.describe(resolved.choice.tiles, are_bits=storing is not None)
     if storing is not None:
         parts = storing.num_parts
@@ -151,6 +170,7 @@ def explain_fwd(
         registers=meta.get("registers"),
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
+        copies=copies if resolved.problem.dtype in _COMPILED_DTYPES else "",
     )
 
 
@@ -178,12 +198,14 @@ def _count_tiles(
         window_size_right=resolved.window_right,
         qhead_per_kvhead_packgqa=problem.packed_heads,
     )
-    readers: list[_Columns | _Lists] = []
+    verdicts: list[Verdicts] = []
     if masks.column_mask is not None:
         bounds = masks.column_mask.bounds(tiles.tile_n, extras.cu_seqlens_k)
-        readers.append(_Columns(masks.column_mask, bounds, block_info))
+        verdicts.append(ColumnVerdicts(masks.column_mask, bounds, block_info))
     if masks.block_lists is not None:
-        readers.append(_Lists.create(resolved, masks))
+        tile, seqlens = (tiles.walk_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
+        has_mod = masks.mask_mod is not None
+        verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
     asks = masks.mask_mod is not None and masks.block_lists is None
     heads = shapes.heads_q // problem.packed_heads
     cu_seqlens = [None if x is None else x.tolist() for x in extras[1:3]]
@@ -198,76 +220,11 @@ def _count_tiles(
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
         for m_block in range(m_blocks):
-            first, end = block_info.get_n_block_min_max(used, m_block)
-            n_blocks = torch.arange(first, end, device="cpu")
-            is_cut = n_blocks >= block_info.get_n_block_min_causal_local_mask(used, m_block, 0)
-            if resolved.window_left is not None:
-                is_cut |= n_blocks < block_info.get_n_block_min_before_local_mask(used, m_block, 0)
-            is_cut = (is_cut | asks).repeat(heads, 1)
-            is_visible = torch.ones_like(is_cut)
-            for reader in readers:
-                hidden, cuts = (
-                    x.repeat_interleave(heads // len(x), dim=0)
-                    for x in reader.classify(batch_idx, used, m_block, n_blocks)
-                )
-                is_visible &= ~hidden
-                is_cut = is_cut | cuts
+            _, is_visible, is_cut = judge_row(
+                block_info, verdicts, asks, heads, batch_idx, used, m_block
+            )
             cut += int((is_visible & is_cut).sum())
             full += int((is_visible & ~is_cut).sum())
     if not tiles.skip_blocks:
         full, cut = 0, total
     return work_tiles, full, cut, total - full - cut
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Column intervals, read by tile: bounds (batch | 1, heads_mask, 2 n, blocks)."""
-
-    mask: ColumnMask
-    bounds: Tensor
-    block_info: BlockInfo
-
-    def classify(
-        self, batch_idx: int, seqlen: SeqlenInfoQK, m_block: int, n_blocks: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(hidden, cut), bool (heads_mask, n_blocks)."""
-        bounds = self.bounds[min(batch_idx, self.bounds.shape[0] - 1)]
-        first = 0
-        if seqlen.has_cu_seqlens_k:
-            first = seqlen.offset_k // self.block_info.tile_n + batch_idx
-        return Intervals(self.mask.num_vectors, self.mask.causal).classify(
-            bounds[..., first + n_blocks].unbind(1),
-            *self.block_info.query_range(seqlen, m_block),
-            seqlen.seqlen_q,
-        )
-
-
-@dataclass(frozen=True)
-class _Lists:
-    """Block lists, read by tile: states (batch | 1, heads_q | 1, m_blocks, n_blocks). asks: whether
-    anything is asked about the scores of a tile that is not full."""
-
-    states: Tensor
-    asks: bool
-
-    @staticmethod
-    def create(resolved: ResolvedFwd, masks: ResolvedMasks) -> _Lists:
-        shapes, tiles = resolved.shapes, resolved.choice.tiles
-        assert masks.block_lists is not None
-        lists, bits = retile_lists(
-            masks.block_lists, tiles.walk_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
-        )
-        states = dense_states(lists)
-        if bits is None and lists.block_size is not None:
-            states = states.repeat_interleave(lists.block_size[0] // tiles.walk_m, 2)
-            states = states.repeat_interleave(lists.block_size[1] // tiles.tile_n, 3)
-        return _Lists(states, bits is not None or masks.mask_mod is not None)
-
-    def classify(
-        self, batch_idx: int, seqlen: SeqlenInfoQK, m_block: int, n_blocks: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(hidden, cut), bool (heads_q | 1, n_blocks)."""
-        # the slot of a sequence may have more rows than the lists
-        m_block = min(m_block, self.states.shape[2] - 1)
-        states = self.states[min(batch_idx, self.states.shape[0] - 1), :, m_block, n_blocks]
-        return states == ABSENT, (states != FULL) & self.asks

@@ -33,7 +33,8 @@ def compile_fwd(
     seqused_q, seqused_k, None, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k), stored
-    bits, what part of the call these are of (a pair); None for what the problem does not have.
+    bits, what part of the call these are of (a pair), lse_low; None for what the problem does not
+    have.
     """
     name = KERNEL_NAMES[target.family]
     return cached_attention(
@@ -140,12 +141,14 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
 
     dtype = problem.dtype
     rank_q, rank_k = ranks(problem)
-    lse = None
-    if problem.needs_lse:
+
+    def of_rows(is_there: bool) -> Any:
+        if not is_there:
+            return None
         strides: Any = (*(cute.sym_int64() for _ in range(rank_q - 2)), 1)
-        lse = make_fake_tensor(
-            cutlass.Float32, fake_tensors.extents(rank_q - 1), strides, assumed_align=4
-        )
+        extents = fake_tensors.extents(rank_q - 1)
+        return make_fake_tensor(cutlass.Float32, extents, strides, assumed_align=4)
+
     lists = None
     if problem.has_lists:
         full = (strided(3), strided(4)) if problem.has_full_lists else (None, None)
@@ -155,7 +158,7 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         operand(dtype, rank_k, problem.head_dim),
         operand(dtype, rank_k, problem.head_dim_v),
         operand(dtype, rank_q, problem.head_dim_v),
-        lse,
+        of_rows(problem.needs_lse),
         cutlass.Float32(1.0),
         fake_tensors.stream(),
         *lengths(problem),
@@ -171,4 +174,5 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         fake_tensors.block_bits(problem),
         stored_bits(problem, BitTiles.of_queries(tiles.tile_m, tiles.tile_n)),
         int32_pair() if problem.reads_bits else None,
+        of_rows(problem.needs_lse_low),
     ]

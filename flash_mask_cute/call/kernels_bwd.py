@@ -35,7 +35,7 @@ class BwdKernels(NamedTuple):
     what the problem does not have:
 
     preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or turns (without), sink,
-    sink_parts, cu_seqlens_q, seqused_q.
+    sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
     main: q, k, v, dout, stats, dq_accum, turns, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
     column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
@@ -73,7 +73,9 @@ NO_TAILS = Tails()
 class RowFacts(NamedTuple):
     """What decides the code of the kernels before and after the main one.
 
-    dim: head_dim_v before, head_dim after. has_dlse and sink_dtype matter before only.
+    dim: head_dim_v before, head_dim after. The fields from has_dlse on matter before only;
+    marked_dim: head_dim, where rows of queries that see nothing are marked. num_stats: statistics
+    of a row (`BwdPlan`).
     """
 
     dtype: str
@@ -85,6 +87,9 @@ class RowFacts(NamedTuple):
     clears_dq: bool
     has_dlse: bool = False
     sink_dtype: str | None = None
+    marked_dim: int | None = None
+    num_stats: int = 2
+    has_lse_low: bool = False
 
 
 _Facts = TypeVar("_Facts", RowFacts, TailFacts)
@@ -97,6 +102,18 @@ def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
     return row_blocks.num_row_blocks(rows, batch, is_packed, tile_m)
 
 
+def num_stats(problem: AttentionProblem) -> int:
+    """Statistics of a query row, as in `BwdPlan`."""
+    return 2 if problem.score_mod is None else 3
+
+
+def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
+    """fp32 words of a row block's statistics in scratch tensors."""
+    from flash_mask_cute.core import row_blocks
+
+    return row_blocks.stats_words(tile_m, num_stats, has_marks)
+
+
 def compile_bwd(
     problem: AttentionProblem,
     choice: BwdChoice,
@@ -106,16 +123,19 @@ def compile_bwd(
     sink_dtype: str | None = None,
     tails: Tails = NO_TAILS,
     cache: CompileCache = CACHE,
+    has_lse_low: bool = False,
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys.
 
-    sink_dtype: that of the sink, if its gradient is asked for.
+    sink_dtype: that of the sink, if the kernel before is to know it (`ResolvedBwd`).
     """
     rows = (
         *(choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q),
         choice.tiles.clears_dq,
     )
-    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, has_dlse, sink_dtype)
+    marked_dim = problem.head_dim if problem.may_empty_rows else None
+    of_scores = has_dlse, sink_dtype, marked_dim, num_stats(problem), has_lse_low
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
     after = RowFacts(problem.dtype, problem.head_dim, *rows)
 
     def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
@@ -167,6 +187,7 @@ def build_bwd(
         deterministic=problem.deterministic,
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
+        may_empty_rows=problem.may_empty_rows,
         **asdict(choice.tiles),
     )
     arguments = _main_arguments(problem, choice)
@@ -185,7 +206,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         operand(dtype, rank_k, problem.head_dim),
         operand(dtype, rank_k, problem.head_dim_v),
         operand(dtype, rank_q, problem.head_dim_v),
-        scratch(2, tile_m),
+        scratch(stats_words(tile_m, num_stats(problem), problem.may_empty_rows)),
         scratch(tile_m * choice.tile_d),
         None if choice.tiles.clears_dq else strided(2),
         operand(dtype, rank_k, problem.head_dim),
@@ -209,13 +230,18 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
     from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess
 
     rank = 3 if facts.varlen_q else 4
-    kernel = BwdPreprocess(fake_tensors.cutlass_dtype(facts.dtype), facts.dim, facts.tile_m)
+    kernel = BwdPreprocess(
+        fake_tensors.cutlass_dtype(facts.dtype),
+        facts.dim,
+        facts.tile_m,
+        has_reference=facts.num_stats == 3,
+    )
     arguments = [
         operand(facts.dtype, rank, facts.dim),
         operand(facts.dtype, rank, facts.dim),
         strided(rank - 1, "float32"),
         strided(rank - 1, "float32") if facts.has_dlse else None,
-        scratch(2, facts.tile_m),
+        scratch(stats_words(facts.tile_m, facts.num_stats, facts.marked_dim is not None)),
         scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
         None if facts.clears_dq else strided(2),
         fake_tensors.vector(facts.sink_dtype),
@@ -223,6 +249,8 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         fake_tensors.stream(),
         int32_vector(facts.varlen_q),
         int32_vector(facts.has_seqused_q),
+        None if facts.marked_dim is None else operand(facts.dtype, rank, facts.marked_dim),
+        strided(rank - 1, "float32") if facts.has_lse_low else None,
     ]
     return compile_object(kernel, arguments, options_of(target))
 

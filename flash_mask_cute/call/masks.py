@@ -16,8 +16,7 @@ from flash_mask_cute.block_sparsity import (
     retile_lists,
 )
 from flash_mask_cute.call.config import FwdTiles
-from flash_mask_cute.call.problem import AttentionProblem, Mods
-from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import dtype_name
@@ -52,27 +51,35 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
     score_mod, mask_mod, aux_tensors, lists, columns = masks
     lists_key = columns_key = None
     if lists is not None:
-        *tensors, block_size = from_block_mask(lists)
-        lists_key = type(lists), block_size, *(None if x is None else _meta(x) for x in tensors)
+        *tensors, block_size, seqlens = from_block_mask(lists)
+        tensors_key = (None if x is None else _meta(x) for x in tensors)
+        lists_key = type(lists), block_size, seqlens, *tensors_key
     if columns is not None:
         columns_key = (
-            (columns.causal, columns.documents, *_meta(columns.startend_row_indices))
+            (
+                columns.causal,
+                columns.documents,
+                columns.seqlen_q,
+                *_meta(columns.startend_row_indices),
+            )
             if isinstance(columns, ColumnMask)
             else _meta(columns)
         )
     return (
         None if score_mod is None else callable_key(score_mod),
         None if mask_mod is None else callable_key(mask_mod),
-        None
-        if aux_tensors is None
-        else (type(aux_tensors), *((x.dtype, x.dim(), x.device, x.layout) for x in aux_tensors)),
+        None if aux_tensors is None else (type(aux_tensors), *map(_aux_meta, aux_tensors)),
         lists_key,
         columns_key,
     )
 
 
+def _aux_meta(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.dtype, x.dim(), x.get_device(), x.layout, x.is_neg()
+
+
 def _meta(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+    return type(tensor), tensor.shape, tensor.dtype, tensor.get_device(), tensor.layout
 
 
 class ResolvedMasks(NamedTuple):
@@ -215,8 +222,8 @@ class MaskArguments:
                 bits = tuple(block_bits(sized))
             else:
                 retiled = retile_lists(sized, *self._extents)
-                *of_tiles, block_size = retiled.lists
-                lists, bits = tuple(of_tiles), None if retiled.bits is None else tuple(retiled.bits)
+                lists, block_size = tuple(retiled.lists[:4]), retiled.lists.block_size
+                bits = None if retiled.bits is None else tuple(retiled.bits)
         aux = tuple(aux_tensors) if aux_tensors else None
         return lists, aux, columns, block_size, bits
 

@@ -19,8 +19,7 @@ from flash_mask_cute.call.kernels_bwd import BwdKernels, compile_bwd
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.prepared import Asked, ResolvedFwd, Stored
 from flash_mask_cute.call.prepared_bwd import ResolvedBwd
-from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, SLOT, num_slots
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, StoreProblem, compile_store
@@ -191,6 +190,7 @@ def compile_bwd_call(
         resolved.has_dlse,
         resolved.sink_dtype,
         resolved.tails,
+        has_lse_low=resolved.has_lse_low,
     )
     return resolved, kernels, storing
 

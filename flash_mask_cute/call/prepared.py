@@ -16,11 +16,30 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.config import FwdChoice, FwdConfig
+from flash_mask_cute.call.copies import (
+    Conversion,
+    any_or_none,
+    convert,
+    input_conversion,
+    misplaced,
+    output_conversion,
+    split_scale,
+    tma_strides,
+)
 from flash_mask_cute.call.masks import MaskArguments, Masks, ResolvedMasks, mask_key
-from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.cpu.forward import NEG_INF, flash_attn_fwd_cpu
-from flash_mask_cute.limits import ADDRESS_MASK, STRIDE_STEP
+from flash_mask_cute.limits import ADDRESS_MASK
+from flash_mask_cute.runtime.plain_tensors import are_plain
+
+# Each call asks, and looking the names up takes nearly as long as the answers. A torch without CUDA
+# has some of them not.
+in_transform = torch._C._are_functorch_transforms_active
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", lambda: False
+)
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
 class FwdOperands(NamedTuple):
@@ -41,6 +60,7 @@ class Extras(NamedTuple):
     seqused_k: Tensor | None = None
     out: Tensor | None = None
     lse: Tensor | None = None
+    lse_low: Tensor | None = None
 
 
 class Settings(NamedTuple):
@@ -53,6 +73,7 @@ class Settings(NamedTuple):
     softcap: float = 0.0
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    q_start: int | None = None
     num_splits: int = 1
     pack_gqa: bool | None = None
     return_lse: bool = True
@@ -64,8 +85,9 @@ class Settings(NamedTuple):
 class ResolvedFwd:
     """A call after validation and all decisions, before anything is compiled.
 
-    problem includes the packing; window sides are None where they are open. choose: the tiles of
-    another problem with the same arguments. block_size: that of block lists, (queries, keys).
+    problem includes the packing; softmax_scale may have any sign; window sides are None where they
+    are open. choose: the tiles of another problem with the same arguments. block_size: that of
+    block lists, (queries, keys). sink_conversion: from the caller's sink to the kernel's.
     """
 
     shapes: FwdShapes
@@ -79,6 +101,16 @@ class ResolvedFwd:
     lse_shape: tuple[int, ...]
     choose: Callable[[AttentionProblem], FwdChoice]
     block_size: tuple[int, int] | None = None
+    sink_conversion: Conversion | None = None
+
+    def input_conversions(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Conversion | None]:
+        """By name, of the tensors that a kernel reads and that may have to be copied for it."""
+        return {
+            "q": input_conversion(q, split_scale(self.softmax_scale)[0]),
+            "k": input_conversion(k),
+            "v": input_conversion(v),
+            "learnable_sink": self.sink_conversion,
+        }
 
     def with_choice(self, choice: FwdChoice) -> ResolvedFwd:
         """The call with these tiles, which decide on packing and on how it takes block lists."""
@@ -138,8 +170,8 @@ class KernelLaunch:
     """
 
     __slots__ = (
-        "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like", "_mask_arguments",
-        "_out_shape", "_restrides", "_scale", "_softcap", "_store_bits", "_window_left",
+        "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
+        "_mask_arguments", "_out_shape", "_scale", "_softcap", "_store_bits", "_window_left",
         "_window_right",
     )  # fmt: skip
 
@@ -164,32 +196,36 @@ class KernelLaunch:
         self._lse_like = None
         if resolved.problem.needs_lse:
             self._lse_like = _float_on(q.device).expand(resolved.lse_shape)
-        self._scale = resolved.softmax_scale
+        _, self._scale = split_scale(resolved.softmax_scale)
         self._window_left = resolved.window_left
         self._window_right = resolved.window_right
         self._softcap = resolved.softcap if resolved.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             resolved.problem, resolved.choice.tiles, resolved.shapes, resolved.block_size
         )
-        strides = tuple(None if x is None else tma_strides(x) for x in (q, k, v, out))
-        self._restrides = strides if any(strides) else None
+        of_inputs = resolved.input_conversions(q, k, v).values()
+        self._conversions = any_or_none(*of_inputs, output_conversion(out))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
+        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low = extras
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
             out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
-        if lse is None and self._lse_like is not None:
+        else:
+            count_writing(out)
+        if lse is not None:
+            count_writing(lse)
+        elif self._lse_like is not None:
             lse = torch.empty_like(self._lse_like)
         result = out, lse
-        if self._restrides is not None:
-            q, k, v, out = restride((q, k, v, out), self._restrides)
         index = self._index
-        if index >= 0 and index != torch._C._cuda_getDevice():
+        if index >= 0 and index != current_device():
             with torch.cuda.device(index):
-                return self(q, k, v, extras._replace(out=result[0], lse=lse), masks)
+                return self(q, k, v, extras._replace(out=out, lse=lse), masks)
+        if self._conversions is not None:
+            q, k, v, sink, out = convert((q, k, v, sink, out), self._conversions)
         lists = aux_tensors = columns = block_size = bits = None
         if masks is not None:
             lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
@@ -206,6 +242,7 @@ class KernelLaunch:
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 None, self._window_left, self._window_right, sink, lists, aux_tensors,
                 self._softcap, tile_counter(q, index), columns, block_size, bits, stored, part,
+                lse_low,
             )  # fmt: skip
             # so that the next part has its memory
             stored = None
@@ -223,6 +260,8 @@ class EmptyLaunch:
     ) -> tuple[Tensor, Tensor | None]:
         out, lse = self._resolved.outputs(q, extras)
         out.zero_()
+        if extras.lse_low is not None:
+            extras.lse_low.zero_()
         if lse is None:
             return out, lse
         if extras.learnable_sink is None or self._resolved.shapes.batch == 0:
@@ -253,6 +292,8 @@ class CpuLaunch:
         out.zero_()
         if lse is not None:
             lse.fill_(NEG_INF)
+        if extras.lse_low is not None:
+            extras.lse_low.zero_()
         flash_attn_fwd_cpu(
             q,
             k,
@@ -273,6 +314,7 @@ class CpuLaunch:
             tile_n=call.choice.tiles.tile_n,
             out=out,
             lse=lse,
+            lse_low=extras.lse_low,
             **self._masks._asdict(),
             skip_blocks=call.choice.tiles.skip_blocks,
         )
@@ -288,9 +330,9 @@ def tile_counter(q: Tensor, index: int) -> Tensor:
     """Two zeros on q's device, the current one, which the kernel leaves as zeros; launches that may
     overlap get their own."""
     # A captured launch may overlap any other when its graph is replayed.
-    if index < 0 or torch._C._cuda_isCurrentStreamCapturing():
+    if index < 0 or _is_capturing():
         return q.new_zeros((2,), dtype=torch.int32)
-    key = index, torch._C._cuda_getCurrentRawStream(index)
+    key = index, _stream_of(index)
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = _to_keep(_new_counter, q.device)
@@ -319,26 +361,10 @@ def _new_counter(device: torch.device) -> Tensor:
     return counter
 
 
-def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Strides that TMA takes, where an extent of 1 has one that it refuses; None: as they are.
-
-    PyTorch leaves the stride of such an extent to chance.
-    """
-    strides = tuple(
-        stride if size != 1 or (stride and stride % STRIDE_STEP == 0) else tensor.shape[-1]
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    )
-    return None if strides == tensor.stride()[:-1] else (*strides, 1)
-
-
-def restride(
-    operands: tuple[Any, ...], strides: tuple[tuple[int, ...] | None, ...]
-) -> tuple[Any, ...]:
-    """Views with the strides that are given."""
-    return tuple(
-        x if wanted is None else x.as_strided(x.shape, wanted)
-        for x, wanted in zip(operands, strides, strict=True)
-    )
+def count_writing(*tensors: Tensor) -> None:
+    """Tell torch, which sees nothing of what a kernel writes, that tensors of the caller change: so
+    that a backward which saved them finds out."""
+    torch._C._increment_version(tensors)
 
 
 def unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor) -> Tensor:
@@ -365,25 +391,28 @@ def find_launch(
 ) -> tuple[Launch | None, Any]:
     """The launch for these arguments, if there is one, and its key.
 
-    Calls have equal keys only if one launch serves them: the same metadata of all tensors, and
-    the same other arguments. The key is None where the data do not start on 16-byte boundaries,
-    which kernels cannot do, or where an argument is of no kind that a valid call has.
+    Calls have equal keys only if one launch serves them: the same metadata of all tensors, the same
+    of q, k and v starting on 16-byte boundaries, and the same other arguments. The key is None
+    where out does not start on one, which is refused, or where an argument is of no kind that a
+    valid call has: a wrapper has the metadata of the tensor that it wraps.
     """
-    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = extras
+    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low = extras
     try:
+        # the first question is the cheaper one
+        if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)):
+            return None, None
+        if in_transform():
+            return None, None
         address = q.data_ptr() | k.data_ptr() | v.data_ptr()
         if out is not None:
             start = out.data_ptr()
-            if start in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
+            if start & ADDRESS_MASK or start in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
                 # to be refused, however a call with the same metadata went
                 return None, None
-            address |= start
-        if address & ADDRESS_MASK:
-            return None, None
-        key = (
+        key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
             sink if sink is None else metadata(sink),
             cu_seqlens_q if cu_seqlens_q is None else metadata(cu_seqlens_q),
             cu_seqlens_k if cu_seqlens_k is None else metadata(cu_seqlens_k),
@@ -391,13 +420,19 @@ def find_launch(
             seqused_k if seqused_k is None else metadata(seqused_k),
             out if out is None else metadata(out),
             lse if lse is None else metadata(lse),
+            lse_low if lse_low is None else metadata(lse_low),
             masks if masks is None else mask_key(masks),
             rest,
         )  # fmt: skip
+        if address & ADDRESS_MASK:
+            # what copies them is another launch
+            key = key, misplaced(q, k, v)
         return launches.get(key), key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None
 
 
 def metadata(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    """Of an argument beside q. q tells that it is on CUDA, as all are whose launch is kept; where
+    something else has the number of a GPU, the kernel refuses it."""
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()

@@ -15,22 +15,38 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.config import BwdChoice, BwdConfig
-from flash_mask_cute.call.kernels_bwd import BwdKernels, Tails, num_row_blocks
+from flash_mask_cute.call.copies import (
+    Conversion,
+    any_or_none,
+    convert,
+    input_conversion,
+    misplaced,
+    output_conversion,
+    split_scale,
+)
+from flash_mask_cute.call.kernels_bwd import (
+    BwdKernels,
+    Tails,
+    num_row_blocks,
+    num_stats,
+    stats_words,
+)
 from flash_mask_cute.call.masks import BwdMaskArguments, Masks, ResolvedMasks, mask_key
 from flash_mask_cute.call.prepared import (
     Asked,
     StoreBits,
+    count_writing,
+    current_device,
+    in_transform,
     metadata,
-    restride,
     tile_counter,
-    tma_strides,
     unused_rows,
 )
-from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.call.validate import FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
-from flash_mask_cute.limits import ADDRESS_MASK, STRIDE_STEP
+from flash_mask_cute.limits import ADDRESS_MASK
 from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.plain_tensors import are_plain
 
 
 class BwdOperands(NamedTuple):
@@ -57,6 +73,7 @@ class BwdExtras(NamedTuple):
     dk: Tensor | None = None
     dv: Tensor | None = None
     dsink: Tensor | None = None
+    lse_low: Tensor | None = None
     daux: Sequence[Tensor | None] | None = None
 
 
@@ -70,6 +87,7 @@ class BwdSettings(NamedTuple):
     softcap: float = 0.0
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    q_start: int | None = None
     score_mod_bwd: Callable[..., Any] | None = None
     deterministic: bool = False
     config: BwdConfig | None = None
@@ -79,9 +97,10 @@ class BwdSettings(NamedTuple):
 class ResolvedBwd:
     """A call after validation and all decisions, before anything is compiled.
 
-    Window sides are None where they are open. sink_dtype: that of the sink whose gradient is asked
-    for, a name of a torch dtype. choose: the tiles of another `mask_kind` with the same arguments.
-    tails: see `Tails`. block_size: that of block lists, (queries, keys).
+    softmax_scale may have any sign; window sides are None where they are open. sink_dtype: of a
+    sink whose gradient is asked for, or by which queries that see nothing are told, as kernels read
+    it, a name of a torch dtype; sink_conversion: to that. choose: the tiles of another `mask_kind`
+    with the same arguments. tails: see `Tails`. block_size: that of block lists, (queries, keys).
     """
 
     shapes: FwdShapes
@@ -92,11 +111,13 @@ class ResolvedBwd:
     window_right: int | None
     softcap: float
     has_dlse: bool
+    has_lse_low: bool
     sink_dtype: str | None
     score_mod_bwd: Callable[..., Any] | None
     choose: Callable[[str], BwdChoice]
     tails: Tails
     block_size: tuple[int, int] | None = None
+    sink_conversion: Conversion | None = None
 
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -111,8 +132,8 @@ class BwdKernelLaunch:
     """
 
     __slots__ = (
-        "_accum_shape", "_copies_dout", "_has_aux", "_clears_dq", "_kernels",
-        "_mask_arguments", "_parts_shape", "_restrides", "_scale", "_softcap", "_stats_shape",
+        "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
+        "_parts_shape", "_reads_query_early", "_scale", "_scale_dq", "_softcap", "_stats_shape",
         "_store_bits", "_tails", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
@@ -135,46 +156,60 @@ class BwdKernelLaunch:
         self._kernels = kernels
         self._store_bits = store_bits
         self._has_aux = bool(problem.aux)
-        self._stats_shape = shapes.heads_q, row_blocks, 2, tile_m
+        words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
+        self._stats_shape = shapes.heads_q, row_blocks, words
+        self._reads_query_early = problem.may_empty_rows
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
         self._tails = resolved.tails
         self._clears_dq = choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
-        self._scale = resolved.softmax_scale
+        factor, self._scale = split_scale(resolved.softmax_scale)
+        # the main kernel sees q * factor, and sums dS K only
+        self._scale_dq = resolved.softmax_scale
         self._window_left = resolved.window_left
         self._window_right = resolved.window_right
         self._softcap = resolved.softcap if problem.has_softcap else None
         self._mask_arguments = BwdMaskArguments(problem, choice.walk_n, resolved.block_size)
-        q, k, v, out, dout, _ = operands
-        self._copies_dout = not _can_be_read(dout)
-        tensors = (q, k, v, out, None if self._copies_dout else dout, *extras[6:9])
-        strides = tuple(None if x is None else tma_strides(x) for x in tensors)
-        self._restrides = strides if any(strides) else None
+        q, *others, _ = operands
+        self._conversions = any_or_none(
+            input_conversion(q, factor),
+            *map(input_conversion, others),
+            *map(output_conversion, extras[6:9]),
+            resolved.sink_conversion,
+        )
 
     def __call__(
         self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
     ) -> Gradients:
         q, k, v, out, dout, lse = operands
         index = q.get_device()
-        if index >= 0 and index != torch.cuda.current_device():
+        if index >= 0 and index != current_device():
             with torch.cuda.device(index):
                 return self(operands, extras, masks)
         (
-            sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink, daux,
+            sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink,
+            lse_low, daux,
         ) = extras  # fmt: skip
         if dq is None:
             dq = new_gradient(q)
+        else:
+            count_writing(dq)
         if dk is None:
             dk = new_gradient(k)
+        else:
+            count_writing(dk)
         if dv is None:
             dv = new_gradient(v)
+        else:
+            count_writing(dv)
         result = dq, dk, dv
-        if self._copies_dout:
-            dout = dout.clone(memory_format=torch.contiguous_format)
-        if self._restrides is not None:
-            q, k, v, out, dout, dq, dk, dv = restride(
-                (q, k, v, out, dout, dq, dk, dv), self._restrides
+        if dlse is not None and dlse.is_neg():
+            # autograd negates lazily behind a conjugation; a copy of such a dout is no longer so
+            dlse = dlse.resolve_neg()
+        if self._conversions is not None:
+            q, k, v, out, dout, dq, dk, dv, sink = convert(
+                (q, k, v, out, dout, dq, dk, dv, sink), self._conversions
             )
         aux_tensors = columns = bits = parts = None
         if masks is not None:
@@ -205,13 +240,14 @@ class BwdKernelLaunch:
         preprocess, main, postprocess, clear_tails = self._kernels
         preprocess(
             out, dout, lse, dlse, stats, cleared, turns, sink, parts, cu_seqlens_q, seqused_q,
+            q if self._reads_query_early else None, lse_low,
         )  # fmt: skip
         main(
             q, k, v, dout, stats, dq_accum, turns, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
             seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
             self._softcap, tile_counter(q, index), columns, bits, aux_grads, stored,
         )  # fmt: skip
-        postprocess(dq_accum, turns, dq, self._scale, cu_seqlens_q, seqused_q)
+        postprocess(dq_accum, turns, dq, self._scale_dq, cu_seqlens_q, seqused_q)
         if clear_tails is not None:
             has_dq, has_dk, has_dv = self._tails
             clear_tails(
@@ -292,6 +328,7 @@ class BwdCpuLaunch:
             tile_m=call.choice.tiles.tile_m,
             tile_n=call.choice.tile_n,
             dlse=extras.dlse,
+            lse_low=extras.lse_low,
             score_mod_bwd=call.score_mod_bwd,
             aux_sums=aux_sums,
             **self._masks._asdict(),
@@ -327,19 +364,6 @@ def _write_aux_gradients(daux: Sequence[Tensor | None], sums: Mapping[int, Tenso
             gradient.copy_(sums[i]) if i in sums else gradient.zero_()
 
 
-def _can_be_read(dout: Tensor) -> bool:
-    """Whether kernels take the tensor as it is, but for strides of extents of 1. What autograd
-    hands on may be expanded or transposed."""
-    return (
-        dout.stride(-1) == 1
-        and dout.data_ptr() & ADDRESS_MASK == 0
-        and all(
-            size == 1 or (stride > 0 and stride % STRIDE_STEP == 0)
-            for size, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True)
-        )
-    )
-
-
 def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, ...]:
     """Of gradients and, as those are added to by the coordinates of these, of their aux tensors."""
     aux_tensors = () if masks is None or masks.aux_tensors is None else masks.aux_tensors
@@ -360,34 +384,41 @@ def find_bwd_launch(
     """
     q, k, v, out, dout, lse = operands
     *tensors, daux = extras
-    dq, dk, dv = extras[6:9]
+    dlse, dq, dk, dv = extras[5:9]
     try:
+        if not (
+            type(q) is type(k) is type(v) is type(out) is type(dout) is type(lse) is Tensor
+            or are_plain(*operands)
+        ):
+            return None, None
+        if in_transform():
+            return None, None
+        if dlse is not None:
+            # the vmap of autograd is no transform of functorch; its batches have no address
+            dlse.data_ptr()
         starts = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()]
         address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
         for gradient in (dq, dk, dv):
             if gradient is not None:
                 start = gradient.data_ptr()
-                if start in starts:
+                if start & ADDRESS_MASK or start in starts:
                     # to be refused, however a call with the same metadata went
                     return None, None
                 starts.append(start)
-                address |= start
         for gradient in (extras.dsink, *(daux or ())):
             if gradient is not None:
                 start = gradient.data_ptr()
                 if start in starts:
                     return None, None
                 starts.append(start)
-        if address & ADDRESS_MASK:
-            return None, None
         *others, score_mod_bwd, deterministic, config = settings
-        key = (
+        key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
-            out.shape, out.stride(), out.dtype, out.device,
-            dout.shape, dout.stride(), dout.dtype, dout.device,
-            lse.shape, lse.stride(), lse.dtype, lse.device,
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
+            out.shape, out.stride(), out.dtype, out.get_device(),
+            dout.shape, dout.stride(), dout.dtype, dout.get_device(),
+            lse.shape, lse.stride(), lse.dtype, lse.get_device(),
             *[None if x is None else metadata(x) for x in tensors],
             None if daux is None else _aux_key(daux, masks),
             None if masks is None else mask_key(masks),
@@ -396,6 +427,8 @@ def find_bwd_launch(
             deterministic,
             config,
         )  # fmt: skip
+        if address & ADDRESS_MASK:
+            key = key, misplaced(q, k, v, out, dout)
         return launches.get(key), key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None

@@ -12,6 +12,30 @@ from flash_mask_cute.limits import OPEN_WINDOW
 from flash_mask_cute.runtime.dtypes import dtype_name
 
 
+class FwdShapes(NamedTuple):
+    """The extents of one problem.
+
+    seqlen_q and seqlen_k are upper bounds per sequence: the length of a dense tensor; for packed
+    sequences max_seqlen_q or max_seqlen_k, or the total number of rows when it is not given.
+    total_q and total_k count the rows of the whole tensor, all sequences together.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries or no keys, so that there is nothing to launch."""
+        return not (self.batch and self.total_q and self.total_k)
+
+
 class Mods(NamedTuple):
     """The user's callables, which a kernel is compiled with. A problem holds their keys."""
 
@@ -26,7 +50,8 @@ class AttentionProblem:
 
     dtype and sink_dtype are names of torch dtypes ("bfloat16"); sink_dtype None means no sink.
     packed_heads: query heads of a KV head that share a tile's rows, 1 for no packing. Lengths,
-    batch, number of heads, strides and values are run-time arguments and not here.
+    batch, number of heads, strides and values are run-time arguments and not here. needs_lse_low:
+    with a score_mod, what rounding takes from LSE is written, too.
 
     intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
@@ -34,8 +59,8 @@ class AttentionProblem:
     given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
     whose states are given as bits. score_functions: score_mod computes functions of scores
     (`traits.py`), which tiles of the forward depend on. reads_bits: what a mask_mod and block
-    lists say was stored (`plan.py`), and neither is here. deterministic: only backwards differ
-    by it.
+    lists say was stored (`plan.py`), and neither is here. deterministic, and
+    may_empty_rows, that masks may leave queries which see nothing: only backwards differ by these.
 
     The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
     as bits only.
@@ -55,6 +80,7 @@ class AttentionProblem:
     has_softcap: bool = False
     sink_dtype: str | None = None
     needs_lse: bool = True
+    needs_lse_low: bool = False
     intervals: tuple[int, bool] | None = None
     score_mod: str | None = None
     mask_mod: str | None = None
@@ -67,6 +93,7 @@ class AttentionProblem:
     has_bits: bool = False
     reads_bits: bool = False
     deterministic: bool = False
+    may_empty_rows: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -134,18 +161,55 @@ class AttentionProblem:
             has_seqused_q=seqused_q is not None,
             has_seqused_k=seqused_k is not None,
             has_softcap=softcap != 0,
-            sink_dtype=None if learnable_sink is None else dtype_name(learnable_sink.dtype),
+            sink_dtype=None if learnable_sink is None else dtype_name(sink_dtype(learnable_sink)),
             needs_lse=needs_lse,
         )
 
 
+def may_empty_rows(
+    problem: AttentionProblem,
+    seqlens: tuple[int, int],
+    window: tuple[int | None, int | None],
+) -> bool:
+    """Whether masks may leave queries that see nothing, of a sequence that has keys; by what the
+    host knows, which is not what a mask or a tensor of lengths holds.
+
+    seqlens: bounds of queries and keys of a sequence. window: sides as `fold_window` returned them.
+    """
+    may_hide_all = (problem.mask_mod, problem.score_mod, problem.intervals)
+    lists = (problem.has_lists, problem.has_bits, problem.reads_bits)
+    if any(x is not None for x in may_hide_all) or any(lists):
+        return True
+    if any(side is not None and side < 0 for side in window):
+        # the band may lie beside a row's own key
+        return True
+    # the last query stands at the last key, so the first one stands before the first key if there
+    # are more queries, and sees some only to its right
+    varying = (problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k)
+    ends_on_right = problem.is_causal or problem.has_window_right
+    return ends_on_right and (any(varying) or seqlens[0] > seqlens[1])
+
+
 def fold_window(
     causal: bool, window_left: int | None, window_right: int | None
-) -> tuple[int | None, int | None]:
-    """Window sides that say something: no side is as wide as any sequence, none repeats causal.
+) -> tuple[bool, int | None, int | None]:
+    """Causal and window sides that say something: no side is as wide as any sequence, and of two
+    right edges, causal's and window_right, the nearer one is left.
 
-    Both sides are >= 0, so the nearer of causal's right edge and window_right is causal's.
+    A band without a diagonal, in which nobody sees anything, is a right side that no sequence
+    reaches: kernels rely on left + right >= 0 where there are both.
     """
     left = None if window_left is None or window_left >= OPEN_WINDOW else int(window_left)
     right = None if window_right is None or window_right >= OPEN_WINDOW else int(window_right)
-    return left, None if causal else right
+    causal = causal and (right is None or right >= 0)
+    if causal:
+        right = None
+    edge = 0 if causal else right
+    if left is not None and (left <= -OPEN_WINDOW or (edge is not None and left + edge < 0)):
+        return False, None, -OPEN_WINDOW
+    return causal, left, None if right is None else max(right, -OPEN_WINDOW)
+
+
+def sink_dtype(sink: torch.Tensor) -> torch.dtype:
+    """Of the vector that kernels read for a learnable_sink: they compute in float32."""
+    return torch.float32 if sink.dtype == torch.float64 else sink.dtype

@@ -10,65 +10,48 @@ the argument and quotes the value.
 
 from __future__ import annotations
 
-import inspect
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from numbers import Integral, Real
-from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
-from flash_mask_cute.limits import MAX_PACKED_SEQLEN, STRIDE_STEP
+from flash_mask_cute.call import axis_order
+from flash_mask_cute.call.mask_extents import CallExtents, check_q_start
+from flash_mask_cute.call.problem import FwdShapes
+from flash_mask_cute.limits import MAX_PACKED_SEQLEN
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
-from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.mods.signature import as_callable, check_mod
+from flash_mask_cute.runtime.checks import (
+    brief,
+    check_apart,
+    check_bool,
+    check_device,
+    check_finite,
+    check_fp32,
+    check_int,
+    check_like,
+    check_memory_layout,
+    check_own_memory,
+    check_real,
+    check_shaped,
+    check_tensor,
+    dtype_names,
+)
 
 _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
     "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
-_SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# kernels multiply it by log2(e) in float32
+_LARGEST_SCALE = 1e38
 _MIN_HEAD_DIM = 8
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
-_BASE_ALIGNMENT = 16  # bytes
-# What newer versions of flash-attn-4 pass before aux_tensors. A callable that expects it could be
-# called if it has defaults, and would then take aux_tensors for it.
-_FOREIGN_ARGUMENT = "seqlen_info"
-_INDICES = ("b_idx", "h_idx", "q_idx", "kv_idx", "aux_tensors")
-_MOD_ARGUMENTS = {
-    "score_mod": ("score", *_INDICES),
-    "mask_mod": _INDICES,
-    "score_mod_bwd": ("grad", "score", *_INDICES),
-}
-
-
-class FwdShapes(NamedTuple):
-    """The extents of one problem.
-
-    seqlen_q and seqlen_k are upper bounds per sequence: the length of a dense tensor; for packed
-    sequences max_seqlen_q or max_seqlen_k, or the total number of rows when it is not given.
-    total_q and total_k count the rows of the whole tensor, all sequences together.
-    """
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    total_q: int
-    total_k: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    head_dim_v: int
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no queries or no keys, so that there is nothing to launch."""
-        return not (self.batch and self.total_q and self.total_k)
 
 
 def check_fwd_inputs(
@@ -94,10 +77,12 @@ def check_fwd_inputs(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: torch.Tensor | ColumnMask | None = None,
+    q_start: int | None = None,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    lse_low: torch.Tensor | None = None,
     return_lse: bool = True,
 ) -> FwdShapes:
     """Check the arguments of `_flash_attn_fwd` and return the extents of the problem.
@@ -105,8 +90,8 @@ def check_fwd_inputs(
     Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
     with cu_seqlens_k, k and v are (total_k, heads_kv, ...). cu_seqlens_* are int32 (batch + 1,),
-    seqused_* int32 (batch,), learnable_sink (heads_q,), out like q with head_dim_v, lse fp32
-    (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices
+    seqused_* int32 (batch,), learnable_sink (heads_q,), out like q with head_dim_v, lse and lse_low
+    fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices
     (batch or 1, heads, seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or
     heads_q.
 
@@ -114,9 +99,10 @@ def check_fwd_inputs(
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
     check_unsupported(num_splits, page_table)
-    _check_tensor("q", q)
-    _check_tensor("k", k)
-    _check_tensor("v", v)
+    check_q_start(q_start)
+    check_tensor("q", q)
+    check_tensor("k", k)
+    check_tensor("v", v)
     device = q.device
     _check_dtype_of_q(q.dtype, device)
     _check_like_q("k", k, q.dtype, device)
@@ -128,13 +114,10 @@ def check_fwd_inputs(
     heads_q, head_dim = shape_q[-2:]
     heads_kv, head_dim_v = shape_v[-2:]
     _check_k_and_v(head_dim, shape_k, shape_v)
-    _check_heads(heads_q, heads_kv)
+    _check_heads(heads_q, heads_kv, shape_k)
     _check_head_dim("head_dim", "q", head_dim)
     _check_head_dim("head_dim_v", "v", head_dim_v)
-    on_cuda = device.type == "cuda"
-    check_memory_layout("q", q, aligned=on_cuda)
-    check_memory_layout("k", k, aligned=on_cuda)
-    check_memory_layout("v", v, aligned=on_cuda)
+    axis_order.warn_once(q=shape_q, k=shape_k)
 
     if cu_seqlens_q is not None:
         _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, device)
@@ -160,7 +143,7 @@ def check_fwd_inputs(
         _check_seqused("seqused_k", seqused_k, batch, device)
     seqlen_q, total_q = _extents(shape_q, cu_seqlens_q, max_seqlen_q)
     seqlen_k, total_k = _extents(shape_k, cu_seqlens_k, max_seqlen_k)
-    if on_cuda:
+    if device.type == "cuda":
         _check_packed_seqlen("q", cu_seqlens_q, seqlen_q)
         _check_packed_seqlen("k", cu_seqlens_k, seqlen_k)
     else:
@@ -168,9 +151,12 @@ def check_fwd_inputs(
         _check_lengths("k", shape_k, cu_seqlens_k, seqused_k, max_seqlen_k)
 
     if softmax_scale is not None:
-        _check_finite("softmax_scale", softmax_scale)
-        if softmax_scale <= 0:
-            raise ValueError(f"softmax_scale must be positive or None, got {softmax_scale}")
+        check_real("softmax_scale", softmax_scale)
+        if not abs(softmax_scale) <= _LARGEST_SCALE:
+            raise ValueError(
+                f"softmax_scale must be finite, and at most {_LARGEST_SCALE} in magnitude, got "
+                f"{softmax_scale}"
+            )
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
     if pack_gqa is not None:
@@ -179,7 +165,7 @@ def check_fwd_inputs(
         _check_window("window_size_left", window_size_left)
     if window_size_right is not None:
         _check_window("window_size_right", window_size_right)
-    _check_finite("softcap", softcap)
+    check_finite("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap must be 0 (off) or positive, got {softcap}")
     if learnable_sink is not None:
@@ -188,20 +174,29 @@ def check_fwd_inputs(
     check_mod("mask_mod", mask_mod)
     if aux_tensors is not None:
         _check_aux_tensors(aux_tensors, device, score_mod, mask_mod)
+    extents = CallExtents(
+        batch, seqlen_q, seqlen_k, total_q, total_k, cu_seqlens_q is not None,
+        cu_seqlens_k is not None, q_start,
+    )  # fmt: skip
     if block_sparse_tensors_torch is not None:
         _check_block_lists(block_sparse_tensors_torch, mask_mod)
+        extents.check_lists(from_block_mask(block_sparse_tensors_torch).seqlens)
     if startend_row_indices is not None:
         keys = (batch, shape_k[1]) if cu_seqlens_k is None else (1, total_k)
         _check_columns(startend_row_indices, causal, keys, heads_kv, heads_q, device)
+        extents.check_columns(startend_row_indices)
     if out is not None:
         _check_output("out", out, (*shape_q[:-1], head_dim_v), "the shape of q with head_dim_v", q)
-        _check_apart("out", out, {"q": q, "k": k, "v": v})
-    if lse is not None and cu_seqlens_q is None:
-        _check_lse(lse, (batch, heads_q, seqlen_q), device)
-    elif lse is not None:
-        _check_lse(lse, (heads_q, total_q), device)
+        check_apart("out", out, {"q": q, "k": k, "v": v})
+    lse_shape = (batch, heads_q, seqlen_q) if cu_seqlens_q is None else (heads_q, total_q)
+    others = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
     if lse is not None:
-        _check_apart("lse", lse, {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out}))
+        _check_lse("lse", lse, lse_shape, device)
+        check_apart("lse", lse, others)
+    if lse_low is not None:
+        _check_wants_low(lse_low, score_mod)
+        _check_lse("lse_low", lse_low, lse_shape, device)
+        check_apart("lse_low", lse_low, others | ({} if lse is None else {"lse": lse}))
     return FwdShapes(
         batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v
     )
@@ -222,33 +217,34 @@ def check_bwd_inputs(
     dk: torch.Tensor | None = None,
     dv: torch.Tensor | None = None,
     dsink: torch.Tensor | None = None,
+    lse_low: torch.Tensor | None = None,
     daux: Any = None,
     **forward: Any,
 ) -> FwdShapes:
     """Check the arguments of `_flash_attn_bwd` and return the extents of the problem.
 
-    forward: those that `check_fwd_inputs` knows. Shapes: out and dout like q with head_dim_v; lse
-    and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any strides;
-    dq, dk, dv like q, k, v; dsink like learnable_sink; daux an entry for each aux tensor, None or a
-    tensor like it. The strides and the address of dout are not looked at: what a kernel cannot read
-    is copied.
+    forward: those that `check_fwd_inputs` knows. Shapes: out and dout like q with head_dim_v; lse,
+    lse_low and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any
+    strides; dq, dk, dv like q, k, v; dsink like learnable_sink; daux an entry for each aux tensor,
+    None or a tensor like it.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
     shapes = check_fwd_inputs(q, k, v, **forward)
     device = q.device
-    on_cuda = device.type == "cuda"
     check_gradient_settings(deterministic, score_mod_bwd, forward.get("score_mod"))
     check_mod("score_mod_bwd", score_mod_bwd)
     out_shape = (*q.shape[:-1], shapes.head_dim_v)
     for name, tensor in (("out", out), ("dout", dout)):
-        _check_shaped(name, tensor, out_shape, "the shape of q with head_dim_v", q)
-    check_memory_layout("out", out, aligned=on_cuda)
+        check_shaped(name, tensor, out_shape, "the shape of q with head_dim_v", q)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    _check_fp32("lse", lse, lse_shape, device)
+    check_fp32("lse", lse, lse_shape, device)
     if dlse is not None:
-        _check_fp32("dlse", dlse, lse_shape, device)
+        check_fp32("dlse", dlse, lse_shape, device)
+    if lse_low is not None:
+        _check_wants_low(lse_low, forward.get("score_mod"))
+        check_fp32("lse_low", lse_low, lse_shape, device)
     more: dict[str, torch.Tensor] = {}
     if dsink is not None:
         _check_dsink(dsink, forward.get("learnable_sink"))
@@ -262,18 +258,23 @@ def check_bwd_inputs(
     for name, gradient, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if gradient is not None:
             _check_output(name, gradient, tuple(like.shape), f"the shape of {name[1:]}", q)
-            _check_apart(name, gradient, inputs)
+            check_apart(name, gradient, inputs)
     for name, gradient in more.items():
-        _check_apart(name, gradient, inputs)
+        check_apart(name, gradient, inputs)
     _check_gradients_apart({"dq": dq, "dk": dk, "dv": dv, **more})
     return shapes
 
 
-def refuse_transforms() -> None:
+def refuse_transforms(but_functionalize: bool = False) -> None:
     """Raises NotImplementedError within a transform of torch.func, which would see nothing of what
-    a kernel does."""
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
+    a kernel does. but_functionalize: that one is fine with operators."""
+    if not torch._C._are_functorch_transforms_active():
+        return
+    if but_functionalize and not torch.compiler.is_compiling():
+        stack = torch._C._functorch.get_interpreter_stack() or []
+        if all(x.key() == torch._C._functorch.TransformType.Functionalize for x in stack):
+            return
+    raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
 
 
 def check_unsupported(num_splits: int, page_table: object) -> None:
@@ -283,11 +284,13 @@ def check_unsupported(num_splits: int, page_table: object) -> None:
         TypeError: num_splits is no int.
         NotImplementedError: num_splits is not 1, or page_table not None.
     """
+    if page_table is None and type(num_splits) is int and num_splits == 1:
+        return  # isinstance of an abstract class takes three times as long
     if page_table is not None:
         raise NotImplementedError(
-            f"page_table is not supported yet, got {_brief(page_table)}; it must be None"
+            f"page_table is not supported yet, got {brief(page_table)}; it must be None"
         )
-    if _check_int("num_splits", num_splits, "an int") != 1:
+    if check_int("num_splits", num_splits, "an int") != 1:
         raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
 
 
@@ -304,11 +307,11 @@ def check_gradient_settings(
     check_bool("deterministic", deterministic)
     if score_mod_bwd is None:
         return
-    _as_callable("score_mod_bwd", score_mod_bwd)
+    as_callable("score_mod_bwd", score_mod_bwd)
     if score_mod is None:
         raise ValueError(
             f"score_mod_bwd is the derivative of score_mod, which is None, got "
-            f"{_brief(score_mod_bwd)}"
+            f"{brief(score_mod_bwd)}"
         )
 
 
@@ -323,7 +326,7 @@ def check_differentiable_by_aux(
     if score_mod_bwd is not None:
         raise NotImplementedError(
             f"{reason}, but score_mod_bwd gives no gradients of aux tensors: leave it out, so that "
-            f"score_mod is differentiated, or detach the tensor; got {_brief(score_mod_bwd)}"
+            f"score_mod is differentiated, or detach the tensor; got {brief(score_mod_bwd)}"
         )
     if deterministic:
         raise NotImplementedError(
@@ -369,70 +372,13 @@ def _only_warns(reason: str) -> bool:
     return True
 
 
-def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
-    """Check that rows are contiguous and, when `aligned`, that they start on 16-byte boundaries.
-
-    Strides of extents of size 1, and of tensors without elements, do not matter.
-
-    Raises:
-        ValueError: the last stride is not 1; or, when `aligned`, another stride is not a multiple
-            of 8 elements or the base address is not a multiple of 16 bytes.
-    """
-    strides = tensor.stride()
-    if strides[-1] != 1 and tensor.shape[-1] > 1:
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension, got strides {strides} for shape "
-            f"{tuple(tensor.shape)}"
-        )
-    if not aligned:
-        return
-    for position, stride in enumerate(strides[:-1]):
-        if stride % STRIDE_STEP and tensor.shape[position] > 1 and tensor.numel():
-            raise ValueError(
-                f"{name} must have strides that are multiples of {STRIDE_STEP} elements (apart "
-                f"from the last), got strides {strides} for shape {tuple(tensor.shape)}"
-            )
-    address = tensor.data_ptr()
-    if address % _BASE_ALIGNMENT:
-        raise ValueError(
-            f"{name} must start at a multiple of {_BASE_ALIGNMENT} bytes, got an address that is "
-            f"{address % _BASE_ALIGNMENT} bytes past one (storage offset "
-            f"{tensor.storage_offset()} elements)"
-        )
-
-
-def _brief(value: object) -> str:
-    """Describe a value in one short phrase, without reading a tensor's elements."""
-    if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return f"{value!r} ({type(value).__name__})"
-    kind = type(value)
-    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
-        # bool to numpy 2, which would look like Python's
-        return f"numpy.bool_({bool(value)})"
-    return f"a {kind.__name__}"
-
-
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {_brief(value)}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
-
-
-def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")
-
-
 def _check_dtype_of_q(dtype: torch.dtype, device: torch.device) -> None:
     supported = _DTYPES.get(device.type)
     if supported is None:
         raise ValueError(f"q must be on a cuda or cpu device, got {device}")
     if dtype not in supported:
         raise TypeError(
-            f"q must have one of the dtypes {_names(supported)} on {device.type}, got {dtype}"
+            f"q must have one of the dtypes {dtype_names(supported)} on {device.type}, got {dtype}"
         )
 
 
@@ -441,11 +387,7 @@ def _check_like_q(
 ) -> None:
     if tensor.dtype != dtype:
         raise TypeError(f"{name} must have the dtype of q ({dtype}), got {tensor.dtype}")
-    _check_device(name, tensor, device)
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    check_device(name, tensor, device)
 
 
 def _check_rank(
@@ -471,15 +413,16 @@ def _check_k_and_v(head_dim: int, shape_k: tuple[int, ...], shape_v: tuple[int, 
         )
 
 
-def _check_heads(heads_q: int, heads_kv: int) -> None:
+def _check_heads(heads_q: int, heads_kv: int, shape_k: tuple[int, ...]) -> None:
     if heads_q < 1 or heads_kv < 1:
         raise ValueError(
             f"q and k must have at least one head, got heads_q={heads_q} and heads_kv={heads_kv}"
         )
     if heads_q % heads_kv:
-        raise ValueError(
+        wrong = (
             f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}"
         )
+        raise ValueError("; ".join(filter(None, (wrong, axis_order.hint("k", shape_k)))))
 
 
 def _check_head_dim(name: str, tensor_name: str, value: int) -> None:
@@ -492,13 +435,13 @@ def _check_head_dim(name: str, tensor_name: str, value: int) -> None:
 
 def _check_index_vector(name: str, value: object, device: torch.device) -> None:
     """Check what cu_seqlens and seqused have in common: int32, 1-D, contiguous, on `device`."""
-    _check_tensor(name, value)
+    check_tensor(name, value)
     assert isinstance(value, torch.Tensor)
     if value.dtype != torch.int32:
         raise TypeError(f"{name} must have dtype int32, got {value.dtype}")
     if value.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(value.shape)}")
-    _check_device(name, value, device)
+    check_device(name, value, device)
     if not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got stride {value.stride(0)}")
 
@@ -581,114 +524,48 @@ def _slot_lengths(name: str, offsets: list[int], total: int) -> list[int]:
     return lengths
 
 
-def check_bool(name: str, value: object, expected: str = "True or False") -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be {expected}, got {_brief(value)}")
-
-
-def _check_int(name: str, value: object, expected: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be {expected}, got {_brief(value)}")
-    return int(value)
-
-
 def _check_max_seqlen(name: str, value: object) -> None:
     if isinstance(value, torch.Tensor):
         raise TypeError(
-            f"{name} must be a Python int, got {_brief(value)}; compute it on the host when the "
+            f"{name} must be a Python int, got {brief(value)}; compute it on the host when the "
             f"batch is built, because reading it here would wait for the device"
         )
-    if _check_int(name, value, "an int >= 0 or None") < 0:
+    if check_int(name, value, "an int >= 0 or None") < 0:
         raise ValueError(f"{name} must be an int >= 0 or None, got {value}")
 
 
 def _check_window(name: str, value: object) -> None:
-    if _check_int(name, value, "an int >= 0 or None (no limit on that side)") < 0:
-        raise ValueError(f"{name} must be >= 0 or None (no limit on that side), got {value}")
-
-
-def _check_finite(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a real number, got {_brief(value)}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+    if check_int(name, value, "an int or None (no limit on that side)") == -1:
+        raise ValueError(
+            f"{name} must not be -1: None leaves that side open, and less than -1 shifts the band; "
+            "got -1"
+        )
 
 
 def _check_learnable_sink(sink: torch.Tensor, heads_q: int, device: torch.device) -> None:
     name = "learnable_sink"
-    _check_tensor(name, sink)
+    check_tensor(name, sink)
     if sink.dtype not in _SINK_DTYPES:
-        raise TypeError(f"{name} must have dtype {_names(_SINK_DTYPES)}, got {sink.dtype}")
+        raise TypeError(f"{name} must have dtype {dtype_names(_SINK_DTYPES)}, got {sink.dtype}")
     if tuple(sink.shape) != (heads_q,):
         raise ValueError(
             f"{name} must have shape (heads_q,) = ({heads_q},), got {tuple(sink.shape)}"
         )
-    _check_device(name, sink, device)
-    if not sink.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got stride {sink.stride(0)}")
-
-
-def check_mod(name: str, value: object) -> None:
-    """Refuse (TypeError) what is neither None nor a callable that a kernel can be made of."""
-    if value is None:
-        return
-    mod = _as_callable(name, value)
-    try:
-        callable_key(mod)
-    except TypeError as error:
-        raise TypeError(f"{name} cannot be compiled into a kernel: {error}") from error
-    _check_arguments_of_mod(name, mod)
-
-
-def _as_callable(name: str, value: object) -> Callable[..., Any]:
-    if not callable(value):
-        raise TypeError(f"{name} must be callable or None, got {_brief(value)}")
-    return value
-
-
-def _check_arguments_of_mod(name: str, mod: Callable[..., Any]) -> None:
-    expected = _MOD_ARGUMENTS[name]
-    if isinstance(mod, FunctionType):
-        # a signature takes 16 us, and some calls ask each time
-        code = mod.__code__
-        names = code.co_varnames[: code.co_argcount]
-        is_plain = len(names) == len(expected) and code.co_kwonlyargcount == 0
-        if is_plain and _FOREIGN_ARGUMENT not in names:
-            return
-    try:
-        signature = inspect.signature(mod)
-    except (TypeError, ValueError):
-        return  # some callables in C do not tell
-    is_foreign = _FOREIGN_ARGUMENT in signature.parameters
-    try:
-        signature.bind(*expected)
-    except TypeError:
-        pass
-    else:
-        if not is_foreign:
-            return
-    called = getattr(mod, "__name__", type(mod).__name__)
-    wrong = f"{name} must take the arguments ({', '.join(expected)}), got {called}{signature}"
-    if is_foreign:
-        wrong += (
-            f": there is no {_FOREIGN_ARGUMENT} here, the argument of newer versions of "
-            "flash-attn-4; leave it out, and pass lengths that the callable reads in aux_tensors"
-        )
-    raise TypeError(wrong)
+    check_device(name, sink, device)
 
 
 def _check_aux_tensors(
     value: object, device: torch.device, score_mod: object, mask_mod: object
 ) -> None:
     if not isinstance(value, list | tuple):
-        raise TypeError(f"aux_tensors must be a list or a tuple of tensors, got {_brief(value)}")
+        raise TypeError(f"aux_tensors must be a list or a tuple of tensors, got {brief(value)}")
     if score_mod is None and mask_mod is None:
         raise ValueError(
             f"aux_tensors are read by score_mod and mask_mod, which are both None, got {len(value)}"
         )
     for position, tensor in enumerate(value):
         name = f"aux_tensors[{position}]"
-        _check_tensor(name, tensor)
+        check_tensor(name, tensor)
         check_aux_tensor(name, tensor, device)
 
 
@@ -717,7 +594,7 @@ def _check_columns(
         # refuses what is no tensor
         value = ColumnMask(cast(Any, value), causal)
     tensor = value.startend_row_indices
-    _check_tensor(name, tensor)
+    check_tensor(name, tensor)
     shape = tuple(tensor.shape)
     batch, num_keys = keys
     if shape[0] not in (1, batch) or shape[2] != num_keys:
@@ -730,47 +607,16 @@ def _check_columns(
             f"{name} must have 1, heads_kv ({heads_kv}) or heads_q ({heads_q}) heads, got shape "
             f"{shape}"
         )
-    _check_device(name, tensor, device)
+    check_device(name, tensor, device)
 
 
 def _check_output(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], shape_name: str, q: torch.Tensor
 ) -> None:
     """A tensor like q, k, v or out that the call writes."""
-    _check_shaped(name, tensor, shape, shape_name, q)
+    check_shaped(name, tensor, shape, shape_name, q)
     check_memory_layout(name, tensor, aligned=q.device.type == "cuda")
-    _check_own_memory(name, tensor)
-
-
-def _check_own_memory(name: str, tensor: torch.Tensor) -> None:
-    if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(
-            f"{name} must not overlap itself (an expanded tensor does), got strides "
-            f"{tensor.stride()}"
-        )
-
-
-def _check_shaped(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], shape_name: str, q: torch.Tensor
-) -> None:
-    _check_tensor(name, tensor)
-    if tensor.dtype != q.dtype:
-        raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must have {shape_name}, {shape}, got {tuple(tensor.shape)}")
-    _check_device(name, tensor, q.device)
-
-
-def _check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
-    """An output that is written while an input is read would change the result."""
-    start, end = _span(tensor)
-    for other, given in inputs.items():
-        first, last = _span(given)
-        if start < last and first < end:
-            raise ValueError(
-                f"{name} must not share memory with {other}, got bytes {start} to {end} and "
-                f"{first} to {last}"
-            )
+    check_own_memory(name, tensor)
 
 
 def _check_gradients_apart(gradients: Mapping[str, torch.Tensor | None]) -> None:
@@ -779,61 +625,37 @@ def _check_gradients_apart(gradients: Mapping[str, torch.Tensor | None]) -> None
     for (name, tensor), (later, other) in combinations(given, 2):
         is_same = tensor.data_ptr() == other.data_ptr()
         if is_same or (tensor.is_contiguous() and other.is_contiguous()):
-            _check_apart(later, other, {name: tensor})
+            check_apart(later, other, {name: tensor})
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and end address between which a tensor's elements lie."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+def _check_lse(
+    name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device
+) -> None:
+    check_fp32(name, value, shape, device)
+    if not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
 
 
-def _check_lse(lse: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    _check_fp32("lse", lse, shape, device)
-    if not lse.is_contiguous():
-        raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")
-
-
-def _check_fp32(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> None:
-    _check_tensor(name, value)
-    if value.dtype != torch.float32:
-        raise TypeError(f"{name} must have dtype float32, got {value.dtype}")
-    if tuple(value.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
-    _check_device(name, value, device)
+def _check_wants_low(lse_low: object, score_mod: object) -> None:
+    if score_mod is None:
+        raise ValueError(
+            f"lse_low is for scores that a score_mod makes, which is None, got {brief(lse_low)}"
+        )
 
 
 def _check_dsink(dsink: torch.Tensor, sink: torch.Tensor | None) -> None:
     if sink is None:
         raise ValueError(
-            f"dsink is the gradient of learnable_sink, which is None, got {_brief(dsink)}"
+            f"dsink is the gradient of learnable_sink, which is None, got {brief(dsink)}"
         )
-    _check_tensor("dsink", dsink)
-    _check_like("dsink", dsink, "learnable_sink", sink)
-
-
-def _check_like(name: str, gradient: torch.Tensor, of: str, tensor: torch.Tensor) -> None:
-    """Refuse a gradient that is not as `tensor`, which is called `of`."""
-    if gradient.dtype != tensor.dtype:
-        raise TypeError(
-            f"{name} must have the dtype of {of} ({tensor.dtype}), got {gradient.dtype}"
-        )
-    if gradient.shape != tensor.shape:
-        raise ValueError(
-            f"{name} must have the shape of {of}, {tuple(tensor.shape)}, got "
-            f"{tuple(gradient.shape)}"
-        )
-    _check_device(name, gradient, tensor.device)
-    _check_own_memory(name, gradient)
+    check_tensor("dsink", dsink)
+    check_like("dsink", dsink, "learnable_sink", sink)
 
 
 def _check_daux(daux: object, aux_tensors: Sequence[torch.Tensor] | None) -> None:
     """aux_tensors: checked."""
     if not isinstance(daux, list | tuple):
-        raise TypeError(f"daux must be a list or a tuple, got {_brief(daux)}")
+        raise TypeError(f"daux must be a list or a tuple, got {brief(daux)}")
     count = 0 if aux_tensors is None else len(aux_tensors)
     if len(daux) != count:
         raise ValueError(
@@ -843,7 +665,7 @@ def _check_daux(daux: object, aux_tensors: Sequence[torch.Tensor] | None) -> Non
         if gradient is None:
             continue
         name, of = f"daux[{position}]", f"aux_tensors[{position}]"
-        _check_tensor(name, gradient)
+        check_tensor(name, gradient)
         if not tensor.dtype.is_floating_point:
             raise TypeError(f"{name} must be None: {of} holds {tensor.dtype}, got a tensor")
-        _check_like(name, gradient, of, tensor)
+        check_like(name, gradient, of, tensor)

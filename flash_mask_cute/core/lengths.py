@@ -21,6 +21,11 @@ class Lengths(NamedTuple):
     seqlen_q: Int32
     seqlen_k: Int32
 
+    @property
+    def keys_may_be_absent(self) -> bool:
+        """Whether a sequence may have no key, though there are some."""
+        return self.cu_seqlens_k is not None or self.seqused_k is not None
+
     @staticmethod
     def of(
         mQ: cute.Tensor,
@@ -66,12 +71,31 @@ def describe(tile: WorkTile, lengths: Lengths, blocks_are_keys: cutlass.Constexp
     )
 
 
-@cute.jit
-def store_lse(
-    mLSE: cute.Tensor, lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32, lse: Float32
-) -> None:
-    """Write a row of mLSE (batch, head, row), or (head, row) where sequences are packed."""
-    if const_expr(lengths.cu_seqlens_q is None):
-        mLSE[work.batch_idx, head_idx, q_idx] = lse
-    else:
-        mLSE[head_idx, work.offset_q + q_idx] = lse
+class LseTensors(NamedTuple):
+    """Where a forward writes LSE, and what rounding has taken from it; the second one may be
+    absent, or both.
+
+    Each (batch, head, row), or (head, row) where sequences are packed.
+    """
+
+    lse: cute.Tensor | None
+    low: cute.Tensor | None
+
+    @cute.jit
+    def store(
+        self,
+        lengths: Lengths,
+        work: Work,
+        head_idx: Int32,
+        q_idx: Int32,
+        lse: Float32,
+        low: Float32 | None,
+    ) -> None:
+        """Write a row."""
+        if const_expr(lengths.cu_seqlens_q is None):
+            place = (work.batch_idx, head_idx, q_idx)
+        else:
+            place = (head_idx, work.offset_q + q_idx)
+        self.lse[place] = lse
+        if const_expr(self.low is not None):
+            self.low[place] = low

@@ -148,13 +148,16 @@ class OperandLoads:
         if state.v_block >= 0:
             shape, place = self.shape, state.v_place
             row = state.v_block * shape.tile_n
-            if const_expr(self.lengths.cu_seqlens_k is None):
-                gV = self.operands.v[None, None, place.batch_idx]
-            else:
-                # no row of another sequence, which may hold NaN: probabilities of 0 keep that
-                gV, row = tma.readable_rows(
-                    self.operands.v, place.offset, place.length, self.lengths.seqlen_k, row
-                )
+            # No row of another sequence and none that is not in use, which may hold NaN:
+            # probabilities of 0 keep that.
+            gV, row = tma.readable_rows(
+                self.operands.v,
+                tma.Side.of_keys(self.lengths),
+                place.batch_idx,
+                place.offset,
+                place.length,
+                row,
+            )
             # (d_v, keys) to products, (keys, d_v) to TMA
             smem = cute.make_tensor(
                 self.v.smem.iterator, cute.select(self.v.smem.layout, [1, 0, 2])

@@ -37,6 +37,32 @@ def num_row_blocks(rows: int, num_sequences: int, is_packed: bool, tile_m: int) 
     return num_sequences * -(-rows // tile_m)
 
 
+# bits of a word of marks, and words in 16 bytes, which are copied in one piece
+MARKS_PER_WORD, WORDS_PER_COPY = 32, 4
+
+
+def mark_words(tile_m: int) -> int:
+    """int32 words with a bit for each row of a row block, in whole copies."""
+    return -(-tile_m // (MARKS_PER_WORD * WORDS_PER_COPY)) * WORDS_PER_COPY
+
+
+def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
+    """fp32 words of a row block's statistics: LSE of each row, delta of each row, where num_stats
+    is 3 the reference of each row, and, where there are marks, `mark_words`."""
+    return num_stats * tile_m + (mark_words(tile_m) if has_marks else 0)
+
+
+def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int) -> cute.Tensor:
+    """The words of the marks in a row block's statistics: bit r % 32 of word r // 32 is row r's.
+
+    A marked row is one of a query that sees nothing, of which Q or dO are not finite: the zeros
+    that they are multiplied with would not keep them from being seen.
+    """
+    marks = stats.iterator + num_stats * tile_m
+    words = cute.make_tensor(marks, cute.make_layout(mark_words(tile_m)))
+    return cute.recast_tensor(words, Int32)
+
+
 def column_parts(cols: int) -> tuple[int, ...]:
     """How two warpgroups share the columns of a tile: the widths of the parts of each.
 

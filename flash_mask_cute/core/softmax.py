@@ -13,8 +13,18 @@ FlashAttention-4). Where registers suffice to keep the scores, not even the sear
 maximum comes before its exponentials: they are taken by the old one, and their sum tells whether it
 was too old (`exponentials`, `overflowed`). Probabilities are then at most 2**RESCALE_THRESHOLD, or
 their dtype's of SUM_LIMITS, which it and the fp32 sums hold with the same relative precision.
+
+The exponent of a score is one multiply-add, whose addend, the row's bias, is a rounded product. A
+score_mod may return numbers of any size, as additive masks with -1e30 do; what rounding takes from
+the bias of such a maximum is more than the exponents themselves (`takes_any_size`). The bias of a
+row whose maximum is too far from 0 is therefore NaN. The sums of such a row are NaN, too, which
+`overflowed` takes for an overflow, and what is done then subtracts the maximum first, which is
+exact (`exponentials` with `exactly`). So scores that are not far cost no instruction more. Of
+other maxima it is known how much rounding has added to all exponents of the row (`_residue`), and
+the LSE is freed of it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -32,8 +42,12 @@ RESCALE_THRESHOLD = 8.0
 # too old. For bf16, which has room, so large that a row whose first tile had few keys need not be
 # renewed by its second one, and so small that products with large values stay finite.
 SUM_LIMITS = {cutlass.BFloat16: 2.0**30, cutlass.Float16: 2.0**15}
-# makes the exponential of any visible score infinite
+# makes the exponential of any visible score infinite, but for those far below 0
 OVERFLOWING_BIAS = 2.0**100
+# Exponents of two from which on a maximum is too far from 0 for a rounded bias. Up to there,
+# `_residue` is at most 1/16. Where a factor makes scores of what the softmax sees, the rounding of
+# that product counts as well, which the bias knows nothing of: probabilities are right to 2**-12.
+FAR, FAR_OF_PRODUCTS = 2.0**20, 2.0**12
 # neighbouring columns of a row, of which some go by a polynomial where exponentials are scarce
 PERIOD = 16
 # independent chains per row for max and sum, so that their latency overlaps
@@ -115,6 +129,15 @@ def _add(a: Float32, b: Float32) -> Float32:
     return a + b
 
 
+class RowResult(NamedTuple):
+    """A row at its end: the factor for its accumulator, its natural-log LSE, and what rounding has
+    taken from that (None where scores are not of any size)."""
+
+    factor: Float32
+    lse: Float32
+    lse_low: Float32 | None = None
+
+
 class RowArithmetic(Protocol):
     """What the softmax of a row depends on besides its scores."""
 
@@ -177,7 +200,8 @@ class OnlineSoftmax:
 
     row_max: the maximum in use (-inf while a row has seen nothing), row_limit: the score above
     which it is too old, row_bias: what turns score * scale_log2 into the exponent, row_sum: this
-    thread's share of the sum.
+    thread's share of the sum. factor: what makes scores, in natural units, of the numbers that the
+    softmax sees, where these may be of any size; None: they are products that were scaled.
     """
 
     scale_log2: Float32
@@ -187,6 +211,7 @@ class OnlineSoftmax:
     row_sum: cute.Tensor
     arithmetic: cutlass.Constexpr[RowArithmetic]
     sum_limit: cutlass.Constexpr[float]
+    factor: cutlass.Constexpr[float | None]
 
     @staticmethod
     def create(
@@ -194,10 +219,15 @@ class OnlineSoftmax:
         num_rows: int,
         dtype: type[cutlass.Numeric],
         arithmetic: RowArithmetic = QUAD_ROWS,
+        factor: float | None = None,
     ) -> "OnlineSoftmax":
         """Uninitialised state; dtype is what probabilities are rounded to."""
         state = (cute.make_rmem_tensor((num_rows,), Float32) for _ in range(4))
-        return OnlineSoftmax(scale_log2, *state, arithmetic, SUM_LIMITS[dtype])
+        return OnlineSoftmax(scale_log2, *state, arithmetic, SUM_LIMITS[dtype], factor)
+
+    @property
+    def takes_any_size(self) -> bool:
+        return self.factor is not None
 
     @property
     def num_rows(self) -> int:
@@ -226,26 +256,40 @@ class OnlineSoftmax:
         return tuple(_chained_reduce(_row(scores, r), cute.arch.fmax) for r in range(self.num_rows))
 
     @cute.jit
-    def exponentials(self, scores: cute.Tensor, keep: cutlass.Constexpr) -> tuple:
+    def exponentials(
+        self,
+        scores: cute.Tensor,
+        keep: cutlass.Constexpr,
+        exactly: cutlass.Constexpr[bool] = False,
+    ) -> tuple:
         """This thread's sum of probabilities per row, by the maximum in use; scores stay.
 
-        keep(r, c, p, q): takes the probabilities of columns c and c + 1 of row r.
+        keep(r, c, p, q): takes the probabilities of columns c and c + 1 of row r. exactly: also of
+        rows whose maximum is far, where scores may be of any size.
         """
         sums = []
         for r in cutlass.range_constexpr(self.num_rows):
-            probs = self._row_exponentials(scores, r)
+            probs = self._row_exponentials(scores, r, exactly)
             for c in cutlass.range_constexpr(0, len(probs), 2):
                 keep(r, c, probs[c], probs[c + 1])
             sums.append(self.arithmetic.total(probs))
         return tuple(sums)
 
     def overflowed(self, sums: tuple) -> tuple:
-        """Per row, whether `exponentials` used too old a maximum, or none where there is one."""
+        """Per row, whether `exponentials` used too old a maximum, or none where there is one, or
+        one that is far.
+
+        Not whether a row that has seen nothing sees scores far below 0 now, which `unseen` finds.
+        """
         return tuple((total < self.sum_limit) == Boolean(False) for total in sums)
 
     def unseen(self) -> tuple:
         """Per row, whether it has seen nothing yet."""
         return tuple(self.row_max[r] == -Float32.inf for r in range(self.num_rows))
+
+    def seen_of(self, flags: tuple) -> tuple:
+        """Per row, whether its flag is set and it has seen something."""
+        return tuple(flag & (self.row_max[r] != -Float32.inf) for r, flag in enumerate(flags))
 
     @cute.jit
     def add(self, sums: tuple) -> None:
@@ -271,9 +315,13 @@ class OnlineSoftmax:
             old_max = self.row_max[r]
             new_max = self.arithmetic.across(cute.arch.fmax(tile_max[r], old_max), cute.arch.fmax)
             self._adopt(r, cutlass.select_(is_renewed, new_max, old_max))
-            factor = cute.math.exp2(
-                cute.math.fma(old_max, self.scale_log2, self.row_bias[r]), fastmath=True
-            )
+            if const_expr(self.takes_any_size):
+                factor = self._factor_between(old_max, self.row_max[r])
+                old_max = self._score(old_max)
+            else:
+                factor = cute.math.exp2(
+                    cute.math.fma(old_max, self.scale_log2, self.row_bias[r]), fastmath=True
+                )
             had_seen = old_max != -Float32.inf
             factor = cutlass.select_(is_renewed & had_seen, factor, Float32(1.0))
             self.row_sum[r] = self.row_sum[r] * factor
@@ -283,14 +331,30 @@ class OnlineSoftmax:
     @cute.jit
     def accumulate(self, scores: cute.Tensor) -> None:
         """Replace scores by probabilities and add them to the sums; hidden scores (-inf) give 0."""
+        if const_expr(not self.takes_any_size):
+            self._accumulate(scores, False)
+        elif any_in_warp(self.far()):
+            self._accumulate(scores, True)
+        else:
+            self._accumulate(scores, False)
+
+    @cute.jit
+    def _accumulate(self, scores: cute.Tensor, exactly: cutlass.Constexpr[bool]) -> None:
         for r in cutlass.range_constexpr(self.num_rows):
-            probs = self._row_exponentials(scores, r)
+            probs = self._row_exponentials(scores, r, exactly)
             for c in cutlass.range_constexpr(len(probs)):
                 scores[r, c] = probs[c]
             self.row_sum[r] = self.row_sum[r] + self.arithmetic.total(probs)
 
-    def _row_exponentials(self, scores: cute.Tensor, r: int) -> list[Float32]:
-        return self.arithmetic.exponentials(_row(scores, r), self.scale_log2, self.row_bias[r])
+    def _row_exponentials(self, scores: cute.Tensor, r: int, exactly: bool) -> list[Float32]:
+        row, scale_log2, bias = _row(scores, r), self.scale_log2, self.row_bias[r]
+        if exactly:
+            largest = self._score(self.row_max[r])
+            # where all scores are hidden so far, any number will do
+            largest = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+            row = [self._score(x) - largest for x in row]
+            scale_log2, bias = Float32(LOG2_E), self._residue(self.row_max[r])
+        return self.arithmetic.exponentials(row, scale_log2, bias)
 
     def _adopt(self, r: int, row_max: Float32) -> None:
         # In a row that has seen nothing, hidden scores get exponents of -inf whatever the bias, and
@@ -300,13 +364,81 @@ class OnlineSoftmax:
         self.row_bias[r] = cutlass.select_(
             row_max == -Float32.inf, Float32(OVERFLOWING_BIAS), -(row_max * self.scale_log2)
         )
+        if const_expr(self.takes_any_size):
+            is_far = self._is_far(row_max)
+            self.row_bias[r] = cutlass.select_(is_far, Float32(float("nan")), self.row_bias[r])
+
+    # -- scores of any size ---------------------------------------------------------------------
+
+    def _score(self, value: Float32) -> Float32:
+        """The score, in natural units, of what the softmax sees: rounded, as a score_mod rounds,
+        and perhaps to -inf.
+        """
+        if self.factor == 1.0:
+            return value
+        # a plain product might become a multiply-add with what follows
+        nearest = cute.math.RoundingMode.NEAREST_EVEN
+        return cute.math.mul(value, Float32(self.factor), rounding=nearest)
+
+    def far(self) -> tuple:
+        """Per row, whether its maximum is too far from 0 for `exponentials` but exactly."""
+        return tuple(self._is_far(self.row_max[r]) for r in range(self.num_rows))
+
+    def _is_near(self, row_max: Float32) -> Boolean:
+        """Whether a rounded bias is good enough; not of -inf."""
+        # a power of two multiplies exactly
+        is_exact = math.frexp(self.factor)[0] == 0.5
+        exponent = cute.math.abs(row_max * self.scale_log2)
+        return exponent < (FAR if is_exact else FAR_OF_PRODUCTS)
+
+    def _is_far(self, row_max: Float32) -> Boolean:
+        return (self._is_near(row_max) == Boolean(False)) & (row_max != -Float32.inf)
+
+    def _residue(self, row_max: Float32) -> Float32:
+        """What rounding the bias has added to the exponents of a row with this maximum, by base 2.
+
+        Exponents that subtract the maximum first get as much, so that they go together with others.
+        """
+        residue = cute.math.fma(row_max, self.scale_log2, -(row_max * self.scale_log2))
+        return cutlass.select_(self._is_near(row_max), residue, Float32(0.0))
+
+    def _factor_between(self, old_max: Float32, new_max: Float32) -> Float32:
+        """The factor for what the old maximum has accumulated, exactly 1 if it stays; that may be
+        anything if it was -inf."""
+        residue = self._residue(new_max) - self._residue(old_max)
+        difference = self._score(old_max) - self._score(new_max)
+        return cute.math.exp2(cute.math.fma(difference, Float32(LOG2_E), residue), fastmath=True)
+
+    def _finalize_any_size(self, r: int, sinks: tuple | None) -> RowResult:
+        """As `finalize`, by natural units: LSE is right to its own last bit."""
+        total = self.arithmetic.across(self.row_sum[r], _add)
+        largest, residue = self._score(self.row_max[r]), self._residue(self.row_max[r])
+        empty, shift = largest == -Float32.inf, Float32(1.0)
+        if const_expr(sinks is not None):
+            own = largest
+            largest = cute.arch.fmax(own, sinks[r])
+            largest = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+            exponent = cute.math.fma(own - largest, Float32(LOG2_E), -residue)
+            shift, residue = cute.math.exp2(exponent, fastmath=True), Float32(0.0)
+            of_sink = cute.math.exp2((sinks[r] - largest) * LOG2_E, fastmath=True)
+            total = cute.math.fma(total, shift, of_sink)
+        log_total = (cute.math.log2(total, fastmath=True) - residue) * LN_2
+        lse = largest + log_total
+        factor = cutlass.select_(empty, Float32(0.0), shift * cute.arch.rcp_approx(total))
+        if const_expr(sinks is None):
+            lse = cutlass.select_(empty, -Float32.inf, lse)
+        # the maximum is the larger one where this matters
+        low = cutlass.select_(lse == -Float32.inf, Float32(0.0), (largest - lse) + log_total)
+        return RowResult(factor, lse, low)
 
     @cute.jit
     def finalize(self, sinks: tuple | None) -> tuple:
-        """Returns per row (factor for the accumulator, natural-log LSE).
+        """Returns a `RowResult` per row.
 
         sinks: a logit per row, or None.
         """
+        if const_expr(self.takes_any_size):
+            return tuple(self._finalize_any_size(r, sinks) for r in range(self.num_rows))
         results = []
         for r in cutlass.range_constexpr(cute.size(self.row_sum)):
             total = self.arithmetic.across(self.row_sum[r], _add)
@@ -326,7 +458,7 @@ class OnlineSoftmax:
                 lse = (max_log2 + cute.math.log2(total, fastmath=True)) * LN_2
                 lse = cutlass.select_(empty, -Float32.inf, lse)
             factor = cutlass.select_(empty, Float32(0.0), shift * cute.arch.rcp_approx(total))
-            results.append((factor, lse))
+            results.append(RowResult(factor, lse))
         return tuple(results)
 
 
@@ -342,6 +474,11 @@ def round_pair(p: Float32, q: Float32, dtype: type[cutlass.Numeric]) -> Int32:
         write_only_types=[Int32],
         read_only_args=[q, p],
     )
+
+
+def either(flags: tuple, others: tuple) -> tuple:
+    """Per row, whether one of both is set."""
+    return tuple(a | b for a, b in zip(flags, others, strict=True))
 
 
 def any_in_warp(flags: tuple) -> Boolean:

@@ -1,7 +1,8 @@
 """TMA of the attention kernels: atoms with their coordinate tensors, and tiles of them.
 
 Query heads that share keys may share a tile's rows, so rows are (head, position) pairs; packed
-sequences are views in which TMA clips a tile at the end of its sequence.
+sequences are views in which TMA clips a tile at the end of its sequence, and so are those of which
+not all rows are in use.
 """
 
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.experimental import primitives
 
+from flash_mask_cute.core.lengths import Lengths
+
 # bound of a ragged row coordinate: no sequence is longer (see `ragged_rows`)
 RAGGED_BOUND = 1 << 26
 
@@ -20,7 +23,8 @@ class Operands(NamedTuple):
     """TMA atoms with their coordinate tensors.
 
     q, o, v: ((head, row), head_dim, ...); k: (row, head_dim, head, ...). The last mode is the
-    batch; where lengths vary, q and k have none, and o and v that of `ragged_rows`.
+    batch; where sequences are packed, q and k have none, and o and v that of `ragged_rows`. v has
+    both where the batch is dense and lengths vary.
     """
 
     q_atom: cute.CopyAtom
@@ -33,10 +37,11 @@ class Operands(NamedTuple):
     o: cute.Tensor
 
     @staticmethod
-    def of_forward(plan, mQ, mK, mV, mO, packed_q: bool, packed_k: bool, load=None) -> "Operands":
+    def of_forward(plan, mQ, mK, mV, mO, lengths: Lengths, load=None) -> "Operands":
         """Those of a forward with the layouts of its plan, (rows, columns, stages), V's
         transposed; its boxes of query rows (`row_tile`), keys and values (`box_k`, `box_v`) and of
         the output (`box_o`). load: the operation, if not that of a single CTA."""
+        packed_q, packed_k = lengths.cu_seqlens_q is not None, lengths.cu_seqlens_k is not None
         load = cpasync.CopyBulkTensorTileG2SOp() if load is None else load
         store = cpasync.CopyBulkTensorTileS2GOp()
         operands = []
@@ -45,7 +50,7 @@ class Operands(NamedTuple):
             (load, key_rows(mK, packed_k), plan.layout_k(), plan.box_k),
             (
                 load,
-                sequence_rows(mV, packed_k),
+                sequence_rows(mV, packed_k, lengths.seqused_k is not None),
                 cute.select(plan.layout_v(), mode=[1, 0]),
                 plan.box_v,
             ),
@@ -65,10 +70,11 @@ def head_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     return cute.group_modes(view, 0, 2)
 
 
-def sequence_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
-    """The `head_rows` of which `of_sequence` takes those of one sequence, and TMA no others."""
+def sequence_rows(tensor: cute.Tensor, is_packed: bool, has_used: bool = False) -> cute.Tensor:
+    """The `head_rows` of which `of_sequence` and `readable_rows` take those of one sequence, and
+    TMA no others. has_used: a dense sequence may end before its slot does."""
     view = head_rows(tensor, is_packed)
-    return ragged_rows(view) if is_packed else view
+    return ragged_rows(view) if is_packed or has_used else view
 
 
 def key_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
@@ -88,39 +94,70 @@ def of_sequence(
 
 
 def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
-    """View ((heads, rows), d) as ((heads, RAGGED_BOUND), d, rows).
+    """View ((heads, rows), d) as ((heads, RAGGED_BOUND), d, rows), or ((heads, rows), d, batch) as
+    ((heads, rows), d, rows, batch).
 
     The sum of both row coordinates addresses a row, and the first one ends where the sequence ends,
     so TMA clips a tile there (the ragged tensors of Triton, in the form with a shifted base pointer
     that quack uses for stores).
     """
-    (heads, _), dim = tensor.shape
-    (stride_h, stride_row), stride_d = tensor.stride
-    shifted = cute.domain_offset(((0, -RAGGED_BOUND), 0), tensor)
+    (heads, rows), dim, *batch = tensor.shape
+    (stride_h, stride_row), stride_d, *stride_batch = tensor.stride
+    bound = rows if batch else RAGGED_BOUND
+    shifted = cute.domain_offset(((0, -bound), 0, *(0 for _ in batch)), tensor)
     layout = cute.make_layout(
-        ((heads, RAGGED_BOUND), dim, (1 << 31) - 1),
-        stride=((stride_h, stride_row), stride_d, stride_row),
+        ((heads, bound), dim, (1 << 31) - 1, *batch),
+        stride=((stride_h, stride_row), stride_d, stride_row, *stride_batch),
     )
     return cute.make_tensor(shifted.iterator, layout)
 
 
-def at_ragged_sequence(tensor: cute.Tensor, offset: Int32, length: Int32) -> cute.Tensor:
-    """The rows of one sequence of a `ragged_rows` view."""
-    return cute.domain_offset(((0, RAGGED_BOUND - length), 0), tensor[None, None, offset + length])
+def at_ragged_sequence(
+    tensor: cute.Tensor, offset: Int32, length: Int32, bound: int | Int32 = RAGGED_BOUND
+) -> cute.Tensor:
+    """The rows of one sequence of a `ragged_rows` view ((heads, bound), d, rows)."""
+    return cute.domain_offset(((0, bound - length), 0), tensor[None, None, offset + length])
+
+
+class Side(NamedTuple):
+    """The sequences of the queries or of the keys: whether they are packed, whether rows at their
+    ends may be out of use, and how many rows there are, in a slot or in all."""
+
+    is_packed: bool
+    has_used: bool
+    rows: Int32
+
+    @staticmethod
+    def of_queries(lengths: Lengths) -> "Side":
+        packed, used = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None
+        return Side(packed, used, lengths.seqlen_q)
+
+    @staticmethod
+    def of_keys(lengths: Lengths) -> "Side":
+        packed, used = lengths.cu_seqlens_k is not None, lengths.seqused_k is not None
+        return Side(packed, used, lengths.seqlen_k)
 
 
 def readable_rows(
-    tensor: cute.Tensor, offset: Int32, length: Int32, total: Int32, row: Int32
+    tensor: cute.Tensor, side: Side, batch_idx: Int32, offset: Int32, length: Int32, row: Int32
 ) -> tuple[cute.Tensor, Int32]:
-    """The rows of one sequence of a `ragged_rows` view, and the row from which to read a tile.
+    """The rows of one sequence of `sequence_rows`, and the row from which to read a tile: zeros
+    follow the last row in use, whatever lies there.
 
-    A tile that begins past the end begins at the last row instead, and one of an empty sequence at
-    a neighbour's (of `total` rows in all): TMA clips a tile that is read, but faults on one that
-    lies outside as a whole.
+    Where TMA clips at `length`, a tile that begins past the end begins at the last row instead, and
+    one of an empty sequence at a row that is not its own: TMA clips a tile that is read, but faults
+    on one that lies outside as a whole.
     """
-    length = cutlass.max(length, 1)
-    sequence = at_ragged_sequence(tensor, cutlass.min(offset, total - 1), length)
-    return sequence, cutlass.min(row, length - 1)
+    if side.is_packed:
+        length = cutlass.max(length, 1)
+        tensor = at_ragged_sequence(tensor, cutlass.min(offset, side.rows - 1), length)
+    elif side.has_used:
+        length = cutlass.max(cutlass.min(length, side.rows), 1)
+        tensor = tensor[None, None, None, batch_idx]
+        tensor = at_ragged_sequence(tensor, Int32(0), length, side.rows)
+    else:
+        return tensor[None, None, batch_idx], row
+    return tensor, cutlass.min(row, length - 1)
 
 
 def one_stage(layout):

@@ -35,6 +35,9 @@ _PullBack: TypeAlias = Callable[[Tensor], Tensor]
 """From gradients of modified scores to those of the scores, (queries, keys) each, or of all heads
 of a tile (heads_kv, lanes, rows, keys)."""
 
+# how far from the sink, in units of it or of 1, the LSE of a row that sees nothing may be
+SINK_RTOL = 2.0**-16
+
 
 def flash_attn_bwd_cpu(
     q: Tensor,
@@ -59,6 +62,7 @@ def flash_attn_bwd_cpu(
     tile_m: int,
     tile_n: int,
     dlse: Tensor | None = None,
+    lse_low: Tensor | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_bwd: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
@@ -72,20 +76,22 @@ def flash_attn_bwd_cpu(
     learnable_sink.
 
     out, lse: what `flash_attn_fwd_cpu` wrote for the same arguments, or the same of higher
-    precision; they are used, not recomputed. dout, dlse: gradients of a loss by out and by lse,
-    laid out like these. score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) ->
-    grad: the gradient by the score that score_mod sees, from the one by the score that it returns;
-    without it the derivative of score_mod is taken. aux_sums: float64 tensors by number of the aux
+    precision; they are used, not recomputed. lse_low: what rounding has taken from lse, if that is
+    known. dout, dlse: gradients of a loss by out and by lse, laid out like these.
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: the gradient by
+    the score that score_mod sees, from the one by the score that it returns; without it the
+    derivative of score_mod is taken. aux_sums: float64 tensors by number of the aux
     tensor, to which the gradients of these are added. The other arguments are those of
     `flash_attn_fwd_cpu`.
 
     Gradients are new contiguous tensors of the shapes and dtypes of q, k, v and the sink, summed in
     float64. They are 0 in rows that see nothing, in rows and keys past seqused_*, and in rows of a
-    packed tensor that belong to no sequence; what out, dout, lse and dlse hold in such rows is
-    not read, but for finite values of dout and dlse in rows that see nothing.
+    packed tensor that belong to no sequence; what q, out, dout, lse and dlse hold in rows that
+    belong to none or are not in use is not read, and what q and dout hold in rows that see nothing
+    does not matter, nor what dlse does without a sink.
 
-    Probabilities are computed from lse and share its rounding: one of float32 gives gradients a
-    relative error of up to abs(lse) * 2^-24.
+    Probabilities are computed from lse and lse_low. Without lse_low they share the rounding of lse:
+    one of float32 gives gradients a relative error of up to abs(lse) * 2^-24.
 
     Raises:
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
@@ -115,20 +121,21 @@ def flash_attn_bwd_cpu(
     )
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     dsink = q.new_zeros(q.shape[-2:-1], dtype=torch.float64)
-    lse_by_row = lse.transpose(-1, -2)
-    dlse_by_row = None if dlse is None else dlse.transpose(-1, -2)
     for walk in walks:
         chain: Callable[..., tuple[Tensor, _PullBack]] | None = None
         if score_mod is not None and score_mod_bwd is not None:
             chain = partial(_modify_and_ask, score_mod, score_mod_bwd)
         elif score_mod is not None:
             chain = partial(_modify_and_differentiate, score_mod, aux_sums)
+        sink = walk.rows_of_sink(learnable_sink)
         rows = _Rows.create(
             walk.rows_of_q(q),
             walk.rows_of_q(out),
             walk.rows_of_q(dout),
-            walk.rows_of_q(lse_by_row),
-            None if dlse_by_row is None else walk.rows_of_q(dlse_by_row),
+            walk.rows_of_q(lse.mT),
+            None if lse_low is None else walk.rows_of_q(lse_low.mT),
+            None if dlse is None else walk.rows_of_q(dlse.mT),
+            sink,
         )
         dq_rows, dk_rows, dv_rows = _sequence_gradients(
             rows,
@@ -140,33 +147,50 @@ def flash_attn_bwd_cpu(
         dq[walk.slot_q] = from_rows(dq_rows, pack_gqa).to(dq.dtype)
         dk[walk.slot_k] = from_rows(dk_rows, 1).to(dk.dtype)
         dv[walk.slot_k] = from_rows(dv_rows, 1).to(dv.dtype)
-        sink = walk.rows_of_sink(learnable_sink)
         if sink is not None:
-            of_rows = torch.exp(sink - rows.lse) * rows.delta
+            of_rows = torch.exp((sink - rows.lse) - rows.lse_low) * rows.delta
             dsink -= from_rows(of_rows, pack_gqa).sum(dim=0)
     return dq, dk, dv, None if learnable_sink is None else dsink.to(learnable_sink.dtype)
 
 
 class _Rows(NamedTuple):
-    """What the backward reads of the queries of a sequence: q, dout (heads_kv, lanes, rows, .), lse
-    and delta (heads_kv, lanes, rows).
+    """What the backward reads of the queries of a sequence: q, dout (heads_kv, lanes, rows, .),
+    lse, lse_low and delta (heads_kv, lanes, rows).
 
-    In rows that see nothing, lse is inf, so that exponentials of scores minus lse are 0, and delta
-    is 0.
+    In rows that see nothing, lse is inf, so that exponentials of scores minus lse are 0, or with a
+    sink as it was; lse_low is 0; delta is 0 but for dlse of that; and q and dout are 0 where they
+    would not be finite, because 0 * NaN is NaN. lse_low is subtracted by itself, as float64 loses
+    what it adds to an lse of 1e17.
     """
 
     q: Tensor
     dout: Tensor
     lse: Tensor
+    lse_low: Tensor
     delta: Tensor
 
     @staticmethod
-    def create(q: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> _Rows:
+    def create(
+        q: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        lse_low: Tensor | None,
+        dlse: Tensor | None,
+        sink: Tensor | None,
+    ) -> _Rows:
+        empty = unseen = lse == NEG_INF
+        if sink is not None:
+            # told as the kernel tells them; it could be a row that sees values of 0 and little else
+            of_sink = (lse - sink).abs() <= SINK_RTOL * sink.abs().clamp(min=1.0)
+            is_hostile = ~(q.isfinite().all(dim=-1) & dout.isfinite().all(dim=-1))
+            unseen = empty | (of_sink & (out == 0).all(dim=-1) & is_hostile)
+        q, dout = (x.masked_fill(unseen[..., None], 0.0) for x in (q, dout))
         delta = (dout * out).sum(dim=-1)
         if dlse is not None:
             delta = delta - dlse
-        empty = lse == NEG_INF
-        return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), delta.masked_fill(empty, 0.0))
+        low = torch.zeros_like(lse) if lse_low is None else lse_low.masked_fill(empty, 0.0)
+        return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), low, delta.masked_fill(empty, 0.0))
 
 
 def _sequence_gradients(
@@ -187,10 +211,10 @@ def _sequence_gradients(
             if not heads.any():
                 continue
             q, dout = of_rows.q[..., rows, :], of_rows.dout[..., rows, :]
-            lse, delta = of_rows.lse[..., rows, None], of_rows.delta[..., rows, None]
+            lse, low, delta = (x[..., rows, None] for x in of_rows[2:])
             capped = walk.capped_scores(q, k[..., keys, :])
             modified, pull_back = (capped, None) if chain is None else chain(capped, tile, heads)
-            probabilities = torch.exp(modified.masked_fill(~visible, NEG_INF) - lse)
+            probabilities = torch.exp((modified.masked_fill(~visible, NEG_INF) - lse) - low)
             dscores = probabilities * (dout @ v[..., keys, :].mT - delta)
             if pull_back is not None:
                 dscores = pull_back(dscores)

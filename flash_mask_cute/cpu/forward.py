@@ -55,6 +55,7 @@ def flash_attn_fwd_cpu(
     tile_n: int,
     out: Tensor,
     lse: Tensor | None,
+    lse_low: Tensor | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Sequence[Tensor] | None = None,
@@ -62,7 +63,7 @@ def flash_attn_fwd_cpu(
     block_lists: BlockSparseTensorsTorch | None = None,
     skip_blocks: bool = True,
 ) -> None:
-    """Write `out` and, if given, `lse`, from arguments that the caller has validated.
+    """Write `out` and, if given, `lse` and `lse_low`, from arguments that the caller has validated.
 
     q, k, v: (batch, seqlen, heads, d), or (total, heads, d) with the cu_seqlens of that side; any
     floating dtype. window_*: tokens, None for an open side, causal already in window_right (that of
@@ -78,8 +79,8 @@ def flash_attn_fwd_cpu(
     the same result bit for bit.
 
     out is laid out like q; lse is float32, (batch, heads_q, seqlen_q) or varlen (heads_q, total_q),
-    natural log. A row that sees nothing gets 0 and -inf (the sink, if there is one). Rows past
-    seqused_q are not written.
+    natural log; lse_low, like lse, is what rounding takes from it. A row that sees nothing gets 0
+    and -inf (the sink, if there is one). Rows past seqused_q are not written.
 
     Raises:
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
@@ -107,9 +108,9 @@ def flash_attn_fwd_cpu(
         block_lists=block_lists,
         skip_blocks=skip_blocks,
     )
-    lse_by_row = None if lse is None else lse.transpose(-1, -2)
+    targets = [None if x is None else x.transpose(-1, -2) for x in (lse, lse_low)]
     for walk in walks:
-        sequence_out, sequence_lse = _attend_sequence(
+        sequence_out, *of_rows = _attend_sequence(
             walk.rows_of_q(q),
             walk.rows_of_k(k),
             walk.rows_of_k(v),
@@ -118,8 +119,9 @@ def flash_attn_fwd_cpu(
             None if score_mod is None else partial(_modify, score_mod, aux_tensors, walk.batch_idx),
         )
         out[walk.slot_q] = from_rows(sequence_out, pack_gqa).to(out.dtype)
-        if lse_by_row is not None:
-            lse_by_row[walk.slot_q] = from_rows(sequence_lse, pack_gqa).to(lse_by_row.dtype)
+        for target, values in zip(targets, of_rows, strict=True):
+            if target is not None:
+                target[walk.slot_q] = from_rows(values, pack_gqa).to(target.dtype)
 
 
 class Tile(NamedTuple):
@@ -336,12 +338,13 @@ def _attend_sequence(
     sink: Tensor | None,
     walk: SequenceWalk,
     modify: Callable[[Tensor, Tile, Tensor], None] | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """One batch entry: q (heads_kv, lanes, rows, d), k and v (heads_kv, 1, seqlen_k, .), sink
-    (heads_kv, lanes, rows). Returns out and lse of q's rows. modify(scores, tile, heads) works in
-    place."""
+    (heads_kv, lanes, rows). Returns out and, of q's rows, lse and what float32 takes from it.
+    modify(scores, tile, heads) works in place."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], NEG_INF)
+    low = q.new_zeros(q.shape[:-1])
     for m_block in range(walk.num_m_blocks):
         rows = walk.rows(m_block)
         softmax = _OnlineSoftmax(out[..., rows, :])
@@ -353,10 +356,10 @@ def _attend_sequence(
                 scores = _score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, modify)
                 scores.masked_fill_(~visible, NEG_INF)
                 softmax.add(scores, v[..., keys, :])
-        out[..., rows, :], lse[..., rows] = softmax.finalize(
+        out[..., rows, :], lse[..., rows], low[..., rows] = softmax.finalize(
             None if sink is None else sink[..., rows]
         )
-    return out, lse
+    return out, lse, low
 
 
 def _score_tile(
@@ -545,13 +548,23 @@ class _OnlineSoftmax:
         self.row_sum = self.row_sum * rescale + probabilities.sum(dim=-1)
         self.acc = self.acc * rescale[..., None] + probabilities @ v
 
-    def finalize(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out, lse). A sink is one more term of the denominator, without a value row."""
-        lse = self.row_max + torch.log(self.row_sum)
+    def finalize(self, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse, low), low what float32 takes from lse, 0 where that is -inf.
+
+        A sink is one more term of the denominator, without a value row. Beside a maximum of 1e17
+        and more nothing of the sum's logarithm is left in lse, so no factor comes from that.
+        """
+        largest, total, factor = self.row_max, self.row_sum, torch.ones_like(self.row_sum)
         if sink is not None:
-            lse = torch.logaddexp(lse, sink)
-        factor = torch.exp(self.row_max - lse).masked_fill(self.row_sum == 0, 0.0)
-        return self.acc * factor[..., None], lse
+            largest = torch.maximum(self.row_max, sink)
+            reference = largest.masked_fill(largest == NEG_INF, 0.0)
+            factor = torch.exp(self.row_max - reference)
+            total = total * factor + torch.exp(sink - reference)
+        log_total = torch.log(total)
+        lse = (largest + log_total).masked_fill(largest == NEG_INF, NEG_INF)
+        low = ((largest - lse.float()) + log_total).masked_fill(lse == NEG_INF, 0.0)
+        out = self.acc * factor[..., None] / total[..., None]
+        return out.masked_fill(self.row_sum[..., None] == 0, 0.0), lse, low
 
 
 def _of_batch(x: Tensor, batch_idx: int) -> Tensor:

@@ -1,9 +1,18 @@
 """What the backward needs to know about each query row before it starts: its LSE and its delta.
 
+Where scores may be of any size, an LSE far from 0 is kept as a reference that the main kernel
+subtracts from scores first, and only what rounding has taken from it as LSE.
+
 A CTA takes one row block (`core.row_blocks`) of one head. The grid covers all of them, so nothing
 has to be cleared beforehand: those of packed sequences find theirs by a search, and one that
 belongs to none just writes zeros. The kernel is bound by memory; what it does about that is to keep
 many 16-byte accesses in flight.
+
+Queries that see nothing have P = 0, which would not hide a NaN in their rows of Q or dO: 0 * NaN is
+NaN. Where masks may leave such queries, rows like that are marked, and the main kernel clears them.
+Q and dO are looked at for queries that see nothing, and for no others: whether the sum of their
+squares is finite, for a product with V might not be if that is not. With a sink LSE is the sink's
+in such rows, and not -inf: then O, which is 0 there, has to tell.
 """
 
 import math
@@ -11,14 +20,16 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.row_blocks import RowBlocks
+from flash_mask_cute.core.row_blocks import RowBlocks, marks_of
 
 NUM_THREADS = 256
 WARP = 32
 LOG2_E = math.log2(math.e)
+# LSE from which on it is a reference: before, its product with LOG2_E is rounded by 2**-14 at most
+FAR = 2.0**10
 # elements of one access of 16 bytes
 VECTOR_16_BITS = 8
 VECTOR_32_BITS = 4
@@ -27,6 +38,10 @@ LANES_PER_ROW = 8
 ROWS_PER_ROUND = NUM_THREADS // LANES_PER_ROW
 # accesses a thread starts before it waits for one, 4 registers each
 IN_FLIGHT = 16
+# how far from the sink, in units of it or of 1, the LSE of a row that sees nothing may be
+SINK_RTOL = 2.0**-16
+# of a row that may see nothing: Q or dO are not finite, or their squares not; O is not 0
+HOSTILE, SEES = 1, 2
 
 
 class BlockRows(NamedTuple):
@@ -93,6 +108,25 @@ def rows_of_head(tensor: cute.Tensor, head_idx: Int32, rows: BlockRows) -> cute.
     return cute.domain_offset((rows.first, 0), tensor[None, head_idx, None])
 
 
+def _vectors_per_lane(vectors: int) -> int:
+    """Of a row with so many vectors, those that a lane has at most."""
+    return -(-vectors // LANES_PER_ROW)
+
+
+def _vector_idx(thread: Int32, i: int) -> Int32:
+    return i * LANES_PER_ROW + thread % LANES_PER_ROW
+
+
+def _is_finite(x: Float32) -> Boolean:
+    return (x < Float32.inf) & (x > -Float32.inf)
+
+
+def _is_near(lse: Float32, sink: Float32) -> Boolean:
+    """Whether LSE may be that of the sink alone."""
+    largest = cute.arch.fmax(cute.arch.fmax(sink, -sink), Float32(1.0)) * SINK_RTOL
+    return (lse - sink <= largest) & (sink - lse <= largest)
+
+
 def vector_of(tensor: cute.Tensor, index: Int32, size: int) -> cute.Tensor:
     """`size` elements of a contiguous vector, the first at index * size."""
     return cute.local_tile(tensor, (size,), (index,))
@@ -105,20 +139,27 @@ class BwdPreprocess:
     :param dtype: of O and dO, 16 bits
     :param head_dim_v: a multiple of 8, at most 256
     :param tile_m: query rows of a row block, a multiple of 16 up to 256
+    :param has_reference: for scores of any size, see mStats
     :raises ValueError: a size is none of these
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim_v: int, tile_m: int):
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        head_dim_v: int,
+        tile_m: int,
+        has_reference: bool = False,
+    ):
         if tile_m % 16 or not 0 < tile_m <= NUM_THREADS:
             raise ValueError(f"tile_m must be a multiple of 16 up to {NUM_THREADS}, got {tile_m}")
         if head_dim_v % VECTOR_16_BITS or not 0 < head_dim_v <= 256:
             raise ValueError(f"head_dim_v must be a multiple of 8 up to 256, got {head_dim_v}")
         self.dtype = dtype
         self.tile_m = tile_m
+        self.has_reference = has_reference
         # rows that whole warps and whole rounds see to, the last of them for nothing
         self.padded_rows = -(-tile_m // WARP) * WARP
         self.vectors_per_row = head_dim_v // VECTOR_16_BITS
-        self.vectors_per_lane = -(-self.vectors_per_row // LANES_PER_ROW)
 
     @cute.jit
     def __call__(
@@ -135,6 +176,8 @@ class BwdPreprocess:
         stream,
         mCuSeqlensQ: cute.Tensor | None,
         mSeqUsedQ: cute.Tensor | None,
+        mQ: cute.Tensor | None = None,
+        mLSELow: cute.Tensor | None = None,
     ):
         """Launch on `stream`, for at least one head and row block. Nothing has to be
         cleared beforehand.
@@ -144,9 +187,12 @@ class BwdPreprocess:
         :param mdO: as mO
         :param mLSE: fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q), any strides
         :param mdLSE: as mLSE
-        :param mStats: fp32 (heads_q, num_row_blocks, 2, tile_m). [0]: LSE by base 2, inf for rows
-            that see nothing and rows that no sequence uses; [1]: delta, the sum of O * dO less
-            dLSE, 0 for those rows
+        :param mStats: fp32 (heads_q, num_row_blocks, words), contiguous and aligned to 16 bytes;
+            words: `row_blocks.stats_words`. First LSE by base 2 of tile_m rows, inf for rows that
+            see nothing and rows that no sequence uses; then delta, the sum of O * dO less dLSE, 0
+            for those rows; with has_reference, then what is to be subtracted from scores
+            beforehand, of which LSE is less then, 0 where LSE is near 0 and for those rows; with
+            mQ, then `row_blocks.marks_of`
         :param mdQaccum: fp32 (heads_q, num_row_blocks, a multiple of 1024), contiguous and aligned
             to 16 bytes; zeroed, if given
         :param mTurns: int32 (heads_q, num_row_blocks); zeroed, if given
@@ -155,13 +201,16 @@ class BwdPreprocess:
             of its head's sink; 0 where it belongs to no sequence
         :param mCuSeqlensQ: int32 (num_sequences + 1,), with at least one sequence; packed only
         :param mSeqUsedQ: int32 (batch,) or (num_sequences,)
+        :param mQ: as mO, with head_dim: masks may leave queries that see nothing, whose rows are to
+            be marked if they are not finite
+        :param mLSELow: as mLSE, what rounding has taken from it; for mStats with three rows
         """
         # the rows of packed tensors are of no interest: lengths come from mCuSeqlensQ
         seqlen_q = Int32(mO.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks = mStats.shape[0], mStats.shape[1]
         self.kernel(
-            mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mTurns, mSink, mSinkParts, lengths
+            mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mTurns, mSink, mSinkParts, lengths, mQ, mLSELow
         ).launch(grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -177,6 +226,8 @@ class BwdPreprocess:
         mSink: cute.Tensor | None,
         mSinkParts: cute.Tensor | None,
         lengths: Lengths,
+        mQ: cute.Tensor | None,
+        mLSELow: cute.Tensor | None,
     ):
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -186,6 +237,10 @@ class BwdPreprocess:
         smem = cutlass.memory.SmemAllocator()
         sDelta = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows))
         sParts = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows // WARP))
+        if const_expr(mQ is not None):
+            # a bit for each row that may see nothing, and what such rows hold
+            sEmpty = smem.allocate_tensor(Int32, cute.make_layout(self.padded_rows // WARP))
+            sVerdicts = smem.allocate_tensor(Int32, cute.make_layout(self.padded_rows))
         if const_expr(mdQaccum is not None):
             self._clear(mdQaccum[head_idx, block, None], thread)
         if const_expr(mTurns is not None):  # noqa: SIM102 (decided while tracing)
@@ -193,28 +248,69 @@ class BwdPreprocess:
                 mTurns[head_idx, block] = Int32(0)
         if const_expr(mSink is not None):
             sink = mSink[head_idx].to(Float32)
+        # where delta of the thread's row is, behind LSE
+        behind = thread + self.tile_m
+        if const_expr(mQ is not None):
+            marks = marks_of(
+                mStats[head_idx, block, None], self.tile_m, 3 if self.has_reference else 2
+            )
         rows = rows_of(block, lengths, self.tile_m)
         sink_part = Float32(0.0)
         if rows.in_slot > 0:
             lse = -Float32.inf
+            lse_low = Float32(0.0)
             dlse = Float32(0.0)
             if thread < rows.in_use:
                 lse = self._row_value(mLSE, head_idx, rows, thread)
+                if const_expr(mLSELow is not None):
+                    lse_low = self._row_value(mLSELow, head_idx, rows, thread)
                 if const_expr(mdLSE is not None):
                     dlse = self._row_value(mdLSE, head_idx, rows, thread)
             gO = rows_of_head(mO, head_idx, rows)
+            if const_expr(mQ is not None):
+                is_empty = lse == -Float32.inf
+                if const_expr(mSink is not None):
+                    # it is looked at more closely below
+                    is_empty = is_empty | _is_near(lse, sink)
+                is_empty = is_empty & (thread < rows.in_use)
+                self._store_votes(sEmpty, is_empty, thread)
             self._sum_products(gO, rows_of_head(mdO, head_idx, rows), sDelta, rows, thread)
             cute.arch.sync_threads()
+            is_marked = Boolean(False)
+            if const_expr(mQ is not None):
+                is_marked = self._is_marked(
+                    rows_of_head(mQ, head_idx, rows),
+                    rows_of_head(mdO, head_idx, rows),
+                    gO if const_expr(mSink is not None) else None,
+                    (sEmpty, sVerdicts),
+                    (lse, dlse),
+                    thread,
+                )
+                self._store_votes(marks, is_marked, thread)
             if thread < self.padded_rows:
                 sees_something = lse != -Float32.inf
-                delta = cutlass.select_(sees_something, sDelta[thread] - dlse, Float32(0.0))
+                # O is 0 in rows that are marked
+                summed = cutlass.select_(is_marked, Float32(0.0), sDelta[thread])
+                delta = cutlass.select_(sees_something, summed - dlse, Float32(0.0))
                 if thread < self.tile_m:
-                    mStats[head_idx, block, 0, thread] = cutlass.select_(
-                        sees_something, lse * LOG2_E, Float32.inf
+                    lse_log2 = lse * LOG2_E
+                    if const_expr(self.has_reference):
+                        is_far = sees_something & (cute.math.abs(lse) >= FAR)
+                        own = cutlass.select_(is_far, Float32(0.0), lse)
+                        lse_log2 = (own + lse_low) * LOG2_E
+                        reference = cutlass.select_(is_far, lse, Float32(0.0))
+                        mStats[head_idx, block, behind + self.tile_m] = reference
+                    mStats[head_idx, block, thread] = cutlass.select_(
+                        sees_something, lse_log2, Float32.inf
                     )
-                    mStats[head_idx, block, 1, thread] = delta
+                    mStats[head_idx, block, behind] = cutlass.select_(
+                        is_marked, Float32(0.0), delta
+                    )
                 if const_expr(mSink is not None):
-                    part = -cute.math.exp2((sink - lse) * LOG2_E, fastmath=True) * delta
+                    exponent = (sink - lse) * LOG2_E
+                    if const_expr(mLSELow is not None):
+                        exponent = (sink - lse - lse_low) * LOG2_E
+                    part = -cute.math.exp2(exponent, fastmath=True) * delta
                     part = cutlass.select_(sees_something, part, Float32(0.0))
                     part = cute.arch.warp_reduction_sum(part)
                     if thread % WARP == 0:
@@ -225,8 +321,13 @@ class BwdPreprocess:
                     sink_part += sParts[i]
         elif thread < self.tile_m:
             # keys of a sequence without queries visit this block, hidden as it is
-            mStats[head_idx, block, 0, thread] = Float32.inf
-            mStats[head_idx, block, 1, thread] = Float32(0.0)
+            mStats[head_idx, block, thread] = Float32.inf
+            mStats[head_idx, block, behind] = Float32(0.0)
+            if const_expr(self.has_reference):
+                mStats[head_idx, block, behind + self.tile_m] = Float32(0.0)
+            if const_expr(mQ is not None):  # noqa: SIM102 (decided while tracing)
+                if thread < self.padded_rows // WARP:
+                    marks[thread] = Int32(0)
         if const_expr(mSink is not None):  # noqa: SIM102 (decided while tracing)
             if thread == 0:
                 mSinkParts[head_idx, block] = sink_part
@@ -250,7 +351,7 @@ class BwdPreprocess:
         """sDelta = the sum of O * dO of each row in use; of another row where one is not."""
         row_in_round = thread // LANES_PER_ROW
         rounds = self.padded_rows // ROWS_PER_ROUND
-        rounds_in_flight = max(1, IN_FLIGHT // (2 * self.vectors_per_lane))
+        rounds_in_flight = max(1, IN_FLIGHT // (2 * _vectors_per_lane(self.vectors_per_row)))
         # Rows not in use are replaced by one that may be read: a clamp costs less than a branch.
         last_row = cutlass.max(rows.in_use, 1) - 1
         for start in range_constexpr(0, rounds, rounds_in_flight):
@@ -258,34 +359,104 @@ class BwdPreprocess:
             pairs = []
             for i in batch:
                 row = cutlass.min(i * ROWS_PER_ROUND + row_in_round, last_row)
-                pairs.append((self._load(gO, row, thread), self._load(gdO, row, thread)))
+                pairs.append(tuple(self._load(x[row, None], thread) for x in (gO, gdO)))
             for i, (o, do) in zip(batch, pairs, strict=True):
                 delta = cute.arch.warp_reduction_sum(
-                    self._dot(o, do, thread), threads_in_group=LANES_PER_ROW
+                    self._dot(o, do, self.vectors_per_row, thread), threads_in_group=LANES_PER_ROW
                 )
                 if thread % LANES_PER_ROW == 0:
                     sDelta[i * ROWS_PER_ROUND + row_in_round] = delta
 
-    def _vector_idx(self, thread: Int32, i: int) -> Int32:
-        return i * LANES_PER_ROW + thread % LANES_PER_ROW
+    @cute.jit
+    def _is_marked(
+        self,
+        gQ: cute.Tensor,
+        gdO: cute.Tensor,
+        gO: cute.Tensor | None,
+        shared: tuple[cute.Tensor, cute.Tensor],
+        statistics: tuple[Float32, Float32],
+        thread: Int32,
+    ) -> Boolean:
+        """Whether the thread's row has to be cleared. gO: given where there is a sink.
 
-    def _load(self, gX: cute.Tensor, row: Int32, thread: Int32) -> cute.Tensor:
-        """This lane's vectors of a row; (8, vectors_per_lane)."""
-        values = cute.make_rmem_tensor((VECTOR_16_BITS, self.vectors_per_lane), self.dtype)
-        for i in range(self.vectors_per_lane):
-            vector = cutlass.min(self._vector_idx(thread, i), self.vectors_per_row - 1)
-            source = vector_of(gX[row, None], vector, VECTOR_16_BITS)
-            cute.autovec_copy(source, values[None, i])
+        shared: sEmpty, which has been written, and sVerdicts; statistics: LSE and dLSE of the row.
+        """
+        (sEmpty, sVerdicts), (lse, dlse) = shared, statistics
+        is_marked, any_empty = Boolean(False), sEmpty[0]
+        for i in range_constexpr(1, self.padded_rows // WARP):
+            any_empty = any_empty | sEmpty[i]
+        if any_empty != 0:
+            self._judge_rows(gQ, gdO, gO, sEmpty, sVerdicts, thread)
+            cute.arch.sync_threads()
+            if thread < self.padded_rows:
+                verdict = sVerdicts[thread]
+                is_marked = (verdict & HOSTILE) != 0
+                if const_expr(gO is not None):
+                    # LSE may be the sink, and has a gradient then
+                    of_sink = lse != -Float32.inf
+                    is_marked = is_marked | (of_sink & (_is_finite(dlse) == Boolean(False)))
+                    is_marked = is_marked & ((of_sink & ((verdict & SEES) != 0)) == Boolean(False))
+                is_empty = (sEmpty[thread // WARP] >> (thread % WARP)) & 1 != 0
+                is_marked = is_marked & is_empty
+        return is_marked
+
+    @cute.jit
+    def _judge_rows(
+        self,
+        gQ: cute.Tensor,
+        gdO: cute.Tensor,
+        gO: cute.Tensor | None,
+        sEmpty: cute.Tensor,
+        sVerdicts: cute.Tensor,
+        thread: Int32,
+    ):
+        """sVerdicts = HOSTILE and SEES, of the rows with a bit in sEmpty."""
+        row_in_round, vectors = thread // LANES_PER_ROW, gQ.shape[1] // VECTOR_16_BITS
+        for i in range_constexpr(self.padded_rows // ROWS_PER_ROUND):
+            square, of_output = Float32(0.0), Float32(0.0)
+            # a word has the rows of a round
+            if (sEmpty[i] >> row_in_round) & 1 != 0:
+                row = i * ROWS_PER_ROUND + row_in_round
+                q, do = self._load(gQ[row, None], thread), self._load(gdO[row, None], thread)
+                square = self._dot(q, q, vectors, thread)
+                square += self._dot(do, do, self.vectors_per_row, thread)
+                if const_expr(gO is not None):
+                    o = self._load(gO[row, None], thread)
+                    of_output = self._dot(o, o, self.vectors_per_row, thread)
+            square, of_output = (
+                cute.arch.warp_reduction_sum(x, threads_in_group=LANES_PER_ROW)
+                for x in (square, of_output)
+            )
+            if thread % LANES_PER_ROW == 0:
+                sVerdicts[i * ROWS_PER_ROUND + row_in_round] = cutlass.select_(
+                    _is_finite(square), Int32(0), Int32(HOSTILE)
+                ) | cutlass.select_(of_output > 0.0, Int32(SEES), Int32(0))
+
+    @cute.jit
+    def _store_votes(self, words: cute.Tensor, vote: Boolean, thread: Int32):
+        """Write the bits of the rows' threads, row r's as bit r % 32 of word r // 32."""
+        word = cute.arch.vote_ballot_sync(vote)
+        if (thread < self.padded_rows) & (thread % WARP == 0):
+            words[thread // WARP] = Int32(word)
+
+    def _load(self, row: cute.Tensor, thread: Int32) -> cute.Tensor:
+        """This lane's vectors of a row; (8, vectors of a lane)."""
+        vectors = row.shape[0] // VECTOR_16_BITS
+        per_lane = _vectors_per_lane(vectors)
+        values = cute.make_rmem_tensor((VECTOR_16_BITS, per_lane), self.dtype)
+        for i in range(per_lane):
+            vector = cutlass.min(_vector_idx(thread, i), vectors - 1)
+            cute.autovec_copy(vector_of(row, vector, VECTOR_16_BITS), values[None, i])
         return values
 
-    def _dot(self, o: cute.Tensor, do: cute.Tensor, thread: Int32) -> Float32:
-        """This lane's share of a row's product."""
+    def _dot(self, o: cute.Tensor, do: cute.Tensor, vectors: int, thread: Int32) -> Float32:
+        """This lane's share of the product of two rows of so many vectors."""
         total = Float32(0.0)
-        for i in range(self.vectors_per_lane):
+        for i in range(_vectors_per_lane(vectors)):
             products = o[None, i].load().to(Float32) * do[None, i].load().to(Float32)
             share = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             # lanes past the end of the row hold its last vector once more
-            is_mine = self._vector_idx(thread, i) < self.vectors_per_row
+            is_mine = _vector_idx(thread, i) < vectors
             total += cutlass.select_(is_mine, share, Float32(0.0))
         return total
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flash_mask_cute.mods.on_cpu import HOST_OPTIONS, compile_for_host
+from flash_mask_cute.mods.on_cpu import HOST_OPTIONS, compile_reading
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import CACHE, compile_object
@@ -23,13 +23,15 @@ class ScanProblem:
 
     arch: such as "sm_90a", or HOST. aux: (name of the torch dtype, rank) of each aux tensor; their
     extents and strides are run-time values. has_full: full blocks get lists of their own.
-    samples: corners and centre of a block stand for all of it.
+    samples: corners and centre of a block stand for all of it. checked: on the CPU, every read of
+    an aux tensor is checked.
     """
 
     arch: str
     aux: tuple[tuple[str, int], ...] = ()
     has_full: bool = True
     samples: bool = False
+    checked: bool = False
 
     @staticmethod
     def describe_aux(aux_tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[str, int], ...]:
@@ -53,7 +55,8 @@ def compile_scan(
     """The compiled scan, from the cache or built now.
 
     `function` takes, by position: (mask_cnt, mask_idx, full_cnt, full_idx), (block_q, block_k,
-    seqlen_q, seqlen_k), the tuple of aux tensors or None.
+    seqlen_q, seqlen_k), the tuple of aux tensors or None; on the CPU besides a record or None, as
+    `HostFunction` says, whose `reads` are in `meta`.
 
     Raises:
         TypeError: `mask_mod` reaches a value that has no identity (see `callable_key`).
@@ -98,6 +101,9 @@ def _build(mask_mod: Callable[..., Any], problem: ScanProblem) -> Compiled:
     aux = tuple(tensor(name, rank) for name, rank in problem.aux) or None
     scan = BlockScan(mask_mod, problem.has_full, problem.samples)
     if problem.arch == HOST:
-        return Compiled(compile_for_host("mask_mod", scan.on_host, lists, grid, aux), {})
+        asked, record = ("mask_mod", mask_mod), tensor("int64", 1)
+        arguments = lists, grid, aux
+        made = compile_reading(asked, scan.on_host, arguments, record, checked=problem.checked)
+        return Compiled(made.function, {"reads": made.reads})
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return compile_object(scan, [lists, grid, aux, stream], _options(problem))

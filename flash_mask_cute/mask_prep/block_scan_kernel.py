@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.tile_state import BOTH, HIDDEN, VISIBLE, seen_by_warp
+from flash_mask_cute.mods.aux_reads import CheckedAux
 from flash_mask_cute.mods.calling import call_mask_mod
 
 NUM_WARPS = 8
@@ -113,15 +114,17 @@ class BlockScan:
             self._finish(lists.full_cnt, full_idx, place, full_cnt, thread_idx, NUM_WARPS * WARP)
 
     @cute.jit
-    def on_host(self, lists: BlockLists, grid: BlockGrid, aux_tensors):
-        """The same on CPU tensors, without a kernel."""
+    def on_host(self, lists: BlockLists, grid: BlockGrid, aux_tensors, record):
+        """The same on CPU tensors, without a kernel.
+
+        :param record: of the first index outside an aux tensor, see `mods.aux_reads`, or None
+        """
         batch, heads, q_blocks = lists.mask_cnt.shape
+        checked = CheckedAux.of(aux_tensors, record)
         for batch_idx in range(batch):
             for head_idx in range(heads):
                 for m_block in range(q_blocks):
-                    self._list_on_host(
-                        lists, grid, Place(batch_idx, head_idx, m_block), aux_tensors
-                    )
+                    self._list_on_host(lists, grid, Place(batch_idx, head_idx, m_block), checked)
 
     @cute.jit
     def _list_on_host(self, lists: BlockLists, grid: BlockGrid, place: Place, aux_tensors):

@@ -1,9 +1,11 @@
 """Masks by name: the twelve of the FlashMask paper (Wang et al. 2024, figure 1), and conversions.
 
-Every function returns a `ColumnMask` for self-attention over `seqlen` tokens, made on the device
-without a sync (but for `from_dense`). Its docstring says which query q sees which key k, and in
-which form that is stored: the one with the fewest vectors from whose smallest and largest values a
-block of keys can be told to be hidden or full. `docs/mask_gallery.md` shows them.
+Every function returns a `ColumnMask`, made on the device without a sync (but for `from_dense`). It
+is for self-attention over `seqlen` tokens, and says so (`ColumnMask.seqlen_q`); that of
+`from_dense` is for the queries of the dense mask, that of `key_padding` for any number of queries.
+The docstring says which query q sees which key k, and in which form that is stored: the one with
+the fewest vectors from whose smallest and largest values a block of keys can be told to be hidden
+or full. `docs/mask_gallery.md` shows them.
 
 Lengths of documents are lists of ints, [[...], ...] for a batch with different documents; or an
 integer tensor (documents,) or (batch, documents), whose device the mask gets; then `seqlen` is
@@ -23,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.column_mask import ANY, ColumnMask
 
 Device: TypeAlias = torch.device | str | None
 Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
@@ -38,21 +40,21 @@ def full(seqlen: int, *, device: Device = None) -> ColumnMask:
     _check_int("seqlen", seqlen)
     indices = torch.zeros((1, 1, seqlen, 2), dtype=torch.int32, device=device)
     indices[..., 0] = seqlen
-    return ColumnMask(indices, causal=False)
+    return _self_attention(indices, causal=False)
 
 
 def causal(seqlen: int, *, device: Device = None) -> ColumnMask:
     """k <= q. Causal, 1 vector."""
     _check_int("seqlen", seqlen)
     indices = torch.full((1, 1, seqlen, 1), seqlen, dtype=torch.int32, device=device)
-    return ColumnMask(indices, causal=True)
+    return _self_attention(indices, causal=True)
 
 
 def sliding_window(seqlen: int, window: int, *, device: Device = None) -> ColumnMask:
     """q - window <= k <= q: the query's own key and `window` before it. Causal, 1 vector."""
     _check_int("seqlen", seqlen)
     _check_int("window", window)
-    return ColumnMask(_window_end(seqlen, window, device)[None, None, :, None], causal=True)
+    return _self_attention(_window_end(seqlen, window, device)[None, None, :, None], causal=True)
 
 
 def sink_window(seqlen: int, sinks: int, window: int, *, device: Device = None) -> ColumnMask:
@@ -65,7 +67,7 @@ def sink_window(seqlen: int, sinks: int, window: int, *, device: Device = None) 
     _check_int("window", window)
     end = _window_end(seqlen, window, device)
     end[:sinks] = seqlen
-    return ColumnMask(end[None, None, :, None], causal=True)
+    return _self_attention(end[None, None, :, None], causal=True)
 
 
 def global_sliding_window(
@@ -86,7 +88,7 @@ def global_sliding_window(
     # 0: nothing is hidden before the window
     before = _positions(seqlen, device) - min(window, seqlen)
     indices[..., 3] = torch.where(before > first, before, 0)
-    return ColumnMask(indices, causal=False)
+    return _self_attention(indices, causal=False)
 
 
 def prefix_lm_causal(seqlen: int, prefix: int, *, device: Device = None) -> ColumnMask:
@@ -96,7 +98,7 @@ def prefix_lm_causal(seqlen: int, prefix: int, *, device: Device = None) -> Colu
     indices = torch.full((1, 1, seqlen, 2), seqlen, dtype=torch.int32, device=device)
     indices[..., 1] = _positions(seqlen, device)
     indices[:, :, :prefix, 1] = 0
-    return ColumnMask(indices, causal=False)
+    return _self_attention(indices, causal=False)
 
 
 def causal_document(
@@ -140,7 +142,7 @@ def prefix_lm_document(
     indices = _look_up(segment_ends, table, seqlen, device)
     own = indices[..., 1]
     own.copy_(torch.where(own < 0, _positions(seqlen, device), own))
-    return ColumnMask(indices, causal=False, documents=True)
+    return _self_attention(indices, causal=False, documents=True)
 
 
 def share_question(
@@ -157,7 +159,7 @@ def share_question(
     row_ends = ends.view(sizes.shape).clone()
     row_ends[..., 0] = row_ends[..., -1]
     indices = _look_up(ends[:, :-1], row_ends.flatten(1)[..., None], seqlen, device)
-    return ColumnMask(indices, causal=True, documents=True)
+    return _self_attention(indices, causal=True, documents=True)
 
 
 def causal_blockwise(
@@ -175,7 +177,7 @@ def causal_blockwise(
     row_starts = before_last.masked_fill(before_last == test_start, seqlen)
     row_starts = F.pad(row_starts, (0, 1), value=seqlen)
     table = torch.stack((row_starts, test_start.expand_as(row_starts)), dim=-1)
-    return ColumnMask(_look_up(before_last, table, seqlen, device), causal=True)
+    return _self_attention(_look_up(before_last, table, seqlen, device), causal=True)
 
 
 def qk_sparse(
@@ -207,7 +209,7 @@ def qk_sparse(
     rows = [(seqlen, 0), *((0, start + length) for start, length in dropped)]
     starts = torch.tensor([[start for start, _ in dropped]], dtype=torch.int32, device="cpu")
     table = torch.tensor([rows], dtype=torch.int32, device="cpu")
-    return ColumnMask(_look_up(starts, table, seqlen, _device(device)), causal=True)
+    return _self_attention(_look_up(starts, table, seqlen, _device(device)), causal=True)
 
 
 def random_eviction(
@@ -239,7 +241,7 @@ def random_eviction(
     is_same = place[..., 1:] == place[..., :-1]
     successor[..., :-1] = torch.where(is_same, order[..., 1:].int(), successor[..., :-1])
     evicted_by = torch.empty_like(successor).scatter_(-1, order, successor)
-    return ColumnMask(evicted_by[..., None], causal=True)
+    return _self_attention(evicted_by[..., None], causal=True)
 
 
 def from_cu_seqlens(
@@ -291,19 +293,70 @@ def from_position_ids(position_ids: Tensor, *, causal: bool = True) -> ColumnMas
     return _from_starts(positions[:, 1:] != positions[:, :-1] + 1, _check_bool("causal", causal))
 
 
-def from_dense(mask: Tensor) -> ColumnMask:
+def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
+    """Every query sees the keys that are real, whatever the number of queries: the padding mask of
+    a tokenizer (left, right, or holes anywhere).
+
+    mask: (batch, seqlen_k) or (batch, 1, 1, seqlen_k), bool or integers; True, or any number but 0,
+    stands for a real key. causal: hide later keys as well. Not causal, 2 vectors; or causal, 1. As
+    each key is hidden from all queries or from none, the mask is good for calls with any seqlen_q:
+    self-attention, cross-attention, a decode step.
+
+    A query that sees nothing, as a padded one under causal and left padding, has an output of 0.
+
+    Example:
+        mask = builders.key_padding(batch["attention_mask"])  # (batch, seqlen_k)
+        out = flash_attn_func(q, k, v, startend_row_indices=mask)
+    """
+    _check_bool("causal", causal)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask is a {type(mask).__name__}, not a tensor")
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(
+            f"mask has dtype {mask.dtype}; it holds bools or integers, True or 1 for a real key"
+        )
+    if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+        is_real = mask[:, 0, 0].bool()
+    elif mask.dim() == 2:
+        is_real = mask.bool()
+    else:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, not (batch, seqlen_k) or (batch, 1, 1, "
+            "seqlen_k); from_dense takes masks (..., seqlen_q, seqlen_k)"
+        )
+    if 0 in mask.shape:
+        raise ValueError(f"mask is empty: shape {tuple(mask.shape)}")
+    # a padded key hides the rows from 0 on, a real one those from a row on that no call has
+    start = is_real.int() * MAX_INT32
+    vectors = (start,) if causal else (start, torch.zeros_like(start))
+    return ColumnMask(torch.stack(vectors, dim=-1)[:, None], causal, seqlen_q=ANY)
+
+
+def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
     """The same mask as intervals, for a bool tensor that is true where a query sees a key.
 
     mask: (seqlen_q, seqlen_k), (batch, seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k).
     Takes the first form that holds it: causal (bottom-right aligned) with 1, 2 or 4 vectors if no
     query sees a later key, else not causal with 2 or 4. Waits for the device.
 
+    A padding mask, (batch, seqlen_k) or (batch, 1, 1, seqlen_k), has no rows of queries and belongs
+    to `key_padding`. What might be one is refused: two dimensions that differ, and a single row
+    before several keys; a square is (seqlen_q, seqlen_k). seqlen_q says that the rows of a mask
+    are that many queries.
+
     Raises:
-        ValueError: no form does; names the first column that hides more than two ranges of queries.
+        TypeError: seqlen_q is no int.
+        ValueError: mask is of another kind, might be a padding mask, or has other rows than
+            seqlen_q; or no form holds it: names the first column that hides more than two ranges of
+            queries.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
         got = f"{tuple(mask.shape)}, {mask.dtype}" if isinstance(mask, Tensor) else type(mask)
-        raise ValueError(f"mask is {got}, not a bool tensor ([batch, [heads,]] seqlen_q, seqlen_k)")
+        raise ValueError(
+            f"mask is {got}, not a bool tensor ([batch, [heads,]] seqlen_q, seqlen_k); key_padding "
+            "takes a padding mask (batch, seqlen_k)"
+        )
+    _check_rows(mask, seqlen_q)
     while mask.dim() < 4:
         mask = mask.unsqueeze(1 if mask.dim() == 3 else 0)
     seqlen_q, seqlen_k = mask.shape[2:]
@@ -322,7 +375,22 @@ def from_dense(mask: Tensor) -> ColumnMask:
             f"{int(num_runs[batch_idx, head_idx, column])} ranges of queries; column intervals "
             "hold two"
         )
-    return ColumnMask(_fit(num_runs, first, last, diagonal, seqlen_q, is_causal), is_causal)
+    indices = _fit(num_runs, first, last, diagonal, seqlen_q, is_causal)
+    return ColumnMask(indices, is_causal, seqlen_q=seqlen_q)
+
+
+def _check_rows(mask: Tensor, seqlen_q: int | None) -> None:
+    """Refuse a dense mask whose rows might not be queries, or are not seqlen_q."""
+    rows, keys = mask.shape[-2:]
+    if seqlen_q is not None:
+        _check_int("seqlen_q", seqlen_q)
+        if seqlen_q != rows:
+            raise ValueError(f"seqlen_q={seqlen_q} of a mask with {rows} rows: {tuple(mask.shape)}")
+    elif rows != keys and (mask.dim() == 2 or rows == 1):
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, which might be a padding mask of {keys} keys: "
+            f"key_padding(mask) takes one; if its rows are queries, say seqlen_q={rows}"
+        )
 
 
 def _runs(hidden: Tensor) -> tuple[Tensor, Runs, Runs]:
@@ -377,6 +445,10 @@ def _fit(
             torch.where(is_high, first[1], 0),
         )
     return torch.stack(vectors, dim=-1).int()
+
+
+def _self_attention(indices: Tensor, causal: bool, documents: bool = False) -> ColumnMask:
+    return ColumnMask(indices, causal, documents, seqlen_q=indices.shape[2])
 
 
 # -- arguments ----------------------------------------------------------------------------------
@@ -531,12 +603,12 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
 def _causal_segments(ends: Tensor, seqlen: int, device: torch.device) -> ColumnMask:
     """Tokens past the last segment count as its own: they are hidden from where it ends."""
     indices = _look_up(ends[:, :-1], ends[..., None], seqlen, device)
-    return ColumnMask(indices, causal=True, documents=True)
+    return _self_attention(indices, causal=True, documents=True)
 
 
 def _full_segments(ends: Tensor, seqlen: int, device: torch.device) -> ColumnMask:
     table = _table(ends, F.pad(ends, (1, 0))[:, :-1], seqlen)
-    return ColumnMask(_look_up(ends, table, seqlen, device), causal=False, documents=True)
+    return _self_attention(_look_up(ends, table, seqlen, device), causal=False, documents=True)
 
 
 def _table(ends: Tensor, starts: Tensor, seqlen: int) -> Tensor:
@@ -551,8 +623,8 @@ def _from_starts(starts_anew: Tensor, is_causal: bool) -> ColumnMask:
     is_last = F.pad(starts_anew, (0, 1), value=True)
     ends = torch.where(is_last, positions + 1, seqlen).flip(1).cummin(1).values.flip(1)
     if is_causal:
-        return ColumnMask(ends[:, None, :, None].int(), causal=True, documents=True)
+        return _self_attention(ends[:, None, :, None].int(), causal=True, documents=True)
     is_first = F.pad(starts_anew, (1, 0), value=True)
     starts = torch.where(is_first, positions, 0).cummax(1).values
     indices = torch.stack((ends, starts), dim=-1)[:, None].int()
-    return ColumnMask(indices, causal=False, documents=True)
+    return _self_attention(indices, causal=False, documents=True)

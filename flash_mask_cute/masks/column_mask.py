@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from torch import Tensor
 from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blocks
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, Split
 from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.runtime.plain_tensors import check_plain
 
 NUM_VECTORS = (1, 2, 4)
+ANY: Literal["any"] = "any"
 
 Versions: TypeAlias = tuple[int, int]
 _Parameters = ParamSpec("_Parameters")
@@ -46,7 +48,7 @@ def _outside_inference_mode(
     return call
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ColumnMask:
     """Who sees whom, told by each key: the one or two ranges of queries that it hides.
 
@@ -66,6 +68,10 @@ class ColumnMask:
     Where there are none, that is right, too, but the forward is no faster; the backward has not
     been timed there.
 
+    seqlen_q: how many queries the mask was made for, as the builders say it; "any" where it hides a
+    key from all queries or from none. A call with other queries is refused, or has to say where in
+    the mask they stand (`q_start`). None: not known.
+
     The tensor may be changed in place, between calls; its values are never read by the host.
 
     What is kept (bounds, documents) is computed on the stream of the first call that needs it.
@@ -75,12 +81,14 @@ class ColumnMask:
 
     Raises:
         TypeError: an argument of another type or dtype.
-        ValueError: another rank or n, or n=1 without causal.
+        ValueError: another rank or n, n=1 without causal, or a seqlen_q that is negative or another
+            word than "any".
     """
 
     startend_row_indices: Tensor
     causal: bool
     documents: bool = False
+    seqlen_q: int | Literal["any"] | None = None
     _bounds: dict[object, _Bounds] = field(default_factory=dict, init=False, repr=False)
     _documents: dict[int, _Found] = field(default_factory=dict, init=False, repr=False)
 
@@ -106,6 +114,24 @@ class ColumnMask:
                 "startend_row_indices with n = 1 hides rows below a key only and needs "
                 f"causal=True, got causal={self.causal} and shape {tuple(indices.shape)}"
             )
+        rows = self.seqlen_q
+        if isinstance(rows, str):
+            if rows != ANY:
+                raise ValueError(f"seqlen_q={rows!r} is not an int, {ANY!r} or None")
+        elif rows is not None:
+            if isinstance(rows, bool) or not isinstance(rows, Integral):
+                raise TypeError(f"seqlen_q={rows!r} is not an int, {ANY!r} or None")
+            if rows < 0:
+                raise ValueError(f"seqlen_q={rows} is negative")
+
+    def __repr__(self) -> str:
+        shape, documents = tuple(self.startend_row_indices.shape), ""
+        if self.documents:
+            documents = "documents=True, "
+        return (
+            f"ColumnMask(shape={shape}, causal={self.causal}, {documents}{self.extents}, "
+            f"device={self.device})"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # bounds are kept by identity of tensors, which a copy in another process does not share
@@ -113,6 +139,7 @@ class ColumnMask:
             "startend_row_indices": self.startend_row_indices,
             "causal": self.causal,
             "documents": self.documents,
+            "seqlen_q": self.seqlen_q,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -127,6 +154,14 @@ class ColumnMask:
     def device(self) -> torch.device:
         return self.startend_row_indices.device
 
+    @property
+    def extents(self) -> str:
+        """What the mask was made for, in words: "64 queries x 64 keys"."""
+        rows: Any = self.seqlen_q
+        if rows is None or rows == ANY:
+            rows = f"{rows or 'an unknown'} number of"
+        return f"{rows} queries x {self.startend_row_indices.shape[2]} keys"
+
     def dense(self, seqlen_q: int, seqlen_k: int | None = None) -> Tensor:
         """What is visible, bool (batch, heads_mask, seqlen_q, seqlen_k).
 
@@ -135,7 +170,7 @@ class ColumnMask:
 
         Raises:
             TypeError: a length that is no integer.
-            ValueError: a negative length, or more keys than there are.
+            ValueError: a negative length, or more queries or keys than the mask was made for.
         """
         indices = self.startend_row_indices
         for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
@@ -143,6 +178,8 @@ class ColumnMask:
                 raise TypeError(f"{name}={length!r} is not an int")
         if seqlen_q < 0:
             raise ValueError(f"seqlen_q={seqlen_q} is negative")
+        if isinstance(self.seqlen_q, Integral) and seqlen_q > self.seqlen_q:
+            raise ValueError(f"seqlen_q={seqlen_q} of a mask with {self.seqlen_q} queries")
         if seqlen_k is None:
             seqlen_k = indices.shape[2]
         elif not 0 <= seqlen_k <= indices.shape[2]:
@@ -178,7 +215,7 @@ class ColumnMask:
         captured into a CUDA graph captures a launch only if the bounds are not there yet.
 
         Raises:
-            TypeError, ValueError: unusable arguments.
+            TypeError, ValueError: unusable arguments, tensor subclasses among them.
             NotImplementedError: no kernel for this GPU.
         """
         if not isinstance(tile_n, int) or isinstance(tile_n, bool):
@@ -199,7 +236,7 @@ class ColumnMask:
         host makes: bounds of the packed mask for `BOUNDS_TILE` keys are among what they compute.
 
         Raises:
-            TypeError: batch is no int.
+            TypeError: batch is no int, or startend_row_indices of a tensor subclass.
             ValueError: batch is not positive, or the mask has another one, heads_mask is not 1, or
                 there are no keys.
             NotImplementedError: no kernel for this GPU.
@@ -235,6 +272,7 @@ class ColumnMask:
         if batch < 1:
             raise ValueError(f"batch={batch} is not positive")
         indices = self.startend_row_indices
+        check_plain("startend_row_indices", indices)
         of_mask, heads, seqlen, _ = indices.shape
         if heads != 1 or seqlen == 0 or of_mask not in (1, batch):
             raise ValueError(
@@ -242,6 +280,7 @@ class ColumnMask:
                 f"where it is (1 or {batch}, 1, seqlen, n)"
             )
         split = Split.empty_like(indices, batch)
+        check_plain("cu_seqlens", split.cu_seqlens)
         mask = ColumnMask(split.rows, self.causal)
         bounds = _Bounds(BOUNDS_TILE, weakref.ref(split.cu_seqlens), split.bounds)
         mask._bounds[BOUNDS_TILE, id(split.cu_seqlens)] = bounds
@@ -266,6 +305,7 @@ class ColumnMask:
     def _allocate(self, tile_n: int, cu_seqlens_k: Tensor | None) -> _Bounds:
         if tile_n <= 0:
             raise ValueError(f"tile_n={tile_n} is not positive")
+        check_plain("startend_row_indices", self.startend_row_indices)
         batch, heads, seqlen_k, num_vectors = self.startend_row_indices.shape
         reference = None
         if cu_seqlens_k is not None:
@@ -277,11 +317,14 @@ class ColumnMask:
         values = torch.empty(
             (batch, heads, 2 * num_vectors, num_blocks), dtype=torch.int32, device=self.device
         )
+        # a mode of torch may make others, which must not be kept
+        check_plain("bounds", values)
         return _Bounds(tile_n, reference, values)
 
     def _check_cu_seqlens(self, cu_seqlens_k: Tensor) -> None:
         if not isinstance(cu_seqlens_k, Tensor):
             raise TypeError(f"cu_seqlens_k is a {type(cu_seqlens_k).__name__}, not a tensor")
+        check_plain("cu_seqlens_k", cu_seqlens_k)
         if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.dim() != 1 or len(cu_seqlens_k) < 1:
             raise ValueError(
                 f"cu_seqlens_k has shape {tuple(cu_seqlens_k.shape)} and dtype "

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-AUX_DTYPES = (torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16)
+from flash_mask_cute.runtime.plain_tensors import check_plain
+
+AUX_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.uint32,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)
 MAX_AUX_RANK = 4
 
 
@@ -12,9 +28,11 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
     """Refuse what a callable of attention cannot read.
 
     Raises:
-        TypeError: the dtype.
-        ValueError: no dimension, or more than four; a device other than q's.
+        TypeError: the dtype, or a tensor subclass.
+        NotImplementedError: a tensor of a transform, such as vmap.
+        ValueError: no dimension, or more than four; a device other than q's; negated lazily.
     """
+    check_plain(name, tensor)
     if tensor.dtype not in AUX_DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in AUX_DTYPES)
         raise TypeError(f"{name} must have dtype {allowed}, got {tensor.dtype}")
@@ -26,3 +44,40 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
         )
     if tensor.device != device:
         raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")
+    if tensor.is_neg():
+        raise ValueError(
+            f"{name} must be in memory as it is, got the negative of what is there (is_neg(), as "
+            "x.conj().imag is); pass x.resolve_neg()"
+        )
+
+
+def new_record() -> torch.Tensor:
+    """For the first index outside an aux tensor, as code for the CPU writes it down: int64, zeros.
+
+    1 if there is any, number of the aux tensor, dimension, index, extent, batch entry, head, query
+    and key (`mods/aux_reads.py`).
+    """
+    return torch.zeros(9, dtype=torch.int64, device="cpu")
+
+
+def check_record(record: torch.Tensor, kind: str, mod: Callable[..., Any]) -> None:
+    """Called when code for the CPU has run.
+
+    kind: "mask_mod", "score_mod" or "score_mod_bwd".
+
+    Raises:
+        IndexError: the callable read outside an aux tensor.
+    """
+    if not record[0]:
+        return
+    from flash_mask_cute.mods.errors import describe
+
+    number, dimension, index, extent, batch_idx, head_idx, q_idx, kv_idx = record.tolist()[1:]
+    # -1: a branch or a loop of the callable has chosen the tensor
+    name = "one of its aux_tensors" if number < 0 else f"aux_tensors[{number}]"
+    where = "all dimensions" if dimension < 0 else f"dimension {dimension}"
+    negative = "; no index is negative in CuTe" if index < 0 else ""
+    raise IndexError(
+        f"{describe(kind, mod)} reads {name} at index {index} of {where}, whose extent is "
+        f"{extent}{negative} (b_idx {batch_idx}, h_idx {head_idx}, q_idx {q_idx}, kv_idx {kv_idx})"
+    )

@@ -11,26 +11,20 @@ scores and keys element by element has a row's scores at once (`ScoreModTraits`)
 integers, for which there is none.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import vector
-from cutlass.base_dsl.common import DSLRuntimeError
 
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
+from flash_mask_cute.mods.aux_reads import AuxTensors
+from flash_mask_cute.mods.errors import NO_CODE, describe, tracing
 
-_NEGATES = "negates a vector by `not` or `~`: write the opposite, or (...) == False"
-_SHIFTS = "shifts one by `<<` or `>>`: write a product or `//`, or shift the number, q_idx[0] >> 2"
-_INDEXED = (
-    "if it indexes an aux tensor: by as many numbers as that has dimensions, "
-    "aux_tensors[0][kv_idx[0]]"
-)
 # What callables return, by their names among the arguments of a call.
 _RESULTS = {
     "score_mod": "the modified score",
@@ -84,20 +78,49 @@ def _modified(
     kind: str = "score_mod",
 ) -> list[Float32]:
     """What `call_score_mod` returns, of each element of vectors."""
-    with _tracing(score_mod, aux_tensors):
-        result = score_mod(score, *indices, aux_tensors)
-    return [_checked(kind, x) for x in _elements(kind, result, cute.size(score.shape))]
+    result = _ask(kind, score_mod, (score,), indices, aux_tensors)
+    numbers = _elements(kind, score_mod, result, cute.size(score.shape))
+    return [_checked_score(kind, score_mod, x) for x in numbers]
 
 
-def _checked(kind: str, number: Any) -> Float32:
+def _ask(
+    kind: str,
+    mod: Callable[..., Any],
+    values: Sequence[cute.TensorSSA],
+    indices: Sequence[cute.TensorSSA],
+    aux_tensors: Any,
+) -> Any:
+    """Call a callable of the user: the one place that does."""
+    with tracing(kind, mod, aux_tensors is not None):
+        given = AuxTensors.of(aux_tensors, indices)
+        result = mod(*values, *indices, given)
+        if given is not None:
+            given.finish()
+    return result
+
+
+def _checked_score(kind: str, mod: Callable[..., Any], number: Any) -> Float32:
     if _is_condition(number):
         # as a number it would be 0 or 1
         hides = "to hide scores, pass the condition as mask_mod; " if kind == "score_mod" else ""
         raise TypeError(
-            f"{kind} returned a Boolean: it must return {_RESULTS[kind]}; {hides}to choose between "
-            "numbers, write cute.where(condition, x, y)"
+            f"{describe(kind, mod)} returned a Boolean: it must return {_RESULTS[kind]}; {hides}to "
+            "choose between numbers, write cute.where(condition, x, y)"
         )
     return Float32(number)
+
+
+def _checked_answer(mod: Callable[..., Any], answer: Any) -> Boolean:
+    if not _is_condition(answer):
+        # every number but 0 would let the score count, such as both of -inf and 0.0
+        is_constant = isinstance(answer, int | float)
+        found = repr(answer) if is_constant else f"a number, {cutlass.as_numeric(answer).dtype}"
+        raise TypeError(
+            f"{describe('mask_mod', mod)} returned {found}: it must return "
+            f"{_RESULTS['mask_mod']}, a condition; of a number write (number != 0), and True or "
+            "False for a constant answer"
+        )
+    return Boolean(answer)
 
 
 class RowPlace(NamedTuple):
@@ -181,9 +204,8 @@ def call_mask_mod(
 ) -> Boolean:
     """Whether the callable lets the score count."""
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
-    with _tracing(mask_mod, aux_tensors):
-        result = mask_mod(*indices, aux_tensors)
-    return Boolean(_elements("mask_mod", result, 1)[0])
+    result = _ask("mask_mod", mask_mod, (), indices, aux_tensors)
+    return _checked_answer(mask_mod, _elements("mask_mod", mask_mod, result, 1)[0])
 
 
 class Reliance(NamedTuple):
@@ -211,31 +233,31 @@ def find_reliance(
     # what there is of an argument before the call is all that the callable can get hold of
     watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:2]]
     before = [ir_analysis.count_uses(values) for values in watched]
-    with _tracing(mask_mod, aux_tensors):
-        mask_mod(*indices, aux_tensors)
+    _ask("mask_mod", mask_mod, (), indices, aux_tensors)
     after = (ir_analysis.count_uses(values) for values in watched)
     return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
 
 
-def _elements(kind: str, result: Any, width: int) -> list[Any]:
+def _elements(kind: str, mod: Callable[..., Any], result: Any, width: int) -> list[Any]:
     """What a callable returned for `width` pairs of a query and a key, as so many numbers."""
     if result is None:
-        raise TypeError(f"{kind} returned None: it must return {_RESULTS[kind]}")
+        raise TypeError(f"{describe(kind, mod)} returned None: it must return {_RESULTS[kind]}")
     if isinstance(result, cutlass.Vector) and not isinstance(result, cute.TensorSSA):
-        # what the compiler makes of `~` and shifts, and of `not` in a @cute.jit function
-        raise TypeError(f"{kind} {_NEGATES}; or {_SHIFTS}")
+        raise TypeError(f"{describe(kind, mod)} {NO_CODE}")
     if not isinstance(result, cute.TensorSSA):
         if not isinstance(result, bool | int | float | cutlass.Numeric | ir.Value):
             found = type(result)
             raise TypeError(
-                f"{kind} must return one value that the compiler knows, got "
+                f"{describe(kind, mod)} must return one value that the compiler knows, got "
                 f"{result!r}, a {found.__module__}.{found.__qualname__}"
             )
         return [result] * width
     if cute.size(result.shape) == 1:
         return [result[0]] * width
     if result.shape != (width,):
-        raise TypeError(f"{kind} must return one value, got a vector of shape {result.shape}")
+        raise TypeError(
+            f"{describe(kind, mod)} must return one value, got a vector of shape {result.shape}"
+        )
     return [result[i] for i in range(width)]
 
 
@@ -243,58 +265,6 @@ def _is_condition(number: Any) -> bool:
     if isinstance(number, ir.Value):
         return ir.IntegerType.isinstance(number.type) and ir.IntegerType(number.type).width == 1
     return isinstance(number, bool | Boolean)
-
-
-@contextmanager
-def _tracing(mod: Callable[..., Any], aux_tensors: Any) -> Iterator[None]:
-    """`_no_truth_values`, and errors that say what a mod does wrong."""
-    # a score_mod_bwd comes bound to its first argument
-    name = getattr(getattr(mod, "func", mod), "__name__", repr(mod))
-    try:
-        with _no_truth_values():
-            yield
-    except TypeError as error:
-        if aux_tensors is None and "'NoneType'" in str(error):
-            raise ValueError(f"{name} reads aux_tensors, and the call passes none") from error
-        raise
-    except (IndexError, ValueError, ir.MLIRError) as error:
-        if aux_tensors is None:
-            raise
-        if "congruent" in str(error):
-            ranks = [cute.rank(x) for x in aux_tensors]
-            raise ValueError(
-                f"{name}: an aux tensor is indexed by as many numbers as that has dimensions, "
-                f"aux_tensors[0][kv_idx[0]]; these have {ranks}"
-            ) from error
-        raise ValueError(f"{name}: {error} ({_INDEXED})") from error
-    except DSLRuntimeError as error:
-        text = f"the compiler has no code for {name}, which perhaps {_NEGATES}; or {_SHIFTS}"
-        raise TypeError(text) from error
-
-
-@contextmanager
-def _no_truth_values() -> Iterator[None]:
-    """Refuse `and`, `or`, `not`, `a < b < c` and `x if a else y` on vectors.
-
-    They ask a vector for its truth value, which Python would take to be True: a condition would be
-    lost without a word.
-    """
-    given = cute.TensorSSA.__dict__.get("__bool__")
-    cute.TensorSSA.__bool__ = _refuse_truth_value
-    try:
-        yield
-    finally:
-        if given is None:
-            del cute.TensorSSA.__bool__
-        else:
-            cute.TensorSSA.__bool__ = given
-
-
-def _refuse_truth_value(vector: cute.TensorSSA) -> NoReturn:
-    raise TypeError(
-        "a mod asks for the truth value of a vector: write & for and, | for or, two comparisons "
-        "for a < b < c, and cute.where for a conditional expression"
-    )
 
 
 class ScoreModTraits(NamedTuple):
@@ -334,10 +304,9 @@ def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:
     # a branch may be traced twice
     _keep_first(scores), _keep_first(keys)
     try:
-        with _tracing(score_mod, aux_tensors):
-            result = score_mod(scores, *places, keys, aux_tensors)
+        result = _ask("score_mod", score_mod, (scores,), [*places, keys], aux_tensors)
         is_by_element = ir_analysis.is_by_element(scores, keys)
-        _elements("score_mod", result, 2)
+        _elements("score_mod", score_mod, result, 2)
     except Exception:
         return False
     return is_by_element

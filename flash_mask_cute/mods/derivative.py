@@ -29,6 +29,7 @@ from cutlass import Float32, Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import vector
 
+from flash_mask_cute.mods.aux_reads import METADATA, tensors_of, with_tensors
 from flash_mask_cute.mods.calling import call_score_mod
 
 # (index of the aux tensor, coordinates of the element, d value / d element)
@@ -68,7 +69,8 @@ def differentiate(
     views = {i: _view(aux_tensors, i) for i in sorted(set(wants_aux))}
     given_tensors = aux_tensors
     if views:
-        given_tensors = type(aux_tensors)(views.get(i, x) for i, x in enumerate(aux_tensors))
+        tensors = enumerate(tensors_of(aux_tensors))
+        given_tensors = with_tensors(aux_tensors, (views.get(i, x) for i, x in tensors))
     value = call_score_mod(
         score_mod, given_score, batch_idx, head_idx, q_idx, kv_idx, given_tensors
     )
@@ -509,12 +511,13 @@ def _flatten(branch: ir.Operation, user: ir.Operation) -> None:
         return
     if branch.name != "scf.if":
         _refuse(branch)
+    for inner in _contents(branch):
+        if inner.name not in ("scf.if", *_SPECULATED, *_PIECEWISE_CONSTANT):
+            _check_speculation(inner)
     for nested in _contents(branch):
         if nested.name == "scf.if":
             _flatten(nested, user)
     for inner in _contents(branch):
-        if inner.name not in ("scf.if", *_SPECULATED, *_PIECEWISE_CONSTANT):
-            _check_speculation(inner)
         inner.move_before(branch)
 
 
@@ -587,15 +590,14 @@ def _reverse_order(value: ir.Value, active: set[int]) -> list[ir.Operation]:
 
 # -- aux tensors --------------------------------------------------------------------------------
 
-# What may be asked about a wanted aux tensor beside its elements.
-_METADATA = {"cute.get_layout", "cute.size"}
-
 
 def _view(aux_tensors: Any, i: int) -> cute.Tensor:
-    count = 0 if aux_tensors is None else len(aux_tensors)
-    if not 0 <= i < count:
-        raise ValueError(f"the gradient of aux_tensors[{i}] is wanted, but there are {count}")
-    tensor = aux_tensors[i]
+    tensors = tensors_of(aux_tensors)
+    if not 0 <= i < len(tensors):
+        raise ValueError(
+            f"the gradient of aux_tensors[{i}] is wanted, but there are {len(tensors)}"
+        )
+    tensor = tensors[i]
     if not tensor.element_type.is_float:
         raise ValueError(
             f"the gradient of aux_tensors[{i}] is wanted, which holds {tensor.element_type}"
@@ -614,7 +616,7 @@ def _loads_of(view: cute.Tensor) -> list[ir.Operation]:
             # made with every tensor, whether it is used or not
             if any(True for _ in user.results[0].value.uses):
                 _refuse(user, "an aux tensor whose gradient is wanted")
-        elif user.name not in _METADATA:
+        elif user.name not in METADATA:
             _refuse(user, "an aux tensor whose gradient is wanted")
     return loads[::-1]
 

@@ -63,6 +63,11 @@ def join_factors(score: cute.TensorSSA, scale: Float32) -> None:
         users[0].results[0].replace_all_uses_with(product.results[0])
 
 
+def constant(value: Float32) -> float | None:
+    """The number that a value is, if it is one at compile time."""
+    return _number(value.ir_value())
+
+
 def last_factor(value: Float32) -> float:
     """The positive number by which a mod has multiplied last; 1 if there is none."""
     return _last_product(value)[0]

@@ -8,19 +8,33 @@ aux tensors.
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.mods.aux_tensors import check_aux_tensor
+from flash_mask_cute.mods.aux_tensors import check_aux_tensor, check_record, new_record
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES, dtype_name
+from flash_mask_cute.runtime.packages import tells_what_to_install
 
 HOST_OPTIONS = "--enable-tvm-ffi"
-_compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+_WITH_LINES = " --generate-line-info"
+# Operations without code on a CPU, beside those of GPU dialects.
+_GPU_ONLY = {
+    "llvm.inline_asm",
+    "llvm.call_intrinsic",
+    "math.acosh",
+    "math.asinh",
+    "math.atanh",
+    "math.cbrt",
+    "math.erf",
+    "math.erfc",
+}
+_compiled: dict[tuple[Any, ...], "HostFunction"] = {}
 
 
 def eval_mask_mod(
@@ -34,10 +48,12 @@ def eval_mask_mod(
     """Which scores a callable lets count: bool (rows, cols).
 
     q_idx (rows,) and k_idx (cols,): int32, positions inside the sequence, in any order; head_idx is
-    the query head. aux_tensors: on the CPU, of 1 to 4 dimensions, any strides, int32, int64,
-    float32, bfloat16 or float16. The callable must stay inside them: nothing checks its indices.
+    the query head. aux_tensors: on the CPU, of 1 to 4 dimensions, any strides, of a dtype among
+    AUX_DTYPES.
 
     Raises:
+        IndexError: the callable reads outside an aux tensor, for any of these queries and keys;
+            nothing outside was read.
         TypeError, ValueError: an aux tensor of another dtype, rank or device; or the callable
             reaches something that `callable_key` does not know.
         NotImplementedError: the callable uses an instruction that only a GPU has.
@@ -145,28 +161,51 @@ def _run(
     k_idx: Tensor,
     sums: Mapping[int, Tensor] | None = None,
 ) -> None:
-    aux = None if aux_tensors is None else tuple(aux_tensors)
+    aux = tuple(aux_tensors) if aux_tensors else None
     for i, tensor in enumerate(aux or ()):
         check_aux_tensor(f"aux_tensors[{i}]", tensor, q_idx.device)
     layout = None if aux is None else tuple((dtype_name(x.dtype), x.dim()) for x in aux)
     wants_aux = tuple(sums or ())
     key = kind, callable_key(mod), layout, wants_aux
-    function = _compiled.get(key)
-    if function is None:
-        with compile_lock():
-            function = _compiled.get(key)
-            if function is None:
-                function = _compiled[key] = _compile(kind, mod, layout, wants_aux)
+    compiled = _find(key, mod, checked=False)
     targets = tuple((sums or {}).values()) or None
-    function(values, batch_idx, head_idx, q_idx, k_idx, aux, targets)
+    given = values, batch_idx, head_idx, q_idx, k_idx, aux
+    if compiled.reads is not None:
+        ends = batch_idx + 1, head_idx + 1, _end_of(q_idx), _end_of(k_idx)
+        if all_inside(compiled.reads, aux or (), ends):
+            compiled.function(*given, None, targets)
+            return
+        compiled = _find(key, mod, checked=True)
+    record = new_record()
+    compiled.function(*given, record, targets)
+    check_record(record, _KINDS[kind].callable, mod)
 
 
+def _end_of(positions: Tensor) -> int:
+    """All of the positions are before it."""
+    return int(positions.max()) + 1 if positions.numel() else 0
+
+
+def _find(key: tuple[Any, ...], mod: Callable[..., Any], checked: bool) -> "HostFunction":
+    kind, _, layout, wants_aux = key
+    whole = (*key, checked)
+    found = _compiled.get(whole)
+    if found is None:
+        with compile_lock():
+            found = _compiled.get(whole)
+            if found is None:
+                found = _compiled[whole] = _compile(kind, mod, layout, wants_aux, checked)
+    return found
+
+
+@tells_what_to_install()
 def _compile(
     kind: str,
     mod: Callable[..., Any],
     layout: tuple[tuple[str, int], ...] | None,
     wants_aux: tuple[int, ...],
-) -> Callable[..., None]:
+    checked: bool,
+) -> "HostFunction":
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
@@ -177,16 +216,15 @@ def _compile(
             tuple(cute.sym_int() for _ in range(rank)),
             tuple(cute.sym_int64() for _ in range(rank)),
             memspace=cutlass.AddressSpace.generic,
-            assumed_align=dtype.width // 8,
+            assumed_align=max(dtype.width // 8, 1),
         )
 
     aux = targets = None
     if layout is not None:
         aux = tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), rank) for name, rank in layout)
         targets = tuple(tensor(cutlass.Float64, layout[i][1]) for i in wants_aux) or None
-    return compile_for_host(
-        kind if kind in ("mask_mod", "score_mod_bwd") else "score_mod",
-        _loop(),
+    asked = _KINDS[kind].callable, mod
+    arguments = (
         functools.partial(_KINDS[kind].ask, wants_aux) if wants_aux else _KINDS[kind].ask,
         mod,
         tuple(tensor(getattr(cutlass, name), 2) for name in _KINDS[kind].values),
@@ -195,21 +233,73 @@ def _compile(
         tensor(cutlass.Int32, 1),
         tensor(cutlass.Int32, 1),
         aux,
-        targets,
     )
+    record = tensor(cutlass.Int64, 1)
+    return compile_reading(asked, _loop(), arguments, record, (targets,), checked)
 
 
-def compile_for_host(kind: str, function: Any, *arguments: Any) -> Any:
+class HostFunction(NamedTuple):
+    """Code for the CPU that calls a callable.
+
+    reads: (number of an aux tensor, dimension, place) of all its reads, if `all_inside` of these is
+    enough to know that they are inside; the function then takes no record, but None. None: it takes
+    a record.
+    """
+
+    function: Callable[..., Any]
+    reads: list[tuple[int, int, int]] | None
+
+
+def compile_reading(
+    asked: tuple[str, Callable[..., Any]],
+    function: Any,
+    arguments: tuple[Any, ...],
+    record: Any,
+    others: tuple[Any, ...] = (),
+    checked: bool = False,
+) -> HostFunction:
+    """`compile_for_host` of function(*arguments, record, *others), which reads aux tensors.
+
+    checked: that it checks all reads, and needs no `all_inside`.
+    """
+    from flash_mask_cute.mods.aux_reads import NotPlainError, notes_reads
+
+    if not checked:
+        with notes_reads() as reads:
+            try:
+                made = compile_for_host(asked, function, *arguments, None, *others)
+                return HostFunction(made, sorted((x.number, x.dimension, x.place) for x in reads))
+            except NotPlainError:
+                pass
+    return HostFunction(compile_for_host(asked, function, *arguments, record, *others), None)
+
+
+def all_inside(
+    reads: Sequence[Sequence[int]], aux_tensors: Sequence[Tensor], ends: tuple[int, int, int, int]
+) -> bool:
+    """Whether reads by places are inside aux tensors, if no place reaches its end: the number of
+    batch entries, heads, queries or keys."""
+    return all(ends[place] <= aux_tensors[i].shape[dim] for i, dim, place in reads)
+
+
+def compile_for_host(
+    asked: tuple[str, Callable[..., Any]],
+    function: Any,
+    *arguments: Any,
+    options: str = HOST_OPTIONS,
+) -> Any:
     """Compile a jit function that calls a callable of the user for the CPU. Hold `compile_lock`.
 
-    kind: "mask_mod", "score_mod" or "score_mod_bwd".
+    asked: "mask_mod", "score_mod" or "score_mod_bwd", and the callable.
 
     Raises:
         NotImplementedError: the callable uses an instruction that only a GPU has.
     """
     import cutlass.cute as cute
 
-    refused: list[str] = []
+    from flash_mask_cute.mods.errors import describe
+
+    refused: list[tuple[str, str]] = []
 
     def refuse_gpu_instructions(_dsl: Any, module: Any, _name: str) -> None:
         # Past this point the compiler would not raise but abort the process.
@@ -221,32 +311,37 @@ def compile_for_host(kind: str, function: Any, *arguments: Any) -> Any:
         return cute.compile(
             function,
             *arguments,
-            options=HOST_OPTIONS,
+            options=options,
             trace_finalize_hooks=refuse_gpu_instructions,
         )
     except Exception as error:
-        if refused:
-            raise NotImplementedError(
-                f"the {kind} uses {', '.join(sorted(set(refused)))}, which exists only for GPUs: "
-                "use CUDA tensors, or write it with other functions of cutlass.cute.math "
-                "(not cute.arch, not approx=True)"
-            ) from error
-        raise
+        if not refused:
+            raise
+        if _WITH_LINES not in options:
+            # the same once more, to learn in which line
+            return compile_for_host(asked, function, *arguments, options=options + _WITH_LINES)
+        names = ", ".join(sorted({name for name, _ in refused}))
+        raise NotImplementedError(
+            f"{describe(*asked, line=refused[0][1])} uses {names}, which exists only for GPUs: use "
+            "CUDA tensors, or write it with other functions of cutlass.cute.math (not cute.arch, "
+            "not approx=True)"
+        ) from error
 
 
-def _gpu_instructions(operation: Any) -> Iterator[str]:
-    """Names of operations inside `operation` that have no code on a CPU."""
+def _line_of(operation: Any) -> str:
+    """`file:line` of an operation that was traced with lines, or nothing."""
+    found = re.search(r'"([^"]+)":(\d+):\d+\)', str(operation.location))
+    return "" if found is None else f"{found[1]}:{found[2]}"
+
+
+def _gpu_instructions(operation: Any) -> Iterator[tuple[str, str]]:
+    """Names and lines of operations inside `operation` that have no code on a CPU."""
     for region in operation.regions:
         for block in region.blocks:
             for child in block.operations:
                 name = child.operation.name
-                if name.startswith(("nvvm.", "nvgpu.", "cute_nvgpu.")) or name in (
-                    "llvm.inline_asm",
-                    "llvm.call_intrinsic",
-                    "math.erf",
-                    "math.erfc",
-                ):
-                    yield name
+                if name.startswith(("nvvm.", "nvgpu.", "cute_nvgpu.")) or name in _GPU_ONLY:
+                    yield name, _line_of(child.operation)
                 yield from _gpu_instructions(child.operation)
 
 
@@ -261,6 +356,8 @@ def _loop() -> Any:
     import cutlass.cute as cute
     from cutlass import Int32
 
+    from flash_mask_cute.mods.aux_reads import CheckedAux
+
     @cute.jit
     def ask_each(
         ask: cutlass.Constexpr,
@@ -271,11 +368,13 @@ def _loop() -> Any:
         q_idx: Any,
         k_idx: Any,
         aux_tensors: Any,
+        record: Any,
         targets: Any,
     ) -> None:
+        checked = CheckedAux.of(aux_tensors, record)
         for i in range(cute.size(q_idx)):
             for j in range(cute.size(k_idx)):
-                place = (batch_idx, head_idx, q_idx[i], k_idx[j], aux_tensors)
+                place = (batch_idx, head_idx, q_idx[i], k_idx[j], checked)
                 answers = ask(mod, tuple(value[i, j] for value in values), place, *_given(targets))
                 for value, answer in zip(values, answers, strict=False):
                     value[i, j] = answer
@@ -339,16 +438,18 @@ def _ask_score_mod_bwd(
 
 
 class _Kind(NamedTuple):
-    """What is asked of a callable, and the dtypes of the tensors (rows, cols) that this takes."""
+    """What is asked of a callable, which one that is, and the dtypes of the tensors (rows, cols)
+    that this takes."""
 
     ask: Callable[..., tuple[Any, ...]]
+    callable: str
     values: tuple[str, ...]
 
 
 _KINDS = {
-    "mask_mod": _Kind(_ask_mask_mod, ("Uint8",)),
-    "score_mod": _Kind(_ask_score_mod, ("Float32",)),
-    "derivative": _Kind(_ask_derivative, ("Float32", "Float32")),
-    "aux_gradients": _Kind(_add_aux_gradients, ("Float32", "Float32")),
-    "score_mod_bwd": _Kind(_ask_score_mod_bwd, ("Float32", "Float32")),
+    "mask_mod": _Kind(_ask_mask_mod, "mask_mod", ("Uint8",)),
+    "score_mod": _Kind(_ask_score_mod, "score_mod", ("Float32",)),
+    "derivative": _Kind(_ask_derivative, "score_mod", ("Float32", "Float32")),
+    "aux_gradients": _Kind(_add_aux_gradients, "score_mod", ("Float32", "Float32")),
+    "score_mod_bwd": _Kind(_ask_score_mod_bwd, "score_mod_bwd", ("Float32", "Float32")),
 }

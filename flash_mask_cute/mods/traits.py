@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.packages import tells_what_to_install
 
 
 class HasScoreMod(Protocol):
@@ -36,6 +37,7 @@ def computes_functions(score_mod: Callable[..., Any], problem: HasScoreMod) -> b
     return _known[key]
 
 
+@tells_what_to_install()
 def _trace(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
     import cutlass.cute as cute
 

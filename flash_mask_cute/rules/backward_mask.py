@@ -72,6 +72,9 @@ class KeyWalks(MaskRules):
         if const_expr(not self.skip):
             m_block_min = Int32(0)
             m_block_max = cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
+            # keys that are all not in use have no turn that others would know of
+            has_keys = work.block * self.block_info.tile_n < work.seqlen_k
+            m_block_max = cutlass.select_(has_keys, m_block_max, Int32(0))
         first_head = work.head_idx * self.group
         pending, turn = Chunk.hidden_block(Int32(0), first_head), Int32(NO_TURN)
         found_any = Boolean(False)

@@ -36,6 +36,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flash_mask_cute.runtime.packages import tells_what_to_install
+
 DIRECTORY_VARIABLE = "FLASH_MASK_CUTE_CACHE_DIR"
 DEFAULT_MAX_BYTES = 2 << 30
 DEFAULT_LOCK_TIMEOUT_S = 600.0
@@ -129,6 +131,7 @@ class CompileCache:
         """Forget the kernels of this process; the entries on disk stay."""
         self._memory.clear()
 
+    @tells_what_to_install()
     def _miss(
         self,
         memory_key: Hashable,

@@ -11,12 +11,14 @@ from contextvars import ContextVar
 from typing import Any
 
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import Target
 
 CACHE = CompileCache()
 _more_options: ContextVar[str] = ContextVar("_more_options", default="")
 
 
+@tells_what_to_install()
 def preload() -> None:
     """Import the compiler now, so that a first call does not wait for it."""
     import cutlass.cute.runtime  # noqa: F401

@@ -10,6 +10,7 @@ CUTLASS_NAMES = {
     "int8": "Int8",
     "int16": "Int16",
     "int32": "Int32",
+    "uint32": "Uint32",
     "int64": "Int64",
     "float16": "Float16",
     "bfloat16": "BFloat16",

@@ -86,7 +86,9 @@ def strided(rank: int, name: str = "int32") -> Any:
 
     dtype = cutlass_dtype(name)
     strides = tuple(cute.sym_int64() for _ in range(rank))
-    return make_fake_tensor(dtype, extents(rank), strides, assumed_align=dtype.width // 8)
+    # a Boolean has one bit, and a byte in memory
+    align = max(dtype.width // 8, 1)
+    return make_fake_tensor(dtype, extents(rank), strides, assumed_align=align)
 
 
 def scratch(*inner: int) -> Any:

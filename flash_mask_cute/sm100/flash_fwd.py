@@ -52,7 +52,7 @@ from flash_mask_cute.core import softmax as softmax_math
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
-from flash_mask_cute.core.lengths import Lengths, store_lse
+from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
@@ -63,7 +63,7 @@ from flash_mask_cute.mods.calling import RowPlace, ScoreModTraits, inside, modif
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import QueryWalks
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, Share
+from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
 from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.exponentials import WholeRows
@@ -213,16 +213,18 @@ class FlashAttentionForwardSm100:
         block_bits=None,
         stored_bits=None,
         part=None,
+        mLSELow: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         refused = ("mPageTable", mPageTable), ("stored_bits", stored_bits)
         for name, given in (*refused, ("part", part)):
             if const_expr(given is not None):
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
+        if const_expr(self.score_mod is None):
+            check_given("mLSELow", mLSELow, False)
         plan, group = self.plan, self.plan.group
-        is_packed = (mCuSeqlensQ is not None, mCuSeqlensK is not None)
-        operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, *is_packed, group.load_op())
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
@@ -243,7 +245,7 @@ class FlashAttentionForwardSm100:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         self.kernel(
             operands,
-            mLSE,
+            LseTensors(mLSE, mLSELow),
             lengths,
             ScoreArgs(scales, learnable_sink),
             masks,
@@ -261,7 +263,7 @@ class FlashAttentionForwardSm100:
     def kernel(
         self,
         operands: tma.Operands,
-        mLSE: cute.Tensor | None,
+        lse: LseTensors,
         lengths: Lengths,
         score_args: ScoreArgs,
         masks: MaskArgs,
@@ -289,7 +291,7 @@ class FlashAttentionForwardSm100:
             self.softmax(tiles, channels, score_args.scales, masks)
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
-            self.output(operands, tiles, channels, mLSE, lengths, score_args)
+            self.output(operands, tiles, channels, lse, lengths, score_args)
         elif warp_idx < Role.PAINT:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
@@ -405,12 +407,18 @@ class FlashAttentionForwardSm100:
 
     # -- softmax --------------------------------------------------------------------------------
 
+    def _rows(self, scales: ScoreScales) -> OnlineSoftmax:
+        """The softmax of a thread's row."""
+        factor = None if self.score_mod is None else self.traits.factor
+        more = self.plan.dtype, self.arithmetic, factor
+        return OnlineSoftmax.create(scales.scale_log2, 1, *more)
+
     @cute.jit
     def softmax(self, tiles: Tiles, channels: Channels, scales: ScoreScales, masks: MaskArgs):
         """Softmax warp: 32 rows of its half of every work tile, a thread each."""
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (SOFTMAX_WARPS // HALVES)
         row = half * umma.ROWS + thread_in_warpgroup()
-        rows = OnlineSoftmax.create(scales.scale_log2, 1, self.plan.dtype, self.arithmetic)
+        rows = self._rows(scales)
         tile, chunk = Int32(0), Int32(0)
         state = SoftmaxState(Int32(0), Int32(0), Boolean(True))
         while channels.ring.wait(tile):
@@ -486,7 +494,7 @@ class FlashAttentionForwardSm100:
         """Wait for scores `number`, and put their probabilities in their place.
 
         The exponentials are taken once more if the maximum in use was too old, or before there is
-        one, in the first block of a tile.
+        one, in the first block of a tile; and exactly, if it is far from 0.
         """
         plan = self.plan
         probs = cute.make_rmem_tensor(plan.tile_n // 2, Int32)
@@ -494,13 +502,24 @@ class FlashAttentionForwardSm100:
         umma.fence_after_wait()
         total = Float32(0.0)
         renews, is_old, is_done = is_first, is_first, Boolean(False)
+        # whether rows whose maximum was too old are renewed by now
+        is_last = is_first
+        if const_expr(rows.takes_any_size):
+            # sums do not tell what is far below 0 from nothing, and of a far maximum nothing at all
+            is_old = is_first | rows.unseen()[0] | rows.far()[0]
+            renews = softmax_math.any_in_warp((is_old,))
         while is_done == Boolean(False):
             if renews:
                 self._renew(prepare, rows, half, is_old, is_first)
             total = self._exponentials(prepare, rows, half, probs)
             is_old = rows.overflowed((total,))[0]
-            is_done = renews | (softmax_math.any_in_warp((is_old,)) == Boolean(False))
-            renews = Boolean(True)
+            if const_expr(rows.takes_any_size):
+                is_old = is_old & (rows.far()[0] == Boolean(False))
+            is_done = is_last | (softmax_math.any_in_warp((is_old,)) == Boolean(False))
+            renews, is_last = Boolean(True), Boolean(True)
+        if const_expr(rows.takes_any_size):  # noqa: SIM102 (while tracing)
+            if softmax_math.any_in_warp(rows.far()):
+                total = self._exponentials(prepare, rows, half, probs, exactly=True)
         rows.add((total,))
         thread = thread_in_warpgroup()
         for first in cutlass.range_constexpr(0, plan.tile_n // 2, umma.CHUNK):
@@ -511,11 +530,13 @@ class FlashAttentionForwardSm100:
         cute.arch.sync_warp()
         channel.release(number)
 
-    def _exponentials(self, prepare, rows, half, probs: cute.Tensor) -> Float32:
+    def _exponentials(
+        self, prepare, rows, half, probs: cute.Tensor, exactly: bool = False
+    ) -> Float32:
         """This thread's probabilities, rounded, into `probs`; their sum."""
         total = Float32(0.0)
         for chunk, scores in self._chunks(half, prepare):
-            total += rows.exponentials(scores, partial(self._keep, probs, chunk))[0]
+            total += rows.exponentials(scores, partial(self._keep, probs, chunk), exactly)[0]
         return total
 
     def _keep(self, probs: cute.Tensor, chunk: int, r: int, c: int, p: Float32, q: Float32):
@@ -537,6 +558,9 @@ class FlashAttentionForwardSm100:
                 umma.wait_loads()
                 softmax_math.rescale(values, factors)
                 umma.store_columns(values, first, thread)
+            if const_expr(rows.takes_any_size):
+                # rows may be renewed once more in this block
+                umma.wait_stores()
 
     def _largest(self, prepare, rows, half) -> Float32:
         largest = -Float32.inf
@@ -574,19 +598,17 @@ class FlashAttentionForwardSm100:
         operands: tma.Operands,
         tiles: Tiles,
         channels: Channels,
-        mLSE: cute.Tensor | None,
+        lse: LseTensors,
         lengths: Lengths,
         score_args: ScoreArgs,
     ):
         """Output warp: 32 rows of both halves of every work tile."""
-        rows = OnlineSoftmax.create(
-            score_args.scales.scale_log2, 1, self.plan.dtype, self.arithmetic
-        )
+        rows = self._rows(score_args.scales)
         tile = Int32(0)
         while channels.ring.wait(tile):
             for half in cutlass.range(HALVES, unroll=1):
                 self._store_half(
-                    operands, tiles, channels, mLSE, lengths, score_args.sink, rows, tile, half
+                    operands, tiles, channels, lse, lengths, score_args.sink, rows, tile, half
                 )
             channels.ring.release(tile)
             tile += 1
@@ -594,7 +616,16 @@ class FlashAttentionForwardSm100:
 
     @cute.jit
     def _store_half(
-        self, operands, tiles, channels, mLSE, lengths, mSink, rows, tile: Int32, half: Int32
+        self,
+        operands,
+        tiles,
+        channels,
+        lse: LseTensors,
+        lengths,
+        mSink,
+        rows,
+        tile: Int32,
+        half: Int32,
     ):
         """Write the LSE of this thread's row, scale the row, and store this warp's rows by TMA."""
         plan = self.plan
@@ -612,17 +643,19 @@ class FlashAttentionForwardSm100:
         rows.row_sum[0] = tiles.sums[1, half * umma.ROWS + thread]
         cute.arch.sync_warp()
         channels.sums.release(half_tile)
-        factor, lse = rows.finalize(sinks)[0]
-        # what was loaded for an empty sequence is a row of a neighbour
+        factor, row_lse, low = rows.finalize(sinks)[0]
+        # what was loaded for an empty sequence is a row that is not in use, or a neighbour's
         is_used = work.has_scores
         if const_expr(lengths.seqused_q is not None):
             is_used = is_used & (q_idx < work.seqlen_q)
-            lse = cutlass.select_(q_idx < work.seqlen_q, lse, -Float32.inf)
-        if const_expr(mLSE is not None):  # noqa: SIM102 (decided while tracing)
+            row_lse = cutlass.select_(q_idx < work.seqlen_q, row_lse, -Float32.inf)
+            if const_expr(low is not None):
+                low = cutlass.select_(q_idx < work.seqlen_q, low, Float32(0.0))
+        if const_expr(lse.lse is not None):  # noqa: SIM102 (decided while tracing)
             if q_idx < work.slot:
-                store_lse(mLSE, lengths, work, head_idx, q_idx, lse)
+                lse.store(lengths, work, head_idx, q_idx, row_lse, low)
 
-        zeroes = lengths.seqused_q is not None or lengths.cu_seqlens_k is not None
+        zeroes = lengths.seqused_q is not None or lengths.keys_may_be_absent
         channels.o.wait(half_tile)
         umma.fence_after_wait()
         lane = cute.arch.lane_idx()

@@ -141,6 +141,8 @@ class FlashAttentionBackwardSm90:
     :param deterministic: dQ is summed in an order that does not depend on the run
     :param clears_dq: dQ is cleared before, and all add to it; otherwise who comes first to a row
         block stores
+    :param may_empty_rows: masks may leave queries that see nothing; those whose rows of Q or dO are
+        not finite come marked
     :param cta_pair: two CTAs sum dQ together (`BwdPlan`); with clears_dq, without score_mod and
         soft cap, and for two SMs at least
     :param num_sms: CTAs to launch at most
@@ -170,12 +172,23 @@ class FlashAttentionBackwardSm90:
         clears_dq: bool = False,
         cta_pair: bool = False,
         num_sms: int = 132,
+        may_empty_rows: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         stages = (stages_q, stages_do, stages_kv)
-        self.plan = BwdPlan(dtype, head_dim, head_dim_v, tile_m, *stages, value_cols, cta_pair)
+        self.plan = BwdPlan(
+            dtype,
+            head_dim,
+            head_dim_v,
+            tile_m,
+            *stages,
+            value_cols,
+            cta_pair,
+            has_marks=may_empty_rows,
+            has_reference=score_mod is not None,
+        )
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)
@@ -234,15 +247,15 @@ class FlashAttentionBackwardSm90:
         """Launch on `stream`.
 
         Shapes: mQ, mdO (batch, seqlen_q, heads_q, d), or (total_q, heads_q, d) with mCuSeqlensQ;
-        mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, 2, tile_m) from
-        `BwdPreprocess`, which zeroes mTurns (heads_q, row_blocks) int32; mdQaccum (heads_q,
-        row_blocks, tile_m * tile_d) gets sums where mTurns is not 0 afterwards. With clears_dq it
-        zeroes mdQaccum instead, and mTurns is None. Row blocks are those of `RowBlocks`.
-        tile_counter, column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block
-        lists are always given as bits. aux_grads: fp32 tensors of the shapes of the aux tensors
-        that wants_aux numbers, to which their gradients are added. stored_bits: `tiles` and
-        `states` of stored answers, with mCuSeqlensQ `places`, too, in place of a mask_mod and
-        block_bits (`rules/mask_rules.py`).
+        mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, words) from
+        `BwdPreprocess`, with marks of rows if may_empty_rows, which zeroes mTurns (heads_q,
+        row_blocks) int32; mdQaccum (heads_q, row_blocks, tile_m * tile_d) gets sums where mTurns is
+        not 0 afterwards. With clears_dq it zeroes mdQaccum instead, and mTurns is None. Row blocks
+        are those of `RowBlocks`. tile_counter, column_tensors and block_bits are those of
+        `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32 tensors
+        of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
+        stored_bits: `tiles` and `states` of stored answers, with mCuSeqlensQ `places`, too, in
+        place of a mask_mod and block_bits (`rules/mask_rules.py`).
         """
         check_given("mTurns", mTurns, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
@@ -251,10 +264,10 @@ class FlashAttentionBackwardSm90:
         plan = self.plan
         varlen_q = const_expr(mCuSeqlensQ is not None)
         varlen_k = const_expr(mCuSeqlensK is not None)
-        operands = self._operands(mQ, mK, mV, mdO, varlen_q, varlen_k)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        operands = self._operands(mQ, mK, mV, mdO, lengths)
         gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
         heads_kv = mK.shape[1] if varlen_k else mK.shape[2]
         num_batch = mK.shape[0]
@@ -310,23 +323,25 @@ class FlashAttentionBackwardSm90:
         may_hide = self.is_local or self._may_be_short(masks)
         return not self.plan.shares_keys and is_plain and may_hide
 
-    def _operands(self, mQ, mK, mV, mdO, varlen_q: bool, varlen_k: bool) -> Operands:
+    def _operands(self, mQ, mK, mV, mdO, lengths: Lengths) -> Operands:
         plan = self.plan
         load = cpasync.CopyBulkTensorTileG2SOp()
+        queries = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None
+        keys = lengths.cu_seqlens_k is not None, lengths.seqused_k is not None
 
-        def atom(tensor: cute.Tensor, is_packed: bool, layout, rows: int, d: int) -> tuple:
-            view = tma.sequence_rows(tensor, is_packed)
+        def atom(tensor: cute.Tensor, side: tuple[bool, bool], layout, rows: int, d: int) -> tuple:
+            view = tma.sequence_rows(tensor, *side)
             return cpasync.make_tiled_tma_atom(load, view, tma.one_stage(layout), ((1, rows), d))
 
         rows = wgmma.ROWS_PER_WARPGROUP
         of_peer = ()
         if plan.cta_pair:
-            of_peer = atom(mK, varlen_k, plan.layout_peer_k(), rows, plan.cols_dq)
+            of_peer = atom(mK, keys, plan.layout_peer_k(), rows, plan.cols_dq)
         return Operands(
-            *atom(mQ, varlen_q, plan.layout_q(), plan.tile_m, plan.tile_d),
-            *atom(mdO, varlen_q, plan.layout_do(), plan.tile_m, plan.tile_dv),
-            *atom(mK, varlen_k, plan.layout_k(), rows, plan.tile_d),
-            *atom(mV, varlen_k, plan.layout_v(), rows, plan.tile_dv),
+            *atom(mQ, queries, plan.layout_q(), plan.tile_m, plan.tile_d),
+            *atom(mdO, queries, plan.layout_do(), plan.tile_m, plan.tile_dv),
+            *atom(mK, keys, plan.layout_k(), rows, plan.tile_d),
+            *atom(mV, keys, plan.layout_v(), rows, plan.tile_dv),
             *of_peer,
         )
 
@@ -458,6 +473,9 @@ class FlashAttentionBackwardSm90:
                 for kind in (Kind.CUT, Kind.WHOLE):
                     while current == kind:
                         channels.q.wait_unless(known.q, block)
+                        if const_expr(self._may_be_empty(kind)):  # noqa: SIM102 (as above)
+                            if not known.unmarked:
+                                scores.clear_marked_rows(block)
                         following = tiles.words[0, channels.q.index(block)] & KIND_MASK
                         visit = Visit(tile, block, cut, known)
                         take = partial(self._take, kind, tiles, channels, at, scores, visit)
@@ -497,6 +515,11 @@ class FlashAttentionBackwardSm90:
                 sync_both()
             ring.release(tile)
             tile += 1
+
+    def _may_be_empty(self, kind: Kind) -> bool:
+        """Whether a block may have rows of queries that see nothing: where masks hide scores, those
+        that they cut."""
+        return self.plan.has_marks and (kind == Kind.CUT or self.score_mod is not None)
 
     def _first_seen(self, work: Work) -> Int32:
         """The first block of queries that causal masking lets see a key of this warpgroup."""
@@ -552,11 +575,16 @@ class FlashAttentionBackwardSm90:
                 channels, at, block, issue_dQ, issue_dK, acc_dK
             )
         # asked under the products, which hide how long the answer takes
+        has_come = channels.q.is_full(block + 1)
+        unmarked = Boolean(False)
+        if self._may_be_empty(kind):
+            unmarked = scores.is_unmarked(block + 1, has_come)
         known = Known(
-            channels.q.is_full(block + 1),
+            has_come,
             channels.do.is_full(block + 1),
             channels.bits.is_full(following_cut) if kind == Kind.CUT else visit.known.bits,
             scores.was_ready(block) if scores.passes_over else visit.known.seen,
+            unmarked,
         )
         warpgroup.wait_group(num_behind)
         self._release_summed(channels, block)

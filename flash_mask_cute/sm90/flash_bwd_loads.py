@@ -25,12 +25,15 @@ from flash_mask_cute.rules.backward_mask import NO_TURN
 from flash_mask_cute.sm90 import cta_pair, wgmma
 from flash_mask_cute.sm90.flash_bwd_plan import QUERY_WORDS, BwdPlan, Channels, Tiles
 
+# in place of a row block
+NOTHING, UNSENT = -1, -2
+
 
 class Operands(NamedTuple):
     """TMA atoms with their coordinate tensors.
 
-    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...); the last mode is the batch, or,
-    where lengths vary, that of `tma.ragged_rows`. peer_k: k by half of its columns.
+    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...); the last mode is the batch, and
+    where lengths vary there is that of `tma.ragged_rows`. peer_k: k by half of its columns.
     """
 
     q_atom: cute.CopyAtom
@@ -46,9 +49,9 @@ class Operands(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """By row block: stats (heads_q, row_blocks, 2, tile_m) and dq (heads_q, row_blocks, -1), fp32;
-    turns (heads_q, row_blocks), who has added to a row block's dQ (`core/semaphore.py`): in a fixed
-    order, 1 + the key block that added last.
+    """By row block: stats (heads_q, row_blocks, stats_words) and dq (heads_q, row_blocks, -1),
+    fp32; turns (heads_q, row_blocks), who has added to a row block's dQ (`core/semaphore.py`): in a
+    fixed order, 1 + the key block that added last.
     """
 
     stats: cute.Tensor
@@ -57,7 +60,8 @@ class Scratch(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A row block that this CTA has sums of dQ for; turn 0: nobody came before. row_block -1: none.
+    """A row block that this CTA has sums of dQ for; turn 0: nobody came before. row_block NOTHING:
+    none; UNSENT: sums of no key, which stay.
 
     In a fixed order, turn is 1 + the key block that has to have added before.
     """
@@ -68,7 +72,7 @@ class Summed(NamedTuple):
 
     @staticmethod
     def nothing() -> "Summed":
-        return Summed(Int32(0), Int32(-1), Int32(0))
+        return Summed(Int32(0), Int32(NOTHING), Int32(0))
 
 
 class Loaded(NamedTuple):
@@ -117,7 +121,8 @@ class BwdLoads:
             self._free_staging(state.number - 2, state.sent)
             if const_expr(self.deterministic):
                 # now, for others wait for it
-                self._send_dq(work.block + 1, state.number - 1, state.sent, state.last)
+                last = self._with_turn(state.last)
+                self._send_dq(work.block + 1, state.number - 1, state.sent, last)
                 cute.arch.cp_async_bulk_wait_group(0)
                 self._pass_turn(work.block + 1, state.last)
                 self._free_staging(state.number - 1, state.last)
@@ -165,6 +170,9 @@ class BwdLoads:
         if const_expr(not plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
+        if const_expr(self.lengths.seqused_k is not None):
+            # what was loaded for the keys of none is not in use, perhaps not even finite
+            row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))
         return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.turn))
 
     # -- operands -------------------------------------------------------------------------------
@@ -188,8 +196,7 @@ class BwdLoads:
         channel.expect(at.number, bytes_k + plan.bytes_q + plan.bytes_stats)
         barrier = channel.barrier(at.number)
         cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
-        stats = self.scratch.stats[block.head_idx, at.row_block, None, None].iterator
-        stats = cute.make_tensor(stats, cute.make_layout(2 * plan.tile_m))
+        stats = self.scratch.stats[block.head_idx, at.row_block, None]
         tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
 
     @cute.jit
@@ -208,10 +215,9 @@ class BwdLoads:
 
     def _query_rows(self, tensor: cute.Tensor, at: Visited) -> tuple[cute.Tensor, Int32]:
         """The ((head, row), d) tensor of a sequence of Q or dO, and the row to read from."""
-        work, row = at.work, at.block.index * self.plan.tile_m
-        if self.lengths.cu_seqlens_q is None:
-            return tensor[None, None, work.batch_idx], row
-        return tma.readable_rows(tensor, work.offset_q, work.seqlen_q, self.lengths.seqlen_q, row)
+        work, side = at.work, tma.Side.of_queries(self.lengths)
+        place = work.batch_idx, work.offset_q, work.seqlen_q
+        return tma.readable_rows(tensor, side, *place, at.block.index * self.plan.tile_m)
 
     def _load_keys(self, work: Work, tile: Int32, first: Int32):
         """Fetch the keys and values of a work tile, which complete query block `first` and its dO.
@@ -221,7 +227,8 @@ class BwdLoads:
         whoever read the stage released a Q that `first` has taken the place of.
         """
         plan, operands, tiles, channels = self.plan, self.operands, self.tiles, self.channels
-        lengths, copies = self.lengths, []
+        side, copies = tma.Side.of_keys(self.lengths), []
+        place = work.batch_idx, work.offset_k, work.seqlen_k
         with_k, with_v = channels.q.barrier(first), channels.do.barrier(first)
         kinds = [
             (operands.k_atom, operands.k, tiles.k, work.block, (0, plan.tile_d), with_k),
@@ -235,12 +242,7 @@ class BwdLoads:
         for atom, source, smem, block, (first_col, d), barrier in kinds:
             for group in range(plan.key_groups):
                 row = block * plan.tile_n + group * wgmma.ROWS_PER_WARPGROUP
-                if const_expr(lengths.cu_seqlens_k is None):
-                    gmem = source[None, None, work.batch_idx]
-                else:
-                    gmem, row = tma.readable_rows(
-                        source, work.offset_k, work.seqlen_k, lengths.seqlen_k, row
-                    )
+                gmem, row = tma.readable_rows(source, side, *place, row)
                 box = ((1, wgmma.ROWS_PER_WARPGROUP), d)
                 src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem, first_col)
                 copies.append((atom, src, dst[None, plan.keys_unit(tile, group)], barrier))
@@ -258,14 +260,21 @@ class BwdLoads:
 
     @cute.jit
     def _with_turn(self, summed: Summed) -> Summed:
-        """With the turn, where there is no order."""
+        """With the turn, where there is no order or nothing to be sent."""
         turn = summed.turn
         if const_expr(self.clears_dq):
             turn = Int32(1)
         elif const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
             if summed.row_block >= 0:
                 turn = cutlass.select_(is_first(self._turn_of(summed)), Int32(0), Int32(1))
+        if const_expr(self.lengths.seqused_k is not None):
+            turn = cutlass.select_(summed.row_block >= 0, turn, Int32(NO_TURN))
         return Summed(summed.head_idx, summed.row_block, turn)
+
+    def _is_block(self, summed: Summed) -> Boolean:
+        if self.lengths.seqused_k is None:
+            return summed.row_block >= 0
+        return summed.row_block != NOTHING
 
     @cute.jit
     def _send_dq(self, own_turn: Int32, number: Int32, sent: Summed, summed: Summed):
@@ -277,7 +286,7 @@ class BwdLoads:
         has to wait for it.
         """
         channel, parts = self.channels.dq, self.plan.parts_dq
-        if summed.row_block >= 0:
+        if self._is_block(summed):
             if const_expr(self.deterministic):  # noqa: SIM102 (decided while tracing)
                 # what has no turn is zeros, and not sent
                 if summed.turn != NO_TURN:
@@ -305,7 +314,7 @@ class BwdLoads:
     def _free_staging(self, number: Int32, sent: Summed):
         """Wait until the last part of the dQ of block `number`, if it is one, has left; without an
         order, let others add if it was the first."""
-        if sent.row_block >= 0:
+        if self._is_block(sent):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.channels.dq.release((number + 1) * len(self.plan.parts_dq) - 1)
             if const_expr(not (self.deterministic or self.clears_dq)):  # noqa: SIM102 (as above)

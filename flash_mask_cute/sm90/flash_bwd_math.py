@@ -1,26 +1,53 @@
 """The Hopper backward between its products: P from S, dS from dP, as accumulators hold them.
 
-Rows are keys and columns queries. No pipelines here: everything works in registers, and reads LSE
-and delta of the columns from shared memory.
+Rows are keys and columns queries. No pipelines here: everything works in registers, and reads the
+statistics of the columns from shared memory.
+
+Scores of a score_mod may be of any size, and their LSE with them. An exponent is one multiply-add
+with LSE as long as that is near 0; otherwise the query has a reference, which is subtracted from
+its scores first. Blocks without such a query, nearly all, take no instruction more.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.cta import thread_in_warpgroup
-from flash_mask_cute.core.softmax import ScoreScales
+from flash_mask_cute.core.softmax import ScoreScales, any_in_warp
 from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_gradients import AuxSums
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
+
+
+class Statistics(NamedTuple):
+    """What is known of queries, in shared memory: LSE by base 2 and delta of a thread's columns,
+    and where scores may be of any size the reference, which is subtracted from them; 0 for none.
+
+    has_reference: whether some query of the block has one, a warp-uniform value; None: not asked.
+    """
+
+    lse: cute.Tensor
+    delta: cute.Tensor
+    reference: cute.Tensor | None = None
+    has_reference: Boolean | None = None
+
+
+def has_reference(references: cute.Tensor) -> Boolean:
+    """Whether a query of a block has a reference, of all queries' in shared memory; the same value
+    in all lanes of a warp."""
+    size = cute.size(references) // cute.arch.WARP_SIZE
+    share = cute.make_rmem_tensor(size, Float32)
+    cute.autovec_copy(cute.local_tile(references, (size,), (cute.arch.lane_idx(),)), share)
+    return any_in_warp(tuple(share[i] != 0.0 for i in range(size)))
 
 
 @cute.jit
@@ -75,30 +102,41 @@ class ScoreChain:
         m_block: Int32,
         scores: cute.Tensor,
         bits: tuple | None,
-        sLSE: cute.Tensor,
+        statistics: Statistics,
         probs: cute.Tensor,
     ) -> None:
         """Round P of these scores into the words of probs; in place of the scores, P times the
         derivative of the modified score. bits: which scores count, None if all do.
         """
         if work.has_scores:
-            self._apply_each(work, head_idx, m_block, scores, bits, sLSE, probs)
+            apply = partial(self._apply_each, work, head_idx, m_block, scores, bits)
+            if const_expr(statistics.has_reference is None):
+                apply(statistics, probs)
+            else:
+                near = statistics._replace(reference=None)
+                if statistics.has_reference:
+                    apply(statistics, probs)
+                else:
+                    apply(near, probs)
         else:
             # no position to ask a callable about
             probs.fill(0)
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = Float32(0.0)
 
-    def _apply_each(self, work, head_idx, m_block, scores, bits, sLSE, probs) -> None:
+    def _apply_each(self, work, head_idx, m_block, scores, bits, statistics, probs) -> None:
         place = partial(self._place, work, head_idx, m_block)
         for r in range(wgmma.ROWS_PER_THREAD):
             for first in range(0, cute.size(scores, mode=[1]), 2):
                 pair = []
                 for c in (first, first + 1):
                     score, slope, _ = self._modified(scores[r, c], place(r, c))
-                    prob = self._probability(score, sLSE[c], bits, r, c)
-                    # where nothing counts, the slope may be anything
-                    scores[r, c] = cutlass.select_(prob > 0.0, prob * slope, Float32(0.0))
+                    prob = self._probability(score, statistics, bits, r, c)
+                    if ir_analysis.constant(slope) is None:
+                        # where nothing counts, the slope may be anything
+                        scores[r, c] = cutlass.select_(prob > 0.0, prob * slope, Float32(0.0))
+                    else:
+                        scores[r, c] = prob * slope
                     pair.append(prob)
                 wgmma.keep_pair(probs, self.dtype, r, first, *pair)
 
@@ -111,8 +149,7 @@ class ScoreChain:
         grads: cute.Tensor,
         first_col: int,
         bits: tuple | None,
-        sLSE: cute.Tensor,
-        sDelta: cute.Tensor,
+        statistics: Statistics,
         probs: cute.Tensor,
         dscores: cute.Tensor,
     ) -> None:
@@ -125,13 +162,16 @@ class ScoreChain:
         sums = AuxSums(dict(zip(self.wants_aux, self.aux_grads, strict=True)))
         place = partial(self._place, work, head_idx, m_block)
         for r in range(wgmma.ROWS_PER_THREAD):
+            if r > 0:
+                # the statistics of the columns are loaded again, and not kept in registers
+                cute.arch.sync_warp()
             for first in range(0, cute.size(scores, mode=[1]), 2):
                 pairs = []
                 for i in (first, first + 1):
                     c = first_col + i
                     score, slope, terms = self._modified(scores[r, i], place(r, c))
-                    prob = self._probability(score, sLSE[c], bits, r, c)
-                    by_modified = prob * (grads[r, i] - sDelta[c])
+                    prob = self._probability(score, statistics, bits, r, c)
+                    by_modified = prob * (grads[r, i] - statistics.delta[c])
                     # where nothing counts, derivatives may be anything
                     counts = prob > 0.0
                     sums.add(terms, by_modified, counts)
@@ -152,9 +192,11 @@ class ScoreChain:
         return work.batch_idx, head_idx, q_idx, k_idx
 
     def _probability(
-        self, score: Float32, lse: Float32, bits: tuple | None, r: int, c: int
+        self, score: Float32, statistics: Statistics, bits: tuple | None, r: int, c: int
     ) -> Float32:
-        exponent = cute.math.fma(score, self.scales.scale_log2, -lse)
+        if statistics.reference is not None:
+            score = score - statistics.reference[c]
+        exponent = cute.math.fma(score, self.scales.scale_log2, -statistics.lse[c])
         prob = cute.math.exp2(exponent, fastmath=True)
         if bits is not None:
             prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
@@ -163,7 +205,7 @@ class ScoreChain:
     def _modified(self, score: Float32, place: tuple) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
         """A raw product as the softmax sees it (over scale_log2), the derivative of this by the
         scaled product, and those by elements of wanted aux tensors."""
-        slope, terms = Float32(1.0), ()
+        slope, terms = None, ()
         if self.scales.cap is not None:
             score = self.scales.bounded(score)
             slope = cute.math.fma(-score, score, Float32(1.0))
@@ -180,5 +222,5 @@ class ScoreChain:
                     self.score_mod_bwd, one, score, *place, self.aux_tensors
                 )
                 score = call_score_mod(self.score_mod, score, *place, self.aux_tensors)
-            slope = slope * by_score
+            slope = by_score if slope is None else slope * by_score
         return score, slope, terms

@@ -29,7 +29,7 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.row_blocks import column_parts
+from flash_mask_cute.core.row_blocks import column_parts, stats_words
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
@@ -85,9 +85,10 @@ class Tiles(NamedTuple):
     """What lies in shared memory: see `BwdPlan` for the layouts.
 
     p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32
-    sums of a part. stats: LSE and delta, words: `QUERY_WORDS`, of a query block. bits: of a block
-    that is cut; seen: for 32 keys of these each, whether any is set. ready: in one of two places by
-    turns, whether the bits of the next block had come when both warpgroups met in a block.
+    sums of a part. stats: `core.row_blocks.stats_words`, words: `QUERY_WORDS`, of a query block.
+    bits: of a block that is cut; seen: for 32 keys of these each, whether any is set. ready: in one
+    of two places by turns, whether the bits of the next block had come when both warpgroups met in
+    a block.
     """
 
     q: cute.Tensor
@@ -118,8 +119,11 @@ class BwdPlan:
     this one computes. value_cols: columns of its values that a warpgroup keeps in registers, where
     nothing modifies the scores; the products of dO with these read half as much.
 
+    has_reference: the statistics of a query have a third number, for scores of any size.
     cta_pair: two CTAs with neighbouring keys sum dQ together (`key_pairs`), half of the columns
     each. Then P takes the way of dS, of which there is one place, so that nothing modifies scores.
+
+    has_marks: rows of queries that see nothing may be marked to be cleared.
     """
 
     dtype: type[cutlass.Numeric]
@@ -131,6 +135,8 @@ class BwdPlan:
     stages_kv: int = 1
     value_cols: int = 0
     cta_pair: bool = False
+    has_marks: bool = False
+    has_reference: bool = False
 
     # heads of a group pass by one after the other
     packed_heads = 1
@@ -303,9 +309,18 @@ class BwdPlan:
         return math.prod(self.shape_dq(max(self.parts_dq))) * 4
 
     @property
+    def num_stats(self) -> int:
+        """Statistics of a query: LSE, delta, and the reference of its scores, if they have one."""
+        return 2 + self.has_reference
+
+    @property
+    def stats_words(self) -> int:
+        """Statistics of a query block, and marks of its rows."""
+        return stats_words(self.tile_m, self.num_stats, self.has_marks)
+
+    @property
     def bytes_stats(self) -> int:
-        """LSE and delta of a query block."""
-        return 2 * self.tile_m * 4
+        return self.stats_words * 4
 
     @property
     def bytes_bits(self) -> int:
@@ -314,7 +329,8 @@ class BwdPlan:
     @property
     def smem_bytes(self) -> int:
         return (
-            self.stages_q * (self.bytes_q + self.bytes_stats)
+            # marks are among the small things
+            self.stages_q * (self.bytes_q + 2 * self.tile_m * 4)
             + self.stages_do * self.bytes_do
             + self.ds_stages * self.bytes_ds
             + self.bytes_p
@@ -480,7 +496,7 @@ class BwdPlan:
             peer_ds: elements(self.layout_peer_ds(), self.cta_pair)
             dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 1024]
             stats: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Float32, 2 * self.tile_m * self.stages_q], 128
+                cute.struct.MemRange[cutlass.Float32, self.stats_words * self.stages_q], 128
             ]
             bits: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, COLUMNS.num_words * self.tile_n], 16
@@ -520,7 +536,7 @@ class BwdPlan:
             peer_k=tensor(storage.peer_k, self.layout_peer_k()) if self.cta_pair else None,
             peer_ds=tensor(storage.peer_ds, self.layout_peer_ds()) if self.cta_pair else None,
             dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
-            stats=storage.stats.get_tensor(cute.make_layout((2 * self.tile_m, self.stages_q))),
+            stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
             words=storage.words.get_tensor(cute.make_layout((QUERY_WORDS, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
             seen=storage.seen.get_tensor(cute.make_layout(self.tile_n // WORD)),

@@ -23,11 +23,18 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.row_blocks import MARKS_PER_WORD, marks_of
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_math import ScoreChain, probabilities, score_gradients
+from flash_mask_cute.sm90.flash_bwd_math import (
+    ScoreChain,
+    Statistics,
+    has_reference,
+    probabilities,
+    score_gradients,
+)
 from flash_mask_cute.sm90.flash_bwd_plan import (
     NUM_MMA_WARPGROUPS,
     Barrier,
@@ -36,6 +43,7 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     Tiles,
 )
 from flash_mask_cute.sm90.warpgroups import (
+    Role,
     keep_columns,
     load_rows,
     mma_warpgroup_idx,
@@ -66,13 +74,15 @@ def sync_both() -> None:
 class Known(NamedTuple):
     """Which fills for the next query block are known to have come (`Channel.is_full`).
 
-    seen: that the bits of the next block that is cut have, by all warps alike.
+    seen: that the bits of the next block that is cut have, by all warps alike. unmarked: that Q
+    has, and no row of it is to be cleared.
     """
 
     q: Boolean
     do: Boolean
     bits: Boolean
     seen: Boolean
+    unmarked: Boolean
 
     @staticmethod
     def nothing() -> "Known":
@@ -163,6 +173,55 @@ class BlockScores:
             self._compute_both(kind, at)
         cute.arch.fence_proxy("async.shared", space="cta")
 
+    @cute.jit
+    def clear_marked_rows(self, block: Int32) -> None:
+        """Put 0 in place of the rows of Q and dO, of a query block of which Q has come, that
+        probabilities of 0 would not keep from the sums (`core.row_blocks.marks_of`).
+
+        By both warpgroups, without products of the block in flight; they meet only if there are
+        such rows.
+        """
+        plan, channels = self.plan, self.channels
+        if self._any_mark(block):
+            channels.do.wait(block)
+            stage, do_stage = channels.q.index(block), channels.do.index(block)
+            marks = self._marks(block)
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+            for i in cutlass.range(plan.tile_m // plan.num_mma_warps, unroll=1):
+                row = i * plan.num_mma_warps + warp
+                if (marks[row // MARKS_PER_WORD] >> (row % MARKS_PER_WORD)) & 1 != 0:
+                    self._clear_row(self.tiles.q[row, None, stage])
+                    self._clear_row(self.tiles.do[row, None, do_stage])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            sync_both()
+
+    @cute.jit
+    def is_unmarked(self, block: Int32, has_come: Boolean) -> Boolean:
+        """Whether Q of a block has come, as is told, and has no row to be cleared."""
+        is_unmarked = Boolean(False)
+        if has_come:
+            is_unmarked = self._any_mark(block) == Boolean(False)
+        return is_unmarked
+
+    def _any_mark(self, block: Int32) -> Boolean:
+        marks = self._marks(block)
+        found = marks[0]
+        for i in range(1, self.plan.tile_m // MARKS_PER_WORD):
+            found = found | marks[i]
+        return found != 0
+
+    def _marks(self, block: Int32) -> cute.Tensor:
+        stats = self.tiles.stats[None, self.channels.q.index(block)]
+        return marks_of(stats, self.plan.tile_m, self.plan.num_stats)
+
+    @cute.jit
+    def _clear_row(self, row: cute.Tensor) -> None:
+        """By a warp."""
+        for first in cutlass.range_constexpr(0, cute.size(row), bit_tile.WORD):
+            col = first + cute.arch.lane_idx()
+            if col < cute.size(row):
+                row[col] = self.plan.dtype(0.0)
+
     def is_hidden(self) -> Boolean:
         """Whether the bits at hand, which have come, hide all keys of this warpgroup."""
         first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
@@ -226,7 +285,7 @@ class BlockScores:
         plan, chain, channels = self.plan, self.chain, self.channels
         is_plain = chain.is_empty
         acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))
-        lse, delta = self._statistics(at.block)
+        statistics = self._statistics(at.block)
         self._issue_scores(acc_S, at)
         channels.do.wait_unless(at.known.do, at.block)
         if is_plain:
@@ -235,10 +294,11 @@ class BlockScores:
         else:
             # no registers for dP meanwhile
             warpgroup.wait_group(0)
-        self._apply(kind, at, wgmma.rows_by_cols(acc_S), lse)
+        self._apply(kind, at, wgmma.rows_by_cols(acc_S), statistics)
         if not is_plain:
             self._issue_dp(acc_dP, at)
         warpgroup.wait_group(0)
+        delta = statistics.delta
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(acc_S), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
         if is_plain:
@@ -248,7 +308,7 @@ class BlockScores:
         """P and dS in their words, and the gradients of aux tensors, for one part of the columns
         after the other: there are no registers for S and dP of all."""
         width = self.plan.tile_m // self.num_parts
-        lse, delta = self._statistics(at.block)
+        statistics = self._statistics(at.block)
         bits, place = self._bits(kind, at.cut, at.known.bits), self._place(at)
         self.channels.do.wait_unless(at.known.do, at.block)
         for part in range(self.num_parts):
@@ -259,7 +319,7 @@ class BlockScores:
             scores, grads = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_dP)
             first_col = part * cute.size(scores, mode=[1])
             self.chain.apply_to_both(
-                *place, scores, grads, first_col, bits, lse, delta, self.probs, self.grads
+                *place, scores, grads, first_col, bits, statistics, self.probs, self.grads
             )
 
     # -- the keys of both -----------------------------------------------------------------------
@@ -284,10 +344,10 @@ class BlockScores:
 
     def _compute_probs(self, kind: Kind, at: Visit) -> None:
         acc_S = wgmma.make_accumulator(self.plan.tile_m)
-        lse, _ = self._statistics(at.block)
+        statistics = self._statistics(at.block)
         self._issue_scores(acc_S, at)
         warpgroup.wait_group(0)
-        self._apply(kind, at, wgmma.rows_by_cols(acc_S), lse)
+        self._apply(kind, at, wgmma.rows_by_cols(acc_S), statistics)
         if self.chain.is_empty:
             wgmma.round_pairs(self.probs, acc_S, self.plan.dtype)
         else:
@@ -299,7 +359,7 @@ class BlockScores:
     def _compute_grads(self, at: Visit) -> None:
         plan = self.plan
         acc_dP = wgmma.make_accumulator(plan.tile_m)
-        _, delta = self._statistics(at.block)
+        delta = self._statistics(at.block).delta
         self.channels.do.wait_unless(at.known.do, at.block)
         self._issue_dp(acc_dP, at)
         warpgroup.wait_group(0)
@@ -333,15 +393,15 @@ class BlockScores:
             kept = self.plan.mma_values(), operand
             wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile)
 
-    def _apply(self, kind: Kind, at: Visit, scores: cute.Tensor, lse: cute.Tensor) -> None:
+    def _apply(self, kind: Kind, at: Visit, scores: cute.Tensor, statistics: Statistics) -> None:
         """In place of S, P or, where there is a chain, what dS has for it; then P is in probs."""
         bits = self._bits(kind, at.cut, at.known.bits)
         if self.chain.is_empty:
             if bits is not None:
                 bit_tile.hide_unset(scores, bits)
-            probabilities(scores, lse, self.chain.scales.scale_log2)
+            probabilities(scores, statistics.lse, self.chain.scales.scale_log2)
         else:
-            self.chain.apply(*self._place(at), scores, bits, lse, self.probs)
+            self.chain.apply(*self._place(at), scores, bits, statistics, self.probs)
 
     def _bits(self, kind: Kind, cut: Int32, is_known: Boolean) -> tuple | None:
         if kind != Kind.CUT:
@@ -354,8 +414,8 @@ class BlockScores:
         words = self.tiles.words[None, self.channels.q.index(at.block)]
         return self.channels.ring.read(at.tile), words[2], words[1]
 
-    def _statistics(self, block: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """LSE and delta of the queries that this thread's columns are, in shared memory."""
+    def _statistics(self, block: Int32) -> Statistics:
+        """Of the queries that this thread's columns are."""
         tile_m = self.plan.tile_m
         first = wgmma.first_col_of(thread_in_warpgroup())
         layout = cute.make_layout((2, tile_m // 8), stride=(1, 8))
@@ -363,7 +423,17 @@ class BlockScores:
         lse, delta = (
             cute.make_tensor((row + (first + start)).align(8), layout) for start in (0, tile_m)
         )
-        return lse, delta
+        if not self.plan.has_reference:
+            return Statistics(lse, delta)
+        # by the same address as LSE, to save registers
+        delta, reference = (
+            cute.make_tensor(lse.iterator + start, layout) for start in (tile_m, 2 * tile_m)
+        )
+        if self.plan.shares_keys or self.chain.wants_aux:
+            # here ptxas would serialise the products for a branch, there it would save little
+            return Statistics(lse, delta, reference)
+        references = cute.make_tensor((row + 2 * tile_m).align(8), cute.make_layout(tile_m))
+        return Statistics(lse, delta, reference, has_reference(references))
 
     def _pass_probs(self, block: Int32) -> None:
         """Give P to the other warpgroup."""

@@ -57,7 +57,7 @@ from flash_mask_cute.core.cta import (
     swizzled,
     thread_in_warpgroup,
 )
-from flash_mask_cute.core.lengths import Lengths, store_lse
+from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
@@ -206,6 +206,7 @@ class FlashAttentionForwardSm90:
         block_bits=None,
         stored_bits: tuple | None = None,
         part: tuple | None = None,
+        mLSELow: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -220,15 +221,14 @@ class FlashAttentionForwardSm90:
         sizes, of logical blocks in which tiles do not nest. stored_bits: `tiles` and `states` of
         stored answers, and with mCuSeqlensQ `places`, in place of a mask_mod and block lists
         (`rules/mask_rules.py` describes all four), for the query blocks that this launch computes:
-        its `part`, a pair (`StoredArgs`).
+        its `part`, a pair (`StoredArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what
+        rounding takes from it.
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
         plan = self.plan
-        operands = tma.Operands.of_forward(
-            plan, mQ, mK, mV, mO, mCuSeqlensQ is not None, mCuSeqlensK is not None
-        )
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
         stored = blocks = group_bytes = None
         check_given("part", part, stored_bits is not None)
         if const_expr(stored_bits is not None):
@@ -254,7 +254,10 @@ class FlashAttentionForwardSm90:
             aux_tensors,
             stored,
         )
-        self.kernel(operands, mLSE, lengths, score_args, masks, schedule, tile_counter).launch(
+        if const_expr(self.score_mod is None):
+            check_given("mLSELow", mLSELow, False)
+        lse = LseTensors(mLSE, mLSELow)
+        self.kernel(operands, lse, lengths, score_args, masks, schedule, tile_counter).launch(
             grid=(schedule.grid, 1, 1),
             block=(plan.num_threads, 1, 1),
             stream=stream,
@@ -265,7 +268,7 @@ class FlashAttentionForwardSm90:
     def kernel(
         self,
         operands: tma.Operands,
-        mLSE: cute.Tensor | None,
+        lse: LseTensors,
         lengths: Lengths,
         score_args: ScoreArgs,
         masks: MaskArgs,
@@ -335,7 +338,7 @@ class FlashAttentionForwardSm90:
                 self.paint(painter, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
             cute.arch.setmaxregister_increase(plan.mma_registers)
-            self.mma(operands, tiles, channels, mLSE, lengths, score_args, masks)
+            self.mma(operands, tiles, channels, lse, lengths, score_args, masks)
         elif const_expr(plan.painter_warpgroup):
             cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
             self.paint(painter, tiles, channels, lengths, masks)
@@ -362,7 +365,7 @@ class FlashAttentionForwardSm90:
         operands: tma.Operands,
         tiles: Tiles,
         channels: Channels,
-        mLSE: cute.Tensor | None,
+        lse: LseTensors,
         lengths: Lengths,
         score_args: ScoreArgs,
         masks: MaskArgs,
@@ -422,15 +425,15 @@ class FlashAttentionForwardSm90:
             warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
             blocks.release_values(at)
             work = ring.read(tile)
-            if const_expr(lengths.cu_seqlens_k is not None):  # noqa: SIM102 (while tracing)
+            if const_expr(lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
-                    # what was loaded is a row of a neighbour
+                    # what was loaded is a row that is not in use, or a neighbour's
                     blocks.acc_O.fill(0.0)
             o_stage = mma_warpgroup_idx()
             if const_expr(plan.share_qo):
                 o_stage += channels.q.index(tile) * plan.num_mma_warpgroups
             sO = tiles.o[None, None, o_stage]
-            self._epilogue(operands, sO, blocks, mLSE, lengths, score_args.sink, work)
+            self._epilogue(operands, sO, blocks, lse, lengths, score_args.sink, work)
             ring.release(tile)
             at = at.next_tile()
             if const_expr(plan.overlaps_tiles):
@@ -492,7 +495,7 @@ class FlashAttentionForwardSm90:
         operands: tma.Operands,
         sO: cute.Tensor,
         blocks: KeyBlocks,
-        mLSE: cute.Tensor | None,
+        lse: LseTensors,
         lengths: Lengths,
         mSink: cute.Tensor | None,
         work: Work,
@@ -508,19 +511,21 @@ class FlashAttentionForwardSm90:
         if const_expr(mSink is not None):
             sinks = tuple(mSink[head].to(Float32) for head in heads)
         output = wgmma.rows_by_cols(acc_O)
-        for r, (factor, lse) in enumerate(blocks.softmax.finalize(sinks)):
+        for r, (factor, row_lse, low) in enumerate(blocks.softmax.finalize(sinks)):
             if const_expr(lengths.seqused_q is not None):
                 used = q_idx[r] < work.seqlen_q
-                lse = cutlass.select_(used, lse, -Float32.inf)
+                row_lse = cutlass.select_(used, row_lse, -Float32.inf)
+                if const_expr(low is not None):
+                    low = cutlass.select_(used, low, Float32(0.0))
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cutlass.select_(used, output[r, c] * factor, Float32(0.0))
             else:
                 # adding 0 makes the zeros of a row that saw nothing positive, however they came
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
-            if const_expr(mLSE is not None):  # noqa: SIM102 (decided while tracing)
+            if const_expr(lse.lse is not None):  # noqa: SIM102 (decided while tracing)
                 if thread % 4 == 0 and q_idx[r] < work.slot:
-                    store_lse(mLSE, lengths, work, heads[r], q_idx[r], lse)
+                    lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
 
         # the previous tile's store must have read the staging memory, and all warps their queries
         is_storing_warp = warp_idx % WARPS_PER_WARPGROUP == 0

@@ -133,6 +133,7 @@ class KeyBlocks:
             wgmma.ROWS_PER_THREAD,
             plan.dtype,
             QuadRows(*plan.polynomial if computes_functions else ()),
+            None if score_mod is None else traits.factor,
         )
         kept_q = None
         if score_mod is None and plan.query_steps > 0:
@@ -428,9 +429,15 @@ class KeyBlocks:
                     softmax.renew(softmax.tile_max(scores), is_first)
             sums = softmax.exponentials(scores, keep_probs)
             is_old = softmax.overflowed(sums)
+            if const_expr(softmax.takes_any_size and not may_be_first):
+                is_old = softmax_math.either(is_old, softmax.unseen())
             if softmax_math.any_in_warp(is_old):
                 factors = softmax.renew(softmax.tile_max(scores), is_old)
-                sums = softmax.exponentials(scores, keep_probs)
+                if const_expr(not softmax.takes_any_size):
+                    sums = softmax.exponentials(scores, keep_probs)
+                elif softmax_math.any_in_warp(softmax.seen_of(is_old)):
+                    # not of rows that still see nothing, whose probabilities are 0 already
+                    sums = softmax.exponentials(scores, keep_probs, exactly=True)
             softmax.add(sums)
         return factors
 

@@ -28,6 +28,8 @@ from trained_mods import (
 
 from bench.codegen import count_sass, disassembly
 from flash_mask_cute import flash_attn_func, functional
+from flash_mask_cute.autograd import torch_ops
+from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.call.config import select_bwd_config
 from flash_mask_cute.call.kernels_bwd import build_bwd
 from flash_mask_cute.call.problem import AttentionProblem, Mods
@@ -238,19 +240,19 @@ def test_opcheck() -> None:
     q, k, v = (x.detach() for x in qkv())
     bias, gain = torch.rand(12, 12).to(BF16), torch.rand(2).half()
     mod = TRAINED_MODS["gain_and_bias"].cute
-    call = functional._Call(
+    call = Call(
         *(None,) * 7, True, None, None, 0.0, mod, None, [bias, gain], None, None, None, False,
         None, None,
     )  # fmt: skip
-    arguments = functional._to_operator(call)
-    out, lse = OPERATORS.attention_fwd(q, k, v, None, *arguments)
+    arguments = torch_ops.to_operator(call)
+    out, lse, lse_low = OPERATORS.attention_fwd(q, k, v, None, *arguments)
     for wants_aux in ([], [1], [0, 1]):
         torch.library.opcheck(
             OPERATORS.attention_bwd.default,
-            (q, k, v, None, out, lse, torch.ones_like(out), None, wants_aux, *arguments),
+            (q, k, v, None, out, lse, lse_low, torch.ones_like(out), None, wants_aux, *arguments),
         )
     aux_tensors = [bias.requires_grad_(), gain.requires_grad_()]
-    arguments = functional._to_operator(call._replace(aux_tensors=aux_tensors))
+    arguments = torch_ops.to_operator(call._replace(aux_tensors=aux_tensors))
     torch.library.opcheck(OPERATORS.attention_fwd.default, (q, k, v, None, *arguments))
 
 

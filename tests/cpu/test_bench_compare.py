@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -267,3 +269,20 @@ def test_default_cases() -> None:
     assert {CASES[name].kind for name in names} == {"attention", "backward"}
     assert {CASES[name].n for name in names} == {8192} and 8 <= len(names) <= 24
     assert compare.main(["--base", str(ROOT), "--base", "no-such-commit"]) == 2
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_commands_say_so(command: str, tmp_path: Path) -> None:
+    arguments = {"run": ["--out", str(tmp_path / "rows")], "compare": ["--base", str(ROOT)]}
+    child = subprocess.run(
+        [sys.executable, "-m", f"bench.{command}", *arguments[command]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 2 and not child.stderr
+    assert re.fullmatch(
+        rf"python -m bench\.{command} needs a GPU, and torch .* sees none\n", child.stdout
+    )
+    assert not (tmp_path / "rows").exists()

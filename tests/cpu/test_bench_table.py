@@ -407,6 +407,7 @@ def test_the_command_compiles_ahead_and_goes_on_where_it_stopped(
 
     monkeypatch.setattr(run, "compile_ahead", compile_ahead)
     monkeypatch.setattr(run, "launch_worker", worker)
+    monkeypatch.setattr(run, "why_no_gpu", lambda command: None)
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: SimpleNamespace())
     command = ["--table", "paper", "*d64-32k-*", "--out", str(out), "--commit", "abc"]
     for _ in range(2):

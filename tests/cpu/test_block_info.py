@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.limits import OPEN_WINDOW
 from flash_mask_cute.seqlen_info import SeqlenInfoQK, SeqlenInfoQKNewK
 
 
@@ -344,10 +345,11 @@ def test_traced_arithmetic_equals_python(variant):
         for seqlen_q in (0, 1, 7, 21)
         for cached in (0, 5, 24)
         for new in (0, 6)
-        for left, right in ((0, 0), (3, 1), (100, 100), (9, -2), (-2, 9))
+        for left, right in ((0, 0), (3, 1), (100, 100), (9, -2), (-2, 9), (0, -OPEN_WINDOW))
         for block in range(7)
         for split_idx in range(3)
         if left >= 0 or not variant.is_causal
+        if left + right >= 0 or not variant.has_left
     ]
     grid = [grid[i] for i in rng.permutation(len(grid))[:900]]
     expected = []

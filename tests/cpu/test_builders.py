@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_mask_cute import flash_attn_func
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -189,6 +190,20 @@ def draw_from_position_ids(rng: random.Random, seqlen: int) -> Drawn:
     return of_documents(mask, owners(lengths, seqlen), is_causal)
 
 
+def draw_key_padding(rng: random.Random, seqlen: int) -> Drawn:
+    """Padding on the left, on the right, or anywhere."""
+    kind, edge = rng.randrange(3), rng.randint(0, seqlen)
+    left, anywhere = [k >= edge for k in range(seqlen)], [rng.random() < 0.7 for _ in range(seqlen)]
+    real = (left, [not x for x in left], anywhere)[kind]
+    mask = torch.tensor([real]).to(rng.choice((torch.bool, torch.int64, torch.uint8)))
+    is_causal = rng.random() < 0.5
+    return Drawn(
+        builders.key_padding(mask if rng.random() < 0.5 else mask[:, None, None], causal=is_causal),
+        lambda q, k: real[k] and (k <= q or not is_causal),
+        (True, 1) if is_causal else (False, 2),
+    )
+
+
 DRAW = {
     name.removeprefix("draw_"): function
     for name, function in list(globals().items())
@@ -360,6 +375,58 @@ def test_a_prefix_of_all_that_an_int32_tells() -> None:
     assert torch.equal(mask.dense(6), builders.document([3, 3]).dense(6))
 
 
+PADDING = torch.tensor(
+    [[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 0, 0, 1], [1] * 7, [0] * 7]
+)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3, 7, 12, 400])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_keys_are_hidden_from_any_number_of_queries(is_causal: bool, seqlen_q: int) -> None:
+    mask = builders.key_padding(PADDING, causal=is_causal)
+    assert (mask.seqlen_q, mask.causal, mask.documents) == ("any", is_causal, False)
+    assert mask.startend_row_indices.shape == (5, 1, 7, 1 if is_causal else 2)
+    expected = PADDING.bool()[:, None, None].expand(5, 1, seqlen_q, 7)
+    if is_causal:
+        own = torch.arange(seqlen_q)[:, None] + 7 - seqlen_q
+        expected = expected & (torch.arange(7) <= own)
+    assert torch.equal(mask.dense(seqlen_q), expected)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3, 7, 40])
+@pytest.mark.parametrize("is_causal", ["mask", "call", None])
+def test_attention_under_padding(is_causal: str | None, seqlen_q: int) -> None:
+    """Of a decode step, a chunk, a sequence, and queries of something longer; against float64."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(5, n, 2, 16, generator=generator, dtype=torch.float64).requires_grad_()
+        for n in (seqlen_q, 7, 7)
+    )
+    mask = builders.key_padding(PADDING, causal=is_causal == "mask")
+    out = flash_attn_func(q, k, v, causal=is_causal == "call", startend_row_indices=mask)
+    visible = PADDING.bool()[:, None, None].expand(5, 1, seqlen_q, 7)
+    if is_causal:
+        visible = visible & torch.ones(seqlen_q, 7, dtype=torch.bool).tril(7 - seqlen_q)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4
+    is_empty = ~visible.any(-1, keepdim=True)
+    weights = scores.masked_fill(~visible & ~is_empty, float("-inf")).softmax(-1)
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights.masked_fill(is_empty, 0.0), v)
+    assert torch.allclose(out, expected)
+    dout = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    gradients = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, expected))
+    for found, right in zip(*gradients, strict=True):
+        assert torch.allclose(found, right, atol=1e-6)
+
+
+def test_every_mask_tells_its_queries() -> None:
+    rng = random.Random(0)
+    for name, draw in DRAW.items():
+        seqlen_q = draw(rng, 13).mask.seqlen_q
+        assert seqlen_q == ("any" if name == "key_padding" else 13), name
+    assert builders.random_eviction(9, 3).seqlen_q == 9
+    assert builders.from_dense(torch.ones(2, 5, 9, dtype=torch.bool)).seqlen_q == 5
+
+
 def test_seqlen_is_what_lists_add_up_to() -> None:
     assert builders.document([[3, 4], [2]]).startend_row_indices.shape == (2, 1, 7, 2)
     assert builders.from_cu_seqlens([0, 3, 5]).startend_row_indices.shape == (1, 1, 5, 1)
@@ -412,9 +479,9 @@ def test_from_dense_is_exact_or_names_the_column(most: int, is_causal: bool) -> 
         if too_many:
             refused += 1
             with pytest.raises(ValueError, match=rf"column {too_many[0]} of .*batch 0, head 0"):
-                builders.from_dense(mask)
+                builders.from_dense(mask, seqlen_q=seqlen_q)
         else:
-            found = builders.from_dense(mask)
+            found = builders.from_dense(mask, seqlen_q=seqlen_q)
             assert torch.equal(found.dense(seqlen_q)[0, 0], mask)
     assert (refused > 0) == (most > 2)
 
@@ -441,7 +508,7 @@ def test_from_dense_takes_the_first_form_that_holds(
     rows: list[str], form: tuple[bool, int]
 ) -> None:
     mask = torch.tensor([[c == "x" for c in row] for row in rows])
-    found = builders.from_dense(mask)
+    found = builders.from_dense(mask, seqlen_q=len(rows))
     assert (found.causal, found.num_vectors) == form
     assert torch.equal(found.dense(len(rows))[0, 0], mask)
 
@@ -464,6 +531,37 @@ def test_from_dense_of_heads_and_batches() -> None:
         builders.from_dense(masks)
 
 
+PADDING_OF_5 = torch.tensor([[True, True, True, False, False], [True, True, False, False, False]])
+
+
+@pytest.mark.parametrize(
+    ("mask", "rows"),
+    [
+        (PADDING_OF_5, 2),
+        (PADDING_OF_5[:1], 1),
+        (PADDING_OF_5[:, None], 1),
+        (PADDING_OF_5[:, None, None], 1),
+        (torch.ones(9, 5, dtype=torch.bool), 9),
+    ],
+)
+def test_from_dense_refuses_what_may_be_padding(mask: Tensor, rows: int) -> None:
+    text = rf"{re.escape(str(tuple(mask.shape)))}, which might be a padding mask of 5 keys: key_pa"
+    with pytest.raises(ValueError, match=text + rf".*say seqlen_q={rows}"):
+        builders.from_dense(mask)
+    with pytest.raises(ValueError, match=rf"seqlen_q=4 of a mask with {rows} rows"):
+        builders.from_dense(mask, seqlen_q=4)
+    # rows that are said to be queries
+    found = builders.from_dense(mask, seqlen_q=rows)
+    assert found.seqlen_q == rows
+    assert torch.equal(found.dense(rows).flatten(), mask.flatten())
+
+
+def test_from_dense_takes_a_square_as_it_is() -> None:
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    for same in (mask, mask[None], mask[None, None]):
+        assert torch.equal(builders.from_dense(same).dense(5)[0, 0], mask)
+
+
 # -- documentation ------------------------------------------------------------------------------
 
 
@@ -480,7 +578,7 @@ def sketches() -> dict[str, list[str]]:
 
 def test_the_gallery_shows_what_is_built() -> None:
     drawn = sketches()
-    assert len(drawn) == 12
+    assert len(drawn) == 14
     for call, rows in drawn.items():
         visible = eval(call, vars(builders)).dense(9)[0, 0]
         assert rows == ["".join("x" if seen else "." for seen in row) for row in visible], call
@@ -545,6 +643,19 @@ def test_a_cache_that_never_fills_may_have_any_size() -> None:
         (lambda: builders.from_dense(torch.ones(3, 3)), ValueError, "torch.float32"),
         (lambda: builders.from_dense(torch.ones(3).bool()), ValueError, r"\(3,\)"),
         (lambda: builders.from_dense([[True]]), ValueError, "list"),
+        (lambda: builders.from_dense(torch.ones(2, 5)), ValueError, "float32.*key_padding takes"),
+        (lambda: builders.from_dense(PADDING_OF_5, seqlen_q=2.0), TypeError, r"seqlen_q=2\.0 is"),
+        (lambda: builders.key_padding([1, 0]), TypeError, "mask is a list, not a tensor"),
+        (lambda: builders.key_padding(torch.ones(2, 3)), TypeError, "dtype torch.float32; it hol"),
+        (lambda: builders.key_padding(PADDING[0]), ValueError, r"mask has shape \(7,\), not"),
+        (lambda: builders.key_padding(PADDING[:, None]), ValueError, r"\(5, 1, 7\), not"),
+        (
+            lambda: builders.key_padding(PADDING[:, None, None].expand(5, 1, 7, 7)),
+            ValueError,
+            r"\(5, 1, 7, 7\), not .*; from_dense takes masks",
+        ),
+        (lambda: builders.key_padding(PADDING[:0]), ValueError, r"mask is empty: shape \(0, 7\)"),
+        (lambda: builders.key_padding(PADDING, causal=1), TypeError, "causal=1 is not a bool"),
     ],
 )  # fmt: skip
 def test_refusals(call: Callable[[], Any], error: type[Exception], text: str) -> None:

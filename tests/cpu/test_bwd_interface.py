@@ -31,6 +31,7 @@ from flash_mask_cute.call.prepared_bwd import (
 from flash_mask_cute.call.validate import check_bwd_inputs
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.runtime import plain_tensors
 from flash_mask_cute.runtime.target import Target
 
 NAN = float("nan")
@@ -206,11 +207,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("out must have", "(2, 24, 6, 32)", "(2, 24, 6, 64)"),
     ),
-    "out_strided": (
-        {"out": torch.zeros(2, 24, 6, 64, dtype=BF16)[..., ::2]},
-        ValueError,
-        ("out must be contiguous", "2)"),
-    ),
     "dout_type": ({"dout": 3}, TypeError, ("dout must be a torch.Tensor", "3")),
     "dout_dtype": (
         {"dout": torch.zeros(2, 24, 6, 32)},
@@ -366,6 +362,9 @@ class OnBlackwell(OnCuda):
     is_cuda = True  # type: ignore[assignment]
 
 
+plain_tensors.PLAIN_TYPES += (OnBlackwell,)
+
+
 def test_refused_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface.Target, "of", lambda device: Target.named("sm_100a"))
     given = {name: x.as_subclass(OnBlackwell) for name, x in arguments().items()}
@@ -457,11 +456,12 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     q, k, v, out, dout, lse = given.values()
     tile_m = recorder.prepared[0].choice.tiles.tile_m
     stats, dq_accum, turns, parts = *main[4:7], before[8]
-    assert stats.shape == (6, 2, 2, tile_m) and dq_accum.shape == (6, 2, tile_m * 64)
+    assert stats.shape == (6, 2, 2 * tile_m + 4) and dq_accum.shape == (6, 2, tile_m * 64)
     assert parts.shape == turns.shape == (6, 2)
     assert {x.dtype for x in (stats, dq_accum, parts)} == {FP32} and turns.dtype == torch.int32
 
-    assert same(before, (out, dout, lse, dlse, stats, None, turns, SINK, parts, None, used_q))
+    of_rows = (out, dout, lse, dlse, stats, None, turns, SINK, parts, None, used_q, q, None)
+    assert same(before, of_rows)
     counter = main[18]
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
     assert same(
@@ -487,7 +487,7 @@ def test_packed_sequences(recorder: Recorder) -> None:
     dq, dk, dv = run(cu_seqlens_k=edges_k)
     before, main, after = recorder.last()
     tile_m = recorder.prepared[0].choice.tiles.tile_m
-    assert main[4].shape == (6, 48 // tile_m + 2, 2, tile_m)
+    assert main[4].shape == (6, 48 // tile_m + 2, 2 * tile_m)
     assert before[9] is main[10] is after[4] is edges_q and main[11] is edges_k
     assert before[7:9] == (None, None)
     assert recorder.calls[-1][0] == "clear_tails"
@@ -617,7 +617,7 @@ WARM: dict[str, Any] = {
         {"score_mod": None},
         {"score_mod_bwd": square_scores_bwd},
         {"mask_mod": MASK_MODS["checks"].cute},
-        {"startend_row_indices": torch.zeros(1, 1, 40, 2, dtype=torch.int32)},
+        {"startend_row_indices": torch.zeros(1, 1, 40, 2, dtype=torch.int32), "q_start": 0},
         {"deterministic": True},
         {"config": {"tile_m": 64}},
     ],
@@ -639,6 +639,7 @@ def test_masks_arrive_in_the_kernels_form(recorder: Recorder) -> None:
     more = {
         "block_sparse_tensors_torch": lists,
         "startend_row_indices": columns,
+        "q_start": 0,
         "mask_mod": MASK_MODS["documents"].cute,
         "aux_tensors": aux,
     }
@@ -696,11 +697,58 @@ def test_extents_of_one_get_strides_that_tma_takes(recorder: Recorder) -> None:
         assert x.shape[0] == 1 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1])
 
 
-def test_misaligned_data_never_hits(recorder: Recorder) -> None:
+def late(like: Tensor) -> Tensor:
+    return torch.randn(like.numel() + 1).to(BF16)[1:].view(like.shape)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "dout"])
+def test_operands_that_kernels_cannot_read_are_copied(name: str, recorder: Recorder) -> None:
+    """In each call, of a launch that is found again; those of other calls are not."""
+    good = arguments()[name]
+    bad = (late(good), torch.randn(*good.shape, 2).to(BF16)[..., 0], good[:, :1].expand_as(good))
+    places = {
+        "q": [(1, 0)],
+        "k": [(1, 1)],
+        "v": [(1, 2)],
+        "out": [(0, 0)],
+        "dout": [(0, 1), (1, 3)],
+    }
     call()
-    shifted = torch.zeros(2 * 24 * 6 * 64 + 1, dtype=BF16)[1:].view(2, 24, 6, 64)
-    call(q=shifted)
-    assert len(recorder.prepared) == 2
+    for x in bad:
+        for _ in range(2):
+            call(**{name: x})
+            for kernel, position in places[name]:
+                copy = recorder.last()[kernel][position]
+                assert copy is not x and torch.equal(copy, x)
+                assert copy.is_contiguous() and copy.data_ptr() % 16 == 0
+    assert len(recorder.prepared) == 4
+    call(**{name: good})
+    assert recorder.last()[places[name][0][0]][places[name][0][1]] is good
+
+
+def test_misaligned_gradients_never_hit(recorder: Recorder) -> None:
+    call(dq=torch.zeros(2, 24, 6, 64, dtype=BF16))
+    for _ in range(2):
+        call(dq=late(torch.zeros(2, 24, 6, 64)))
+    assert len(recorder.prepared) == 3
+
+
+@pytest.mark.parametrize(("scale", "positive"), [(-0.3, 0.3), (0.0, 1.0)])
+def test_scales_that_are_not_positive(recorder: Recorder, scale: float, positive: float) -> None:
+    """The main kernel gets q with the sign, so dk is right; dq takes the sign in the end."""
+    q = torch.randn(2, 24, 6, 64).to(BF16)
+    call(q=q, softmax_scale=scale)
+    _, main, after = recorder.last()
+    assert torch.equal(main[0], q * (-1.0 if scale else 0.0))
+    assert main[9] == positive and after[3] == scale
+
+
+def test_a_sink_of_float64(recorder: Recorder) -> None:
+    sink = torch.randn(6, dtype=torch.float64)
+    call(learnable_sink=sink, dsink=torch.empty_like(sink))
+    before = recorder.last()[0]
+    assert before[7].dtype == FP32 and torch.equal(before[7], sink.float())
+    assert recorder.prepared[0].sink_dtype == "float32"
 
 
 # -- configuration and code ---------------------------------------------------------------------

@@ -72,6 +72,11 @@ def test_facts() -> None:
         (lambda: ColumnMask(draw_indices(0, 1, 4, 1), True), ValueError, r"got \(1, 4, 1\)"),
         (lambda: ColumnMask(draw_indices(0, 1, 1, 4, 3), True), ValueError, r"\(1, 1, 4, 3\)"),
         (lambda: ColumnMask(draw_indices(0, 1, 1, 4, 1), False), ValueError, "n = 1 hides"),
+        (lambda: of_queries("all"), ValueError, "seqlen_q='all' is not an int, 'any' or None"),
+        (lambda: of_queries(7.0), TypeError, r"seqlen_q=7\.0 is not an int, 'any' or None"),
+        (lambda: of_queries(True), TypeError, "seqlen_q=True is not"),
+        (lambda: of_queries(-1), ValueError, "seqlen_q=-1 is negative"),
+        (lambda: of_queries(7).dense(8), ValueError, "seqlen_q=8 of a mask with 7 queries"),
         (lambda: some_mask().dense(4, 8), ValueError, "seqlen_k=8 of a mask with 7 keys"),
         (lambda: some_mask().dense(4.0), TypeError, r"seqlen_q=4\.0 is not an int"),
         (lambda: some_mask().dense(4, 2.0), TypeError, r"seqlen_k=2\.0 is not an int"),
@@ -90,6 +95,31 @@ def test_facts() -> None:
 def test_refusals(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def of_queries(seqlen_q: Any) -> ColumnMask:
+    return ColumnMask(draw_indices(0, 1, 1, 7, 2), True, seqlen_q=seqlen_q)
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (
+            lambda: ColumnMask(draw_indices(0, 2, 3, 70, 4), False),
+            "shape=(2, 3, 70, 4), causal=False, an unknown number of queries x 70 keys",
+        ),
+        (lambda: of_queries(9), "shape=(1, 1, 7, 2), causal=True, 9 queries x 7 keys"),
+        (lambda: of_queries("any"), "shape=(1, 1, 7, 2), causal=True, any number of queries x 7"),
+        (
+            lambda: ColumnMask(draw_indices(0, 1, 1, 7, 1), True, documents=True, seqlen_q=7),
+            "shape=(1, 1, 7, 1), causal=True, documents=True, 7 queries x 7 keys, device=cpu)",
+        ),
+    ],
+)
+def test_repr_is_one_line(mask: Callable[[], ColumnMask], text: str) -> None:
+    told = repr(mask())
+    assert told.startswith(f"ColumnMask({text}") and told.endswith("device=cpu)")
+    assert "\n" not in told and str(mask()) == told
 
 
 def some_mask(batch: int = 1) -> ColumnMask:
@@ -292,11 +322,12 @@ def test_the_kernel_compiles(num_vectors: int, is_packed: bool) -> None:
 
 def test_it_can_be_pickled_after_use() -> None:
     """Data loaders send masks from process to process."""
-    mask = ColumnMask(torch.zeros((1, 1, 200, 2), dtype=torch.int32), True)
+    mask = ColumnMask(torch.zeros((1, 1, 200, 2), dtype=torch.int32), True, seqlen_q=200)
     lengths = torch.tensor([0, 50, 200], dtype=torch.int32)
     bounds = mask.bounds(64, lengths)
     copy = pickle.loads(pickle.dumps(mask))
     assert torch.equal(copy.startend_row_indices, mask.startend_row_indices)
+    assert copy.seqlen_q == 200
     assert copy.causal and torch.equal(copy.bounds(64, lengths), bounds)
 
 

@@ -16,7 +16,7 @@ from flash_mask_cute.call.config import select_bwd_config
 from flash_mask_cute.call.kernels import NO_MODS
 from flash_mask_cute.call.kernels_bwd import BwdKernels, build_bwd, compile_bwd
 from flash_mask_cute.call.prepared_bwd import BwdOperands
-from flash_mask_cute.call.problem import AttentionProblem, Mods
+from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
 from flash_mask_cute.runtime.cache import CompileCache, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target
@@ -28,7 +28,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "causal-32k": {"is_causal": True},
     "window": {"has_window_left": True, "has_window_right": True},
+    "causal-more-queries": {"is_causal": True, "may_empty_rows": True},
     "varlen-causal": {"varlen_q": True, "varlen_k": True, "is_causal": True},
+    "dense-seqused": {"has_seqused_q": True, "has_seqused_k": True, "is_causal": True},
     "seqused": {"varlen_q": True, "has_seqused_q": True, "has_seqused_k": True},
     "softcap": {"has_softcap": True},
     "columns-2": {"intervals": (2, False)},
@@ -87,6 +89,8 @@ def test_compiles_well(name: str) -> None:
             mods = mods._replace(**{kind: table[fields[kind]].cute})
             fields[kind] = callable_key(getattr(mods, kind))
     problem = replace(PLAIN, **fields)
+    as_called = may_empty_rows(problem, (0, 0), (None, None))
+    problem = replace(problem, may_empty_rows=problem.may_empty_rows or as_called)
     choice = select_bwd_config(
         *(problem.head_dim, problem.head_dim_v, problem.mask_kind),
         seqlen_k=SEQLENS_K.get(name, 0),

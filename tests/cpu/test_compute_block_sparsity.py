@@ -381,6 +381,9 @@ def test_aux_tensors_that_are_refused(aux: Any, error: type[Exception], message:
         ({"BLOCK_SIZE": 0}, ValueError, "BLOCK_SIZE must be positive, got 0"),
         ({"BLOCK_SIZE": (1, 2, 3)}, ValueError, "BLOCK_SIZE must be .queries, keys., got"),
         ({"mask_mod": 3}, TypeError, "mask_mod must be callable or None, got 3"),
+        ({"device": "gpu"}, ValueError, "device must be cpu or cuda, got 'gpu'"),
+        ({"device": "meta"}, ValueError, "device must be cpu or cuda, got 'meta'"),
+        ({"device": 3.5}, TypeError, "device must be cpu or cuda, got 3.5"),
     ],
 )
 def test_arguments_that_are_refused(
@@ -388,7 +391,12 @@ def test_arguments_that_are_refused(
 ) -> None:
     arguments = {"mask_mod": plain_batch_mod, "B": 1, "H": 1, "seqlen_q": 9, "seqlen_k": 9}
     with pytest.raises(error, match=message):
-        create_block_mask(**(arguments | changes), device="cpu")
+        create_block_mask(**({"device": "cpu"} | arguments | changes))
+
+
+def test_refusals_name_the_arguments_of_either_function() -> None:
+    with pytest.raises(ValueError, match="num_heads must not be negative, got -1"):
+        compute_blocksparse_tensors(16, 16, 1, -1, 9, 9, plain_batch_mod, None, "cpu")
 
 
 def test_a_tensor_in_a_closure_is_refused() -> None:
@@ -403,7 +411,7 @@ def test_gpu_instructions_are_refused() -> None:
     def mod(b, h, q, k, aux):
         return utils.scalar_to_ssa(cute.arch.lane_idx(), cutlass.Int32) <= k
 
-    with pytest.raises(NotImplementedError, match="mask_mod uses nvvm.*only for GPUs"):
+    with pytest.raises(NotImplementedError, match="^mask_mod mod .*uses nvvm.*only for GPUs"):
         create_block_mask(mod, 1, 1, 3, 3, "cpu")
 
 

@@ -12,9 +12,8 @@ from flash_mask_cute.call.config import (
     check_feasible,
     select_fwd_config,
 )
-from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tables import SM90_FWD, SM100_FWD, FwdRow
-from flash_mask_cute.call.validate import FwdShapes
 from flash_mask_cute.runtime.target import BLACKWELL
 
 HEAD_DIMS = range(8, 257, 8)

@@ -26,6 +26,7 @@ from support import (
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.call.problem import fold_window
 from flash_mask_cute.cpu import backward, forward
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
 from flash_mask_cute.cpu.forward import SequenceWalk, Tile, flash_attn_fwd_cpu
@@ -43,13 +44,12 @@ Gradients = dict[str, Tensor | None]
 def keywords_of(inputs: Inputs, tile_m: int, tile_n: int, pack_gqa: int) -> dict[str, Any]:
     """What the forward and the backward on the CPU both take."""
     case, keywords = inputs.case, inputs.keywords
-    window_right = case.window_right
-    if case.causal:
-        window_right = 0 if window_right is None else min(window_right, 0)
+    is_causal, *sides = fold_window(case.causal, case.window_left, case.window_right)
+    window_left, window_right = sides[0], 0 if is_causal else sides[1]
     columns = keywords.get("startend_row_indices")
     return {
         "softmax_scale": case.scale,
-        "window_left": case.window_left,
+        "window_left": window_left,
         "window_right": window_right,
         "softcap": case.softcap,
         "learnable_sink": keywords["learnable_sink"],

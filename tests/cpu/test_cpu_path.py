@@ -23,6 +23,7 @@ from support import (
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.call.problem import fold_window
 from flash_mask_cute.cpu import forward
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -51,9 +52,8 @@ def run_cpu_path(
     skip_blocks: bool = True,
 ) -> GuardedOutputs:
     case, keywords = inputs.case, inputs.keywords
-    window_right = case.window_right
-    if case.causal:
-        window_right = 0 if window_right is None else min(window_right, 0)
+    is_causal, *sides = fold_window(case.causal, case.window_left, case.window_right)
+    window_left, window_right = sides[0], 0 if is_causal else sides[1]
     columns = keywords.get("startend_row_indices")
     outputs = GuardedOutputs(inputs)
     flash_attn_fwd_cpu(
@@ -61,7 +61,7 @@ def run_cpu_path(
         inputs.k,
         inputs.v,
         softmax_scale=case.scale,
-        window_left=case.window_left,
+        window_left=window_left,
         window_right=window_right,
         softcap=case.softcap,
         learnable_sink=keywords["learnable_sink"],

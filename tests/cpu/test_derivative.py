@@ -111,7 +111,7 @@ def derive(
     lists = [None if x is None else tuple(x) for x in (aux, sums or None)]
     with compile_lock():
         function = compile_for_host(
-            "score_mod",
+            ("score_mod", score_mod),
             _differentiate_all,
             score_mod,
             tuple(wants_aux),
@@ -325,7 +325,9 @@ def test_functions_that_only_a_gpu_has(name: str) -> None:
     slopes, out = torch.empty_like(x), out.detach().float()
     rule = derivative._PARTIALS[f"math.{name}"][0]
     with compile_lock():
-        run = compile_for_host("score_mod", _apply_rule, rule, *map(_stand_in, (x, out, slopes)))
+        run = compile_for_host(
+            ("score_mod", rule), _apply_rule, rule, *map(_stand_in, (x, out, slopes))
+        )
     run(x, out, slopes)
     torch.testing.assert_close(slopes.double(), expected, rtol=1e-5, atol=1e-6)
     assert f"math.{name}" in trace(lambda s, *_: getattr(m, name)(s))
@@ -765,7 +767,7 @@ def test_score_mod_bwd() -> None:
     expected = grads * torch.where(k > 3, 2 * scores, 1.0) * table[1, 2]
     with compile_lock():
         function = compile_for_host(
-            "score_mod_bwd",
+            ("score_mod_bwd", bwd),
             _apply_bwd,
             bwd,
             _stand_in(grads),

@@ -22,7 +22,15 @@ from torch.utils.checkpoint import (
 )
 
 import flash_mask_cute
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention, functional
+from flash_mask_cute import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flashmask_attention,
+    functional,
+    mod_names,
+)
+from flash_mask_cute.autograd import torch_ops
+from flash_mask_cute.autograd.arguments import LENGTHS
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_fwd
 from flash_mask_cute.masks import column_mask
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -39,6 +47,9 @@ FEATURES = (
     Case("window-softcap-sink", 1, 12, 15, window_left=4, window_right=2, softcap=3.0, sink=FP32,
          **SMALL),
     Case("scale-dv8", 1, 7, 11, head_dim_v=8, softmax_scale=0.7, **SMALL),
+    Case("scale-0-sink-fp64", 1, 9, 13, causal=True, softmax_scale=0.0, sink=FP64, **SMALL),
+    Case("scale-negative-shifted", 1, 13, 17, softmax_scale=-0.4, window_left=9, window_right=-3,
+         softcap=3.0, strided="unreadable", **SMALL),
     Case("packed", lengths_q=(5, 0, 7), lengths_k=(6, 3, 9), causal=True, sink=FP32, **SMALL),
     Case("packed-used", lengths_q=(5, 8), lengths_k=(6, 9), seqused_q=(3, 8), seqused_k=(6, 5),
          **SMALL),
@@ -75,9 +86,9 @@ class Arguments(NamedTuple):
             keywords["block_sparse_tensors"] = keywords.pop("block_sparse_tensors_torch")
         sink = keywords.pop("learnable_sink")
         operands = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "learnable_sink": sink}
-        is_dense = all(keywords.get(name) is None for name in functional._LENGTHS)
+        is_dense = all(keywords.get(name) is None for name in LENGTHS)
         if is_dense:
-            for name in functional._LENGTHS:
+            for name in LENGTHS:
                 keywords.pop(name, None)
         return Arguments(
             flash_attn_func if is_dense else flash_attn_varlen_func,
@@ -271,7 +282,7 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
         for name in inspect.signature(flash_attn_varlen_func).parameters
         if name not in own | {"q", "k", "v", "learnable_sink"}
     }
-    lengths = {name: int32(0, i) for i, name in enumerate(functional._LENGTHS)}
+    lengths = {name: int32(0, i) for i, name in enumerate(LENGTHS)}
     given |= lengths | {
         "aux_tensors": [torch.ones(1), torch.ones(2)],
         "startend_row_indices": ColumnMask(rows_below(3, 12), True),
@@ -308,8 +319,10 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     of_forward |= {"return_lse": True}
     of_backward = {name: shared.pop(name) for name in ("score_mod_bwd", "deterministic")}
     of_backward |= {"config": config_bwd, "daux": None}
+    lse_low = found[0]["lse_low"]
+    assert lse_low.shape == (1, 2, 12) and lse_low.dtype == torch.float32
     for keywords, more in ((found[0], of_forward), (found[1], of_backward | {"dlse": None})):
-        expected = shared | more
+        expected = shared | more | {"lse_low": lse_low}
         assert keywords.keys() == expected.keys()
         for name, value in expected.items():
             if name == "aux_tensors":
@@ -464,10 +477,10 @@ def test_bounds_of_columns_are_computed_once(monkeypatch: pytest.MonkeyPatch) ->
     mask = ColumnMask(rows_below(9, 12), True)
     for _ in range(2):
         flash_attn_func(q, k, v, startend_row_indices=mask).sum().backward()
-    assert computed == [functional._TILE_N]
+    assert computed == [torch_ops._TILE_N]
     computed.clear()
     flash_attn_func(q, k, v, causal=True, startend_row_indices=rows_below(9, 12)).sum().backward()
-    assert computed == [functional._TILE_N]
+    assert computed == [torch_ops._TILE_N]
 
     @torch.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     def two_layers(x: Tensor, mask: ColumnMask) -> Tensor:
@@ -484,7 +497,7 @@ def test_bounds_of_columns_are_computed_once(monkeypatch: pytest.MonkeyPatch) ->
         flash_attn_func(expected, expected, expected, startend_row_indices=mask).sum().backward()
         torch.testing.assert_close(x.grad, eager.grad)
     # for each mask once by the graph and once by eager calls
-    assert computed == [functional._TILE_N] * (1 + 2 * 2)
+    assert computed == [torch_ops._TILE_N] * (1 + 2 * 2)
 
 
 def test_a_warm_call_adds_no_preparation(recorder: Recorder) -> None:
@@ -558,6 +571,20 @@ def test_compiled_equals_eager(case: Case) -> None:
     arguments = Arguments.of(inputs)
     compiled = torch.compile(arguments.function, fullgraph=True, backend="aot_eager")
     run(inputs, arguments, compiled).assert_equal(eager_results(case))
+
+
+def test_a_scale_in_a_tensor() -> None:
+    """It is read once: what it holds when the backward runs does not matter."""
+    q, k, v = (x.requires_grad_() for x in qkv())
+    expected = flash_attn_func(q, k, v, -0.3, window_size=(5, -2))
+    wanted = torch.autograd.grad(expected.sin().sum(), (q, k, v))
+    for call in (flash_attn_func, torch.compile(flash_attn_func, backend="aot_eager")):
+        scale = torch.tensor(-0.3, dtype=FP64)
+        out = call(q, k, v, scale, window_size=(5, -2))
+        scale.fill_(7.0)
+        assert torch.equal(out, expected)
+        gradients = torch.autograd.grad(out.sin().sum(), (q, k, v))
+        assert all(torch.equal(x, y) for x, y in zip(gradients, wanted, strict=True))
 
 
 def test_compiled_masks_follow_their_contents() -> None:
@@ -655,12 +682,13 @@ def test_windows_may_be_symbols() -> None:
     torch.testing.assert_close(exported(q), attend(q))
 
 
-def test_a_wrong_window_is_named_by_a_compiled_call() -> None:
+def test_a_wrong_value_is_named_by_a_compiled_call() -> None:
     torch._dynamo.reset()
     q = torch.randn(1, 12, 2, 8)
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
-    with pytest.raises(ValueError, match="window_size_left.*got -2"):
-        compiled(q, q, q, window_size=(-2, 0))
+    assert (compiled(q, q, q, window_size=(-2, 0)) == 0).all()
+    with pytest.raises(ValueError, match="softcap.*got -2"):
+        compiled(q, q, q, softcap=-2.0)
 
 
 class _Calls(torch.nn.Module):
@@ -768,7 +796,7 @@ class Scaling:
 
 
 def test_names_of_callables() -> None:
-    name_of = functional._optional_name
+    name_of = mod_names.optional_name
     (first, change), (second, _) = make_mod(2.0), make_mod(2.0)
     name = name_of(first)
     assert name is not None and name_of(None) is None
@@ -778,11 +806,11 @@ def test_names_of_callables() -> None:
     assert name_of(first) != name
     change(2.0)
     assert name_of(first) == name
-    assert functional._optional_mod(name) is first
+    assert mod_names.optional_mod(name) is first
     scaling = Scaling(2.0)
     assert name_of(scaling.method) == name_of(scaling.method) != name_of(Scaling(2.0).method)
     with pytest.raises(RuntimeError, match="no callable is known as 'py3:0#0'"):
-        functional._optional_mod("py3:0#0")
+        mod_names.optional_mod("py3:0#0")
     with pytest.raises(TypeError, match="tensor"):
         held = torch.ones(2)
         name_of(lambda score, *_: score * held)

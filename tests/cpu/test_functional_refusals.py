@@ -33,6 +33,27 @@ def test_second_derivatives_are_refused() -> None:
         dq.sum().backward()
 
 
+def test_a_scale_that_requires_grad() -> None:
+    """Would have no gradient, and nobody would notice."""
+    q, k, v = qkv()
+    scale = torch.tensor(0.3, requires_grad=True)
+    for function in (flash_attn_func, flash_attn_varlen_func, flashmask_attention):
+        with pytest.raises(NotImplementedError, match=r"^softmax_scale requires grad.*multiply q"):
+            function(q, k, v, softmax_scale=scale)
+    with torch.no_grad():
+        assert torch.equal(
+            flash_attn_func(q, k, v, softmax_scale=scale), flash_attn_func(q, k, v, scale.item())
+        )
+
+
+def test_windows_of_one_number() -> None:
+    q, k, v = qkv()
+    for none in (-1, None):
+        assert torch.equal(flashmask_attention(q, k, v, window_size=none), flash_attn_func(q, k, v))
+    with pytest.raises(ValueError, match=r"^window_size must be an int >= 0 .*, got -5: both"):
+        flashmask_attention(q, k, v, window_size=-5)
+
+
 def test_other_derivatives_are_refused() -> None:
     q, k, v = (x.detach() for x in qkv())
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
@@ -55,7 +76,24 @@ def test_other_derivatives_are_refused() -> None:
             "score_mod_bwd must take the arguments",
         ),
         ({"window_size": 3}, ValueError, "window_size must be .left, right., got 3"),
-        ({"window_size": (-2, 0)}, ValueError, "^window_size_left must be >= 0.*got -2"),
+        (
+            {"softmax_scale": torch.ones(1)},
+            ValueError,
+            "^softmax_scale must be a number or a 0-dim CPU tensor, got a .* shape .1,. on cpu",
+        ),
+        (
+            {"softmax_scale": torch.ones((), device="meta")},
+            ValueError,
+            "^softmax_scale must be a number or a 0-dim CPU tensor, .* on meta; .*multiply q by",
+        ),
+        ({"softmax_scale": torch.tensor(True)}, TypeError, "^softmax_scale must be a real number"),
+        ({"softmax_scale": torch.tensor(1j)}, TypeError, "^softmax_scale must be a real number"),
+        ({"softmax_scale": float("nan")}, ValueError, "^softmax_scale must be finite, .* got nan"),
+        (
+            {"softmax_scale": torch.tensor(torch.inf)},
+            ValueError,
+            "^softmax_scale must be .*got inf",
+        ),
         ({"causal": 1}, TypeError, "causal"),
         ({"startend_row_indices": torch.zeros(1, 1, 12, 1)}, TypeError, "startend_row_indices"),
         ({"startend_row_indices": rows_below(3, 12)}, ValueError, "causal=True"),
@@ -86,6 +124,19 @@ def test_page_table_and_dropout_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"dropout.*0\.1"):
         flashmask_attention(q, k, v, dropout=0.1)
     flashmask_attention(q, k, v, dropout=0.1, training=False)
+
+
+def test_what_comes_from_other_libraries() -> None:
+    """By position; as nested tensors; by Paddle's names."""
+    q, k, v = (x.detach() for x in qkv())
+    said = r"^window_size must be \(left, right\), got True; .* no dropout_p before softmax_scale"
+    with pytest.raises(ValueError, match=said):
+        flash_attn_func(q, k, v, 0.125, False, True)
+    nested = torch.nested.nested_tensor([q[0], q[0, :3]])
+    with pytest.raises(TypeError, match="^q must be one tensor, got a nested one; pack it"):
+        flash_attn_func(nested, k, v)
+    with pytest.raises(TypeError, match="^return_softmax_lse must be True or False, got 1"):
+        flashmask_attention(q, k, v, return_softmax_lse=1)  # type: ignore[arg-type]
 
 
 # -- the arguments of newer flash-attn-4 --------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -202,7 +201,7 @@ def test_mathematics_of_the_cpu() -> None:
     ("aux", "error", "text"),
     [
         (torch.zeros(3, dtype=torch.float64), TypeError, r"aux_tensors\[1\].*float64"),
-        (torch.zeros(3, dtype=torch.bool), TypeError, r"aux_tensors\[1\].*torch\.bool"),
+        (torch.zeros(3, dtype=torch.uint16), TypeError, r"aux_tensors\[1\].*torch\.uint16"),
         (torch.zeros(()), ValueError, r"aux_tensors\[1\] must have 1 to 4 dimensions"),
         (torch.zeros((1,) * 5), ValueError, r"aux_tensors\[1\] must have 1 to 4 dimensions"),
         (torch.zeros(3, device="meta"), ValueError, r"aux_tensors\[1\] must be on .*meta"),
@@ -219,70 +218,6 @@ def test_import_does_not_load_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=root).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "mod",
-    [
-        lambda b, h, q, k, aux: (k <= q) and (k > q - 5),
-        lambda b, h, q, k, aux: (k <= q) or (k < 3),
-        lambda b, h, q, k, aux: 0 <= k <= 5,
-    ],
-    ids=["and", "or", "chain"],
-)
-def test_a_lost_condition_is_refused(mod: Any) -> None:
-    """Python would take every vector for true, and drop the first comparison."""
-    with pytest.raises(TypeError, match="truth value of a vector: write & for and"):
-        eval_mask_mod(mod, None, 0, 0, torch.arange(4), torch.arange(4))
-
-
-def test_negation_of_a_vector_is_refused() -> None:
-    @cute.jit
-    def by_not(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return not (q < k)
-
-    def by_tilde(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return ~(q < k)
-
-    def beside_another(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return ~(q < k) & (k > 1)
-
-    for mod in (by_not, by_tilde, beside_another):
-        with pytest.raises(TypeError, match="negates a vector by `not` or `~`: write the opposite"):
-            eval_mask_mod(mod, None, 0, 0, torch.arange(4), torch.arange(4))
-
-
-def test_shifts_of_vectors_are_refused() -> None:
-    def shifted(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return (q >> 1) == (k >> 1)
-
-    def of_numbers(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return (q[0] >> 1) == (k[0] >> 1)
-
-    indices = torch.arange(4).int(), torch.arange(4).int()
-    with pytest.raises(TypeError, match="shifts one by `<<` or `>>`.*q_idx\\[0\\] >> 2"):
-        eval_mask_mod(shifted, None, 0, 0, *indices)
-    seen = eval_mask_mod(of_numbers, None, 0, 0, *indices)
-    assert torch.equal(seen, indices[0][:, None] // 2 == indices[1] // 2)
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        lambda aux, b, k: aux[0][k],
-        lambda aux, b, k: aux[1][k[0]],
-        lambda aux, b, k: aux[0][b[0], k[0]],
-    ],
-    ids=["a vector", "no such tensor", "too many numbers"],
-)
-def test_wrong_indices_of_aux_tensors(index: Any) -> None:
-    def looked_up(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return index(aux, b, k) == 0
-
-    indices = torch.arange(4).int(), torch.arange(4).int()
-    text = r"^looked_up: .*as many numbers as that has dimensions, aux_tensors\[0\]\[kv_idx\[0\]\]"
-    with pytest.raises(ValueError, match=re.compile(text, re.DOTALL)):
-        eval_mask_mod(looked_up, [torch.zeros(4)], 0, 0, *indices)
-
-
 def test_aux_tensors_that_are_missing() -> None:
     @cute.jit
     def documents(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -292,10 +227,12 @@ def test_aux_tensors_that_are_missing() -> None:
         return grad * aux[0][h[0]]
 
     indices = torch.arange(4), torch.arange(4)
-    with pytest.raises(ValueError, match="documents reads aux_tensors, and the call passes none"):
+    with pytest.raises(
+        ValueError, match=r"^mask_mod documents \(.* reads aux_tensors, and the call"
+    ):
         eval_mask_mod(documents, None, 0, 0, *indices)
     grads = scores = torch.zeros(4, 4)
-    with pytest.raises(ValueError, match="^scaled reads aux_tensors"):
+    with pytest.raises(ValueError, match=r"^score_mod_bwd scaled \(.*\) reads aux_tensors"):
         eval_score_mod_bwd(scaled, grads, scores, None, 0, 0, *indices)
 
 
@@ -316,12 +253,12 @@ def test_what_a_mod_must_not_return(mod: Callable[..., Any], kind: str) -> None:
 def test_a_mod_must_return_one_value() -> None:
     grads = scores = torch.zeros(2, 2)
     place = None, 0, 0, torch.arange(2), torch.arange(2)
-    with pytest.raises(TypeError, match="^mask_mod returned None: .* whether the score counts"):
+    with pytest.raises(TypeError, match=r"^mask_mod <lambda> \(.* returned None: .* whether"):
         eval_mask_mod(lambda b, h, q, k, aux: None, *place)
-    with pytest.raises(TypeError, match="^score_mod returned None: .* the modified score"):
+    with pytest.raises(TypeError, match=r"^score_mod <lambda> \(.* returned None: .* the modified"):
         eval_score_mod(lambda s, b, h, q, k, aux: None, scores, *place)
     with pytest.raises(
-        TypeError, match="^score_mod_bwd returned None: .* the gradient by the score"
+        TypeError, match="^score_mod_bwd .* returned None: .* the gradient by the score"
     ):
         eval_score_mod_bwd(lambda g, s, b, h, q, k, aux: None, grads, scores, *place)
 
@@ -354,9 +291,9 @@ def test_a_condition_is_no_score(mod: Callable[..., Any]) -> None:
     place = None, 0, 0, torch.arange(2), torch.arange(2)
     scores = torch.ones(2, 2)
     for evaluate in (eval_score_mod, eval_score_mod_derivative):
-        with pytest.raises(TypeError, match="^score_mod returned a Boolean.*mask_mod.*cute.where"):
+        with pytest.raises(TypeError, match="^score_mod .* a Boolean.*mask_mod.*cute.where"):
             evaluate(mod, scores, *place)
-    with pytest.raises(TypeError, match="^score_mod_bwd returned a Boolean: .*cute.where"):
+    with pytest.raises(TypeError, match="^score_mod_bwd .* returned a Boolean: .*cute.where"):
         eval_score_mod_bwd(lambda grad, *others: mod(*others), scores, scores, *place)
 
 

@@ -116,7 +116,7 @@ def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int) -> None
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"softmax_scale": 0.0}, ValueError, "softmax_scale"),
+        ({"softmax_scale": torch.inf}, ValueError, "softmax_scale"),
         ({"score_mod": 3}, TypeError, "score_mod"),
         ({"aux_tensors": [torch.zeros(1)]}, ValueError, "aux_tensors"),
         ({"startend_row_indices": torch.zeros(1)}, TypeError, "startend_row_indices"),
@@ -239,10 +239,10 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     expected = (
         q, k, v, out, lse, 0.5, None, None, used_q, used_k, None, 7, 3, sink, None, None, 20.0,
     )  # fmt: skip
-    assert len(args) == len(expected) + 6
+    assert len(args) == len(expected) + 7
     assert all(got is wanted or got == wanted for got, wanted in zip(args, expected, strict=False))
-    counter, *others = args[-6:]
-    assert others == [None] * 5
+    counter, *others = args[-7:]
+    assert others == [None] * 6
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
 
 
@@ -318,14 +318,15 @@ def test_bad_calls_after_a_good_one_still_fail(recorder: Recorder) -> None:
     assert len(recorder.calls) == 1
 
 
-def test_misaligned_data_never_hits(recorder: Recorder) -> None:
+def test_a_misaligned_output_never_hits(recorder: Recorder) -> None:
     q, k, v = qkv()
-    _flash_attn_fwd(q, k, v)
+    _flash_attn_fwd(q, k, v, out=torch.zeros_like(q))
     shifted = torch.zeros(q.numel() + 1, dtype=BF16)[1:].view(q.shape)
     assert shifted.stride() == q.stride()
     # here on the CPU validation lets it pass; on a GPU it refuses it
-    _flash_attn_fwd(shifted, k, v)
-    assert len(recorder.prepared) == 2
+    for _ in range(2):
+        _flash_attn_fwd(q, k, v, out=shifted)
+    assert len(recorder.prepared) == 3
 
 
 def test_launches_do_not_pile_up(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

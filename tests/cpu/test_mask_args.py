@@ -292,7 +292,7 @@ def test_few_queries_are_packed_only_where_heads_agree(recorder: Recorder) -> No
         ({"startend_row_indices": columns(2, heads=4)}, 1),
         ({"mask_mod": CHECKS, "score_mod": SCORE_MODS["alibi"].cute}, 2),
     ):
-        _flash_attn_fwd(q[:, :9].contiguous(), k, v, **masks)  # type: ignore[arg-type]
+        _flash_attn_fwd(q[:, :9].contiguous(), k, v, q_start=0, **masks)  # type: ignore[arg-type]
         assert recorder.prepared[-1].problem.packed_heads == expected
 
 

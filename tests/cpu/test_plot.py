@@ -2,12 +2,19 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from flash_mask_cute import BlockSparseTensorsTorch, create_block_mask, plotting
+from flash_mask_cute import (
+    BlockSparseTensorsTorch,
+    ColumnMask,
+    create_block_mask,
+    explain,
+    plotting,
+)
 from flash_mask_cute.compute_block_sparsity import compute_block_sparsity
 from flash_mask_cute.masks import builders
 from flash_mask_cute.plotting import FULL, PARTIAL, SKIPPED, classify_tiles, plot
@@ -51,7 +58,8 @@ LISTS = create_block_mask(near, None, None, 300, 200, device="cpu", BLOCK_SIZE=(
         (near, {"seqlen_q": 4, "aux_tensors": 3}, TypeError, "aux_tensors is a int"),
         (near, {"seqlen_q": 4, "aux_tensors": [3]}, TypeError, r"aux_tensors\[0\] is a int"),
         (lambda q, k: q >= k, {"seqlen_q": 4}, TypeError, "mask_mod must take the arguments"),
-        (LISTS, {"seqlen_q": 400}, ValueError, "seqlen_q 400"),
+        (LISTS, {"seqlen_q": 310}, ValueError, "seqlen_q=310, seqlen_k=200 of lists .* 300 que"),
+        (LISTS._replace(seqlens=None), {"seqlen_q": 400}, ValueError, "seqlen_q 400"),
         (LISTS._replace(mask_block_idx=3), {}, TypeError, "mask_block_idx must be a torch tensor"),
         (LISTS._replace(block_size=(0, 64)), {}, ValueError, r"block_size must be .*\(0, 64\)"),
         (torch.ones(3, 3, dtype=torch.bool), {"tile_n": 0}, ValueError, "tile_n=0"),
@@ -153,6 +161,54 @@ def test_classes_of_tiles_that_do_not_divide_the_mask() -> None:
         assert turned.T.tolist() == expected
 
 
+MASKS: dict[str, Callable[[], ColumnMask]] = {
+    "full": lambda: builders.full(500),
+    "causal": lambda: builders.causal(500),
+    "sliding_window": lambda: builders.sliding_window(700, 90),
+    "global_sliding_window": lambda: builders.global_sliding_window(700, 9, 150),
+    "key_padding": lambda: builders.key_padding(torch.arange(640)[None] >= 200),
+    "random_eviction": lambda: builders.random_eviction(512, 100),
+    "prefix_lm_causal": lambda: builders.prefix_lm_causal(600, 300),
+    # documents, of which packed sequences are made
+    "causal_document": lambda: builders.causal_document([520, 110, 70, 300]),
+    "document": lambda: builders.document([300, 1, 299, 200]),
+    "share_question": lambda: builders.share_question([[200, 100, 240], [60, 500]]),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_it_counts_as_explain_does(pyplot: Any, name: str, head_dim: int) -> None:
+    """On the grid of the dense call, in the kernel's tiles."""
+    mask = MASKS[name]()
+    seqlen = mask.startend_row_indices.shape[2]
+    q = torch.zeros(1, seqlen, 2, head_dim)
+    told = explain(q, q, q, startend_row_indices=mask)
+    tile_m, tile_n = told.tiles.tile_m, told.tiles.tile_n
+    title = plot(mask, tile_m=tile_m, tile_n=tile_n).get_title()
+    counts = [int(n) for n in re.findall(r"(\d+) (?:skipped|partial|full)", title)]
+    of_explain = (told.skipped_key_tiles, told.cut_key_tiles, told.full_key_tiles)
+    assert of_explain == tuple(2 * count for count in counts)
+    assert sum(counts) == -(-seqlen // tile_m) * -(-seqlen // tile_n)
+    # what scores say: a tile past the last key is masked; a mask of blocks may be visited in vain
+    classes = classify_tiles(mask.dense(seqlen)[0, 0], tile_m, tile_n)
+    if seqlen % tile_n:
+        classes[:, -1].clamp_(max=PARTIAL)
+    exact = [int((classes == state).sum()) for state in range(3)]
+    assert counts[2] == exact[2]
+    assert counts[0] == exact[0] or (counts[0] < exact[0] and (mask.causal or tile_m != tile_n))
+    assert ("packed sequences" in told.note) == mask.documents
+
+
+def test_a_mask_has_the_queries_that_it_was_made_for(pyplot: Any) -> None:
+    mask = builders.from_dense(torch.ones(16, 64, dtype=torch.bool).tril(48), seqlen_q=16)
+    assert plot(mask).get_ylim() == (16, 0)
+    with pytest.raises(ValueError, match="seqlen_q=17 of a mask with 16 queries"):
+        plot(mask, seqlen_q=17)
+    assert plot(builders.key_padding(torch.ones(1, 30).int())).get_ylim() == (30, 0)
+    assert plot(builders.key_padding(torch.ones(1, 30).int()), seqlen_q=99).get_ylim() == (99, 0)
+
+
 def test_long_masks_are_drawn_with_fewer_points(
     pyplot: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +250,8 @@ def test_picture_of_block_lists(pyplot: Any) -> None:
             blocks[row, indices[0, 0, row, : counts[0, 0, row]].long()] = state
     assert {*blocks.flatten().tolist()} == {SKIPPED, PARTIAL, FULL}
     ax = plot(LISTS, seqlen_q=300, seqlen_k=200)
+    # the last blocks reach past the last key
+    blocks[:, -1].clamp_(max=PARTIAL)
     counts = [int((blocks == state).sum()) for state in range(3)]
     named = "{} skipped, {} partial, {} full".format(*counts)
     assert ax.get_title() == f"40 tiles of 32 x 64: {named}"
@@ -201,9 +259,10 @@ def test_picture_of_block_lists(pyplot: Any) -> None:
     colors = torch.tensor(plotting.COLORS)
     by_score = blocks.repeat_interleave(32, 0).repeat_interleave(64, 1)[:300, :200]
     assert torch.equal(image_of(ax), colors[by_score])
-    # to the end of the last blocks, if nothing else is said
-    assert plot(LISTS).get_ylim() == (320, 0)
-    assert plot(LISTS._replace(block_size=None)).get_ylim() == (1280, 0)
+    # as far as the lists were made for, or to the end of the last blocks, if nothing else is said
+    assert plot(LISTS).get_ylim() == (300, 0)
+    assert plot(LISTS._replace(seqlens=None)).get_ylim() == (320, 0)
+    assert plot(LISTS._replace(block_size=None, seqlens=None)).get_ylim() == (1280, 0)
 
 
 def test_tiles_across_blocks_are_partial_unless_all_agree(pyplot: Any) -> None:

@@ -38,6 +38,11 @@ FROM_TENSORS: dict[str, tuple[Callable[[Any], ColumnMask], torch.Tensor]] = {
     "from_cu_seqlens": (lambda x: builders.from_cu_seqlens(x, SEQLEN), STARTS),
     "from_document_ids": (builders.from_document_ids, IDS),
     "from_position_ids": (builders.from_position_ids, POSITIONS),
+    "key_padding": (builders.key_padding, torch.arange(SEQLEN)[None] % 7 > 2),
+    "key_padding, causal": (
+        lambda x: builders.key_padding(x, causal=True),
+        (torch.arange(SEQLEN) >= 300)[None, None, None].long(),
+    ),
 }
 
 

@@ -310,7 +310,8 @@ def test_sizes_and_values_do_not_recompile() -> None:
         (
             first,
             replace(first, id="batch", batch=3),
-            replace(first, id="lengths", seqlen_q=1000, seqlen_k=513),
+            # more queries than keys would have a kernel that clears rows that see nothing
+            replace(first, id="lengths", seqlen_q=500, seqlen_k=513),
             replace(first, id="heads", heads_q=3, heads_kv=3),
             replace(first, id="window", window_left=33, window_right=200),
             replace(first, id="scale", softmax_scale=0.2),

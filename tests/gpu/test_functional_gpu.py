@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from gradient_oracle import assert_gradients_close, make_output_gradients
-from support import BF16, FP32, Case, Inputs, assert_close_to_oracle, make_inputs
+from support import BF16, FP32, FP64, Case, Inputs, assert_close_to_oracle, make_inputs
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from flash_mask_cute import (
@@ -17,8 +19,8 @@ from flash_mask_cute import (
     ColumnMask,
     flash_attn_func,
     flash_attn_varlen_func,
-    functional,
 )
+from flash_mask_cute.autograd.arguments import LENGTHS
 
 pytestmark = pytest.mark.gpu
 
@@ -51,9 +53,9 @@ def arguments_of(inputs: Inputs) -> tuple[Callable[..., Any], dict[str, Any]]:
     for name in ("q", "k", "v", "learnable_sink"):
         if keywords[name] is not None:
             keywords[name] = keywords[name].detach().clone().requires_grad_()
-    if any(keywords.get(name) is not None for name in functional._LENGTHS):
+    if any(keywords.get(name) is not None for name in LENGTHS):
         return flash_attn_varlen_func, keywords
-    return flash_attn_func, {n: x for n, x in keywords.items() if n not in functional._LENGTHS}
+    return flash_attn_func, {n: x for n, x in keywords.items() if n not in LENGTHS}
 
 
 def run_and_check_gradients(
@@ -74,6 +76,39 @@ def check(inputs: Inputs, call: Callable[..., Any] | None = None) -> None:
     """call: instead of the function, with its keywords."""
     function, keywords = arguments_of(inputs)
     assert_close_to_oracle(*run_and_check_gradients(inputs, call or function, keywords), inputs)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "every second": lambda x: torch.stack((x, x), -1)[..., 0],
+    "odd rows": lambda x: torch.nn.functional.pad(x, (0, 4))[..., : x.shape[-1]],
+    "one late": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+    "expanded": lambda x: x[:, :, :1].expand(x.shape),
+    "overlapping": lambda x: x.as_strided(x.shape, (x.stride(0), x.stride(1), 8, 1)),
+}
+
+
+@pytest.mark.parametrize("scale", [None, -0.1, 0.0])
+@pytest.mark.parametrize("form", VIEWS)
+def test_operands_of_any_strides_and_scales_of_any_sign(form: str, scale: float | None) -> None:
+    """All of one kernel. What is copied for it is not kept for the backward."""
+    case = Case(form, 2, 255, 300, 4, 2, softmax_scale=scale, sink=FP64)
+    inputs = make_inputs(case, "cuda")
+    q, k, v = (VIEWS[form](x) for x in (inputs.q, inputs.k, inputs.v))
+    inputs = replace(inputs, q=q, k=k, v=v)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    sink = inputs.keywords["learnable_sink"].clone().requires_grad_()
+    for is_warm in (False, True):
+        before = torch.cuda.memory_allocated()
+        out, lse = flash_attn_func(*leaves, scale, learnable_sink=sink, return_lse=True)
+        kept = torch.cuda.memory_allocated() - before
+        # in blocks of 512 bytes
+        assert not is_warm or kept <= out.nbytes + lse.nbytes + 2 * 512
+        assert_close_to_oracle(out, lse, inputs)
+        dout, dlse = make_output_gradients(inputs)
+        found = torch.autograd.grad((out, lse), [*leaves, sink], (dout, dlse))
+        named = dict(zip(("dq", "dk", "dv", "dsink"), found, strict=True))
+        assert_gradients_close(named, inputs, dout, dlse)
+        del out, lse, found, named
 
 
 @by_id
@@ -215,3 +250,64 @@ def test_operators_read_lists_that_were_rewritten_unseen() -> None:
     second = compiled()
     assert torch.equal(first[:, :96], second[:, :96])
     assert (first[:, 96:] != second[:, 96:]).any()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
+def test_autocast(compiled: bool) -> None:
+    """q, k and v are cast as for torch's function; the sink stays, and gradients have the dtype of
+    what they belong to."""
+    torch._dynamo.reset()
+    inputs = make_inputs(CASES[0], "cuda")
+    leaves = [x.float().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    sink = inputs.keywords["learnable_sink"].clone().requires_grad_()
+    cast = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    dout, _ = make_output_gradients(inputs)
+    attend: Any = torch.compile(flash_attn_func, fullgraph=True) if compiled else flash_attn_func
+    options: Any = {"causal": True, "learnable_sink": sink, "deterministic": True}
+    with torch.autocast("cuda", dtype=BF16):
+        out = attend(*leaves, **options)
+        rows = (x.transpose(1, 2) for x in leaves)
+        of_torch = torch.nn.functional.scaled_dot_product_attention(*rows, enable_gqa=True)
+    assert out.dtype == of_torch.dtype == BF16
+    expected = flash_attn_func(*cast, **options)
+    assert torch.equal(out, expected)
+    found = torch.autograd.grad(out, [*leaves, sink], dout)
+    for x, of_cast in zip(found, torch.autograd.grad(expected, [*cast, sink], dout), strict=True):
+        assert x.dtype == FP32 and torch.equal(x, of_cast.float())
+
+
+def test_wrappers_and_batches() -> None:
+    """Beside a warm call with the metadata of what they wrap."""
+    inputs = make_inputs(CASES[2], "cuda")
+    _, keywords = arguments_of(inputs)
+    (out, lse), wrapped = flash_attn_func(**keywords), TwoTensor(inputs.k, inputs.k.flip(1).clone())
+    parts = flash_attn_func(**keywords | {"k": wrapped})[0]
+    assert type(parts) is TwoTensor and torch.equal(parts.a, out)
+    assert torch.equal(parts.b, flash_attn_func(**keywords | {"k": wrapped.b})[0])
+    for result in (out, lse):
+        torch.autograd.grad(
+            result.float().clamp(min=-100.0).sum(), keywords["q"], retain_graph=True
+        )
+        batch = result.detach().expand(2, *result.shape)
+        with pytest.raises(NotImplementedError, match="is a batch that vmap made"):
+            torch.autograd.grad(
+                result, keywords["q"], batch, is_grads_batched=True, retain_graph=True
+            )
+
+
+def test_gradients_that_autograd_negates_lazily() -> None:
+    q, k, v = (torch.randn(1, 200, 2, 128, dtype=BF16, device="cuda") for _ in range(3))
+    q.requires_grad_()
+    results = flash_attn_func(q, k, v, return_lse=True, deterministic=True)
+    for result in results:
+        leaf = result.detach().float().requires_grad_()
+        weights = torch.randn(*result.shape, dtype=torch.complex64, device="cuda")
+
+        def loss(x: Tensor, weights: Tensor = weights) -> Tensor:
+            return (torch.complex(torch.zeros_like(x), x).conj() * weights).abs().sum()
+
+        (gradient,) = torch.autograd.grad(loss(leaf), leaf)
+        (found,) = torch.autograd.grad(loss(result.float()), q, retain_graph=True)
+        plain = gradient.resolve_neg().to(result.dtype)
+        (expected,) = torch.autograd.grad(result, q, plain, retain_graph=True)
+        assert torch.equal(found, expected)

@@ -33,6 +33,8 @@ LENGTHS = [90, 0, 77, 63]
 PREFIXES = [20, 5, 0, 70]
 PARTS = [[60, 40, 30], [70, 30]]
 DROPPED = [(10, 60), (130, 90)]
+# a block of padding, one of a mixture, and padding at the end
+REAL = [100 <= k < 210 and k % 7 != 0 for k in range(SEQLEN)]
 CACHE_SIZE = 50
 Rule = Callable[[int, int], bool]
 
@@ -101,12 +103,16 @@ MASKS = {
         lambda: builders.qk_sparse(SEQLEN, DROPPED),
         lambda q, k: k <= q and not in_same_dropped_range(q, k),
     ),
+    "key_padding": Named(lambda: builders.key_padding(padding()), lambda q, k: REAL[k]),
+    "key_padding, causal": Named(
+        lambda: builders.key_padding(padding(), causal=True), lambda q, k: k <= q and REAL[k]
+    ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written(DenseMasks):
-    """A mask that is written out: bool (heads, seqlen, seqlen)."""
+    """A mask that is written out: bool (heads, seqlen_q, SEQLEN)."""
 
     seen: Tensor
 
@@ -115,7 +121,7 @@ class Written(DenseMasks):
 
 
 def check(simulator: ModuleType, name: str, mask: ColumnMask, seen: Tensor) -> None:
-    case = Case(name, 1, SEQLEN, SEQLEN, HEADS, 1, head_dim=64)
+    case = Case(name, 1, seen.shape[1], SEQLEN, HEADS, 1, head_dim=64)
     plain = make_inputs(case)
     keywords = {"startend_row_indices": mask}
     dense = Written(case, columns=None, aux=None, states=None, seen=seen)
@@ -130,6 +136,19 @@ def test_named_masks(simulator: ModuleType, name: str) -> None:
     places = range(SEQLEN)
     seen = torch.tensor([[rule(q, k) for k in places] for q in places])
     check(simulator, name, build(), seen.expand(HEADS, -1, -1))
+
+
+def padding() -> Tensor:
+    return torch.tensor([REAL])
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize(("seqlen_q", "is_causal"), [(1, True), (60, False), (400, False)])
+def test_padded_keys(simulator: ModuleType, seqlen_q: int, is_causal: bool) -> None:
+    """One mask for a decode step, a chunk, and more queries than keys."""
+    mask = builders.key_padding(padding(), causal=is_causal)
+    seen = padding().expand(seqlen_q, -1)
+    check(simulator, "key_padding", mask, seen.expand(HEADS, -1, -1))
 
 
 def cached(places: list[int]) -> Tensor:

@@ -174,6 +174,8 @@ class Extras(NamedTuple):
     has_dlse: bool
     sink_dtype: torch.dtype | None
     clears: bool
+    marked_dim: int | None
+    any_size: bool
 
 
 @lru_cache
@@ -188,12 +190,12 @@ def preprocess_of(dtype: torch.dtype, head_dim_v: int, tile_m: int, extras: Extr
     if extras.sink_dtype is not None:
         sink = Fakes.strided(CUTLASS_NAMES.get(extras.sink_dtype, "Float32"), 1)
     return compile_for_sim(
-        BwdPreprocess(getattr(cutlass, name), head_dim_v, tile_m),
+        BwdPreprocess(getattr(cutlass, name), head_dim_v, tile_m, extras.any_size),
         Fakes.rows(name, rank, head_dim_v),
         Fakes.rows(name, rank, head_dim_v),
         Fakes.strided("Float32", rank - 1),
         Fakes.strided("Float32", rank - 1) if extras.has_dlse else None,
-        Fakes.scratch(2, tile_m),
+        Fakes.scratch(stats_words(tile_m, 2 + extras.any_size, extras.marked_dim is not None)),
         Fakes.scratch(tile_m * tile_cols(head_dim_v, tile_m)) if extras.clears else None,
         None if extras.clears else Fakes.strided("Int32", 2),
         sink,
@@ -201,7 +203,14 @@ def preprocess_of(dtype: torch.dtype, head_dim_v: int, tile_m: int, extras: Extr
         fake_stream(),
         Fakes.strided("Int32", 1) if extras.is_packed else None,
         Fakes.strided("Int32", 1) if extras.has_used else None,
+        None if extras.marked_dim is None else Fakes.rows(name, rank, extras.marked_dim),
+        Fakes.strided("Float32", rank - 1) if extras.any_size else None,
     )
+
+
+def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
+    """By the layout that is agreed upon: marks in pieces of 16 bytes."""
+    return num_stats * tile_m + (has_marks * -(-tile_m // 128) * 4)
 
 
 def check_preprocess(
@@ -215,8 +224,11 @@ def check_preprocess(
     sink_dtype: torch.dtype | None = torch.float32,
     arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
     clears: bool = False,
+    marked_dim: int | None = None,
+    any_size: bool = False,
 ) -> None:
-    """clears: the sums of dQ, not the words that say who has added to them."""
+    """clears: the sums of dQ, not the words that say who has added to them. marked_dim: columns of
+    Q, where rows are marked. any_size: LSE of all sizes, of which half of a unit was lost."""
     generator = torch.Generator().manual_seed(head_dim_v + tile_m)
 
     def draw(*shape: int) -> Tensor:
@@ -227,35 +239,61 @@ def check_preprocess(
     if not has_dlse:
         dlse.zero_()
     sink = torch.full((HEADS,), -INF) if sink_dtype is None else draw(HEADS).to(sink_dtype)
+    low = torch.zeros_like(lse)
+    if any_size:
+        sizes = torch.tensor([1.0, -2000.0, 1e30, 900.0, -1e30])
+        lse *= sizes[torch.arange(lse.numel()) % 5].view(lse.shape)
+        low.fill_(0.5)
+        # so that each sink is no more than LSE
+        sink.fill_(-INF)
     for b in range(len(seqs.slots)):
         # hidden rows, whose gradients must not matter
         for x, value in ((lse, -INF), (do, INF), (dlse, NAN if has_dlse else 0.0)):
             seqs.of(x, b)[3::7] = value
-        for x in (o, do, lse):
+        for x in (o, do, lse, low):
             seqs.of(x, b)[seqs.used_of(b) :] = NAN
     blocks = seqs.num_blocks(tile_m)
-    stats = torch.empty(HEADS, blocks, 2, tile_m)
+    num_stats = 2 + any_size
+    stats = torch.empty(HEADS, blocks, stats_words(tile_m, num_stats, marked_dim is not None))
     zeroed = torch.empty(HEADS, blocks, dtype=torch.int32)
     if clears:
         zeroed = torch.empty(HEADS, blocks, tile_m * tile_cols(head_dim_v, tile_m))
     parts = torch.empty(HEADS, blocks)
 
-    expected = torch.zeros(HEADS, blocks, 2, tile_m, dtype=torch.float64)
+    expected = torch.zeros(HEADS, blocks, 2 + any_size, tile_m, dtype=torch.float64)
     expected[:, :, 0] = INF
     expected_parts = torch.zeros(HEADS, blocks, dtype=torch.float64)
     for block, b, rows in seqs.blocks(tile_m):
         rows = slice(rows.start, min(rows.stop, seqs.used_of(b)))
         if rows.start >= rows.stop:
             continue
-        o_, do_, lse_, dlse_ = (seqs.of(x, b)[rows].double() for x in (o, do, lse, dlse))
+        o_, do_, lse_, dlse_, low_ = (seqs.of(x, b)[rows].double() for x in (o, do, lse, dlse, low))
+        reference = torch.where((lse_.abs() >= 1024) & lse_.isfinite(), lse_, 0.0)
         delta = torch.where(lse_ == -INF, 0.0, (o_ * do_).sum(-1) - dlse_)
         kept = torch.where(lse_ == -INF, INF, lse_)
+        if any_size:
+            kept = (kept - reference) + low_
+            expected[:, block, 2, : delta.shape[0]] = reference.mT
         expected[:, block, 0, : delta.shape[0]] = kept.mT / math.log(2)
         expected[:, block, 1, : delta.shape[0]] = delta.mT
         expected_parts[:, block] = -((sink.double() - kept).exp() * delta).sum(0)
     of_sequences = [block for block, _, _ in seqs.blocks(tile_m)]
+    q, hostile = None, torch.zeros(HEADS, blocks, tile_m, dtype=torch.bool)
+    if marked_dim is not None:
+        q = draw(*seqs.extents(), HEADS, marked_dim).to(dtype)
+        for block, b, rows in seqs.blocks(tile_m):
+            # every second row that sees nothing is finite, but for the first column of Q in some
+            for row in range(rows.start, min(rows.stop, seqs.used_of(b))):
+                if row % 14 == 3:
+                    seqs.of(do, b)[row] = 1.0
+                if row % 5 == 3:
+                    seqs.of(q, b)[row, :, 0] = NAN
+                q_, do_, lse_ = (seqs.of(x, b)[row] for x in (q, do, lse))
+                is_finite = q_.isfinite().all(-1) & do_.isfinite().all(-1)
+                hostile[:, block, row - rows.start] = (lse_ == -INF) & ~is_finite
 
-    extras = Extras(seqs.is_packed, seqs.used is not None, has_dlse, sink_dtype, clears)
+    flags = has_dlse, sink_dtype, clears, marked_dim, any_size
+    extras = Extras(seqs.is_packed, seqs.used is not None, *flags)
     for _ in run(
         simulator,
         preprocess_of(dtype, head_dim_v, tile_m, extras),
@@ -273,9 +311,18 @@ def check_preprocess(
         None if sink_dtype is None else parts,
         seqs.cu_seqlens(),
         seqs.seqused(),
+        q,
+        low.transpose(-1, -2) if any_size else None,
     ):
         close: dict[str, Any] = {"check_dtype": False, "rtol": 1e-5, "atol": 1e-4}
-        torch.testing.assert_close(stats[:, of_sequences], expected[:, of_sequences], **close)
+        found = stats[..., : num_stats * tile_m].unflatten(2, (num_stats, tile_m))
+        torch.testing.assert_close(found[:, of_sequences], expected[:, of_sequences], **close)
+        if marked_dim is not None:
+            words = stats[..., num_stats * tile_m :].contiguous().view(torch.int32)
+            bits = (words[..., None] >> torch.arange(32)) & 1
+            marks = bits.flatten(2)[..., :tile_m].bool()
+            assert torch.equal(marks[:, of_sequences], hostile[:, of_sequences])
+            assert hostile.any() and not hostile.all()
         assert (zeroed == 0).all()
         if sink_dtype is not None:
             torch.testing.assert_close(
@@ -302,6 +349,60 @@ def test_preprocess_strides(
 @pytest.mark.parametrize("seqs", [LONE, EXACT, PACKED._replace(used=None)])
 def test_preprocess_without_extras(simulator: ModuleType, seqs: Sequences) -> None:
     check_preprocess(simulator, seqs, 40, 64, has_dlse=False, sink_dtype=None)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "marked_dim", "tile_m", "sink_dtype"),
+    [(DENSE, 64, 64, None), (PACKED, 200, 128, None), (PACKED, 40, 80, torch.float32)],
+)
+def test_preprocess_marks_rows_that_see_nothing(
+    simulator: ModuleType,
+    seqs: Sequences,
+    marked_dim: int,
+    tile_m: int,
+    sink_dtype: torch.dtype | None,
+) -> None:
+    """Those of which Q or dO are not finite, in blocks without any and beyond sequences, too."""
+    more: dict[str, Any] = {"sink_dtype": sink_dtype, "marked_dim": marked_dim}
+    check_preprocess(simulator, seqs, 72, tile_m, **more)
+
+
+def test_preprocess_marks_rows_that_see_a_sink(simulator: ModuleType) -> None:
+    """LSE is that of the sink, nearly, and O is 0: what is not finite in such a row, dlse included,
+    marks it, and dO reaches no sum. Of rows that see something, nothing does."""
+    rows, dim, tile_m = 64, 72, 64
+    generator = torch.Generator().manual_seed(0)
+    o, do, q = (torch.randn(1, rows, HEADS, dim, generator=generator).bfloat16() for _ in range(3))
+    lse, dlse = (torch.randn(1, HEADS, rows, generator=generator) for _ in range(2))
+    sink = torch.tensor([9.0, -5.0])
+    alone, small = torch.arange(rows) % 4 == 1, torch.arange(rows) % 4 == 2
+    lse[..., alone | small] = sink[:, None] * (1 + 2.0**-21)
+    o[:, alone] = 0.0
+    hostile = alone & (torch.arange(rows) % 3 > 0)
+    do[:, hostile], q[:, 5], dlse[..., 9] = INF, NAN, NAN
+    hostile[[5, 9]] = True
+    do[:, small] = INF
+    stats = torch.empty(HEADS, 1, stats_words(tile_m, 2, True))
+    turns, parts = torch.empty(HEADS, 1, dtype=torch.int32), torch.empty(HEADS, 1)
+    function = preprocess_of(
+        torch.bfloat16, dim, tile_m, Extras(False, False, True, torch.float32, False, dim, False)
+    )
+    given = (o, do, lse, dlse, stats, None, turns, sink, parts, None, None, q)
+    for _ in run(simulator, function, [stats, turns, parts], *given):
+        words = stats[..., 2 * tile_m :].contiguous().view(torch.int32)[:, 0, :2]
+        marks = ((words[..., None] >> torch.arange(32)) & 1).flatten(1).bool()
+        assert torch.equal(marks, hostile.expand_as(marks))
+        delta = stats[:, 0, tile_m : 2 * tile_m]
+        assert (delta[:, hostile] == 0).all() and not delta[:, small].isfinite().any()
+        finite = alone & ~hostile
+        torch.testing.assert_close(delta[:, finite], -dlse[0][:, finite])
+
+
+@pytest.mark.parametrize("seqs", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("tile_m", [64, 128])
+def test_preprocess_of_any_size(simulator: ModuleType, tile_m: int, seqs: Sequences) -> None:
+    """An LSE far from 0 is a reference, and only what rounding has taken from it is LSE."""
+    check_preprocess(simulator, seqs, 64, tile_m, any_size=True)
 
 
 def test_preprocess_many_sequences(simulator: ModuleType) -> None:

@@ -15,6 +15,7 @@ from support import (
     DOCUMENT_CASES,
     FP16,
     FP32,
+    FP64,
     MASK_CASES,
     STORED_CASES,
     STORED_VARLEN_CASES,
@@ -24,6 +25,17 @@ from support import (
     make_inputs,
 )
 from torch import Tensor
+from unseen_memory import (
+    EMPTY_CASES,
+    INF,
+    NAN,
+    UNUSED_CASES,
+    WIDE_UNUSED_CASES,
+    Hostile,
+    padded_documents,
+    with_empty,
+    with_unused_gradients,
+)
 
 from flash_mask_cute import functional
 from flash_mask_cute.call.masks import NO_MASKS
@@ -49,12 +61,19 @@ CASES = (
     Case("causal-257x100-empty-rows", 1, 257, 100, causal=True),
     Case("window-20-5-129x300-unseen-keys", 1, 129, 300, window_left=20, window_right=5),
     Case("window-open-9-129x129", 1, 129, 129, window_right=9),
+    Case("window-70-before-9-200x129-empty-rows", 1, 200, 129, window_left=70, window_right=-9),
+    Case("window-behind-3-to-150-129x300", 1, 129, 300, window_left=-3, window_right=150),
+    Case("window-before-140-causal-255x255", 1, 255, 255, causal=True, window_right=-140),
+    Case("window-of-nothing-129x129", 1, 129, 129, window_left=-5, window_right=3),
     Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True),
     Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True),
     Case("varlen-q-dense-k-seqused", seqlen_k=129, lengths_q=(130, 1), seqused_q=(90, 0)),
     Case("dense-q-varlen-k", seqlen_q=129, lengths_k=(0, 200)),
     Case("seqused", 2, 129, 129, seqused_q=(100, 0), seqused_k=(129, 65), causal=True),
     Case("softcap-129x129", 1, 129, 129, softcap=15.0),
+    Case("unreadable-negative-127x129", 1, 127, 129, strided="unreadable", softmax_scale=-0.3),
+    Case("scale-0-sink-fp64-257x100", 1, 257, 100, causal=True, softmax_scale=0.0, sink=FP64),
+    Case("softcap-scale-negative-129x129", 1, 129, 129, softcap=15.0, softmax_scale=-0.5),
     Case("sink-257x65-empty-rows", 1, 257, 65, causal=True, sink=FP32),
     Case("sink-bf16-gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 99), lengths_k=(0, 70), sink=BF16),
     Case("fp16-d64-causal", 1, 255, 255, head_dim=64, dtype=FP16, causal=True),
@@ -123,6 +142,14 @@ def test_against_oracle(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, make_inputs(CASES[position]), seeds)
 
 
+def test_operands_that_share_elements(simulator: ModuleType) -> None:
+    """With themselves: rows that overlap, and heads and rows that are all one."""
+    inputs = make_inputs(Case("shared", 1, 127, 129))
+    q = inputs.q.as_strided(inputs.q.shape, (0, 64, 32, 1))
+    k, v = inputs.k[:, :, :1].expand_as(inputs.k), inputs.v[:, :1].expand_as(inputs.v)
+    run_sim(simulator, replace(inputs, q=q, k=k, v=v))
+
+
 # Each has a neighbour in the table with the same kind of mask; a GPU runs them all.
 LEFT_OUT = (
     "columns-documents1",
@@ -170,6 +197,25 @@ def test_documents_of_a_mask(
     for leaf in leaves:
         leaf.requires_grad_(False)
     assert_gradients_close(named, inputs, dout)
+
+
+def test_padding_behind_documents(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As packed sequences, by autograd; the forward is the CPU's."""
+    packed = calls_of(PackedBwdLaunch, monkeypatch)
+    hostile = with_empty(padded_documents(), NAN)
+    given = hostile.inputs
+    monkeypatch.setattr(
+        functional, "_flash_attn_bwd", lambda *args, **more: launch(BwdOperands(*args), more)
+    )
+    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
+    out = functional.flash_attn_func(*leaves, **given.mask_keywords, causal=True)
+    simulator.OPTIONS["delay"] = 1
+    gradients = torch.autograd.grad(out, leaves, hostile.dout)
+    assert len(packed) == 1
+    dlse = torch.zeros_like(hostile.dlse)
+    hostile._replace(dlse=dlse, clean_dlse=dlse).assert_close(
+        dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    )
 
 
 @pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
@@ -229,6 +275,38 @@ def test_a_warpgroup_computes_what_its_keys_see(simulator: ModuleType, seed: int
     assert 30 * square <= computed <= (30 if seed is None else 39) * square
 
 
+def run_hostile(simulator: ModuleType, hostile: Hostile, seed: int | None = 1, **more: Any) -> None:
+    simulator.OPTIONS.pop("delay", None)
+    if seed is not None:
+        simulator.OPTIONS["delay"] = seed
+    simulator.RESULTS.clear()
+    gradients = launch_on_simulator(hostile.inputs, hostile.dout, hostile.dlse, **more)
+    for result in simulator.RESULTS:
+        assert not result["warnings"], f"delay {seed}: {result}"
+    hostile.assert_close(gradients)
+
+
+UNUSED = (*UNUSED_CASES, *WIDE_UNUSED_CASES)
+
+
+@pytest.mark.parametrize("position", range(len(UNUSED)), ids=lambda i: UNUSED[i].id)
+def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
+    inputs, value = make_inputs(replace(UNUSED[position], pack_gqa=None)), (NAN, INF)[position % 2]
+    run_hostile(simulator, with_unused_gradients(inputs, value), deterministic=position % 3 == 1)
+
+
+@pytest.mark.parametrize("position", range(len(EMPTY_CASES)), ids=lambda i: EMPTY_CASES[i].id)
+def test_rows_of_queries_that_see_nothing(simulator: ModuleType, position: int) -> None:
+    inputs, value = make_inputs(EMPTY_CASES[position]), (NAN, INF)[position % 2]
+    run_hostile(simulator, with_empty(inputs, value), deterministic=position % 3 == 1)
+
+
+def test_keys_that_are_not_in_use_where_every_block_is_visited(simulator: ModuleType) -> None:
+    case = Case("all", 2, 130, 129, 1, 1, seqused_k=(0, 100))
+    hostile = with_unused_gradients(make_inputs(case), NAN)
+    run_hostile(simulator, hostile, deterministic=True, config={"skip_blocks": False})
+
+
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     inputs = make_inputs(
         Case("skip", 1, 200, 300, 1, 1, causal=True, column="stepped2", blocks=(64, 64))
@@ -254,6 +332,7 @@ def assert_same_bits(some: dict[str, Tensor | None], others: dict[str, Tensor | 
     "case",
     [
         Case("causal", 1, 200, 500, 4, 2, causal=True),
+        Case("window-before-30", 1, 200, 500, 1, 1, window_left=150, window_right=-30),
         Case("lists", 1, 150, 400, 1, 1, blocks=(48, 80)),
         replace(next(c for c in MASK_CASES if c.id == "columns-random2"), pack_gqa=None),
     ],
@@ -369,6 +448,7 @@ PAIR_CASES = (
     Case("full-fp16-sink", 1, 130, 200, head_dim=256, dtype=FP16, sink=FP32),
     Case("causal-gqa2", 1, 129, 300, 2, 1, head_dim=256, causal=True),
     Case("window", 1, 129, 300, 1, 1, head_dim=256, window_left=20, window_right=5),
+    Case("window-before-9", 1, 129, 300, 1, 1, head_dim=256, window_left=90, window_right=-9),
     Case(
         "varlen-causal", heads_q=1, heads_kv=1, head_dim=256,
         lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True,

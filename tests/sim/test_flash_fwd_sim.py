@@ -19,6 +19,7 @@ from support import (
     COLUMN_DOCUMENT_CASES,
     FP16,
     FP32,
+    FP64,
     MASK_CASES,
     STORED_CASES,
     STORED_VARLEN_CASES,
@@ -30,6 +31,7 @@ from support import (
     make_inputs,
 )
 from torch import Tensor
+from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call import plan
@@ -52,13 +54,24 @@ CASES = (
     Case("window-20-10-257x65-empty-rows", 1, 257, 65, window_left=20, window_right=10),
     Case("window-70-open-65x255", 1, 65, 255, window_left=70),
     Case("window-open-9-129x129", 1, 129, 129, window_right=9),
+    Case("window-70-before-9-200x129-empty-rows", 1, 200, 129, window_left=70, window_right=-9),
+    Case("window-behind-3-to-150-129x300", 1, 129, 300, window_left=-3, window_right=150),
+    Case("window-before-140-causal-255x255", 1, 255, 255, causal=True, window_right=-140),
+    Case("window-behind-128-129x256", 1, 129, 256, window_left=-128),
+    Case("window-of-nothing-129x129", 1, 129, 129, window_left=-5, window_right=3),
     Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=False),
     Case("gqa4-packed-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=True),
     Case("gqa4-packed-window-100x129", 1, 100, 129, 8, 2, window_left=30, pack_gqa=True),
     Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 0, 129, 1), causal=True),
     Case("varlen-cross", lengths_q=(130, 1, 65), lengths_k=(0, 255, 17)),
+    Case("varlen-window-behind-128", lengths_q=(129, 64), lengths_k=(256, 128), window_left=-128),
     Case("seqused", 2, 129, 129, seqused_q=(100, 0), seqused_k=(129, 65), causal=True),
     Case("softcap-129x129", 1, 129, 129, softcap=15.0),
+    Case("unreadable-negative-127x129", 1, 127, 129, strided="unreadable", softmax_scale=-2.0),
+    Case("scale-0-257x100-empty-rows", 1, 257, 100, causal=True, softmax_scale=0.0),
+    Case("scale-tiny-65x129", 1, 65, 129, softmax_scale=-1e-39),
+    Case("softcap-scale-negative-129x129", 1, 129, 129, softcap=15.0, softmax_scale=-0.5),
+    Case("sink-fp64-65x129", 1, 65, 129, sink=FP64),
     Case("sink-257x65-empty-rows", 1, 257, 65, causal=True, sink=FP32),
     Case("sink-bf16-gqa4-packed", 1, 65, 129, 4, 1, sink=BF16, pack_gqa=True),
     Case("fp16-d64-causal", 1, 255, 255, head_dim=64, dtype=FP16, causal=True),
@@ -81,6 +94,15 @@ def test_against_oracle(simulator: ModuleType, case: Case) -> None:
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(MASK_CASES[position].packed_if_supported())
     run_sim(simulator, inputs, seeds=DELAY_SEEDS if position % 3 == 0 else (None,))
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_operands_that_share_elements(simulator: ModuleType) -> None:
+    """With themselves: rows that overlap, and heads and rows that are all one."""
+    inputs = make_inputs(Case("shared", 1, 127, 129))
+    q = inputs.q.as_strided(inputs.q.shape, (0, 64, 32, 1))
+    k, v = inputs.k[:, :, :1].expand_as(inputs.k), inputs.v[:, :1].expand_as(inputs.v)
+    run_sim(simulator, replace(inputs, q=q, k=k, v=v))
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
@@ -503,3 +525,15 @@ def test_aux_tensors_of_four_strided_dimensions(
     assert [x.dtype for x in aux] == [of_mask, of_scores]
     assert all(x.shape == (2, 2, 100, 150) and 1 not in x.stride()[1:] for x in aux)
     run_sim(simulator, inputs, seeds=(None, 1))
+
+
+@pytest.mark.parametrize("position", range(len(UNUSED_CASES)), ids=lambda i: UNUSED_CASES[i].id)
+def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
+    value = (NAN, INF)[position % 2]
+    run_sim(simulator, with_unused(make_inputs(UNUSED_CASES[position]), value), seeds=(1,))
+
+
+@pytest.mark.parametrize("case", EMPTY_CASES[:6], ids=lambda case: case.id)
+def test_rows_of_queries_that_see_nothing(simulator: ModuleType, case: Case) -> None:
+    """Whose own rows of q may hold anything, too."""
+    run_sim(simulator, with_empty(make_inputs(case), NAN).inputs, seeds=(1,))

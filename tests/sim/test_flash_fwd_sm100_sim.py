@@ -13,12 +13,16 @@ from support import (
     BF16,
     FP16,
     FP32,
+    FP64,
     MASK_CASES,
     Case,
     assert_close_to_oracle,
     make_growing_inputs,
     make_inputs,
 )
+from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
+
+from flash_mask_cute import builders
 
 ARCH = "sm_100a"
 
@@ -41,12 +45,20 @@ CASES = (
     Case("causal-520x400", 1, 520, 400, 2, 1, causal=True),
     Case("window-20-5-129x300", 1, 129, 300, window_left=20, window_right=5),
     Case("window-20-10-257x65-empty-rows", 1, 257, 65, window_left=20, window_right=10),
+    Case("window-70-before-9-300x129-empty-rows", 1, 300, 129, window_left=70, window_right=-9),
+    Case("window-behind-3-to-150-129x300", 1, 129, 300, window_left=-3, window_right=150),
+    Case("window-before-140-causal-300x300", 1, 300, 300, causal=True, window_right=-140),
+    Case("window-behind-128-129x256", 1, 129, 256, window_left=-128),
     Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=False),
     Case("gqa4-packed-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=True),
     Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 0, 129, 1), causal=True),
     Case("varlen-cross", lengths_q=(300, 1, 65), lengths_k=(0, 255, 17)),
+    Case("varlen-window-behind-128", lengths_q=(129, 64), lengths_k=(256, 128), window_left=-128),
     Case("seqused", 2, 129, 129, seqused_q=(100, 0), seqused_k=(129, 65), causal=True),
     Case("softcap-129x129", 1, 129, 129, softcap=15.0),
+    Case("unreadable-negative-127x129", 1, 127, 129, strided="unreadable", softmax_scale=-2.0),
+    Case("scale-0-257x100-empty-rows", 1, 257, 100, causal=True, softmax_scale=0.0),
+    Case("sink-fp64-65x129", 1, 65, 129, sink=FP64),
     Case("sink-257x65-empty-rows", 1, 257, 65, causal=True, sink=FP32),
     Case("sink-bf16-gqa4-packed", 1, 65, 129, 4, 1, sink=BF16, pack_gqa=True),
     Case("fp16-d64-causal", 1, 255, 255, head_dim=64, dtype=FP16, causal=True),
@@ -59,6 +71,14 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), seeds=SEEDS)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+def test_padded_keys(simulator: ModuleType) -> None:
+    """What is hidden by padding on the right is what lies past a used length."""
+    inputs = make_inputs(Case("padding", 2, 300, 200, 1, 1, head_dim=64, seqused_k=(70, 150)))
+    mask = builders.key_padding(torch.arange(200) < torch.tensor([[70], [150]]))
+    run_sim(simulator, inputs, seeds=(1,), seqused_k=None, startend_row_indices=mask)
 
 
 # For a pair of CTAs, all that the software GPU has. A work tile has 512 rows, of which the second
@@ -148,3 +168,20 @@ def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     assert torch.equal(skipping[0].view(torch.int16), visiting[0].view(torch.int16))
     assert torch.equal(skipping[1].view(torch.int32), visiting[1].view(torch.int32))
     assert_close_to_oracle(*visiting, inputs)
+
+
+@pytest.mark.parametrize("position", range(len(UNUSED_CASES)), ids=lambda i: UNUSED_CASES[i].id)
+def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
+    value = (NAN, INF)[position % 2]
+    run_sim(simulator, with_unused(make_inputs(UNUSED_CASES[position]), value), seeds=(1,))
+
+
+def test_rows_that_are_not_in_use_by_pairs(simulator: ModuleType) -> None:
+    case = Case("pair", 2, 300, 200, 1, 1, seqused_q=(300, 0), seqused_k=(190, 0))
+    inputs = with_unused(make_inputs(case), NAN)
+    run_sim(simulator, inputs, seeds=(1,), config={"cta_pair": True})
+
+
+@pytest.mark.parametrize("case", EMPTY_CASES[:2], ids=lambda case: case.id)
+def test_rows_of_queries_that_see_nothing(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, with_empty(make_inputs(case), NAN).inputs, seeds=(1,))

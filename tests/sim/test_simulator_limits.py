@@ -14,10 +14,11 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 import pytest
 import torch
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental import primitives
 from cutlass.tensor_utils import LayoutEnum
+from hand_overs import READER, of_overwriting
 from verdicts import SILENCE, WRONG_RESULT, verdicts
 
 from flash_mask_cute.core import tma
@@ -127,51 +128,6 @@ class ByBulkCopies:
         staged[lane] = Float32(-1.0)
 
 
-class OverwrittenAfterHandOvers:
-    """Warp 0 hands 1 to warp 1, is relieved by warp 2 a number of times, and writes 2 there.
-
-    waits_for_reader: whether it writes only when warp 1 has read.
-    """
-
-    def __init__(self, hand_overs: int, waits_for_reader: bool):
-        self.hand_overs = hand_overs
-        self.waits_for_reader = waits_for_reader
-
-    @cute.jit
-    def __call__(self, out: cute.Tensor, stream):  # type: ignore[no-untyped-def]
-        self.kernel(out).launch(grid=(1, 1, 1), block=(96, 1, 1), stream=stream)
-
-    @cute.kernel
-    def kernel(self, out: cute.Tensor):  # type: ignore[no-untyped-def]
-        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-        smem = cutlass.memory.SmemAllocator()
-        value = smem.allocate_tensor(Float32, cute.make_layout(32), 16)
-        full, empty, there, back = (smem.allocate_array(Int64, 1) for _ in range(4))
-        if warp == 0:
-            for barrier in (full, empty, there, back):
-                if lane == 0:
-                    cute.arch.mbarrier_init(barrier, 32)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        if warp == 0:
-            value[lane] = Float32(1.0)
-            cute.arch.mbarrier_arrive(full)
-            for i in cutlass.range(self.hand_overs, unroll=1):
-                cute.arch.mbarrier_arrive(there)
-                cute.arch.mbarrier_wait(back, Int32(i) & 1)
-            if const_expr(self.waits_for_reader):
-                cute.arch.mbarrier_wait(empty, 0)
-            value[lane] = Float32(2.0)
-        elif warp == 1:
-            cute.arch.mbarrier_wait(full, 0)
-            out[lane] = value[lane]
-            cute.arch.mbarrier_arrive(empty)
-        else:
-            for i in cutlass.range(self.hand_overs, unroll=1):
-                cute.arch.mbarrier_wait(there, Int32(i) & 1)
-                cute.arch.mbarrier_arrive(back)
-
-
 def of_product(simulator: ModuleType, dropped: str) -> set[str]:
     return verdicts(simulator, ProductOfOnes(dropped), (), torch.full((512,), 17.0))
 
@@ -179,11 +135,6 @@ def of_product(simulator: ModuleType, dropped: str) -> set[str]:
 def of_copies(simulator: ModuleType, dropped: str) -> set[str]:
     values = torch.arange(32.0)
     return verdicts(simulator, ByBulkCopies(dropped), (values,), 2 * values)
-
-
-def of_overwriting(simulator: ModuleType, hand_overs: int, waits_for_reader: bool) -> set[str]:
-    launch = OverwrittenAfterHandOvers(hand_overs, waits_for_reader)
-    return verdicts(simulator, launch, (), torch.ones(32))
 
 
 def test_nothing_dropped(simulator: ModuleType) -> None:
@@ -229,8 +180,10 @@ def test_overwriting_at_once(simulator: ModuleType) -> None:
     assert WRONG_RESULT in of_overwriting(simulator, 0, waits_for_reader=False)
 
 
-def test_overwriting_after_hand_overs_is_not_missed(simulator: ModuleType) -> None:
-    """No guarantee: warps take turns, and whoever is ready has one before others have handed over
-    to each other several times. So a wait that is missing behind that does not show: of 1000 seeds,
-    173 showed it with one hand-over, 14 with two, none with three."""
+def test_overwriting_after_hand_overs(simulator: ModuleType) -> None:
+    """Shown only where the reader is slow. Otherwise warps take turns, and whoever is ready has one
+    before others have handed over to each other several times: of 1000 seeds, 173 showed it with
+    one hand-over, 14 with two, none with three."""
     assert of_overwriting(simulator, 4, waits_for_reader=False) == {SILENCE}
+    assert of_overwriting(simulator, 4, waits_for_reader=False, slow=READER) == {WRONG_RESULT}
+    assert of_overwriting(simulator, 4, waits_for_reader=True, slow=READER) == {SILENCE}

@@ -7,6 +7,7 @@ docs/testing.md is to say so.
 
 from __future__ import annotations
 
+import re
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass import Float32, Int32, const_expr
+from hand_overs import READER, of_overwriting
 from verdicts import SILENCE, WRONG_RESULT, verdicts
 
 from flash_mask_cute.sm100 import umma
@@ -26,12 +28,17 @@ NOTHING = "nothing"
 FENCES = "tcgen05.fence"
 WAIT_LOADS = "tcgen05.wait::ld"
 WAIT_STORES = "tcgen05.wait::st"
+WAIT_IN_TIME = "tcgen05.wait::ld in time"
+# who puts values into tensor memory, and who takes them out: warps of the same lanes
+SOURCE, SINK = 0, 4
+NUM_THREADS = 160
 
 
 class ThroughTensorMemory:
-    """Warp 0 puts a value a lane into tensor memory, and warp 4, of the same lanes, takes it out.
+    """One warp puts a value a lane into tensor memory, another takes it out and says so, and the
+    first one puts another value there.
 
-    dropped: the step that is left out.
+    dropped: the step that is left out. WAIT_IN_TIME: the wait comes after what says so.
     """
 
     def __init__(self, dropped: str):
@@ -39,32 +46,47 @@ class ThroughTensorMemory:
 
     @cute.jit
     def __call__(self, values: cute.Tensor, out: cute.Tensor, stream):  # type: ignore[no-untyped-def]
-        self.kernel(values, out).launch(grid=(1, 1, 1), block=(160, 1, 1), stream=stream)
+        self.kernel(values, out).launch(grid=(1, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, values: cute.Tensor, out: cute.Tensor):  # type: ignore[no-untyped-def]
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         address = cute.arch.alloc_smem(Int32, 1)
-        if warp == 0:
+        if warp == SOURCE:
             umma.Group(1).allocate(address)
-            value = cute.make_rmem_tensor(1, Float32)
-            value[0] = values[lane]
-            umma.store_columns(value, 0, lane)
-            if const_expr(self.dropped != WAIT_STORES):
-                umma.wait_stores()
-            if const_expr(self.dropped != FENCES):
-                umma.fence_before_arrival()
-        cute.arch.sync_threads()
-        if warp == 4:
+            self.put(values[lane], lane)
+            self.meet()
+            self.meet()
+            self.put(Float32(-1.0), lane)
+            self.meet()
+        elif warp == SINK:
+            self.meet()
             if const_expr(self.dropped != FENCES):
                 umma.fence_after_wait()
             loaded = umma.load_columns(0, 1, lane)
-            if const_expr(self.dropped != WAIT_LOADS):
+            if const_expr(self.dropped not in (WAIT_LOADS, WAIT_IN_TIME)):
+                umma.wait_loads()
+            self.meet()
+            self.meet()
+            if const_expr(self.dropped == WAIT_IN_TIME):
                 umma.wait_loads()
             out[lane] = loaded[0, 0]
         cute.arch.sync_threads()
-        if warp == 0:
+        if warp == SOURCE:
             umma.Group(1).free()
+
+    def put(self, value: Float32, lane: Int32) -> None:
+        column = cute.make_rmem_tensor(1, Float32)
+        column[0] = value
+        umma.store_columns(column, 0, lane)
+        if const_expr(self.dropped != WAIT_STORES):
+            umma.wait_stores()
+        if const_expr(self.dropped != FENCES):
+            umma.fence_before_arrival()
+
+    def meet(self) -> None:
+        """Of the two warps."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=64)
 
 
 def reported_without(simulator: ModuleType, dropped: str) -> Any:
@@ -74,6 +96,7 @@ def reported_without(simulator: ModuleType, dropped: str) -> Any:
 
 def test_nothing_dropped(simulator: ModuleType) -> None:
     assert reported_without(simulator, NOTHING) == {SILENCE}
+    assert of_overwriting(simulator, 4, waits_for_reader=True) == {SILENCE}
 
 
 def test_wait_for_stores(simulator: ModuleType) -> None:
@@ -88,6 +111,23 @@ def test_fences_are_not_missed(simulator: ModuleType) -> None:
     assert reported_without(simulator, FENCES) == {SILENCE}
 
 
-def test_wait_for_loads_is_not_missed(simulator: ModuleType) -> None:
-    """No guarantee: without `tcgen05.wait::ld`, the registers of a load may not be there yet."""
-    assert reported_without(simulator, WAIT_LOADS) == {SILENCE}
+def test_wait_for_loads(simulator: ModuleType) -> None:
+    """Found in the text of the kernel, so in every run; by delayed runs also at the warp's end."""
+    unwaited = "reads what the tcgen05.ld of line L brings without a tcgen05.wait::ld between"
+    left = f"a warp ended with tcgen05.ld not followed by tcgen05.wait::ld (warp {SINK})"
+    reported = reported_without(simulator, WAIT_LOADS)
+    assert {re.sub(r"line \d+", "line L", text) for text in reported} == {unwaited, left}
+
+
+def test_what_is_loaded_changes_before_the_wait(simulator: ModuleType) -> None:
+    """Reported with delays; the value is the one of the load, as if it had come in time."""
+    changed = "TMEM that the tcgen05.ld of line L reads changed before its tcgen05.wait::ld"
+    reported = reported_without(simulator, WAIT_IN_TIME)
+    assert {re.sub(r"line \d+", "line L", text) for text in reported} == {SILENCE, changed}
+
+
+def test_overwriting_after_hand_overs(simulator: ModuleType) -> None:
+    """Shown only where the reader is slow, as on Hopper."""
+    assert of_overwriting(simulator, 4, waits_for_reader=False) == {SILENCE}
+    assert of_overwriting(simulator, 4, waits_for_reader=False, slow=READER) == {WRONG_RESULT}
+    assert of_overwriting(simulator, 4, waits_for_reader=True, slow=READER) == {SILENCE}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import cutlass
 import cutlass.cute as cute
@@ -17,12 +19,17 @@ WRONG_RESULT = "wrong result"
 
 
 def verdicts(
-    simulator: ModuleType, launch: Any, inputs: tuple[Tensor, ...], expected: Tensor
+    simulator: ModuleType,
+    launch: Any,
+    inputs: tuple[Tensor, ...],
+    expected: Tensor,
+    slow: Collection[int] = (),
 ) -> set[str]:
     """What was reported about launch(*inputs, out, stream), over all SEEDS.
 
-    inputs, expected: fp32 vectors. Of each run: SILENCE if `out` is as expected and
-    nothing was said, else WRONG_RESULT, the texts of warnings, or the name of the error.
+    inputs, expected: fp32 vectors. slow: warps that run only when no other can. Of each run:
+    SILENCE if `out` is as expected and nothing was said, else WRONG_RESULT, the texts of warnings,
+    or the name of the error.
     """
     out = expected.new_empty(expected.shape)
     vectors = [
@@ -33,12 +40,10 @@ def verdicts(
     compiled = cute.compile(launch, *vectors, stream, options="--enable-tvm-ffi")
     reported = set()
     for seed in SEEDS:
-        simulator.OPTIONS.pop("delay", None)
-        if seed is not None:
-            simulator.OPTIONS["delay"] = seed
         out.fill_(float("nan"))
         try:
-            compiled(*inputs, out)
+            with patch.dict(simulator.OPTIONS, delay=seed, slow=slow):
+                compiled(*inputs, out)
         except simulator.SimError as error:
             reported.add(type(error).__name__)
             continue

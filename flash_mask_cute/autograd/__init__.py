@@ -1,0 +1,1 @@
+"""Between the public functions and the host calls: autograd, operators, names of callables."""

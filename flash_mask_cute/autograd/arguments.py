@@ -1,0 +1,81 @@
+"""The arguments of a public call, on their way to the host calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flash_mask_cute.autograd.mod_names import Mod
+from flash_mask_cute.interface import (
+    BwdConfig,
+    FwdConfig,
+)
+from flash_mask_cute.masks.column_mask import ColumnMask
+
+
+class Configs(NamedTuple):
+    """The configurations of both directions."""
+
+    forward: FwdConfig | None
+    backward: BwdConfig | None
+
+    @staticmethod
+    def of(config: Any) -> Configs:
+        """What the argument `config` means.
+
+        Raises:
+            TypeError, ValueError: as `FwdConfig.of` and `BwdConfig.of`, or it is a tuple of another
+                length than 2.
+        """
+        if not isinstance(config, tuple):
+            return Configs(FwdConfig.of(config), BwdConfig.of(config))
+        if len(config) != 2:
+            raise ValueError(f"config must be a pair (forward, backward), got {config!r}")
+        return Configs(FwdConfig.of(config[0]), BwdConfig.of(config[1]))
+
+
+NO_CONFIGS = Configs(None, None)
+
+
+class Call(NamedTuple):
+    """The arguments of a call but q, k, v and the sink, in the names of the host path."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool
+    window_size_left: int | None
+    window_size_right: int | None
+    softcap: float
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    aux_tensors: Sequence[Tensor] | None
+    block_sparse_tensors_torch: Any
+    startend_row_indices: Tensor | ColumnMask | None
+    score_mod_bwd: Mod | None
+    deterministic: bool
+    pack_gqa: bool | None
+    config: Any
+    q_start: int | None = None
+
+    @property
+    def configs(self) -> Configs:
+        return NO_CONFIGS if self.config is None else Configs.of(self.config)
+
+    @property
+    def has_tensors(self) -> bool:
+        return not (
+            self.cu_seqlens_q is self.cu_seqlens_k is self.seqused_q is self.seqused_k is None
+            and self.aux_tensors is self.block_sparse_tensors_torch is None
+            and self.startend_row_indices is None
+        )
+
+
+LENGTHS = Call._fields[:4]
+NO_LENGTHS: dict[str, Any] = dict.fromkeys(LENGTHS)

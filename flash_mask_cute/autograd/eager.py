@@ -1,0 +1,74 @@
+"""Attention of eager calls on plain tensors, as a function that autograd knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute.autograd.passes import (
+    NO_FORWARD_MODE,
+    gradients_of,
+    new_lse_low,
+    refuse_second_derivative,
+    run_backward,
+    run_forward,
+    save,
+)
+from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, run_backward_operator
+from flash_mask_cute.runtime.plain_tensors import NotPlainError
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        call: Call,
+        wants_aux: tuple[int, ...],
+        *_wanted: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """_wanted: the aux tensors of call that wants_aux numbers, for autograd to see."""
+        lse_low = new_lse_low(q, call)
+        out, lse = run_forward(q, k, v, sink, call, lse_low=lse_low)
+        save(ctx, q, k, v, sink, out, lse, lse_low, call)
+        ctx.wants_aux = wants_aux
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # only create_graph=True runs this with gradients enabled
+        run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward_of_any
+        gradients, daux = gradients_of(ctx, grads, run, ctx.wants_aux)
+        return *gradients, None, None, *map(daux.get, ctx.wants_aux)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(NO_FORWARD_MODE)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """Makes gradients that know that they cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+        return _run_backward_of_any(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return refuse_second_derivative()
+
+
+def _run_backward_of_any(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """`run_backward`, also where a gradient by an output is of a tensor subclass."""
+    try:
+        return run_backward(*arguments)
+    except NotPlainError as error:
+        refused = error
+    with refused.named_unless_from(IMPLEMENTATIONS):
+        return run_backward_operator(*arguments)

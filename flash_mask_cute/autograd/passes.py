@@ -1,0 +1,206 @@
+"""Forward and backward of a public call, and what is kept between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flash_mask_cute.autograd.arguments import LENGTHS, NO_LENGTHS, Call
+from flash_mask_cute.block_sparsity import from_block_mask
+from flash_mask_cute.interface import (
+    _flash_attn_bwd,
+    _flash_attn_fwd,
+)
+
+NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
+
+
+def refuse_dual_level() -> None:
+    """Operators would drop tangents, and cannot see them where they run below autograd."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(NO_FORWARD_MODE)
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    call: Call,
+    return_lse: bool = True,
+    lse_low: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    return _flash_attn_fwd(
+        q,
+        k,
+        v,
+        learnable_sink=sink,
+        pack_gqa=call.pack_gqa,
+        return_lse=return_lse,
+        lse_low=lse_low,
+        config=call.configs.forward,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
+        window_size_left=call.window_size_left,
+        window_size_right=call.window_size_right,
+        softcap=call.softcap,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        seqused_q=call.seqused_q,
+        seqused_k=call.seqused_k,
+        score_mod=call.score_mod,
+        mask_mod=call.mask_mod,
+        aux_tensors=call.aux_tensors,
+        block_sparse_tensors_torch=call.block_sparse_tensors_torch,
+        startend_row_indices=call.startend_row_indices,
+        q_start=call.q_start,
+    )
+
+
+def new_lse_low(q: Tensor, call: Call) -> Tensor | None:
+    """Where the forward is to write what rounding takes from LSE; None where scores are products,
+    which are too small for that to matter, and where the call will be refused."""
+    if call.score_mod is None or q.dim() not in (3, 4):
+        return None
+    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+
+
+def run_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wants_aux: Sequence[int],
+    call: Call,
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dsink, and the gradients of the aux tensors that wants_aux numbers."""
+    dsink = None if sink is None else torch.empty_like(sink)
+    daux: list[Tensor | None] | None = None
+    if wants_aux and call.aux_tensors is not None:
+        daux = [
+            torch.empty_like(x) if i in wants_aux else None for i, x in enumerate(call.aux_tensors)
+        ]
+    dq, dk, dv = _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        learnable_sink=sink,
+        score_mod_bwd=call.score_mod_bwd,
+        deterministic=call.deterministic,
+        config=call.configs.backward,
+        dlse=dlse,
+        dsink=dsink,
+        lse_low=lse_low,
+        daux=daux,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
+        window_size_left=call.window_size_left,
+        window_size_right=call.window_size_right,
+        softcap=call.softcap,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        seqused_q=call.seqused_q,
+        seqused_k=call.seqused_k,
+        score_mod=call.score_mod,
+        mask_mod=call.mask_mod,
+        aux_tensors=call.aux_tensors,
+        block_sparse_tensors_torch=call.block_sparse_tensors_torch,
+        startend_row_indices=call.startend_row_indices,
+        q_start=call.q_start,
+    )
+    return dq, dk, dv, dsink, *(x for x in daux or () if x is not None)
+
+
+def save(
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    call: Call,
+) -> None:
+    """Everything goes through `save_for_backward`, so that torch notices a change in place.
+
+    Masks are kept as they are, too: what was computed of them is found by the identity of their
+    tensors, which hooks on saved tensors change.
+    """
+    plain = (q, k, v, sink, out, lse, lse_low)
+    aux_tensors = call.aux_tensors
+    ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
+    if not call.has_tensors:
+        ctx.save_for_backward(*plain)
+    else:
+        ctx.save_for_backward(*plain, *call[:4], *(aux_tensors or ()), *_mask_tensors(call))
+        call = call._replace(**NO_LENGTHS, aux_tensors=None)
+    ctx.call = call
+    ctx.set_materialize_grads(False)
+
+
+def restore(ctx: Any) -> tuple[Any, ...]:
+    """q, k, v, sink, out, lse, lse_low and the call."""
+    saved, call = ctx.saved_tensors, ctx.call
+    if len(saved) > 7:
+        aux_tensors = None if ctx.num_aux is None else saved[11 : 11 + ctx.num_aux]
+        lengths = dict(zip(LENGTHS, saved[7:11], strict=True))
+        call = call._replace(**lengths, aux_tensors=aux_tensors)
+    return *saved[:7], call
+
+
+def _mask_tensors(call: Call) -> list[Tensor]:
+    tensors: list[Tensor | None] = []
+    if call.startend_row_indices is not None:
+        mask: Any = call.startend_row_indices
+        tensors.append(mask.startend_row_indices)
+    if call.block_sparse_tensors_torch is not None:
+        tensors += from_block_mask(call.block_sparse_tensors_torch)[:4]
+    # inference tensors cannot be saved, and nothing tells when they change
+    return [x for x in tensors if x is not None and not x.is_inference()]
+
+
+def gradients_of(
+    ctx: Any,
+    grads: tuple[Tensor | None, ...],
+    run: Callable[..., Any],
+    wants_aux: Sequence[int],
+) -> tuple[list[Tensor | None], dict[int, Tensor | None]]:
+    """dq, dk, dv and dsink (None where nobody asks), and the gradients of wanted aux tensors by
+    number, from the gradients by out and lse.
+
+    run: `run_backward`, or another way to it.
+    """
+    dout, dlse = grads
+    if dout is None and dlse is None:
+        return [None] * 4, {}
+    q, k, v, sink, out, lse, lse_low, call = restore(ctx)
+    if not ctx.needs_input_grad[3]:
+        # lse tells the backward of the sink
+        sink = None
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = run(q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, call)
+    return list(gradients[:4]), dict(zip(wants_aux, gradients[4:], strict=True))
+
+
+def refuse_second_derivative(*_: Any) -> Any:
+    raise NotImplementedError(
+        "flash_mask_cute attention cannot be differentiated twice: double backward is not supported"
+    )

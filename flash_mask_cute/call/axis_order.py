@@ -1,0 +1,54 @@
+"""Tensors that look like (batch, heads, seqlen, head_dim), the order of torch's own attention.
+
+Both orders are shapes of a valid call, and only the extents tell which was meant.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+MOST_HEADS = 128
+"""More heads than that, and fewer rows than heads, are taken for a length and heads."""
+
+_has_warned = False
+
+
+def hint(name: str, shape: tuple[int, ...]) -> str:
+    """What to do about q, k or v of this shape, if it looks transposed; else an empty string.
+
+    shape: (batch, seqlen, heads, head_dim) or, packed, (total, heads, head_dim).
+    """
+    rows, heads = shape[-3:-1]
+    if heads <= MOST_HEADS or rows >= heads:
+        return ""
+    packed = len(shape) == 3
+    ours, other = "(batch, seqlen, heads, head_dim)", "(batch, heads, seqlen, head_dim)"
+    if packed:
+        ours, other = "(total, heads, head_dim)", "(heads, total, head_dim)"
+    transposed = f"{name}.transpose({len(shape) - 3}, {len(shape) - 2})"
+    return (
+        f"{name} of shape {shape} is read as {ours}, {heads} heads of {rows} rows; if it is "
+        f"{other}, as scaled_dot_product_attention takes it, pass {transposed}, and so for q, k "
+        "and v"
+    )
+
+
+def warn_once(**shapes: tuple[int, ...]) -> None:
+    """UserWarning where one of q, k and v looks transposed, once in a process."""
+    global _has_warned
+    if _has_warned:
+        return
+    hints = [told for name, shape in shapes.items() if (told := hint(name, shape))]
+    if hints:
+        _has_warned = True
+        warnings.warn(hints[0], UserWarning, stacklevel=_levels_to_caller())
+
+
+def _levels_to_caller() -> int:
+    """From the function that asks to the first one outside this package."""
+    package = __name__.partition(".")[0]
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, levels = frame.f_back, levels + 1
+    return levels

@@ -1,0 +1,138 @@
+"""What a launch makes of the caller's tensors before kernels see them: mostly nothing.
+
+Kernels read q, k, v, out and dout by TMA: elements of a row side by side, other strides positive
+multiples of 16 bytes, data on 16 bytes. What does not fit is copied by each launch. Kernels
+multiply scores by a positive scale: where softmax_scale is not positive, q is copied and takes the
+sign. A sink is read as a contiguous vector of 16 or 32 bits.
+
+Which tensors are copied is decided when a launch is made, by metadata and by where data start
+modulo 16 bytes; both are in its key. A copy lives as long as the call. Autograd keeps the caller's
+tensors, and the backward copies again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.problem import sink_dtype
+from flash_mask_cute.limits import STRIDE_STEP
+
+_ALIGNMENT = 16  # bytes
+ADDRESS_MASK = _ALIGNMENT - 1
+# Below this a scale counts as 0 in kernels: their fp32 reciprocal of it would overflow. Scores are
+# then equal anyway, unless products of q and k come near the largest floats.
+LEAST_SCALE = 2.0**-100
+_SIGNS = {-1.0: "times -1 for a negative softmax_scale", 0.0: "times 0 for a softmax_scale of 0"}
+
+
+class Copy(NamedTuple):
+    """A contiguous copy of a tensor, times a factor, of its dtype or of another one.
+
+    why: it is needed, in words.
+    """
+
+    why: str
+    factor: float = 1.0
+    dtype: torch.dtype | None = None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        # launches record no graph
+        tensor = tensor.detach()
+        new = torch.empty_like(tensor, dtype=self.dtype, memory_format=torch.contiguous_format)
+        if self.factor == 1.0:
+            return new.copy_(tensor)
+        return torch.mul(tensor, self.factor, out=new)
+
+
+class Restrided(NamedTuple):
+    """A view with these strides."""
+
+    strides: tuple[int, ...]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(tensor.shape, self.strides)
+
+
+Conversion: TypeAlias = Copy | Restrided
+"""What makes of a tensor one that kernels take. None stands for no conversion."""
+
+
+def split_scale(softmax_scale: float) -> tuple[float, float]:
+    """(factor, scale): scores are those of q * factor, times a positive scale. The factor is 1, -1
+    or 0."""
+    if abs(softmax_scale) < LEAST_SCALE:
+        return 0.0, 1.0
+    return (1.0, softmax_scale) if softmax_scale > 0 else (-1.0, -softmax_scale)
+
+
+def input_conversion(tensor: Tensor, factor: float = 1.0) -> Conversion | None:
+    """Of a tensor of 16-bit elements that kernels read by TMA, times a factor of `split_scale`."""
+    why = ", ".join(filter(None, (_unreadable(tensor), _SIGNS.get(factor))))
+    return Copy(why, factor) if why else output_conversion(tensor)
+
+
+def _unreadable(tensor: Tensor) -> str | None:
+    """Why TMA cannot read a tensor, but for strides of extents of 1; None if it can."""
+    *strides, last = tensor.stride()
+    if last != 1:
+        return f"its last stride is {last}"
+    for size, stride in zip(tensor.shape, strides, strict=False):
+        if size != 1 and (stride <= 0 or stride % STRIDE_STEP):
+            return f"it has a stride of {stride} elements"
+    past = tensor.data_ptr() & ADDRESS_MASK
+    return f"it starts {past} bytes past a multiple of {_ALIGNMENT}" if past else None
+
+
+def output_conversion(tensor: Tensor | None) -> Conversion | None:
+    """Of a tensor that TMA can read or write, but for strides of extents of 1."""
+    strides = None if tensor is None else tma_strides(tensor)
+    return None if strides is None else Restrided(strides)
+
+
+def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Strides that TMA takes, where an extent of 1 has one that it refuses; None: as they are.
+
+    PyTorch leaves the stride of such an extent to chance.
+    """
+    strides = tuple(
+        stride if size != 1 or (stride and stride % STRIDE_STEP == 0) else tensor.shape[-1]
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+    return None if strides == tensor.stride()[:-1] else (*strides, 1)
+
+
+def sink_conversion(sink: Tensor | None) -> Conversion | None:
+    """Of a learnable_sink, which kernels read with the dtype of `sink_dtype`."""
+    if sink is None:
+        return None
+    reasons, dtype = [], sink_dtype(sink)
+    if dtype != sink.dtype:
+        reasons.append("from float64 to float32")
+    if not sink.is_contiguous():
+        reasons.append(f"its stride is {sink.stride(0)}")
+    return Copy(", ".join(reasons), dtype=dtype) if reasons else None
+
+
+def any_or_none(*conversions: Conversion | None) -> tuple[Conversion | None, ...] | None:
+    """None where no tensor needs one."""
+    return conversions if any(x is not None for x in conversions) else None
+
+
+def convert(
+    tensors: tuple[Any, ...], conversions: tuple[Conversion | None, ...]
+) -> tuple[Any, ...]:
+    return tuple(x if to is None else to(x) for x, to in zip(tensors, conversions, strict=True))
+
+
+def misplaced(*tensors: Tensor) -> tuple[bool, ...]:
+    """Of each tensor, whether its data do not start at a multiple of 16 bytes."""
+    return tuple(x.data_ptr() & ADDRESS_MASK != 0 for x in tensors)
+
+
+def describe_copies(**conversions: Conversion | None) -> str:
+    """Which tensors are copied, by name, and why; empty if none is."""
+    copies = {name: to for name, to in conversions.items() if isinstance(to, Copy)}
+    return "; ".join(f"{name} ({copy.why})" for name, copy in copies.items())

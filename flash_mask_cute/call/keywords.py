@@ -1,0 +1,151 @@
+"""Keywords that a public call does not have: those of other libraries, and misspelt ones.
+
+A public call ends in `**unknown` and asks `if unknown:`, which costs some 20 ns. A wrapper that
+catches the TypeError of binding costs ten times that, and cannot tell it from one raised inside.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+_parameters: dict[str, tuple[str, ...]] = {}
+"""What each public call takes, by its name."""
+
+_SIDES = "window_size", "window_size_left", "window_size_right"
+_LISTS = "block_sparse_tensors", "block_sparse_tensors_torch"
+# Our names, and those that say the same elsewhere, or in another call of ours.
+_SAME: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("softmax_scale",): ("scale", "sm_scale", "attn_scale", "qk_scale", "scaling"),
+    ("softcap",): ("soft_cap", "logit_cap", "logits_soft_cap", "attn_logit_softcapping"),
+    ("learnable_sink",): ("sink", "sinks", "s_aux", "attention_sink", "softmax_offset"),
+    _SIDES: (*_SIDES, "window_left", "window_right", "local_window_size"),
+    _LISTS: _LISTS,
+    ("return_lse", "return_softmax_lse"): ("return_lse", "return_softmax_lse", "return_aux"),
+    ("startend_row_indices",): ("attn_mask_startend_row_indices",),
+    ("config",): ("kernel_options",),
+    ("page_table",): ("block_table", "block_tables"),
+    ("cu_seqlens_q",): ("cu_seq_lens_q", "cu_seqlens", "qo_indptr"),
+    ("cu_seqlens_k",): ("cu_seq_lens_k", "cu_seqlens_kv", "kv_indptr"),
+    ("max_seqlen_q",): ("max_length_q", "max_seqlen"),
+    ("max_seqlen_k",): ("max_length_k", "max_seqlen_kv"),
+    ("seqused_q",): ("seqlens_q", "seq_len_q"),
+    ("seqused_k",): ("seqused_kv", "seqlens_k", "seq_len_kv", "cache_seqlens"),
+    ("seqlen_q",): ("Q_LEN", "q_len"),
+    ("seqlen_k",): ("KV_LEN", "kv_len", "seqlen_kv"),
+    ("BLOCK_SIZE",): ("block_size",),
+}
+
+ALIBI = """\
+@cute.jit
+def alibi(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors):
+    return score - aux_tensors[0][h_idx[0]] * abs(q_idx - kv_idx)
+"""
+# What to do where no name of ours says the same.
+_ADVICE: dict[tuple[str, ...], str] = {
+    (
+        "dropout_p", "dropout", "p", "dropout_rate", "attention_dropout", "fixed_seed_offset",
+        "return_seed_offset", "rng_name", "rng_state",
+    ): "dropout is not supported, leave it out",
+    ("is_causal", "causal_mask", "use_causal_mask"): (
+        "say causal, which aligns the last query with the last key; is_causal of "
+        "scaled_dot_product_attention aligns the first with the first"
+    ),
+    ("attn_mask", "mask", "attention_mask", "attn_bias", "bias", "key_padding_mask"): (
+        "a bool mask becomes startend_row_indices=builders.from_dense(mask), a rule of positions a "
+        "mask_mod, a tensor to add a score_mod that returns "
+        "score + aux_tensors[0][b_idx[0], h_idx[0], q_idx[0], kv_idx[0]]; padding is told by "
+        "seqused_k, or by cu_seqlens_q and cu_seqlens_k"
+    ),
+    ("alibi_slopes", "alibi"): (
+        f"say score_mod=alibi, aux_tensors=[slopes], with float32 slopes (heads_q,) and\n{ALIBI}"
+    ),
+    ("block_mask",): (
+        f"say {_LISTS[0]}=block_mask (in _flash_attn_fwd and _flash_attn_bwd {_LISTS[1]}), and "
+        "beside it the same mask as a CuTe callable, mask_mod"
+    ),
+    ("enable_gqa",): "leave it out, k and v may have fewer heads than q",
+    ("return_attn_probs", "return_softmax", "need_weights", "output_attentions"): (
+        "probabilities are never in memory; (out, lse) is returned with return_lse=True, of "
+        "flashmask_attention with return_softmax_lse=True"
+    ),
+    ("sliding_window",): (
+        "a token that sees itself and n - 1 before it is causal=True with n - 1 as the left side "
+        "of the window (window_size, or window_size_left)"
+    ),
+    ("position_ids",): (
+        "for packed documents say startend_row_indices=builders.from_position_ids(position_ids)"
+    ),
+    ("attention_chunk",): "say startend_row_indices=builders.causal_document(lengths)",
+    ("layout", "tensor_layout", "qkv_format"): (
+        "leave it out, tensors are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) "
+        "with cu_seqlens_q and cu_seqlens_k"
+    ),
+    (
+        "training", "is_training", "name", "backend", "op", "_compile", "separate_full_blocks",
+        "sm_margin", "scheduler_metadata",
+    ): "leave it out, there is nothing that it would change",
+    ("q_descale", "k_descale", "v_descale"): "fp8 is not supported, leave it out",
+    ("k_cache", "v_cache", "cache_batch_idx", "leftpad_k", "cache_leftpad"): (
+        "a cache is not updated here, k and v hold all keys and seqused_k tells how many"
+    ),
+    ("rotary_cos", "rotary_sin"): "rotate q and k before the call",
+}  # fmt: skip
+
+_OURS = {name: ours for ours, names in _SAME.items() for name in names}
+_WHAT_TO_DO = {name: advice for names, advice in _ADVICE.items() for name in names}
+
+
+def public_call(call: _Call) -> _Call:
+    """Decorator of a function that ends in `**unknown`, which it returns: `refuse_keywords` knows
+    its keywords, and readers of its signature do not see `**unknown`."""
+    signature = inspect.signature(call)
+    named = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    know_keywords(call.__name__, [x.name for x in named])
+    call.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    return call
+
+
+def know_keywords(call: str, names: Iterable[str]) -> None:
+    """What a public call of that name takes, where its signature does not tell."""
+    _parameters[call] = tuple(names)
+
+
+def refuse_keywords(call: str, unknown: Mapping[str, object]) -> NoReturn:
+    """Raises TypeError that names each keyword, its value, and what to write instead.
+
+    call: the name of a public call.
+    """
+    told = (
+        f"{name} (got {brief(value)}): {_instead(call, name)}" for name, value in unknown.items()
+    )
+    raise TypeError(f"{call}() has no argument " + "; nor ".join(told))
+
+
+def _instead(call: str, name: str) -> str:
+    taken = _parameters[call]
+    ours = [same for same in _OURS.get(name, ()) if same in taken]
+    if ours == ["window_size"]:
+        return "say window_size=(left, right)"
+    if ours:
+        return f"say {' and '.join(ours)}"
+    if name in _WHAT_TO_DO:
+        return _WHAT_TO_DO[name]
+    for same in (name, *_OURS.get(name, ())):
+        others = [other for other, theirs in _parameters.items() if same in theirs]
+        if others:
+            public_first = sorted(others, key=lambda other: other.startswith("_"))
+            return f"{same} is an argument of {', '.join(public_first)}"
+    near = difflib.get_close_matches(name, taken, n=1)
+    return f"did you mean {near[0]}?" if near else f"it takes {', '.join(taken)}"
+
+
+def brief(value: object) -> str:
+    """Of a tensor no element is read."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return f"a {type(value).__name__}"

@@ -1,0 +1,361 @@
+"""What a user callable gets as `aux_tensors`, and how it reads them.
+
+In kernels an aux tensor is a `cute.Tensor` that takes any integer as an index. Code for the CPU
+never reads outside one. Either all indices are places (`b_idx[0]`, `h_idx[0]`, `q_idx[0]`,
+`kv_idx[0]`): then `notes_reads` tells which, and whoever runs the code compares their ends with the
+extents beforehand. Or every read is checked (`CheckedAux`): an index outside the tensor is written
+down for the caller, and the element at 0 is read in its place. A use that cannot be checked, such
+as a read by pointer, is refused.
+"""
+
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, range_constexpr
+from cutlass._mlir import ir
+from cutlass.cute.tensor import _Tensor
+
+from flash_mask_cute.mods.errors import ModMistake
+
+# Of the record that checked reads fill: 1 once an index was outside, number of the tensor,
+# dimension, index, extent, batch entry, head, query, key. Int64.
+RECORD_SIZE = 9
+# in place of a dimension, where a number counts the elements of all
+FLAT = -1
+# in place of a tensor's number, where a branch or a loop has chosen it
+CHOSEN = -1
+# What may be asked about a tensor beside its elements.
+METADATA = {"cute.get_layout", "cute.size"}
+# What hands a tensor on to another that is checked, too.
+_CARRIED = {"scf.condition", "scf.for", "scf.while", "scf.yield"}
+
+
+class PlainRead(NamedTuple):
+    """That a dimension of an aux tensor is indexed by a place: 0 the batch entry, 1 the head, 2 the
+    query, 3 the key."""
+
+    number: int
+    dimension: int
+    place: int
+
+
+class NotPlainError(Exception):
+    """Raised while a callable runs whose reads are noted: not all of them are plain."""
+
+
+# reads are noted here, if not None
+_noted: set[PlainRead] | None = None
+
+
+@contextmanager
+def notes_reads() -> Iterator[set[PlainRead]]:
+    """Around the compilation of code for the CPU: the reads of callables that are called meanwhile.
+    Not by two threads at once.
+
+    Raises:
+        NotPlainError: in the body, see there.
+    """
+    global _noted
+    _noted = set()
+    try:
+        yield _noted
+    finally:
+        _noted = None
+
+
+class CheckedAux(NamedTuple):
+    """Aux tensors whose reads are checked, and the record, Int64 (RECORD_SIZE,), of the first index
+    that is outside. Code for the CPU passes it in place of the list of tensors."""
+
+    tensors: tuple[cute.Tensor, ...]
+    record: cute.Tensor
+
+    @staticmethod
+    def of(aux_tensors: Any, record: cute.Tensor | None) -> Any:
+        """Called at the head of a function for the CPU. Without a record, the tensors as they are;
+        they may be None, too."""
+        if aux_tensors is None or record is None:
+            return aux_tensors
+        return CheckedAux(tuple(_readable(x, record) for x in aux_tensors), record)
+
+
+def _readable(tensor: cute.Tensor, record: cute.Tensor) -> cute.Tensor:
+    """A tensor without elements is laid over the record: there is something to read at 0."""
+    is_empty = Boolean(False)
+    for extent in tensor.shape:
+        is_empty = is_empty | (extent == 0)
+    address = cutlass.select_(is_empty, record.iterator.toint(), tensor.iterator.toint())
+    # bytes in memory, where the elements are Booleans
+    dtype = tensor.iterator.value_type
+    pointer = cute.make_ptr(dtype, address, tensor.memspace, assumed_align=dtype.width // 8)
+    return _Tensor(cute.make_tensor(pointer, tensor.layout), tensor.element_type)
+
+
+def tensors_of(aux_tensors: Any) -> Sequence[cute.Tensor]:
+    """The tensors of what a kernel, or code for the CPU, passes to callables."""
+    if aux_tensors is None:
+        return ()
+    return aux_tensors.tensors if isinstance(aux_tensors, CheckedAux) else aux_tensors
+
+
+def with_tensors(aux_tensors: Any, tensors: Iterator[cute.Tensor]) -> Any:
+    """The same with other tensors."""
+    if isinstance(aux_tensors, CheckedAux):
+        return aux_tensors._replace(tensors=tuple(tensors))
+    return type(aux_tensors)(tensors)
+
+
+class AuxTensors(tuple):
+    """The tensors, as a callable sees them."""
+
+    @staticmethod
+    def of(aux_tensors: Any, place: Sequence[cute.TensorSSA]) -> "AuxTensors | None":
+        """For one call of a callable, which is for `place`: batch entry, head, query, key."""
+        if aux_tensors is None:
+            return None
+        check: _Check | None = None
+        if isinstance(aux_tensors, CheckedAux):
+            check = _Recorder(place, aux_tensors.record)
+        elif _noted is not None:
+            check = _Noter(place, _noted)
+        tensors = enumerate(tensors_of(aux_tensors))
+        return AuxTensors(_AuxTensor.of(x, i, check) for i, x in tensors)
+
+    def __getitem__(self, i: Any) -> Any:
+        if not isinstance(i, int | slice):
+            text = f"picks from aux_tensors by {i}, known in the kernel only: write a number"
+            raise ModMistake(TypeError, text)
+        try:
+            return super().__getitem__(i)
+        except IndexError as error:
+            count = len(self)
+            there = f"{count} tensors" if count != 1 else "one tensor"
+            text = f"reads aux_tensors[{i}], and the call passes {there}"
+            raise ModMistake(ValueError, text) from error
+
+    def finish(self) -> None:
+        """Called when the callable has returned.
+
+        Raises:
+            NotImplementedError: reads are checked, and the callable does with a tensor what cannot
+                be.
+        """
+        for check in {tensor.check for tensor in self}:
+            if check is not None:
+                check.finish()
+
+
+class _Mode(NamedTuple):
+    """A dimension of a read: which one, the index, None where a slice keeps it, and the extent."""
+
+    dimension: int
+    index: Any
+    extent: Any
+
+
+class _Check:
+    """Looks at the indices of one call of a callable, for the CPU."""
+
+    def __init__(self, place: Sequence[cute.TensorSSA]) -> None:
+        self.place = place
+        self.views: list[_AuxTensor] = []
+        self.allowed: set[ir.Operation] = set()
+
+    def view(self, tensor: cute.Tensor, *facts: Any) -> "_AuxTensor":
+        # what was done with it before is not this callable's
+        self.allowed.update(_users(tensor))
+        view = _AuxTensor(tensor, tensor.element_type)
+        view.name, view.number, view.dimensions = facts
+        view.check, view.extents = self, tensor.shape
+        self.views.append(view)
+        return view
+
+    def inside(self, number: int, modes: list[_Mode]) -> list[Any]:
+        """The indices with which to read a tensor."""
+        raise NotImplementedError
+
+    def refuse(self, view: "_AuxTensor", user: ir.Operation) -> None:
+        """Of a use that is no read by indices."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        for view in self.views:
+            for user in _users(view):
+                if user not in self.allowed and not _is_harmless(user):
+                    self.refuse(view, user)
+
+
+class _Noter(_Check):
+    """See `notes_reads`."""
+
+    def __init__(self, place: Sequence[cute.TensorSSA], reads: set[PlainRead]) -> None:
+        super().__init__(place)
+        self.reads = reads
+
+    def inside(self, number: int, modes: list[_Mode]) -> list[Any]:
+        for mode in modes:
+            places = [i for i, vector in enumerate(self.place) if _is_of(mode.index, vector)]
+            if not places or number == CHOSEN or mode.dimension == FLAT:
+                raise NotPlainError
+            self.reads.add(PlainRead(number, mode.dimension, places[0]))
+        return [mode.index for mode in modes]
+
+    def refuse(self, view: "_AuxTensor", user: ir.Operation) -> None:
+        raise NotPlainError
+
+
+class _Recorder(_Check):
+    """See `CheckedAux`."""
+
+    def __init__(self, place: Sequence[cute.TensorSSA], record: cute.Tensor) -> None:
+        super().__init__(place)
+        self.record = record
+
+    def inside(self, number: int, modes: list[_Mode]) -> list[Any]:
+        """Their own, or 0 for all of them after the first one outside was written down."""
+        indices = [_signed(mode.index) for mode in modes]
+        inside = [(x >= 0) & (x < mode.extent) for x, mode in zip(indices, modes, strict=True)]
+        all_inside = functools.reduce(operator.and_, inside)
+        place = tuple(Int64(x[0]) for x in self.place)
+        facts = [
+            tuple(Int64(y) for y in (1, number, mode.dimension, x, mode.extent)) + place
+            for x, mode in zip(indices, modes, strict=True)
+        ]
+        _write_down(self.record, all_inside, tuple(inside), tuple(facts))
+        return [cutlass.select_(all_inside, x, type(x)(0)) for x in indices]
+
+    def refuse(self, view: "_AuxTensor", user: ir.Operation) -> None:
+        how = "a pointer" if user.name == "cute.get_iter" else user.name
+        raise ModMistake(
+            NotImplementedError,
+            f"uses {view.name} by {how}, which cannot be checked on the CPU: read elements by "
+            f"their indices, {view.name}[kv_idx[0]], or use CUDA tensors",
+        )
+
+
+@cute.jit
+def _write_down(
+    record: cute.Tensor,
+    all_inside: Boolean,
+    inside: tuple[Boolean, ...],
+    facts: tuple[tuple[Int64, ...], ...],
+):
+    """Of the dimensions of one read, the facts of the first index that is outside."""
+    if not all_inside:
+        for dim in range_constexpr(len(inside)):
+            if not inside[dim] and record[0] == 0:
+                for i in range_constexpr(RECORD_SIZE):
+                    record[i] = facts[dim][i]
+
+
+class _AuxTensor(_Tensor):
+    """A view of a tensor: what its `[...]` takes, and does, is this module's."""
+
+    name: str
+    number: int
+    dimensions: tuple[int, ...]
+    """Of the whole tensor, those that are left in a slice."""
+    check: _Check | None
+    extents: tuple[Any, ...]
+
+    @staticmethod
+    def of(tensor: cute.Tensor, number: int, check: _Check | None) -> "_AuxTensor":
+        dimensions = tuple(range(cute.rank(tensor)))
+        return _AuxTensor._view(check, tensor, f"aux_tensors[{number}]", number, dimensions)
+
+    @staticmethod
+    def _view(check: _Check | None, tensor: cute.Tensor, *facts: Any) -> "_AuxTensor":
+        if check is not None:
+            return check.view(tensor, *facts)
+        # not constructed: that would add to the text of a kernel
+        view = _AuxTensor.__new__(_AuxTensor)
+        view.__dict__.update(tensor.__dict__)
+        view.name, view.number, view.dimensions = facts
+        view.check, view.extents = None, ()
+        return view
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> "_AuxTensor":
+        """The same kind of tensor that a branch or a loop has chosen."""
+        tensor = super().__new_from_mlir_values__(values)
+        return _AuxTensor._view(self.check, tensor, "aux_tensors[i]", CHOSEN, self.dimensions)
+
+    def __getitem__(self, coordinates: Any) -> Any:
+        given = coordinates if isinstance(coordinates, tuple) else (coordinates,)
+        if any(isinstance(x, cute.TensorSSA) for x in given):
+            text = f"indexes {self.name} by a vector: write numbers, {self.name}[kv_idx[0]]"
+            raise ModMistake(ValueError, text)
+        rank = len(self.dimensions)
+        # one number may count the elements of all dimensions, in CuTe's order, the first one first
+        is_flat = not isinstance(coordinates, tuple) and coordinates is not None and rank > 1
+        if len(given) != rank and not is_flat:
+            example = ("q_idx[0], " * 3 + "kv_idx[0]").split(", ")
+            raise ModMistake(
+                ValueError,
+                f"indexes {self.name} by {len(given)}: it takes as many numbers as the tensor has "
+                f"dimensions, {rank}, as in {self.name}[{', '.join(example[-rank:])}]",
+            )
+        indices = tuple(_wide(x) for x in given)
+        if self.check is None:
+            found = self._read(indices, coordinates)
+        else:
+            before = set(_users(self))
+            found = self._read(self._inside(self.check, indices, is_flat), coordinates)
+            self.check.allowed.update(set(_users(self)) - before)
+        left = tuple(d for d, x in zip(self.dimensions, indices, strict=False) if x is None)
+        if not left:
+            return found
+        # the compiler takes a slice of Booleans for one of bytes
+        found = _Tensor(found, self.element_type)
+        return _AuxTensor._view(self.check, found, self.name, self.number, left)
+
+    def _read(self, indices: tuple[Any, ...], given: Any) -> Any:
+        return super().__getitem__(indices if isinstance(given, tuple) else indices[0])
+
+    def _inside(self, check: _Check, indices: tuple[Any, ...], is_flat: bool) -> tuple[Any, ...]:
+        if is_flat:
+            size = functools.reduce(operator.mul, (Int64(extent) for extent in self.extents))
+            modes = [_Mode(FLAT, indices[0], size)]
+        else:
+            modes = list(map(_Mode, self.dimensions, indices, self.extents))
+        asked = [mode for mode in modes if mode.index is not None]
+        found = iter(check.inside(self.number, asked) if asked else ())
+        return tuple(x if x is None else next(found) for x in indices)
+
+
+def _is_of(number: Any, vector: cute.TensorSSA) -> bool:
+    """Whether a number is what a vector holds, taken out of it."""
+    if not isinstance(number, cutlass.Numeric):
+        return False
+    value = number.ir_value()
+    maker = value.owner.operation if isinstance(value.owner, ir.OpView | ir.Operation) else None
+    if maker is None or maker.name != "vector.extract":
+        return False
+    # `==` of the DSL's values would trace a comparison
+    return ir.Value.__hash__(maker.operands[0]) == ir.Value.__hash__(vector.ir_value())
+
+
+def _signed(index: Any) -> cutlass.Integer:
+    number = index if isinstance(index, cutlass.Integer) else Int32(index)
+    return number if number.signed else Int64(number)
+
+
+def _wide(index: Any) -> Any:
+    """The compiler takes indices of 32 and 64 bits only."""
+    is_narrow = isinstance(index, cutlass.Integer) and index.width < 32
+    return Int32(index) if is_narrow else index
+
+
+def _users(tensor: Any) -> list[ir.Operation]:
+    return [use.owner.operation for use in tensor.value.uses]
+
+
+def _is_harmless(user: ir.Operation) -> bool:
+    if user.name == "cute.get_iter":
+        # made with every tensor, whether it is used or not
+        return not any(True for _ in user.results[0].value.uses)
+    return user.name in METADATA or user.name in _CARRIED

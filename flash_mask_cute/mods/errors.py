@@ -1,0 +1,170 @@
+"""Mistakes in user callables: which callable, in which line, and what to write instead."""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import cutlass
+import cutlass.cute as cute
+from cutlass._mlir import ir
+from cutlass.base_dsl.common import DSLRuntimeError
+
+_BETWEEN = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (cutlass.__file__, os.path.dirname(__file__))
+)
+_SCALARS = "; or compute with numbers, q_idx[0], under @cute.jit"
+_TRUTH_VALUE = (
+    "asks for the truth value of a vector: write & for and, | for or, ~ for not, two comparisons "
+    "joined by & for a < b < c, and cute.where(condition, x, y) for a conditional expression or an "
+    "if" + _SCALARS
+)
+# What @cute.jit makes of Python's operators and statements, by the functions that do them.
+_JOINED = "joins vectors by `{}`: write {}" + _SCALARS
+_CHOSEN = "chooses by a vector, in {}: write cute.where(condition, x, y)" + _SCALARS
+_REWRITTEN = {
+    "and_": _JOINED.format("and", "(a) & (b), also for a < b < c"),
+    "or_": _JOINED.format("or", "(a) | (b)"),
+    "not_": "negates a vector by `not`: write ~a, or the opposite comparison" + _SCALARS,
+    "ifExp_executor": _CHOSEN.format("`x if condition else y`"),
+    "if_executor": _CHOSEN.format("an `if`"),
+    "while_executor": "loops while a vector is true: loop on a number, q_idx[0]",
+}
+_SCALAR_CONDITION = (
+    "has a number for the condition of cute.where: write cutlass.select_(condition, x, y) to "
+    "choose between numbers, or scalar_to_ssa(condition, cutlass.Boolean) of flash_mask_cute.utils"
+)
+NO_CODE = (
+    "does something with a vector that the compiler has no code for; if it shifts one by << or >>: "
+    "write a product or //, or shift the number, q_idx[0] >> 2; if it calls isnan: write x != x"
+)
+
+
+class ModMistake(Exception):
+    """Raised while a callable runs; `tracing` makes an error of it that names the callable.
+
+    kind: the class of that error. text: what follows the callable's name.
+    """
+
+    def __init__(self, kind: type[Exception], text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def mod_name(mod: Callable[..., Any]) -> str:
+    """The callable's own name; a score_mod_bwd comes bound to its first argument."""
+    mod = getattr(mod, "func", mod)
+    return getattr(mod, "__name__", type(mod).__name__)
+
+
+def describe(
+    kind: str, mod: Callable[..., Any], error: BaseException | None = None, line: str = ""
+) -> str:
+    """`kind name (file:line)`.
+
+    The line is the one given, or that of the callable, or of what it calls, which raised the error;
+    without either, that in which the callable begins.
+    """
+    place = line or _last_line(error) or _first_line(mod)
+    return f"{kind} {mod_name(mod)}" + (f" ({place})" if place else "")
+
+
+def _last_line(error: BaseException | None) -> str | None:
+    file, line, _ = _split(error)
+    return None if file is None else f"{file}:{line}"
+
+
+def _split(error: BaseException | None) -> tuple[str | None, int, list[str]]:
+    """Where the user's text raised an error, and by which functions of the compiler, the innermost
+    last."""
+    file, at, inside = None, 0, []
+    for frame, line in traceback.walk_tb(None if error is None else error.__traceback__):
+        path = frame.f_code.co_filename
+        if os.path.abspath(path).startswith(_BETWEEN):
+            inside.append(frame.f_code.co_name)
+        else:
+            file, at, inside = path, line, []
+    return file, at, inside
+
+
+def _first_line(mod: Callable[..., Any]) -> str | None:
+    mod = getattr(mod, "func", mod)
+    mod = getattr(mod, "__wrapped__", mod)
+    if not hasattr(mod, "__code__"):
+        mod = type(mod).__call__
+        mod = getattr(mod, "__wrapped__", mod)
+    code = getattr(mod, "__code__", None)
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+@contextmanager
+def tracing(kind: str, mod: Callable[..., Any], has_aux: bool) -> Iterator[None]:
+    """Around the call of a callable: errors that say what it does wrong, and vectors that do not
+    take part in Python's `and`, `or`, `not`, `a < b < c` and conditions.
+
+    Python would take every vector to be true there: a condition would be lost without a word.
+    """
+    try:
+        with _vectors_in_mods():
+            yield
+    except ModMistake as error:
+        raise error.kind(f"{describe(kind, mod, error)} {error}") from error
+    except TypeError as error:
+        if not has_aux and "'NoneType'" in str(error):
+            raise ValueError(
+                f"{describe(kind, mod, error)} reads aux_tensors, and the call passes none"
+            ) from error
+        raise
+    except (AttributeError, DSLRuntimeError) as error:
+        text = _explain(error)
+        if text is None:
+            raise
+        raise TypeError(f"{describe(kind, mod, error)} {text}") from error
+    except (IndexError, ValueError, ir.MLIRError) as error:
+        raise ValueError(f"{describe(kind, mod, error)}: {error}") from error
+
+
+def _explain(error: BaseException) -> str | None:
+    """What a callable does with a vector that a function of the compiler fails on."""
+    _, _, inside = _split(error)
+    if isinstance(error, AttributeError):
+        return _SCALAR_CONDITION if inside[-1:] == ["where"] else None
+    if inside[-1:] != ["from_mlir_type"]:
+        return None
+    # a vector was taken for a number
+    return next((_REWRITTEN[name] for name in inside if name in _REWRITTEN), NO_CODE)
+
+
+@contextmanager
+def _vectors_in_mods() -> Iterator[None]:
+    methods = {
+        "__bool__": _refuse_truth_value,
+        "__dsl_not__": _refuse_not,
+        "__invert__": _inverted,
+    }
+    given = {name: cute.TensorSSA.__dict__.get(name) for name in methods}
+    for name, method in methods.items():
+        setattr(cute.TensorSSA, name, method)
+    try:
+        yield
+    finally:
+        for name, method in given.items():
+            if method is None:
+                delattr(cute.TensorSSA, name)
+            else:
+                setattr(cute.TensorSSA, name, method)
+
+
+def _refuse_truth_value(vector: cute.TensorSSA) -> NoReturn:
+    raise ModMistake(TypeError, _TRUTH_VALUE)
+
+
+def _refuse_not(vector: cute.TensorSSA, **_: Any) -> NoReturn:
+    raise ModMistake(TypeError, _REWRITTEN["not_"])
+
+
+def _inverted(vector: cute.TensorSSA) -> cute.TensorSSA:
+    """`~`: the compiler's own leaves a vector that is no TensorSSA, which nothing else takes."""
+    return vector ^ (True if vector.dtype is cutlass.Boolean else -1)

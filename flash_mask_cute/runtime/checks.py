@@ -1,0 +1,182 @@
+"""Checks of arguments that know no attention. Each names the argument and quotes the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from flash_mask_cute.limits import STRIDE_STEP
+from flash_mask_cute.runtime.plain_tensors import check_plain
+
+_BASE_ALIGNMENT = 16  # bytes
+
+
+def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
+    """Check that rows are contiguous and, when `aligned`, that they start on 16-byte boundaries.
+
+    Strides of extents of size 1, and of tensors without elements, do not matter.
+
+    Raises:
+        ValueError: the last stride is not 1; or, when `aligned`, another stride is not a multiple
+            of 8 elements or the base address is not a multiple of 16 bytes.
+    """
+    strides = tensor.stride()
+    if strides[-1] != 1 and tensor.shape[-1] > 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, got strides {strides} for shape "
+            f"{tuple(tensor.shape)}"
+        )
+    if not aligned:
+        return
+    for position, stride in enumerate(strides[:-1]):
+        if stride % STRIDE_STEP and tensor.shape[position] > 1 and tensor.numel():
+            raise ValueError(
+                f"{name} must have strides that are multiples of {STRIDE_STEP} elements (apart "
+                f"from the last), got strides {strides} for shape {tuple(tensor.shape)}"
+            )
+    address = tensor.data_ptr()
+    if address % _BASE_ALIGNMENT:
+        raise ValueError(
+            f"{name} must start at a multiple of {_BASE_ALIGNMENT} bytes, got an address that is "
+            f"{address % _BASE_ALIGNMENT} bytes past one (storage offset "
+            f"{tensor.storage_offset()} elements)"
+        )
+
+
+def brief(value: object) -> str:
+    """Describe a value in one short phrase, without reading a tensor's elements."""
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return f"{value!r} ({type(value).__name__})"
+    kind = type(value)
+    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
+        # bool to numpy 2, which would look like Python's
+        return f"numpy.bool_({bool(value)})"
+    return f"a {kind.__name__}"
+
+
+def check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {brief(value)}")
+    check_plain(name, value)
+    if value.is_nested:
+        raise TypeError(f"{name} must be one tensor, got a nested one; pack it, with cu_seqlens_*")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")
+
+
+def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_bool(name: str, value: object, expected: str = "True or False") -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be {expected}, got {brief(value)}")
+
+
+def check_int(name: str, value: object, expected: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be {expected}, got {brief(value)}")
+    return int(value)
+
+
+def check_real(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a real number, got {brief(value)}")
+
+
+def check_finite(name: str, value: Any) -> None:
+    check_real(name, value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+def number_of(name: str, value: Any) -> Any:
+    """What is given, or the number of a 0-dim CPU tensor, which is read now. Whether the call can
+    use it, the other checks tell.
+
+    Raises:
+        ValueError: a tensor with dimensions, or of a device that reading it would wait for.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() != 0 or value.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be a number or a 0-dim CPU tensor, got {brief(value)}; reading one of "
+            "another device would wait for it: multiply q by the tensor instead"
+        )
+    return value.item()
+
+
+def check_own_memory(name: str, tensor: torch.Tensor) -> None:
+    if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"{name} must not overlap itself (an expanded tensor does), got strides "
+            f"{tensor.stride()}"
+        )
+
+
+def check_shaped(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], shape_name: str, q: torch.Tensor
+) -> None:
+    check_tensor(name, tensor)
+    if tensor.dtype != q.dtype:
+        raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have {shape_name}, {shape}, got {tuple(tensor.shape)}")
+    check_device(name, tensor, q.device)
+
+
+def check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
+    """An output that is written while an input is read would change the result."""
+    start, end = span_of(tensor)
+    for other, given in inputs.items():
+        first, last = span_of(given)
+        if start < last and first < end:
+            raise ValueError(
+                f"{name} must not share memory with {other}, got bytes {start} to {end} and "
+                f"{first} to {last}"
+            )
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and end address between which a tensor's elements lie."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def check_fp32(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    check_tensor(name, value)
+    if value.dtype != torch.float32:
+        raise TypeError(f"{name} must have dtype float32, got {value.dtype}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
+    check_device(name, value, device)
+
+
+def check_like(name: str, gradient: torch.Tensor, of: str, tensor: torch.Tensor) -> None:
+    """Refuse a gradient that is not as `tensor`, which is called `of`."""
+    if gradient.dtype != tensor.dtype:
+        raise TypeError(
+            f"{name} must have the dtype of {of} ({tensor.dtype}), got {gradient.dtype}"
+        )
+    if gradient.shape != tensor.shape:
+        raise ValueError(
+            f"{name} must have the shape of {of}, {tuple(tensor.shape)}, got "
+            f"{tuple(gradient.shape)}"
+        )
+    check_device(name, gradient, tensor.device)
+    check_own_memory(name, gradient)

@@ -1,0 +1,84 @@
+"""Which tensors are memory that a kernel can be given the address of.
+
+A subclass may hold no memory of its own (a wrapper of other tensors), or memory that stands for
+something else. torch hands operators to its `__torch_dispatch__`, which takes it apart; a kernel
+would read whatever lies at its address. Tensors of a transform (vmap, grad, jvp) are wrappers too,
+but have the type of plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLAIN_TYPES: tuple[type, ...] = (Tensor, torch.nn.Parameter)
+
+
+class NotPlainError(TypeError):
+    """An argument is of a tensor subclass. argument: its name; kind: the name of its type."""
+
+    def __init__(self, argument: str, kind: str) -> None:
+        super().__init__(
+            f"{argument} must be a plain torch.Tensor, got a {kind}: kernels read memory, of which "
+            "a subclass may have none"
+        )
+        self.argument = argument
+        self.kind = kind
+
+    @contextmanager
+    def named_unless_from(self, implementations: Container[CodeType]) -> Iterator[None]:
+        """Around operators on the same arguments: what the subclass raises becomes a TypeError that
+        names the argument; what the implementations of operators raise stays as it is."""
+        try:
+            yield
+        except Exception as error:
+            frames = walk_tb(error.__traceback__)
+            if any(frame.f_code in implementations for frame, _ in frames):
+                raise
+            raise TypeError(
+                f"{self.argument} is a {self.kind}, which does not take operators of "
+                f"flash_mask_cute apart: {error}"
+            ) from error
+
+
+def are_plain(*tensors: Any) -> bool:
+    """Whether all have the type of plain tensors, which wrappers of a transform have, too."""
+    return all(type(x) in PLAIN_TYPES for x in tensors)
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Refuse what is no memory to read.
+
+    Raises:
+        NotPlainError: a TypeError; the tensor is of a subclass.
+        NotImplementedError: it belongs to a transform, such as vmap.
+    """
+    if type(tensor) not in PLAIN_TYPES:
+        raise NotPlainError(name, type(tensor).__name__)
+    of_transforms = torch._C._functorch
+    # autograd.grad has a vmap of its own
+    if of_transforms.is_legacy_batchedtensor(tensor) or of_transforms.is_batchedtensor(tensor):
+        raise NotImplementedError(
+            f"{name} is a batch that vmap made, as torch.autograd.grad(is_grads_batched=True) and "
+            "jacobian(vectorize=True) do, which is not supported: call it for one after the other; "
+            f"got shape {tuple(tensor.shape)}"
+        )
+    if of_transforms.is_functorch_wrapped_tensor(tensor):
+        raise NotImplementedError(f"{name} belongs to a transform of torch.func: not supported")
+
+
+def own_memory(tensor: Tensor) -> Tensor:
+    """A plain view, where the type is a subclass that leaves operators to torch, and is memory like
+    any other tensor; everything else as it is."""
+    kind = type(tensor)
+    is_memory = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    if kind in PLAIN_TYPES or not is_memory:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)

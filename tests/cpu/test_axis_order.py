@@ -1,0 +1,81 @@
+"""Tensors of (batch, heads, seqlen, head_dim) are noticed where their extents tell."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
+from flash_mask_cute.call import axis_order
+from flash_mask_cute.interface import _flash_attn_fwd, explain
+
+
+@pytest.fixture(autouse=True)
+def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(axis_order, "_has_warned", False)
+
+
+def like_torch(heads: int = 4, seqlen: int = 129) -> Tensor:
+    return torch.zeros(2, heads, seqlen, 16)
+
+
+def test_it_is_told_once_where_the_call_is() -> None:
+    q = like_torch()
+    said = (
+        r"^q of shape \(2, 4, 129, 16\) is read as \(batch, seqlen, heads, head_dim\), 129 heads "
+        r"of 4 rows; if it is \(batch, heads, seqlen, head_dim\), .* pass q.transpose\(1, 2\)"
+    )
+    with pytest.warns(UserWarning, match=said) as told:
+        flash_attn_func(q, q, q)
+    assert [warning.filename for warning in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _flash_attn_fwd(q, q, q)
+
+
+def test_where_the_call_is_with_gradients_and_in_explain() -> None:
+    q = like_torch().requires_grad_()
+    with pytest.warns(UserWarning, match="is read as") as told:
+        flash_attn_func(q, q, q).sum().backward()
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("call", [_flash_attn_fwd, explain])
+def test_other_calls(call) -> None:
+    q = like_torch()
+    with pytest.warns(UserWarning, match="is read as") as told:
+        call(q, q, q)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_packed() -> None:
+    q, edges = torch.zeros(4, 129, 16), torch.tensor([0, 4], dtype=torch.int32)
+    said = r"read as \(total, heads, head_dim\), 129 heads of 4 rows.*pass q.transpose\(0, 1\)"
+    with pytest.warns(UserWarning, match=said):
+        flash_attn_varlen_func(q, q, q, edges, edges)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 129, 129, 8), (2, 1, 128, 8), (2, 130, 129, 8), (1, 300, 4, 8)]
+)
+def test_it_is_not_told_where_it_may_be_right(shape: tuple[int, ...]) -> None:
+    q = torch.zeros(shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _flash_attn_fwd(q, q, q)
+
+
+def test_keys_alone_tell_and_errors_of_heads() -> None:
+    """One query of (batch, heads, 1, head_dim) beside a cache of 200 keys."""
+    q, k = like_torch(seqlen=1), like_torch(seqlen=200)
+    said = (
+        r"^heads_q must be a multiple of heads_kv, got heads_q=1 and heads_kv=200; k of shape "
+        r"\(2, 4, 200, 16\) is read as"
+    )
+    with pytest.raises(ValueError, match=said):
+        flash_attn_func(q, k, k)
+    with pytest.raises(ValueError, match="got heads_q=3 and heads_kv=2$"):
+        flash_attn_func(torch.zeros(1, 5, 3, 8), *[torch.zeros(1, 5, 2, 8)] * 2)

@@ -1,0 +1,83 @@
+"""Scores of any size on a Hopper GPU, through the functions for autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gradient_oracle import make_output_gradients
+from score_tables import LOWEST, TABLES, make_tabled
+from support import BF16, FP16, FP32, Case, assert_close_to_oracle
+from test_functional_gpu import arguments_of, run_and_check_gradients
+from trained_mods import assert_aux_gradients_close
+
+from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
+
+PLAIN = Case("tables", 1, 300, 300, 1, 1, head_dim=64)
+# each with a forward or a backward that goes another way
+CASES = (
+    PLAIN,
+    Case("tables-long", 1, 1500, 1500, 2, 1),
+    Case("tables-sink-softcap", 2, 300, 300, 2, 2, head_dim=64, softcap=5.0, sink=FP32),
+    Case("tables-d128-fp16", 1, 300, 300, 1, 1, dtype=FP16, sink=BF16),
+    Case("tables-d256", 1, 150, 300, 2, 1, head_dim=256),
+    Case("tables-mask-d128", 1, 300, 300, 1, 1, mask_mod="causal_offset"),
+    Case("tables-gqa2-packed", 1, 60, 300, 2, 1, head_dim=64, pack_gqa=True),
+    Case("tables-varlen", 0, 0, 0, 1, 1, head_dim=64, lengths_q=(70, 0, 140),
+         lengths_k=(70, 9, 280), causal=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_both_ways(case: Case) -> None:
+    """One kernel of either direction for all tables."""
+    for name in TABLES:
+        inputs = make_tabled(case, name, "cuda").inputs
+        function, keywords = arguments_of(inputs)
+        assert_close_to_oracle(*run_and_check_gradients(inputs, function, keywords), inputs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_the_table(compiled: bool) -> None:
+    torch._dynamo.reset()
+    for name in ("causal-1e30", "descending", "steps", "extremes", "hidden"):
+        given = make_tabled(PLAIN, name, "cuda")
+        function, keywords = arguments_of(given.inputs)
+        if compiled:
+            function = torch.compile(function, fullgraph=True)
+        table = given.trained[0].clone().requires_grad_()
+        keywords["aux_tensors"] = [*given.aux_tensors[:-1], table]
+        results = run_and_check_gradients(given.inputs, function, keywords)
+        assert_close_to_oracle(*results, given.inputs)
+        # an element is the gradient of one score
+        of_call = given, *make_output_gradients(given.inputs)
+        assert_aux_gradients_close([table.grad], *of_call, rtol=4e-3)
+
+
+def test_a_last_factor() -> None:
+    """Which the softmax multiplies by; the lowest numbers become -inf and are hidden."""
+    for name in ("causal-fp32", "descending", "steps", "offsets", "hidden"):
+        inputs = make_tabled(PLAIN, name, "cuda", has_factor=True).inputs
+        function, keywords = arguments_of(inputs)
+        assert_close_to_oracle(*run_and_check_gradients(inputs, function, keywords), inputs)
+
+
+def test_rows_of_nothing_but_the_lowest_number() -> None:
+    """The mean of v, probabilities that sum to 1, and finite gradients by LSE alone, too."""
+    inputs = make_tabled(PLAIN, "causal-fp32", "cuda").inputs
+    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    lse_low = torch.empty(1, 1, 300, device="cuda")
+    out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, lse_low=lse_low, **keywords)
+    assert lse is not None
+    rows = torch.arange(300, device="cuda") % 50 == 7
+    mean = inputs.v[0, :, 0].float().mean(dim=0)
+    torch.testing.assert_close(out[0, rows, 0].float(), mean.expand(6, -1), rtol=0.02, atol=1e-3)
+    assert (lse[0, 0, rows] == LOWEST).all()
+    dout = torch.zeros_like(out)
+    dout[:, rows] = 1.0
+    operands = inputs.q, inputs.k, inputs.v, out, dout, lse
+    with_low = _flash_attn_bwd(*operands, lse_low=lse_low, **keywords)
+    sums = with_low[2].float().sum(dim=1), dout.float().sum(dim=1)
+    torch.testing.assert_close(*sums, rtol=0.01, atol=0.0)
+    assert all(x.isfinite().all() for x in (*with_low, *_flash_attn_bwd(*operands, **keywords)))

@@ -1,0 +1,89 @@
+"""What nobody may see reaches no result of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from public_call import forward
+from support import Case, Inputs, assert_close_to_oracle, make_inputs
+from test_flash_bwd import backward
+from unseen_memory import (
+    EMPTY_CASES,
+    UNUSED_CASES,
+    VALUES,
+    WIDE_UNUSED_CASES,
+    Hostile,
+    padded_documents,
+    with_empty,
+    with_unused_gradients,
+)
+
+from flash_mask_cute import flash_attn_func
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
+
+UNUSED = (
+    *UNUSED_CASES,
+    *WIDE_UNUSED_CASES,
+    # one row more and one row fewer than tiles and boxes have, in a batch of many
+    Case(
+        "dense-many",
+        5,
+        257,
+        385,
+        4,
+        2,
+        seqused_q=(1, 64, 129, 256, 0),
+        seqused_k=(1, 0, 128, 129, 385),
+    ),
+)
+
+
+def check(inputs: Inputs, hostile: Hostile, **more: bool) -> None:
+    results = forward(hostile.inputs)
+    assert_close_to_oracle(*results, inputs)
+    hostile.assert_close(backward(hostile.inputs, results, hostile.dout, hostile.dlse, **more))
+
+
+@pytest.mark.parametrize("case", UNUSED, ids=lambda case: case.id)
+def test_rows_that_are_not_in_use(case: Case) -> None:
+    inputs = make_inputs(case, "cuda")
+    for value in VALUES.values():
+        check(inputs, with_unused_gradients(inputs, value))
+
+
+@pytest.mark.parametrize("case", EMPTY_CASES, ids=lambda case: case.id)
+def test_rows_of_queries_that_see_nothing(case: Case) -> None:
+    inputs = make_inputs(case, "cuda")
+    for value in VALUES.values():
+        check(inputs, with_empty(inputs, value))
+
+
+@pytest.mark.parametrize("case", [UNUSED[0], EMPTY_CASES[0], EMPTY_CASES[-1]], ids=lambda c: c.id)
+def test_in_a_fixed_order(case: Case) -> None:
+    inputs = make_inputs(case, "cuda")
+    prepare = with_unused_gradients if case is UNUSED[0] else with_empty
+    check(inputs, prepare(inputs, VALUES["nan"]), deterministic=True)
+
+
+def test_long_walks() -> None:
+    """Many blocks of each kind in flight, of which every seventh query is hostile."""
+    case = Case("long", 1, 3000, 3000, 8, 2, mask_mod="blinding")
+    inputs = make_inputs(case, "cuda")
+    check(inputs, with_empty(inputs, VALUES["nan"]))
+    inputs = make_inputs(replace(case, mask_mod=None, causal=True, seqlen_k=1500), "cuda")
+    check(inputs, with_empty(inputs, VALUES["inf"]))
+
+
+def test_padding_behind_documents() -> None:
+    hostile = with_empty(padded_documents("cuda"), VALUES["nan"])
+    given = hostile.inputs
+    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
+    out = flash_attn_func(*leaves, **given.mask_keywords, causal=True)
+    found = torch.autograd.grad(out, leaves, hostile.dout)
+    dlse = torch.zeros_like(hostile.dlse)
+    hostile._replace(dlse=dlse, clean_dlse=dlse).assert_close(
+        dict(zip(("dq", "dk", "dv"), found, strict=True))
+    )

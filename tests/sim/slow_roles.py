@@ -1,0 +1,136 @@
+"""Runs of kernels in which each role is the slowest of its CTA once.
+
+A wait that is left out because its role "is always fast enough" shows then, and hardly otherwise.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import random
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import mask_cases
+import pytest
+
+import flash_mask_cute
+
+PACKAGE = Path(flash_mask_cute.__file__).parent
+WARPS_PER_WARPGROUP = 4
+# kernels whose CTAs have roles, by what their names begin with, and who tells them
+ROLES = {"sm90": "flash_mask_cute.sm90.warpgroups", "sm100": "flash_mask_cute.sm100.flash_fwd_plan"}
+
+
+class Slowed(NamedTuple):
+    """A call: fields of its `Case`, its `config` if that is not the table's, further keywords."""
+
+    fields: dict[str, Any]
+    config: dict[str, Any] | None = None
+    more: dict[str, Any] = {}
+
+
+# Asynchronous work completes at random points, and warps are interrupted: a slow one also between a
+# wait and what comes after it. A run without a seed finds less.
+SEED = 1
+# the masks of most: see `add_islands`
+ISLANDS = {"heads_q": 1, "heads_kv": 1, "causal": True, "column": "islands"}
+
+
+@cache
+def kernels_of_package() -> frozenset[str]:
+    """The names `module.function` of all kernels there are."""
+    return frozenset(
+        f"{path.relative_to(PACKAGE).with_suffix('').as_posix().replace('/', '.')}.{node.name}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(x) == "cute.kernel" for x in node.decorator_list)
+    )
+
+
+def launched(simulator: ModuleType) -> dict[str, int]:
+    """What ran since `RESULTS` was cleared: names of kernels, and how many warps a CTA has."""
+    found = {}
+    for result in simulator.RESULTS:
+        for launch in result["launches"]:
+            symbol = launch["kernel"]
+            (name,) = (x for x in kernels_of_package() if symbol.startswith(_symbol_of(x)))
+            found[name] = -(-launch["block"][0] // 32)
+    return found
+
+
+def _symbol_of(kernel: str) -> str:
+    """What the name of a compiled kernel begins with."""
+    module, function = kernel.rsplit(".", 1)
+    return f"kernel_cutlass_{function}_{PACKAGE.name}{module.replace('.', '')}"
+
+
+def slow_sets(kernel: str, num_warps: int) -> set[frozenset[int]]:
+    """Sets of warps to be slow together, so that each role of the kernel is slow by itself.
+
+    The warps of a role are those from the first one, as its `Role` says, to the first one of the
+    next role, and each warpgroup of them is a set. On Hopper the warps of one work together: there
+    the first, which sends what they have, and the last are sets, too. Where no role has a name,
+    each warp is one. So every warp of a CTA is in some set, also that of a role which somebody
+    adds.
+    """
+    package = kernel.split(".")[0]
+    if package not in ROLES:
+        return {frozenset({warp}) for warp in range(num_warps)}
+    firsts = sorted(importlib.import_module(ROLES[package]).Role)
+    assert firsts[0] == 0 and firsts[-1] < num_warps
+    sets = set()
+    for first, end in zip(firsts, [*firsts[1:], num_warps], strict=True):
+        for begin in range(first, end, WARPS_PER_WARPGROUP):
+            warps = range(begin, min(begin + WARPS_PER_WARPGROUP, end))
+            sets.add(frozenset(warps))
+            if package == "sm90" and len(warps) == WARPS_PER_WARPGROUP:
+                sets |= {frozenset({warps[0]}), frozenset({warps[-1]})}
+    return sets
+
+
+def with_each_role_slow(
+    simulator: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: Iterable[str],
+    run: Callable[[], None],
+) -> None:
+    """`run`, which launches kernels and holds their results to what is right, as it is, and with
+    each role of each of `kernels` slow."""
+    monkeypatch.setitem(simulator.OPTIONS, "slow", frozenset())
+    run()
+    num_warps = launched(simulator)
+    for warps in sorted(set().union(*(slow_sets(x, num_warps[x]) for x in kernels)), key=sorted):
+        monkeypatch.setitem(simulator.OPTIONS, "slow", warps)
+        try:
+            run()
+        except (AssertionError, simulator.SimError) as error:
+            raise AssertionError(f"where warps {sorted(warps)} are slow: {error}") from error
+
+
+def _islands(cycle: int, whole: int, cut: int) -> Callable[..., list[list[int]]]:
+    """Of each `cycle` keys every query sees the first `whole` ones, those up to some row see the
+    next `cut`, and nobody sees the others."""
+
+    def columns(rng: random.Random, seqlen_q: int, seqlen_k: int, n: int) -> list[list[int]]:
+        ends = []
+        for key in range(seqlen_k):
+            at = key % cycle
+            some = rng.randint(0, seqlen_q) if at < whole + cut else 0
+            ends.append(seqlen_q if at < whole else some)
+        return [[end] if n == 1 else [end, 0] for end in ends]
+
+    return columns
+
+
+def add_islands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two recipes for columns: walks of several whole and cut blocks between hidden ones, and far
+    walks, of few blocks in each chunk of them."""
+    islands = mask_cases.ColumnRecipe(_islands(512, 288, 40), 1, is_shared=True)
+    monkeypatch.setitem(mask_cases.COLUMNS, "islands", islands)
+    far = mask_cases.ColumnRecipe(_islands(1024, 64, 20), 1, is_shared=True)
+    monkeypatch.setitem(mask_cases.COLUMNS, "far_islands", far)

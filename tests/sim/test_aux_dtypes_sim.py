@@ -1,0 +1,79 @@
+"""Callables that read aux tensors of every dtype, in the compiled kernels on the software GPU.
+
+FLASH_MASK_SIM_ARCH says of which architecture; the backward and the block scan are Hopper's.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+import aux_dtypes
+import pytest
+import torch
+from aux_dtypes import CASES, make_all_dtypes, plain_inputs, visible_of
+from gradient_oracle import make_output_gradients
+from simulated_forward import run_sim
+from support import Case
+from trained_mods import assert_aux_gradients_close
+
+# as the software GPU is, so that these tests run on either
+ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+hopper_only = pytest.mark.skipif(ARCH != "sm_90a", reason="there is a kernel for Hopper only")
+
+
+@pytest.fixture(autouse=True)
+def knows_uint32(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The software GPU hands out tensors by DLPack's codes, of which it may lack this one."""
+    unsigned = simulator.driver._DLCODES["uint8"][0]
+    monkeypatch.setitem(simulator.driver._DLCODES, "uint32", (unsigned, 32))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_forward(simulator: ModuleType, case: Case) -> None:
+    """Several heads: on Hopper one kernel stores what the mask_mod answers, another reads it."""
+    run_sim(simulator, make_all_dtypes(case).inputs, ARCH, seeds=(1,))
+    kernels = len(simulator.RESULTS)
+    assert kernels == (2 if ARCH == "sm_90a" and case.heads_q > 1 else 1)
+
+
+@hopper_only
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_backward(simulator: ModuleType, case: Case) -> None:
+    """With the gradient of a table that a uint8 indexes."""
+    import test_flash_bwd_sim
+
+    given = make_all_dtypes(case)
+    daux = [None] * aux_dtypes.TABLE + [torch.full_like(given.trained[0], float("nan"))]
+    launches = 3 if case.heads_q == 1 else 4
+    test_flash_bwd_sim.run_sim(simulator, given.inputs, (1,), launches, daux=daux)
+    dout, dlse = make_output_gradients(given.inputs)
+    assert_aux_gradients_close(daux[aux_dtypes.TABLE:], given, dout, dlse)  # fmt: skip
+
+
+@hopper_only
+def test_block_lists(simulator: ModuleType) -> None:
+    from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_mask_cute.compute_block_sparsity import run_scan
+    from flash_mask_cute.mask_prep.block_scan import ScanProblem
+
+    aux = tuple(plain_inputs(CASES[0]).keywords["aux_tensors"])
+    blocks = visible_of(list(aux), 200, 300).view(4, 50, 5, 60).sum(dim=(1, 3))
+    made = [torch.empty(x, dtype=torch.int32) for x in ((1, 1, 4), (1, 1, 4, 5)) * 2]
+    simulator.RESULTS.clear()
+    run_scan(
+        aux_dtypes.mask_mod,
+        ScanProblem("sm_90a", ScanProblem.describe_aux(aux)),
+        BlockSparseTensorsTorch(*made, block_size=(50, 60)),
+        (200, 300),
+        aux,
+    )
+    assert [result["warnings"] for result in simulator.RESULTS] == [{}]
+    partial, full = (blocks > 0) & (blocks < 3000), blocks == 3000
+    for cnt, idx, listed in ((made[0], made[1], partial), (made[2], made[3], full)):
+        assert torch.equal(cnt[0, 0], listed.sum(1).int())
+        for row in range(4):
+            expected = listed[row].nonzero().flatten().int()
+            assert torch.equal(idx[0, 0, row, : len(expected)], expected)

@@ -1,0 +1,117 @@
+"""Scores of any size by the compiled kernels of Hopper, on the software GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from gradient_oracle import assert_gradients_close, make_output_gradients
+from score_tables import TABLES, make_tabled
+from simulated_forward import launch_on_simulator, run_sim
+from support import BF16, FP16, FP32, Case, lse_tolerance
+from test_flash_bwd_sim import launch
+from trained_mods import TrainedInputs, assert_aux_gradients_close
+
+from flash_mask_cute.call.prepared_bwd import BwdOperands
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+ARCH = "sm_90a"
+PLAIN = Case("tables", 1, 300, 300, 1, 1, head_dim=64)
+SOME = ("causal-fp32", "ascending", "descending", "extremes", "offsets", "hidden")
+# Each has a kernel that goes another way: three warpgroups or two, with registers for the scores
+# beside the probabilities or without, cut blocks that are passed over, packed heads, sequences.
+CASES = (
+    Case("tables-sink-softcap", 1, 300, 300, 1, 1, head_dim=64, softcap=5.0, sink=FP32),
+    Case("tables-d128-fp16", 1, 300, 300, 1, 1, dtype=FP16, sink=BF16),
+    Case("tables-mask-d128", 1, 300, 300, 1, 1, mask_mod="causal_offset"),
+    Case("tables-gqa2-packed", 1, 60, 300, 2, 1, head_dim=64, pack_gqa=True),
+    Case("tables-window", 1, 300, 300, 1, 1, head_dim=64, window_left=200, window_right=40),
+    Case(
+        "tables-varlen", 0, 0, 0, 1, 1, head_dim=64, lengths_q=(70, 0, 140), lengths_k=(70, 9, 280),
+        causal=True,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_forward(simulator: ModuleType, name: str) -> None:
+    given = make_tabled(PLAIN, name)
+    run_sim(simulator, given.inputs, ARCH, seeds=(None,))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_forward_of_other_kernels(simulator: ModuleType, case: Case) -> None:
+    for name in SOME:
+        run_sim(simulator, make_tabled(case, name).inputs, ARCH, seeds=(1,))
+
+
+# twice the largest number is infinite
+@pytest.mark.parametrize("name", [name for name in SOME if name != "extremes"] + ["steps"])
+def test_forward_with_a_last_factor(simulator: ModuleType, name: str) -> None:
+    """Which the softmax multiplies by; the lowest numbers become -inf and are hidden."""
+    given = make_tabled(PLAIN, name, has_factor=True)
+    run_sim(simulator, given.inputs, ARCH, seeds=(None,))
+
+
+def test_smaller_tiles_of_keys(simulator: ModuleType) -> None:
+    """Many blocks, and without registers for the scores beside the probabilities."""
+    for config in ({"tile_n": 48}, {"tile_m": 256, "tile_n": 64}):
+        for name in ("descending", "extremes-descending", "hidden"):
+            inputs = make_tabled(PLAIN, name).inputs
+            run_sim(simulator, inputs, ARCH, seeds=(None,), config=config)
+
+
+def check_both_ways(simulator: ModuleType, given: TrainedInputs, seed: int | None = None) -> None:
+    """A forward that writes lse_low, and the backward of what it wrote."""
+    simulator.OPTIONS.pop("delay", None)
+    if seed is not None:
+        simulator.OPTIONS["delay"] = seed
+    inputs = given.inputs
+    dout, dlse = make_output_gradients(inputs)
+    rows = inputs.q.shape[:-1]
+    lse_low = torch.empty((*rows[:-2], rows[-1], rows[-2]))
+    out, lse = launch_on_simulator(inputs, ARCH, lse_low=lse_low)
+    error = (lse.double() + lse_low.double() - inputs.reference[1]).abs()
+    assert error[inputs.reference[1].isfinite()].max() < lse_tolerance(inputs)
+    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    sink = keywords["learnable_sink"]
+    dsink = None if sink is None else torch.empty_like(sink)
+    daux = [
+        torch.empty_like(x) if i in given.wants_aux else None
+        for i, x in enumerate(given.aux_tensors)
+    ]
+    more = {"lse_low": lse_low, "dlse": dlse, "dsink": dsink, "daux": daux}
+    if not given.wants_aux:
+        more.pop("daux")
+    simulator.RESULTS.clear()
+    dq, dk, dv = launch(BwdOperands(inputs.q, inputs.k, inputs.v, out, dout, lse), keywords | more)
+    for result in simulator.RESULTS:
+        assert not result["warnings"], result
+    gradients = {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
+    assert_gradients_close(gradients, inputs, dout, dlse)
+    if given.wants_aux:
+        trained = [x for x in daux if x is not None]
+        # an element is the gradient of one score
+        assert_aux_gradients_close(trained, given, dout, dlse, rtol=4e-3)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_gradients(simulator: ModuleType, name: str) -> None:
+    check_both_ways(simulator, make_tabled(PLAIN, name)._replace(wants_aux=()))
+
+
+@pytest.mark.parametrize("name", ["causal-1e30", "descending", "steps", "extremes", "hidden"])
+def test_gradients_of_the_table(simulator: ModuleType, name: str) -> None:
+    check_both_ways(simulator, make_tabled(PLAIN, name), seed=1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*(CASES[i] for i in (0, 1, 5)), Case("tables-d256", 1, 150, 300, 2, 1, head_dim=256)],
+    ids=lambda case: case.id,
+)
+def test_gradients_of_other_kernels(simulator: ModuleType, case: Case) -> None:
+    for name in ("causal-fp32", "steps", "extremes", "offsets"):
+        check_both_ways(simulator, make_tabled(case, name)._replace(wants_aux=()), seed=1)

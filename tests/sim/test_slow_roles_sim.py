@@ -1,0 +1,182 @@
+"""Each role of each kernel for Hopper, the slowest of its CTA once, on the software GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import gradient_oracle
+import pytest
+import test_bit_store_sim as bit_store
+import test_block_scan_sim
+import test_bwd_prepost_sim as prepost
+import test_document_bits_sim
+import test_document_split_sim
+import test_flash_bwd_sim
+import test_key_block_bounds_sim
+import test_slow_roles_sm100_sim
+from simulated_forward import run_sim
+from slow_roles import (
+    ISLANDS,
+    SEED,
+    Slowed,
+    add_islands,
+    kernels_of_package,
+    launched,
+    with_each_role_slow,
+)
+from support import Case, make_inputs
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+FORWARD = "sm90.flash_fwd.kernel"
+BACKWARD = "sm90.flash_bwd.kernel"
+# of a backward with packed sequences, whose warps are in the sets of that; none waits for another
+CLEAR_TAILS = "kernels.clear_tails.kernel"
+
+
+def cached_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a function that is always called with the same arguments."""
+    results: list[Any] = []
+
+    def call(*arguments: Any) -> Any:
+        if not results:
+            results.append(function(*arguments))
+        return results[0]
+
+    return call
+
+
+# More work tiles for a CTA than a ring has stages, in walks of whole and cut blocks; one for each
+# way that roles have to hand over to each other.
+FORWARDS = {
+    "two-warpgroups": Slowed(
+        ISLANDS | {"lengths_q": (300, 40, 129), "lengths_k": (900, 20, 200), "softmax_scale": 0.5}
+    ),
+    "three-warpgroups-pass-over": Slowed(
+        ISLANDS | {"batch": 1, "seqlen_q": 800, "seqlen_k": 700, "head_dim": 64}
+    ),
+    "chunks-and-outputs-in-place-of-queries": Slowed(
+        ISLANDS
+        | {
+            "lengths_q": (200, 150, 130),
+            "lengths_k": (6000, 40, 70),
+            "head_dim": 64,
+            "column": "far_islands",
+        },
+        {"tile_m": 128, "tile_n": 32, "stages_q": 2, "share_qo": True},
+    ),
+    "painter-warpgroup": Slowed(
+        {"batch": 1, "seqlen_q": 300, "seqlen_k": 200, "mask_mod": "eviction", "blocks": (32, 128)}
+    ),
+    "output-in-place-of-query": Slowed(
+        ISLANDS | {"batch": 2, "seqlen_q": 300, "seqlen_k": 200, "head_dim": 192}
+    ),
+}
+BACKWARDS = {
+    "pass-over-chunks": Slowed(
+        ISLANDS | {"batch": 1, "seqlen_q": 130, "seqlen_k": 260, "heads_q": 5, "head_dim": 64}
+    ),
+    "sums-in-order-and-stages-of-keys": Slowed(
+        ISLANDS
+        | {
+            "lengths_q": (130, 0, 40), "lengths_k": (200, 70, 130), "head_dim": 64,
+            "mask_mod": "eviction", "score_mod": "alibi",
+        },
+        {"stages_kv": 2, "stages_q": 1},
+        {"deterministic": True},
+    ),
+    "shared-keys": Slowed(
+        ISLANDS | {"batch": 1, "seqlen_q": 130, "seqlen_k": 300, "head_dim": 192}
+    ),
+    "pairs-of-ctas": Slowed(
+        ISLANDS | {"batch": 1, "seqlen_q": 70, "seqlen_k": 300, "head_dim": 256}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    add_islands(monkeypatch)
+    fields, config, _ = FORWARDS[name]
+    inputs = make_inputs(Case(name, **fields))
+    run = partial(run_sim, simulator, inputs, "sm_90a", (SEED,), config=config)
+    with_each_role_slow(simulator, monkeypatch, [FORWARD], run)
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    add_islands(monkeypatch)
+    for oracle in ("_float64_gradients", "eager_gradients"):
+        once = cached_once(getattr(gradient_oracle, oracle))
+        monkeypatch.setattr(gradient_oracle, oracle, once)
+    fields, config, more = BACKWARDS[name]
+    inputs = make_inputs(Case(name, **fields))
+    if more.get("deterministic"):
+        # CTAs wait for each other
+        monkeypatch.setitem(simulator.OPTIONS, "resident", test_flash_bwd_sim.SMS)
+    run = partial(test_flash_bwd_sim.run_sim, simulator, inputs, (SEED,), config=config, **more)
+    with_each_role_slow(simulator, monkeypatch, [BACKWARD], run)
+    assert (CLEAR_TAILS in launched(simulator)) == ("lengths_q" in fields)
+
+
+# What else runs beside attention, by the tests of its own.
+OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
+    "preprocess": (
+        lambda sim: prepost.check_preprocess(sim, prepost.PACKED, 64, 64),
+        ("kernels.bwd_preprocess.kernel",),
+    ),
+    "postprocess": (
+        lambda sim: prepost.check_postprocess(sim, prepost.PACKED, 72, 64),
+        ("kernels.bwd_postprocess.kernel",),
+    ),
+    "block-scan": (
+        lambda sim: test_block_scan_sim.test_lists(sim, "causal", True),
+        ("kernels.block_scan.kernel",),
+    ),
+    "key-block-bounds": (
+        lambda sim: test_key_block_bounds_sim.test_packed(sim, (64, 0, 80, 112, 1), 64),
+        ("kernels.key_block_bounds.kernel",),
+    ),
+    "document-split": (
+        lambda sim: test_document_split_sim.test_as_torch_finds_them(sim, "causal_document", 2),
+        ("kernels.document_split.find", "kernels.document_split.split"),
+    ),
+    "store-for-queries": (
+        lambda sim: bit_store.test_states_of_tiles(
+            sim, bit_store.fwd_storing, 64, (192, 128), True
+        ),
+        ("masks.stored_bits.kernel",),
+    ),
+    "store-for-keys": (
+        lambda sim: bit_store.test_states_of_tiles(
+            sim, bit_store.bwd_storing, 64, (128, 128), True
+        ),
+        ("masks.stored_bits.kernel",),
+    ),
+    "store-by-documents": (
+        lambda sim: test_document_bits_sim.test_states_of_the_tiles_of_documents(
+            sim, "forward", 64, (192, 128), 2
+        ),
+        (
+            *("kernels.document_bits.clear", "kernels.document_bits.widen"),
+            *("kernels.document_split.find", "kernels.document_split.split"),
+            *("kernels.sequence_bits.number", "kernels.sequence_bits.fill"),
+        ),
+    ),
+}
+
+
+@pytest.mark.usefixtures("documents_packed")
+@pytest.mark.parametrize("name", OTHERS)
+def test_others(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    run, kernels = OTHERS[name]
+    with_each_role_slow(simulator, monkeypatch, kernels, partial(run, simulator))
+
+
+def test_no_kernel_is_left_out() -> None:
+    others = (kernel for _, kernels in OTHERS.values() for kernel in kernels)
+    known = {FORWARD, BACKWARD, CLEAR_TAILS, *others, test_slow_roles_sm100_sim.FORWARD}
+    assert known == kernels_of_package()
