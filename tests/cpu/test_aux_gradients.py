@@ -40,7 +40,7 @@ from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
-Call = Callable[..., Any]
+TorchCall = Callable[..., Any]
 
 SMALL: dict[str, Any] = {"head_dim": 16, "dtype": FP64}
 SLOPES = (Case("slopes", 2, 12, 15, 2, 1, **SMALL), "slopes")
@@ -59,7 +59,7 @@ def small(case: Case) -> Case:
     return replace(case, dtype=FP64, head_dim=16, head_dim_v=16)
 
 
-def check(given: TrainedInputs, call: Call | None = None) -> list[Tensor]:
+def check(given: TrainedInputs, call: TorchCall | None = None) -> list[Tensor]:
     """All gradients of a public call, against the oracle; those of the trained tensors.
 
     call: what to call instead of the function, with its arguments.
@@ -140,7 +140,7 @@ def _sees_below(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 
 
 @pytest.mark.parametrize("score_mod", [None, _reads_nothing])
-def test_what_only_a_mask_reads_has_a_gradient_of_0(score_mod: Call | None) -> None:
+def test_what_only_a_mask_reads_has_a_gradient_of_0(score_mod: TorchCall | None) -> None:
     q, k, v = qkv()
     limit, unread = (torch.full((1,), 5.0, requires_grad=True) for _ in range(2))
     aux_tensors = [limit, unread]
