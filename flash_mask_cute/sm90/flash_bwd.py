@@ -69,7 +69,7 @@ from flash_mask_cute.rules.backward_mask import KeyWalks
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs, check_given
 from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
-from flash_mask_cute.sm90 import cta_pair, wgmma
+from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, Operands, Scratch
 from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
 from flash_mask_cute.sm90.flash_bwd_plan import (
@@ -185,7 +185,7 @@ class FlashAttentionBackwardSm90:
             tile_m,
             *stages,
             value_cols,
-            cta_pair,
+            cta_pairs,
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
         )
@@ -198,7 +198,7 @@ class FlashAttentionBackwardSm90:
             )
         if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
-        if cta_pair and (score_mod is not None or not clears_dq or num_sms < cta_pair.CTAS):
+        if cta_pair and (score_mod is not None or not clears_dq or num_sms < cta_pairs.CTAS):
             raise ValueError(
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
@@ -374,7 +374,7 @@ class FlashAttentionBackwardSm90:
         cute.arch.mbarrier_init_fence()
         if const_expr(plan.cta_pair):
             # also the other CTA's, on which this one arrives
-            cta_pair.sync()
+            cta_pairs.sync()
         else:
             cute.arch.sync_threads()
         tiles = plan.tiles(storage)
@@ -412,7 +412,7 @@ class FlashAttentionBackwardSm90:
             self.mma(gradients, tiles, channels, softmax_scale, score_args, passes_over)
         if const_expr(plan.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
-            cta_pair.sync()
+            cta_pairs.sync()
 
     def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
         # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
@@ -638,7 +638,7 @@ class FlashAttentionBackwardSm90:
         mma_dq = plan.mma_dq(plan.parts_dq[0])
         skipped, of_peer = 0, ()
         if plan.cta_pair:
-            skipped = cta_pair.rank() * NUM_MMA_WARPGROUPS
+            skipped = cta_pairs.rank() * NUM_MMA_WARPGROUPS
             of_peer = wgmma.operand_a(mma_dq, tiles.peer_ds), *columns(tiles.peer_k, *of_dq)
         return Fragments(
             columns(tiles.do, plan.tile_m, parts_dv, plan.mma_keys, is_shared),

@@ -22,7 +22,7 @@ from flash_mask_cute.core.semaphore import THERE, is_first, pass_turn, wait_for_
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules.backward_mask import NO_TURN
-from flash_mask_cute.sm90 import cta_pair, wgmma
+from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_plan import QUERY_WORDS, BwdPlan, Channels, Tiles
 
 # in place of a row block
@@ -235,7 +235,7 @@ class BwdLoads:
             (operands.v_atom, operands.v, tiles.v, work.block, (0, plan.tile_dv), with_v),
         ]
         if plan.cta_pair:
-            cols = (cta_pair.rank() * plan.cols_dq, plan.cols_dq)
+            cols = (cta_pairs.rank() * plan.cols_dq, plan.cols_dq)
             peer_k = (operands.peer_k_atom, operands.peer_k, tiles.peer_k)
             # blocks of a pair are numbered as its CTAs are
             kinds.append((*peer_k, work.block ^ 1, cols, with_k))
@@ -294,7 +294,7 @@ class BwdLoads:
             staged = self.tiles.dq.iterator
             target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
             if const_expr(self.plan.cta_pair):
-                target += cta_pair.rank() * (self.plan.cols_dq * self.plan.tile_m)
+                target += cta_pairs.rank() * (self.plan.cols_dq * self.plan.tile_m)
             for i in cutlass.range_constexpr(len(parts)):
                 if const_expr(i > 0):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)

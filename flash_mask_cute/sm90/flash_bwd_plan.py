@@ -33,8 +33,8 @@ from flash_mask_cute.core.row_blocks import column_parts, stats_words
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
-from flash_mask_cute.sm90 import cta_pair
-from flash_mask_cute.sm90.cta_pair import Claims, PeerGrads
+from flash_mask_cute.sm90 import cta_pairs
+from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
 
@@ -163,7 +163,7 @@ class BwdPlan:
     @property
     def num_ctas(self) -> int:
         """CTAs that have a work tile together."""
-        return cta_pair.CTAS if self.cta_pair else 1
+        return cta_pairs.CTAS if self.cta_pair else 1
 
     @property
     def walk_n(self) -> int:

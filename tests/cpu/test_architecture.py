@@ -51,23 +51,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "interface": ("call", "masks.column_mask", "runtime", "mods"),
     "autograd": (
-        "interface",
-        "call",
-        "masks.column_mask",
-        "block_sparsity",
-        "mask_prep",
-        "runtime",
+        *("interface", "call", "masks.column_mask", "block_sparsity", "mask_prep", "runtime"),
     ),
     "functional": (
-        *(
-            "autograd",
-            "interface",
-            "call",
-            "masks.column_mask",
-            "block_sparsity",
-            "mask_prep",
-            "runtime",
-        ),
+        *("autograd", "interface", "call", "masks.column_mask", "block_sparsity"),
+        *("mods.signature", "runtime"),
     ),
     # public paths of device code, and of everything
     "flash_fwd": ("sm90", "sm100"),
