@@ -494,6 +494,17 @@ def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bo
 
     from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
 
-    stages = (tiles.stages_q, tiles.stages_do, tiles.stages_kv)
-    more = tiles.value_cols, tiles.cta_pair, has_score_mod
-    return BwdPlan(BFloat16, head_dim, head_dim_v, tiles.tile_m, *stages, *more)
+    return BwdPlan(
+        BFloat16,
+        head_dim,
+        head_dim_v,
+        tiles.tile_m,
+        stages_q=tiles.stages_q,
+        stages_do=tiles.stages_do,
+        stages_kv=tiles.stages_kv,
+        value_cols=tiles.value_cols,
+        cta_pair=tiles.cta_pair,
+        # tiles are chosen before it is known whether masks may empty rows
+        has_marks=True,
+        has_reference=has_score_mod,
+    )

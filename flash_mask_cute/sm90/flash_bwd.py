@@ -185,7 +185,7 @@ class FlashAttentionBackwardSm90:
             tile_m,
             *stages,
             value_cols,
-            cta_pairs,
+            cta_pair,
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
         )

@@ -115,3 +115,8 @@ def test_gradients_of_the_table(simulator: ModuleType, name: str) -> None:
 def test_gradients_of_other_kernels(simulator: ModuleType, case: Case) -> None:
     for name in ("causal-fp32", "steps", "extremes", "offsets"):
         check_both_ways(simulator, make_tabled(case, name)._replace(wants_aux=()), seed=1)
+
+
+@pytest.mark.parametrize("name", ["causal-fp32", "descending", "steps", "offsets", "hidden"])
+def test_both_ways_with_a_last_factor(simulator: ModuleType, name: str) -> None:
+    check_both_ways(simulator, make_tabled(PLAIN, name, has_factor=True))
