@@ -14,6 +14,8 @@ from random_hostile import HostileCall
 from support import FP64, NEG_INF, TANH_APPROX, sequences
 from torch import Tensor
 
+# slopes of a soft cap on a GPU are held to the bound of one of this size, if they are smaller
+LEAST_SLOPE = 0.05
 # |LSE| up to which gradients are held to the reference; beyond, P is only known to sum to 1.
 LARGE_LSE = 2.0**13
 
@@ -116,6 +118,10 @@ def _head(
         # what a score_mod gets and returns is float32
         scores = call.modified(scores.float(), batch, head).double()
     (stretch,) = torch.autograd.grad(scores.sum(), raw, retain_graph=True)
+    if cap and q.is_cuda:
+        # The slope of a cap is 1 - tanh^2, and off by 2 * TANH_APPROX on a GPU whatever its size:
+        # less than `GPU` allows of a slope of this size.
+        stretch = stretch.abs().clamp(min=LEAST_SLOPE)
     of_sink = scores.new_full((len(q), 1), NEG_INF) if sink is None else leaves[3].expand(len(q), 1)
     terms = torch.cat([of_sink, scores.masked_fill(~shown, NEG_INF)], 1)
     has_terms = ~terms.isneginf().all(1)

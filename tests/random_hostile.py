@@ -518,6 +518,9 @@ class _Draw:
                 rest = indices.new_full((1, heads, tail, indices.shape[3]), -(2**30))
                 indices = torch.cat([indices, rest], 2)
             keywords["startend_row_indices"] = indices
+            if call.q.shape[: call.q.dim() - 2].numel() < call.k.shape[: call.k.dim() - 2].numel():
+                # a tensor does not tell its rows
+                keywords["q_start"] = 0
         if frame.blocks is not None:
             self.add_lists(call, longest)
 

@@ -35,6 +35,8 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.exp2 import SINGLE, exp2_polynomial
 
+# with it, an operation is not fused with another one
+NEAREST = cute.math.RoundingMode.NEAREST_EVEN
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 RESCALE_THRESHOLD = 8.0
@@ -185,6 +187,15 @@ class QuadRows:
 
     def total(self, values: Sequence[Float32]) -> Float32:
         return _chained_reduce(values, _add)
+
+
+def rounded_difference(a: Float32, b: Float32) -> Float32:
+    """a - b of numbers that have been rounded.
+
+    The assembler makes one multiply-add of a product and a plain difference, and the product is
+    not rounded then: far from 0 that is off by more than the difference.
+    """
+    return cute.math.add(a, -b, rounding=NEAREST)
 
 
 def _row(scores: cute.Tensor, r: int) -> list[Float32]:
@@ -352,7 +363,7 @@ class OnlineSoftmax:
             largest = self._score(self.row_max[r])
             # where all scores are hidden so far, any number will do
             largest = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-            row = [self._score(x) - largest for x in row]
+            row = [rounded_difference(self._score(x), largest) for x in row]
             scale_log2, bias = Float32(LOG2_E), self._residue(self.row_max[r])
         return self.arithmetic.exponentials(row, scale_log2, bias)
 
@@ -377,8 +388,7 @@ class OnlineSoftmax:
         if self.factor == 1.0:
             return value
         # a plain product might become a multiply-add with what follows
-        nearest = cute.math.RoundingMode.NEAREST_EVEN
-        return cute.math.mul(value, Float32(self.factor), rounding=nearest)
+        return cute.math.mul(value, Float32(self.factor), rounding=NEAREST)
 
     def far(self) -> tuple:
         """Per row, whether its maximum is too far from 0 for `exponentials` but exactly."""

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.cta import thread_in_warpgroup
-from flash_mask_cute.core.softmax import ScoreScales, any_in_warp
+from flash_mask_cute.core.softmax import ScoreScales, any_in_warp, rounded_difference
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_gradients import AuxSums
@@ -195,7 +195,7 @@ class ScoreChain:
         self, score: Float32, statistics: Statistics, bits: tuple | None, r: int, c: int
     ) -> Float32:
         if statistics.reference is not None:
-            score = score - statistics.reference[c]
+            score = rounded_difference(score, statistics.reference[c])
         exponent = cute.math.fma(score, self.scales.scale_log2, -statistics.lse[c])
         prob = cute.math.exp2(exponent, fastmath=True)
         if bits is not None:

@@ -12,7 +12,8 @@ from test_functional import int32, qkv, rows_below
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention, functional
+from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention
+from flash_mask_cute.autograd import passes
 from flash_mask_cute.interface import _flash_attn_fwd
 
 DTYPES = (BF16, FP16, FP32, FP64)
@@ -61,7 +62,7 @@ def test_sink_and_aux_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         given.update(keywords, q=q, k=k, v=v)
         return q, None
 
-    monkeypatch.setattr(functional, "_flash_attn_fwd", forward)
+    monkeypatch.setattr(passes, "_flash_attn_fwd", forward)
     q, k, v = (x.detach().float() for x in qkv())
     sink, aux = torch.zeros(2), torch.zeros(12)
     with torch.autocast("cpu"):

@@ -27,8 +27,8 @@ from trained_mods import (
 )
 
 from bench.codegen import count_sass, disassembly
-from flash_mask_cute import flash_attn_func, functional
-from flash_mask_cute.autograd import torch_ops
+from flash_mask_cute import flash_attn_func
+from flash_mask_cute.autograd import passes, torch_ops
 from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.call.config import select_bwd_config
 from flash_mask_cute.call.kernels_bwd import build_bwd
@@ -265,7 +265,7 @@ def test_only_what_requires_grad(compiled: bool, monkeypatch: pytest.MonkeyPatch
         asked.append(None if daux is None else [x is not None for x in daux])
         return _flash_attn_bwd(*arguments, daux=daux, **keywords)
 
-    monkeypatch.setattr(functional, "_flash_attn_bwd", backward)
+    monkeypatch.setattr(passes, "_flash_attn_bwd", backward)
     q, k, v = (x.detach() for x in qkv())
     mod = TRAINED_MODS["gain_and_bias"].cute
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_mask_cute import explain, functional, interface
+from flash_mask_cute import explain, interface
+from flash_mask_cute.autograd import passes
 from flash_mask_cute.call.masks import Masks, mask_key
 from flash_mask_cute.call.packed import (
     PackedBwdLaunch,
@@ -193,7 +194,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
 
     def watch(name: str, launch: type) -> None:
-        call, run = getattr(functional, name), launch.__call__
+        call, run = getattr(passes, name), launch.__call__
 
         def watched(*operands: Any, **keywords: Any) -> Any:
             seen.append(False)
@@ -203,7 +204,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             seen[-1] = True
             return run(self, *arguments)
 
-        monkeypatch.setattr(functional, name, watched)
+        monkeypatch.setattr(passes, name, watched)
         monkeypatch.setattr(launch, "__call__", packed)
 
     watch("_flash_attn_fwd", PackedLaunch)

@@ -27,9 +27,8 @@ from flash_mask_cute import (
     flash_attn_varlen_func,
     flashmask_attention,
     functional,
-    mod_names,
 )
-from flash_mask_cute.autograd import torch_ops
+from flash_mask_cute.autograd import mod_names, passes, torch_ops
 from flash_mask_cute.autograd.arguments import LENGTHS
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_fwd
 from flash_mask_cute.masks import column_mask
@@ -302,8 +301,8 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
 
     for check in ("check_gradient_settings", "check_mod"):
         monkeypatch.setattr(functional, check, lambda *told: None)
-    monkeypatch.setattr(functional, "_flash_attn_fwd", forward)
-    monkeypatch.setattr(functional, "_flash_attn_bwd", backward)
+    monkeypatch.setattr(passes, "_flash_attn_fwd", forward)
+    monkeypatch.setattr(passes, "_flash_attn_bwd", backward)
     out = flash_attn_varlen_func(
         q, k, v, learnable_sink=sink, window_size=(3, 4), block_sparse_tensors=lists, **given
     )
@@ -432,7 +431,7 @@ def test_lse_is_not_asked_for_without_need(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(return_lse)
         return torch.zeros_like(q), torch.zeros(1, 2, 12) if return_lse else None
 
-    monkeypatch.setattr(functional, "_flash_attn_fwd", forward)
+    monkeypatch.setattr(passes, "_flash_attn_fwd", forward)
     q, k, v = qkv()
     flash_attn_func(q.detach(), k.detach(), v.detach())
     flash_attn_func(q, k, v)
@@ -617,13 +616,13 @@ def test_operators_hand_lists_over_under_no_known_identity(
     lists = flash_mask_cute.BlockSparseTensorsTorch(*given, block_size=(20, 20))
     found: list[Any] = []
     for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
-        half = getattr(functional, name)
+        half = getattr(passes, name)
 
         def watch(*args: Any, half: Any = half, **keywords: Any) -> Any:
             found.append(keywords["block_sparse_tensors_torch"])
             return half(*args, **keywords)
 
-        monkeypatch.setattr(functional, name, watch)
+        monkeypatch.setattr(passes, name, watch)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attn_func(q, k, v, block_sparse_tensors=lists)

@@ -18,8 +18,8 @@ from flash_mask_cute import (
     flash_attn_func,
     flash_attn_varlen_func,
     flashmask_attention,
-    functional,
 )
+from flash_mask_cute.autograd import passes
 from flash_mask_cute.interface import BwdConfig, FwdConfig
 
 Found = list[dict[str, Any]]
@@ -38,7 +38,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Found:
         return watched
 
     for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
-        monkeypatch.setattr(functional, name, watch(getattr(functional, name)))
+        monkeypatch.setattr(passes, name, watch(getattr(passes, name)))
     return keywords
 
 

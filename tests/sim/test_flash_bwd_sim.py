@@ -38,6 +38,7 @@ from unseen_memory import (
 )
 
 from flash_mask_cute import functional
+from flash_mask_cute.autograd import passes
 from flash_mask_cute.call.masks import NO_MASKS
 from flash_mask_cute.call.packed import PackedBwdLaunch
 from flash_mask_cute.call.prepared_bwd import BwdOperands
@@ -184,7 +185,7 @@ def test_documents_of_a_mask(
     mask = ColumnMask(inputs.keywords["startend_row_indices"], case.causal, documents=True)
     assert len(mask.split(case.batch).cu_seqlens.unique()) > case.batch + 1
     monkeypatch.setattr(
-        functional, "_flash_attn_bwd", lambda *args, **more: launch(BwdOperands(*args), more)
+        passes, "_flash_attn_bwd", lambda *args, **more: launch(BwdOperands(*args), more)
     )
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     options = {"causal": case.causal, "deterministic": not case.causal}
@@ -205,7 +206,7 @@ def test_padding_behind_documents(simulator: ModuleType, monkeypatch: pytest.Mon
     hostile = with_empty(padded_documents(), NAN)
     given = hostile.inputs
     monkeypatch.setattr(
-        functional, "_flash_attn_bwd", lambda *args, **more: launch(BwdOperands(*args), more)
+        passes, "_flash_attn_bwd", lambda *args, **more: launch(BwdOperands(*args), more)
     )
     leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
     out = functional.flash_attn_func(*leaves, **given.mask_keywords, causal=True)

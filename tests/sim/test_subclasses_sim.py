@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from flash_mask_cute import functional
+from flash_mask_cute.autograd import passes
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -27,7 +28,7 @@ def on_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
         case = Case("given", 1, q.shape[1], k.shape[1])
         return launch_on_simulator(Inputs(case, q, k, v, {}), ARCH, **keywords)
 
-    monkeypatch.setattr(functional, "_flash_attn_fwd", forward)
+    monkeypatch.setattr(passes, "_flash_attn_fwd", forward)
 
 
 @pytest.mark.usefixtures("on_simulator")
