@@ -835,10 +835,12 @@ def eager_sequence(x: OneSequence, rule: Rule) -> tuple[Tensor, Tensor]:
     scores = x.q.transpose(0, 1) @ k.permute(1, 2, 0) * rule.softmax_scale
     if rule.softcap:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    modified = [x.modified(of_head, head) for head, of_head in enumerate(scores.to(softmax_dtype))]
+    # also where a score_mod gives -inf, so that a row of nothing else has no NaN for a gradient
     logits = torch.stack(
         [
-            x.modified(of_head, head).masked_fill(x.hidden(rule, head), NEG_INF)
-            for head, of_head in enumerate(scores.to(softmax_dtype))
+            of_head.masked_fill(x.hidden(rule, head) | of_head.isneginf(), NEG_INF)
+            for head, of_head in enumerate(modified)
         ]
     )
     if rule.sink is not None:

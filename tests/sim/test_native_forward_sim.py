@@ -65,6 +65,11 @@ def load_for_simulator(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -
 
     # what is compiled for tensors of the CPU
     monkeypatch.setattr(compute_block_sparsity, "HOST", "sm_90a")
+    monkeypatch.setattr(
+        compute_block_sparsity,
+        "_run_on_host",
+        lambda mask_mod, problem, compiled, arguments, shape: compiled.function(*arguments),
+    )
     monkeypatch.setattr(example, "to_cute", to_simulated)
     monkeypatch.setattr(example, "compute_blocksparse_tensors", compute_simulated)
     monkeypatch.setattr(example, "current_stream", lambda: cuda.CUstream(0))

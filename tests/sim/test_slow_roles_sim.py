@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 FORWARD = "sm90.flash_fwd.kernel"
 BACKWARD = "sm90.flash_bwd.kernel"
 # of a backward with packed sequences, whose warps are in the sets of that; none waits for another
-CLEAR_TAILS = "kernels.clear_tails.kernel"
+ZERO_PADDING = "kernels.zero_padding.kernel"
 
 
 def cached_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: 
         monkeypatch.setitem(simulator.OPTIONS, "resident", test_flash_bwd_sim.SMS)
     run = partial(test_flash_bwd_sim.run_sim, simulator, inputs, (SEED,), config=config, **more)
     with_each_role_slow(simulator, monkeypatch, [BACKWARD], run)
-    assert (CLEAR_TAILS in launched(simulator)) == ("lengths_q" in fields)
+    assert (ZERO_PADDING in launched(simulator)) == ("lengths_q" in fields)
 
 
 # What else runs beside attention, by the tests of its own.
@@ -134,36 +134,39 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     ),
     "block-scan": (
         lambda sim: test_block_scan_sim.test_lists(sim, "causal", True),
-        ("kernels.block_scan.kernel",),
+        ("mask_prep.block_scan_kernel.kernel",),
     ),
     "key-block-bounds": (
         lambda sim: test_key_block_bounds_sim.test_packed(sim, (64, 0, 80, 112, 1), 64),
-        ("kernels.key_block_bounds.kernel",),
+        ("mask_prep.column_bounds_kernel.kernel",),
     ),
     "document-split": (
         lambda sim: test_document_split_sim.test_as_torch_finds_them(sim, "causal_document", 2),
-        ("kernels.document_split.find", "kernels.document_split.split"),
+        ("mask_prep.documents_kernel.find", "mask_prep.documents_kernel.split"),
     ),
     "store-for-queries": (
         lambda sim: bit_store.test_states_of_tiles(
             sim, bit_store.fwd_storing, 64, (192, 128), True
         ),
-        ("masks.stored_bits.kernel",),
+        ("mask_prep.mask_bits_kernel.kernel",),
     ),
     "store-for-keys": (
         lambda sim: bit_store.test_states_of_tiles(
             sim, bit_store.bwd_storing, 64, (128, 128), True
         ),
-        ("masks.stored_bits.kernel",),
+        ("mask_prep.mask_bits_kernel.kernel",),
     ),
     "store-by-documents": (
         lambda sim: test_document_bits_sim.test_states_of_the_tiles_of_documents(
             sim, "forward", 64, (192, 128), 2
         ),
         (
-            *("kernels.document_bits.clear", "kernels.document_bits.widen"),
-            *("kernels.document_split.find", "kernels.document_split.split"),
-            *("kernels.sequence_bits.number", "kernels.sequence_bits.fill"),
+            *(
+                "mask_prep.mask_bits_documents_kernel.clear",
+                "mask_prep.mask_bits_documents_kernel.widen",
+            ),
+            *("mask_prep.documents_kernel.find", "mask_prep.documents_kernel.split"),
+            *("mask_prep.mask_bits_varlen_kernel.number", "mask_prep.mask_bits_varlen_kernel.fill"),
         ),
     ),
 }
@@ -178,5 +181,5 @@ def test_others(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: st
 
 def test_no_kernel_is_left_out() -> None:
     others = (kernel for _, kernels in OTHERS.values() for kernel in kernels)
-    known = {FORWARD, BACKWARD, CLEAR_TAILS, *others, test_slow_roles_sm100_sim.FORWARD}
+    known = {FORWARD, BACKWARD, ZERO_PADDING, *others, test_slow_roles_sm100_sim.FORWARD}
     assert known == kernels_of_package()
