@@ -22,7 +22,7 @@ from flash_mask_cute.call.kernels_bwd import (
     build_postprocess,
     build_preprocess,
 )
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
 from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
 from flash_mask_cute.mask_prep.column_bounds import compile_bounds
 from flash_mask_cute.mask_prep.documents import compile_split
@@ -176,6 +176,10 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
 
     def backward(variant: AttentionVariant, **fields: Any) -> AttentionVariant:
         problem = replace(variant.problem, needs_lse=False, **fields)
+        mods = variant.mods
+        with_keys = replace(problem, mask_mod=mods.mask_mod and "", score_mod=mods.score_mod and "")
+        empties = may_empty_rows(with_keys, (SEQLEN, SEQLEN), (None, None))
+        problem = replace(problem, may_empty_rows=empties)
         return replace(variant, problem=problem, is_backward=True)
 
     for name, variant in _both_directions():
@@ -229,6 +233,8 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
     }
     before = rows | {
         "dlse": plain._replace(has_dlse=True),
+        "marks": plain._replace(marked_dim=128),
+        "any_size": plain._replace(num_stats=3, has_lse_low=True),
         "sink": plain._replace(has_dlse=True, sink_dtype="bfloat16"),
     }
     for name, facts in before.items():
