@@ -24,6 +24,7 @@ from flash_mask_cute.autograd.passes import (
     run_forward,
 )
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
+from flash_mask_cute.call.arguments import window_sides
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.mask_extents import check_q_start
 from flash_mask_cute.call.packed import holds_documents
@@ -32,9 +33,6 @@ from flash_mask_cute.call.validate import (
     check_unsupported,
     refuse_transforms,
     settle_order,
-)
-from flash_mask_cute.interface import (
-    window_sides,
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.signature import check_mod

@@ -6,73 +6,45 @@ found again by the metadata of later calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.arguments import (
+    NO_MASKS,
+    BwdExtras,
+    BwdOperands,
+    BwdSettings,
+    Extras,
+    FwdOperands,
+    Masks,
+    Settings,
+    bundle,
+    window_sides,
+)
 from flash_mask_cute.call.config import (
     BwdConfig,
     FwdConfig,
-    select_bwd_config,
-    select_fwd_config,
 )
-from flash_mask_cute.call.copies import describe_copies, sink_conversion
+from flash_mask_cute.call.copies import describe_copies
 from flash_mask_cute.call.explain import DenseCall, Explanation, explain_fwd
-from flash_mask_cute.call.kernels_bwd import Tails
 from flash_mask_cute.call.keywords import brief, know_keywords, public_call, refuse_keywords
-from flash_mask_cute.call.masks import NO_MASKS, Masks, ResolvedMasks
-from flash_mask_cute.call.packed import (
-    PackedBwdLaunch,
-    PackedLaunch,
-    by_documents,
-    holds_documents,
-    packed_operands,
-    rows_follow,
-    rows_of,
-    with_gradients,
-)
-from flash_mask_cute.call.plan import DocumentStoring, compile_bwd_call, compile_call
-from flash_mask_cute.call.prepared import (
-    CpuLaunch,
-    EmptyLaunch,
-    Extras,
-    FwdOperands,
-    KernelLaunch,
-    Launch,
-    ResolvedFwd,
-    Settings,
-    find_launch,
-)
+from flash_mask_cute.call.lookup import find_bwd_launch, find_launch
+from flash_mask_cute.call.packed import rows_follow
+from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
+from flash_mask_cute.call.prepared import CpuLaunch, Launch
 from flash_mask_cute.call.prepared_bwd import (
     BwdCpuLaunch,
-    BwdEmptyLaunch,
-    BwdExtras,
-    BwdKernelLaunch,
     BwdLaunch,
-    BwdOperands,
-    BwdSettings,
-    ResolvedBwd,
-    find_bwd_launch,
 )
-from flash_mask_cute.call.problem import (
-    AttentionProblem,
-    FwdShapes,
-    fold_window,
-    may_empty_rows,
-    sink_dtype,
-)
-from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs, refuse_transforms
+from flash_mask_cute.call.prepared_packed import PackedBwdLaunch, PackedLaunch
+from flash_mask_cute.call.resolve import call_by_documents, packs_documents, resolve_fwd, target_of
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.mods.traits import computes_functions
-from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.compiler import preload
-from flash_mask_cute.runtime.dtypes import dtype_name
-from flash_mask_cute.runtime.target import HOPPER, Target
+from flash_mask_cute.runtime.target import Target
 
 __all__ = ["BwdConfig", "FwdConfig", "_flash_attn_bwd", "_flash_attn_fwd", "explain"]
 
@@ -205,7 +177,7 @@ def _flash_attn_fwd(
     launch, key = find_launch(_launches, q, k, v, extras, masks, rest)
     if launch is None:
         operands = FwdOperands(q, k, v)
-        launch = _prepare(operands, extras, masks or NO_MASKS, Settings._make(rest))
+        launch = prepare_fwd(operands, extras, masks or NO_MASKS, Settings._make(rest))
         _remember(_launches, key, launch)
     return launch(q, k, v, extras, masks)
 
@@ -308,7 +280,7 @@ def _flash_attn_bwd(
         )
     launch, key = find_bwd_launch(_bwd_launches, operands, extras, masks, settings)
     if launch is None:
-        launch = _prepare_bwd(operands, extras, masks or NO_MASKS, BwdSettings._make(settings))
+        launch = prepare_bwd(operands, extras, masks or NO_MASKS, BwdSettings._make(settings))
         _remember(_bwd_launches, key, launch)
     return launch(operands, extras, masks)
 
@@ -333,16 +305,16 @@ def explain(
         refuse_keywords("explain", {name: keywords[name] for name in sorted(unknown)})
     operands, (extras, masks, settings) = FwdOperands(q, k, v), bundle(keywords)
     named = None if target is None else Target.named(target)
-    resolved, resolved_masks = _resolve(operands, extras, masks, settings, named)
+    resolved, resolved_masks = resolve_fwd(operands, extras, masks, settings, named)
     dense = None
-    if _packs(operands, [extras.out], extras, masks, settings):
+    if packs_documents(operands, [extras.out], extras, masks, settings):
         dense = DenseCall(resolved, extras, resolved_masks)
-        operands, extras, masks, settings = _by_documents(
+        operands, extras, masks, settings = call_by_documents(
             operands, extras, masks, settings, resolved.problem.needs_lse
         )
-        resolved, resolved_masks = _resolve(operands, extras, masks, settings, named)
+        resolved, resolved_masks = resolve_fwd(operands, extras, masks, settings, named)
     can_pack = rows_follow(*operands, extras.out)
-    where = named or _target_of(q), str(q.device)
+    where = named or target_of(q), str(q.device)
     copies = describe_copies(**resolved.input_conversions(*operands))
     return explain_fwd(resolved, extras, resolved_masks, *where, can_pack, copies, dense)
 
@@ -373,337 +345,6 @@ def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
         value = found.pop(name)
         found |= zip(ours, window_sides(value) if name == "window_size" else [value], strict=True)
     return found
-
-
-def window_sides(window_size: Any) -> tuple[int | None, int | None]:
-    """Left and right, as the host calls take them, of a pair in which -1 may stand for None.
-
-    Raises:
-        ValueError: it is no pair.
-    """
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        wrong = f"window_size must be (left, right), got {window_size!r}"
-        if isinstance(window_size, bool):
-            wrong += (
-                "; arguments by position are those of flash-attn-4, which has no dropout_p before "
-                "softmax_scale and causal: pass them by keyword"
-            )
-        raise ValueError(wrong) from None
-    return None if left == -1 else left, None if right == -1 else right
-
-
-def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:
-    """Keywords of the public call in the form that the host path passes on.
-
-    Raises:
-        TypeError: a keyword is none of the call's, or config is no configuration.
-    """
-    extras, masks, settings = _sort_keywords(keywords, Extras, Masks, Settings)
-    return extras, masks, _settled(settings, FwdConfig)
-
-
-def bundle_bwd(keywords: Mapping[str, Any]) -> tuple[BwdExtras, Masks, BwdSettings]:
-    """Keywords of the public backward in the form that the host path passes on; as `bundle`."""
-    extras, masks, settings = _sort_keywords(keywords, BwdExtras, Masks, BwdSettings)
-    return extras, masks, _settled(settings, BwdConfig)
-
-
-def _settled(settings: Any, kind: type[FwdConfig] | type[BwdConfig]) -> Any:
-    """With a number and a configuration for what may stand for them."""
-    scale = number_of("softmax_scale", settings.softmax_scale)
-    return settings._replace(softmax_scale=scale, config=kind.of(settings.config))
-
-
-def _sort_keywords(keywords: Mapping[str, Any], *bundles: Any) -> list[Any]:
-    """The named tuples `bundles`, each with its fields of the keywords."""
-    unknown = sorted(keywords.keys() - {name for kind in bundles for name in kind._fields})
-    if unknown:
-        raise TypeError(f"unexpected keyword arguments {unknown}")
-    return [
-        kind(**{name: keywords[name] for name in kind._fields if name in keywords})
-        for kind in bundles
-    ]
-
-
-def _target_of(q: Tensor) -> Target:
-    """Whose kernel a call runs, or, on the CPU, whose tiles it walks."""
-    return Target.of(q.device) if q.is_cuda else Target.default()
-
-
-def _resolve(
-    operands: FwdOperands,
-    extras: Extras,
-    masks: Masks,
-    settings: Settings,
-    target: Target | None = None,
-) -> tuple[ResolvedFwd, ResolvedMasks]:
-    """Validate, and decide everything that comes before compilation, for a target or for q's."""
-    q, _, v = operands
-    arguments = extras._asdict() | masks._asdict() | settings._asdict()
-    config = arguments.pop("config")
-    shapes = check_fwd_inputs(*operands, **arguments)
-    resolved_masks = ResolvedMasks.of(masks, settings.causal, shapes, q.device)
-    problem, window_left, window_right = _problem(
-        q,
-        v,
-        extras,
-        settings,
-        resolved_masks,
-        learnable_sink=extras.learnable_sink,
-        needs_lse=settings.return_lse or not (extras.lse is extras.lse_low is None),
-    )
-    score_mod, is_causal = resolved_masks.score_mod, problem.is_causal
-    if score_mod is not None:
-        problem = replace(
-            problem,
-            score_functions=computes_functions(score_mod, problem),
-            needs_lse_low=extras.lse_low is not None,
-        )
-    window = None
-    if window_left is not None and (is_causal or window_right is not None):
-        window = window_left + (window_right or 0) + 1
-    block_size = resolved_masks.block_size
-    choose = partial(
-        select_fwd_config,
-        shapes=shapes,
-        pack_gqa=settings.pack_gqa,
-        override=config,
-        window=window,
-        block_size=block_size,
-        unpackable=resolved_masks.unpackable(shapes),
-        family=(target or _target_of(q)).family,
-    )
-    choice = choose(problem)
-    rows = tuple(q.shape[:-1])
-    resolved = ResolvedFwd(
-        shapes,
-        problem,
-        choice,
-        _scale(settings, shapes),
-        window_left,
-        window_right,
-        float(settings.softcap),
-        out_shape=(*rows, shapes.head_dim_v),
-        lse_shape=(*rows[:-2], rows[-1], rows[-2]),
-        choose=choose,
-        block_size=block_size,
-        sink_conversion=sink_conversion(extras.learnable_sink),
-    )
-    return resolved.with_choice(choice), resolved_masks
-
-
-def _problem(
-    q: Tensor,
-    v: Tensor,
-    extras: Extras | BwdExtras,
-    settings: Settings | BwdSettings,
-    masks: ResolvedMasks,
-    learnable_sink: Tensor | None,
-    needs_lse: bool,
-) -> tuple[AttentionProblem, int | None, int | None]:
-    """The problem, not packed, and the window sides that say something."""
-    is_causal, window_left, window_right = fold_window(
-        settings.causal or masks.is_causal, settings.window_size_left, settings.window_size_right
-    )
-    problem = AttentionProblem.of(
-        q,
-        v,
-        is_causal=is_causal,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=settings.softcap,
-        learnable_sink=learnable_sink,
-        cu_seqlens_q=extras.cu_seqlens_q,
-        cu_seqlens_k=extras.cu_seqlens_k,
-        seqused_q=extras.seqused_q,
-        seqused_k=extras.seqused_k,
-        needs_lse=needs_lse,
-    )
-    return replace(problem, **masks.problem_fields()), window_left, window_right
-
-
-def _scale(settings: Settings | BwdSettings, shapes: FwdShapes) -> float:
-    scale = settings.softmax_scale
-    return shapes.head_dim**-0.5 if scale is None else float(scale)
-
-
-def _resolve_bwd(
-    operands: BwdOperands,
-    extras: BwdExtras,
-    masks: Masks,
-    settings: BwdSettings,
-    target: Target | None = None,
-) -> tuple[ResolvedBwd, ResolvedMasks]:
-    """Validate, and decide everything that comes before compilation, for a target or for q's."""
-    arguments = extras._asdict() | masks._asdict() | settings._asdict()
-    config = arguments.pop("config")
-    shapes = check_bwd_inputs(*operands, **arguments)
-    q, _, v, *_ = operands
-    resolved_masks = ResolvedMasks.of(masks, settings.causal, shapes, q.device)
-    problem, window_left, window_right = _problem(
-        q, v, extras, settings, resolved_masks, learnable_sink=None, needs_lse=False
-    )
-    mod_bwd = settings.score_mod_bwd
-    wants_aux: tuple[int, ...] = ()
-    if extras.daux is not None and masks.score_mod is not None:
-        wants_aux = tuple(i for i, x in enumerate(extras.daux) if x is not None)
-    problem = replace(
-        problem,
-        score_mod_bwd=None if mod_bwd is None else callable_key(mod_bwd),
-        has_lists=False,
-        has_full_lists=False,
-        has_bits=problem.has_lists,
-        wants_aux=wants_aux,
-        deterministic=settings.deterministic,
-    )
-    seqlens = shapes.seqlen_q, shapes.seqlen_k
-    empties = may_empty_rows(problem, seqlens, (window_left, window_right))
-    problem = replace(problem, may_empty_rows=empties)
-    sink = extras.learnable_sink if empties or extras.dsink is not None else None
-    choose = partial(
-        select_bwd_config,
-        shapes.head_dim,
-        shapes.head_dim_v,
-        override=config,
-        seqlen_k=shapes.seqlen_k,
-        deterministic=settings.deterministic,
-        modifier=problem.score_modifier,
-        num_sms=(target or _target_of(q)).num_sms,
-    )
-    resolved = ResolvedBwd(
-        shapes,
-        problem,
-        choose(problem.mask_kind),
-        _scale(settings, shapes),
-        window_left,
-        window_right,
-        float(settings.softcap),
-        has_dlse=extras.dlse is not None,
-        has_lse_low=extras.lse_low is not None,
-        sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
-        sink_conversion=sink_conversion(sink),
-        tails=Tails(
-            problem.varlen_q and extras.dq is None,
-            problem.varlen_k and extras.dk is None,
-            problem.varlen_k and extras.dv is None,
-        ),
-        score_mod_bwd=mod_bwd,
-        choose=choose,
-        block_size=resolved_masks.block_size,
-    )
-    return resolved, resolved_masks
-
-
-def _packs(
-    operands: FwdOperands | BwdOperands,
-    of_rows: Iterable[Tensor | None],
-    extras: Extras | BwdExtras,
-    masks: Masks,
-    settings: Settings | BwdSettings,
-) -> bool:
-    """Whether the documents of the mask are to be packed sequences. of_rows: the other tensors of
-    the call that have rows and are not copied."""
-    lengths = *extras[1:5], settings.max_seqlen_q, settings.max_seqlen_k
-    others = *lengths, masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch
-    mask, causal = masks.startend_row_indices, settings.causal
-    return holds_documents(*operands[:3], mask, causal, others) and rows_follow(*of_rows)
-
-
-def _by_documents(
-    operands: FwdOperands, extras: Extras, masks: Masks, settings: Settings, needs_lse: bool
-) -> tuple[FwdOperands, Extras, Masks, Settings]:
-    """The call with the documents of its mask as packed sequences."""
-    batch, seqlen = operands.q.shape[:2]
-    extras = extras._replace(out=rows_of(extras.out), lse=None)
-    settings = settings._replace(max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse)
-    rows = FwdOperands._make(map(rows_of, operands))
-    return rows, *by_documents(extras, masks, batch), settings
-
-
-def _prepare(
-    operands: FwdOperands,
-    extras: Extras,
-    masks: Masks,
-    settings: Settings,
-    target: Target | None = None,
-) -> Launch:
-    """What runs a call. target: whose kernels it is to run, instead of those for q's device."""
-    refuse_transforms()
-    resolved, resolved_masks = _resolve(operands, extras, masks, settings, target)
-    if _packs(operands, [extras.out], extras, masks, settings):
-        needs_lse = resolved.problem.needs_lse
-        packed = _by_documents(operands, extras, masks, settings, needs_lse)
-        return PackedLaunch(_prepare(*packed, target), needs_lse, by_mask=True)
-    if target is None and not operands.q.is_cuda:
-        return CpuLaunch(resolved, resolved_masks)
-    target = target or Target.of(operands.q.device)
-    if resolved.shapes.is_empty:
-        return EmptyLaunch(resolved)
-    return _kernel_launch(resolved, resolved_masks, target, operands, extras.out)
-
-
-def _kernel_launch(
-    resolved: ResolvedFwd,
-    resolved_masks: ResolvedMasks,
-    target: Target,
-    operands: FwdOperands,
-    out: Tensor | None,
-) -> Launch:
-    """The launch of a call that has queries and keys, its kernels compiled or from the cache."""
-    can_pack = rows_follow(*operands, out)
-    resolved, compiled, storing = compile_call(resolved, resolved_masks, target, can_pack)
-    if not isinstance(storing, DocumentStoring):
-        return KernelLaunch(resolved, compiled.function, *operands, out, storing)
-    rows = FwdOperands._make(map(rows_of, operands))
-    launch = KernelLaunch(resolved, compiled.function, *rows, rows_of(out), storing)
-    return PackedLaunch(launch, resolved.problem.needs_lse, by_mask=False)
-
-
-def _prepare_bwd(
-    operands: BwdOperands,
-    extras: BwdExtras,
-    masks: Masks,
-    settings: BwdSettings,
-    target: Target | None = None,
-) -> BwdLaunch:
-    """As `_prepare`."""
-    refuse_transforms()
-    resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings, target)
-    q = operands.q
-    if _packs(operands, [operands.out, *extras[6:9]], extras, masks, settings):
-        batch, seqlen = q.shape[:2]
-        settings = settings._replace(max_seqlen_q=seqlen, max_seqlen_k=seqlen)
-        extras, masks = by_documents(with_gradients(operands, extras), masks, batch)
-        launch = _prepare_bwd(*packed_operands(operands, extras), masks, settings, target)
-        return PackedBwdLaunch(launch, by_mask=True)
-    if target is None and not q.is_cuda:
-        return BwdCpuLaunch(resolved, resolved_masks)
-    target = target or Target.of(q.device)
-    if target.family != HOPPER:
-        raise NotImplementedError(
-            f"q is on {q.device}, a Blackwell device; kernels of the backward exist for Hopper only"
-        )
-    if resolved.shapes.is_empty:
-        return BwdEmptyLaunch(resolved)
-    return _bwd_kernel_launch(resolved, resolved_masks, target, operands, extras)
-
-
-def _bwd_kernel_launch(
-    resolved: ResolvedBwd,
-    resolved_masks: ResolvedMasks,
-    target: Target,
-    operands: BwdOperands,
-    extras: BwdExtras,
-) -> BwdLaunch:
-    """As `_kernel_launch`."""
-    can_pack = rows_follow(*operands[:4], extras.dq, extras.dk, extras.dv)
-    resolved, kernels, storing = compile_bwd_call(resolved, resolved_masks, target, can_pack)
-    if not isinstance(storing, DocumentStoring):
-        return BwdKernelLaunch(resolved, kernels, operands, extras, storing)
-    packed = packed_operands(operands, with_gradients(operands, extras))
-    return PackedBwdLaunch(BwdKernelLaunch(resolved, kernels, *packed, storing), by_mask=False)
 
 
 _AnyLaunch = TypeVar("_AnyLaunch", Launch, BwdLaunch)

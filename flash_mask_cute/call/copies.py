@@ -136,3 +136,8 @@ def describe_copies(**conversions: Conversion | None) -> str:
     """Which tensors are copied, by name, and why; empty if none is."""
     copies = {name: to for name, to in conversions.items() if isinstance(to, Copy)}
     return "; ".join(f"{name} ({copy.why})" for name, copy in copies.items())
+
+
+def new_gradient(like: Tensor) -> Tensor:
+    # `new_empty` takes twice as long
+    return torch.empty_like(like, memory_format=torch.contiguous_format)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.call.arguments import Extras
 from flash_mask_cute.call.config import FwdTiles
 from flash_mask_cute.call.masks import ResolvedMasks
-from flash_mask_cute.call.plan import DocumentStoring, compile_call
-from flash_mask_cute.call.prepared import Extras, ResolvedFwd
+from flash_mask_cute.call.plan import compile_call
+from flash_mask_cute.call.resolve import ResolvedFwd
 from flash_mask_cute.call.tile_classes import ColumnVerdicts, ListVerdicts, Verdicts, judge_row
+from flash_mask_cute.mask_prep.mask_bits import DocumentStoring
 from flash_mask_cute.runtime.target import HOPPER, Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,71 +15,12 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
     retile_lists,
 )
+from flash_mask_cute.call.arguments import Masks
 from flash_mask_cute.call.config import FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import dtype_name
-
-
-class Masks(NamedTuple):
-    """Arguments of the public call, as they are."""
-
-    score_mod: Callable[..., Any] | None = None
-    mask_mod: Callable[..., Any] | None = None
-    aux_tensors: Sequence[Tensor] | None = None
-    block_sparse_tensors_torch: Any = None
-    startend_row_indices: Tensor | ColumnMask | None = None
-
-    @property
-    def mods(self) -> Mods:
-        return Mods(self.score_mod, self.mask_mod)
-
-
-NO_MASKS = Masks()
-
-
-def mask_key(masks: Masks) -> tuple[Any, ...]:
-    """Equal for two calls only if one launch serves both, as far as these arguments go.
-
-    Of tensors, what decides the code and the checks: extents, but of aux tensors only their number.
-    Strides are run-time values. Of callables, everything they reach, looked up afresh.
-
-    Raises:
-        AttributeError, TypeError, ValueError: no valid call has such arguments.
-    """
-    score_mod, mask_mod, aux_tensors, lists, columns = masks
-    lists_key = columns_key = None
-    if lists is not None:
-        *tensors, block_size, seqlens = from_block_mask(lists)
-        tensors_key = (None if x is None else _meta(x) for x in tensors)
-        lists_key = type(lists), block_size, seqlens, *tensors_key
-    if columns is not None:
-        columns_key = (
-            (
-                columns.causal,
-                columns.documents,
-                columns.seqlen_q,
-                *_meta(columns.startend_row_indices),
-            )
-            if isinstance(columns, ColumnMask)
-            else _meta(columns)
-        )
-    return (
-        None if score_mod is None else callable_key(score_mod),
-        None if mask_mod is None else callable_key(mask_mod),
-        None if aux_tensors is None else (type(aux_tensors), *map(_aux_meta, aux_tensors)),
-        lists_key,
-        columns_key,
-    )
-
-
-def _aux_meta(x: Tensor) -> tuple[Any, ...]:
-    return type(x), x.dtype, x.dim(), x.get_device(), x.layout, x.is_neg()
-
-
-def _meta(tensor: Tensor) -> tuple[Any, ...]:
-    return type(tensor), tensor.shape, tensor.dtype, tensor.get_device(), tensor.layout
 
 
 class ResolvedMasks(NamedTuple):

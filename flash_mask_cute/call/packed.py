@@ -9,18 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import Tensor
 
-from flash_mask_cute.call.masks import Masks
-from flash_mask_cute.call.prepared import Extras, Launch
-from flash_mask_cute.call.prepared_bwd import (
-    BwdExtras,
-    BwdLaunch,
-    BwdOperands,
-    Gradients,
-    new_gradient,
-)
+from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, Extras, Masks
+from flash_mask_cute.call.copies import new_gradient
 from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
 from flash_mask_cute.mask_prep.documents import SLOT
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -71,63 +63,6 @@ def rows_follow(*tensors: Tensor | None) -> bool:
 
 
 # -- how ----------------------------------------------------------------------------------------
-
-
-class PackedLaunch:
-    """Runs the launch of a packed batch on tensors of a dense one.
-
-    needs_lse: whether the launch makes LSE. by_mask: the documents of the mask are the sequences;
-    otherwise the launch finds out itself where they begin.
-    """
-
-    __slots__ = ("_by_mask", "_needs_lse", "launch")
-
-    def __init__(self, launch: Launch, needs_lse: bool, by_mask: bool) -> None:
-        self.launch = launch
-        self._needs_lse = needs_lse
-        self._by_mask = by_mask
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        batch, seqlen, heads, _ = q.shape
-        # results of their own: autograd refuses to have a view changed in place
-        out, lse = extras.out, extras.lse
-        if out is None:
-            out = q.new_empty((batch, seqlen, heads, v.shape[-1]))
-        if lse is None and self._needs_lse:
-            lse = q.new_empty((batch, heads, seqlen), dtype=torch.float32)
-        # rows of several sequences do not follow each other in lse
-        by_head: Any = None if lse is None or batch > 1 else lse[0]
-        packed = extras._replace(out=rows_of(out), lse=by_head)
-        if self._by_mask:
-            packed, masks = by_documents(packed, masks, batch)
-        _, by_head = self.launch(rows_of(q), rows_of(k), rows_of(v), packed, masks)
-        if lse is not None and batch > 1:
-            # a kernel would not ask in which mode the caller made it
-            with torch.inference_mode():
-                lse.copy_(by_head.unflatten(1, (batch, -1)).transpose(0, 1))
-        return out, lse
-
-
-class PackedBwdLaunch:
-    """As `PackedLaunch`, for a backward."""
-
-    __slots__ = ("_by_mask", "launch")
-
-    def __init__(self, launch: BwdLaunch, by_mask: bool) -> None:
-        self.launch = launch
-        self._by_mask = by_mask
-
-    def __call__(
-        self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
-    ) -> Gradients:
-        extras = with_gradients(operands, extras)
-        gradients: Any = extras[6:9]
-        if self._by_mask:
-            extras, masks = by_documents(extras, masks, operands.q.shape[0])
-        self.launch(*packed_operands(operands, extras), masks)
-        return gradients
 
 
 def by_documents(extras: _AnyExtras, masks: Masks | None, batch: int) -> tuple[_AnyExtras, Masks]:

@@ -7,34 +7,26 @@ tensors of every later call that has the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.config import FwdChoice, FwdConfig
+from flash_mask_cute.call.arguments import Extras, Masks
 from flash_mask_cute.call.copies import (
-    Conversion,
     any_or_none,
     convert,
-    input_conversion,
-    misplaced,
     output_conversion,
     split_scale,
     tma_strides,
 )
-from flash_mask_cute.call.masks import MaskArguments, Masks, ResolvedMasks, mask_key
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.masks import MaskArguments, ResolvedMasks
+from flash_mask_cute.call.resolve import ResolvedFwd
 from flash_mask_cute.cpu.forward import NEG_INF, flash_attn_fwd_cpu
-from flash_mask_cute.limits import ADDRESS_MASK
-from flash_mask_cute.runtime.plain_tensors import are_plain
+from flash_mask_cute.mask_prep.mask_bits import NOT_STORED, Asked, StoreBits
 
-# Each call asks, and looking the names up takes nearly as long as the answers. A torch without CUDA
-# has some of them not.
-in_transform = torch._C._are_functorch_transforms_active
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", lambda: False
@@ -42,125 +34,9 @@ _is_capturing: Callable[[], bool] = getattr(
 _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
-class FwdOperands(NamedTuple):
-    """The tensors that every forward has."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-class Extras(NamedTuple):
-    """The tensors of a call that may be absent."""
-
-    learnable_sink: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    lse_low: Tensor | None = None
-
-
-class Settings(NamedTuple):
-    """The other arguments of a call, but for masks; page_table is known and not supported yet."""
-
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size_left: int | None = None
-    window_size_right: int | None = None
-    softcap: float = 0.0
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    q_start: int | None = None
-    num_splits: int = 1
-    pack_gqa: bool | None = None
-    return_lse: bool = True
-    page_table: Any = None
-    config: FwdConfig | None = None
-
-
-@dataclass(frozen=True)
-class ResolvedFwd:
-    """A call after validation and all decisions, before anything is compiled.
-
-    problem includes the packing; softmax_scale may have any sign; window sides are None where they
-    are open. choose: the tiles of another problem with the same arguments. block_size: that of
-    block lists, (queries, keys). sink_conversion: from the caller's sink to the kernel's.
-    """
-
-    shapes: FwdShapes
-    problem: AttentionProblem
-    choice: FwdChoice
-    softmax_scale: float
-    window_left: int | None
-    window_right: int | None
-    softcap: float
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    choose: Callable[[AttentionProblem], FwdChoice]
-    block_size: tuple[int, int] | None = None
-    sink_conversion: Conversion | None = None
-
-    def input_conversions(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Conversion | None]:
-        """By name, of the tensors that a kernel reads and that may have to be copied for it."""
-        return {
-            "q": input_conversion(q, split_scale(self.softmax_scale)[0]),
-            "k": input_conversion(k),
-            "v": input_conversion(v),
-            "learnable_sink": self.sink_conversion,
-        }
-
-    def with_choice(self, choice: FwdChoice) -> ResolvedFwd:
-        """The call with these tiles, which decide on packing and on how it takes block lists."""
-        are_bits = self.block_size is not None and not choice.tiles.nest_in(self.block_size)
-        problem = replace(self.problem, packed_heads=choice.packed_heads, has_bits=are_bits)
-        return replace(self, problem=problem, choice=choice)
-
-    def outputs(self, q: Tensor, extras: Extras) -> tuple[Tensor, Tensor | None]:
-        """The caller's out and lse, or new ones that hold anything."""
-        out, lse = extras.out, extras.lse
-        if out is None:
-            out = q.new_empty(self.out_shape)
-        if lse is None and self.problem.needs_lse:
-            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-        return out, lse
-
-
 Launch: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Extras, Masks | None], tuple[Tensor, Tensor | None]
 ]
-
-
-class Asked(NamedTuple):
-    """Of a call, what answers are made from: aux_tensors and block bits as a kernel takes them, and
-    its cu_seqlens, of queries and of keys."""
-
-    aux_tensors: Any
-    block_bits: Any
-    cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None)
-
-
-class Stored(NamedTuple):
-    """Stored answers as a kernel takes them, what of the call they are of (`StoredArgs.part`), and
-    where the sequences begin that they are of, if the call does not say."""
-
-    arguments: tuple[Tensor, ...]
-    part: tuple[int, int]
-    cu_seqlens: Tensor | None = None
-
-
-# of a call whose kernel asks itself
-NOT_STORED = ((None, None, None),)
-
-
-class StoreBits(Protocol):
-    """A `bit_store.Storing`."""
-
-    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
-        """Answers for one launch after the other, on q's device, which is the current one. Those of
-        a part are not to be read after the next one was asked for."""
 
 
 class KernelLaunch:
@@ -378,61 +254,3 @@ def unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tens
 
 
 # -- the key of a launch ------------------------------------------------------------------------
-
-
-def find_launch(
-    launches: Mapping[Any, Launch],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: Extras,
-    masks: Masks | None,
-    rest: tuple[object, ...],
-) -> tuple[Launch | None, Any]:
-    """The launch for these arguments, if there is one, and its key.
-
-    Calls have equal keys only if one launch serves them: the same metadata of all tensors, the same
-    of q, k and v starting on 16-byte boundaries, and the same other arguments. The key is None
-    where out does not start on one, which is refused, or where an argument is of no kind that a
-    valid call has: a wrapper has the metadata of the tensor that it wraps.
-    """
-    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low = extras
-    try:
-        # the first question is the cheaper one
-        if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)):
-            return None, None
-        if in_transform():
-            return None, None
-        address = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        if out is not None:
-            start = out.data_ptr()
-            if start & ADDRESS_MASK or start in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
-                # to be refused, however a call with the same metadata went
-                return None, None
-        key: Any = (
-            q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.get_device(),
-            v.shape, v.stride(), v.dtype, v.get_device(),
-            sink if sink is None else metadata(sink),
-            cu_seqlens_q if cu_seqlens_q is None else metadata(cu_seqlens_q),
-            cu_seqlens_k if cu_seqlens_k is None else metadata(cu_seqlens_k),
-            seqused_q if seqused_q is None else metadata(seqused_q),
-            seqused_k if seqused_k is None else metadata(seqused_k),
-            out if out is None else metadata(out),
-            lse if lse is None else metadata(lse),
-            lse_low if lse_low is None else metadata(lse_low),
-            masks if masks is None else mask_key(masks),
-            rest,
-        )  # fmt: skip
-        if address & ADDRESS_MASK:
-            # what copies them is another launch
-            key = key, misplaced(q, k, v)
-        return launches.get(key), key
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return None, None
-
-
-def metadata(tensor: Tensor) -> tuple[Any, ...]:
-    """Of an argument beside q. q tells that it is on CUDA, as all are whose launch is kept; where
-    something else has the number of a GPU, the kernel refuses it."""
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()

@@ -8,117 +8,31 @@ each call allocates.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.config import BwdChoice, BwdConfig
+from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, Masks
 from flash_mask_cute.call.copies import (
-    Conversion,
     any_or_none,
     convert,
     input_conversion,
-    misplaced,
+    new_gradient,
     output_conversion,
     split_scale,
 )
 from flash_mask_cute.call.kernels_bwd import (
     BwdKernels,
-    Tails,
     num_row_blocks,
     num_stats,
     stats_words,
 )
-from flash_mask_cute.call.masks import BwdMaskArguments, Masks, ResolvedMasks, mask_key
-from flash_mask_cute.call.prepared import (
-    Asked,
-    StoreBits,
-    count_writing,
-    current_device,
-    in_transform,
-    metadata,
-    tile_counter,
-    unused_rows,
-)
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.masks import BwdMaskArguments, ResolvedMasks
+from flash_mask_cute.call.prepared import count_writing, current_device, tile_counter, unused_rows
+from flash_mask_cute.call.resolve import ResolvedBwd
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
-from flash_mask_cute.limits import ADDRESS_MASK
-from flash_mask_cute.runtime.callable_key import callable_key
-from flash_mask_cute.runtime.plain_tensors import are_plain
-
-
-class BwdOperands(NamedTuple):
-    """The tensors that every backward has."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    dout: Tensor
-    lse: Tensor
-
-
-class BwdExtras(NamedTuple):
-    """The tensors of a call that may be absent."""
-
-    learnable_sink: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-    dlse: Tensor | None = None
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-    dsink: Tensor | None = None
-    lse_low: Tensor | None = None
-    daux: Sequence[Tensor | None] | None = None
-
-
-class BwdSettings(NamedTuple):
-    """The other arguments of a call, but for masks."""
-
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size_left: int | None = None
-    window_size_right: int | None = None
-    softcap: float = 0.0
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    q_start: int | None = None
-    score_mod_bwd: Callable[..., Any] | None = None
-    deterministic: bool = False
-    config: BwdConfig | None = None
-
-
-@dataclass(frozen=True)
-class ResolvedBwd:
-    """A call after validation and all decisions, before anything is compiled.
-
-    softmax_scale may have any sign; window sides are None where they are open. sink_dtype: of a
-    sink whose gradient is asked for, or by which queries that see nothing are told, as kernels read
-    it, a name of a torch dtype; sink_conversion: to that. choose: the tiles of another `mask_kind`
-    with the same arguments. tails: see `Tails`. block_size: that of block lists, (queries, keys).
-    """
-
-    shapes: FwdShapes
-    problem: AttentionProblem
-    choice: BwdChoice
-    softmax_scale: float
-    window_left: int | None
-    window_right: int | None
-    softcap: float
-    has_dlse: bool
-    has_lse_low: bool
-    sink_dtype: str | None
-    score_mod_bwd: Callable[..., Any] | None
-    choose: Callable[[str], BwdChoice]
-    tails: Tails
-    block_size: tuple[int, int] | None = None
-    sink_conversion: Conversion | None = None
-
+from flash_mask_cute.mask_prep.mask_bits import Asked, StoreBits
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 BwdLaunch: TypeAlias = Callable[[BwdOperands, BwdExtras, Masks | None], Gradients]
@@ -344,11 +258,6 @@ class BwdCpuLaunch:
         return dq, dk, dv
 
 
-def new_gradient(like: Tensor) -> Tensor:
-    # `new_empty` takes twice as long
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
-
-
 def _aux_sums(
     daux: Sequence[Tensor | None], wants_aux: tuple[int, ...], dtype: torch.dtype
 ) -> dict[int, Tensor]:
@@ -362,73 +271,3 @@ def _write_aux_gradients(daux: Sequence[Tensor | None], sums: Mapping[int, Tenso
     for i, gradient in enumerate(daux):
         if gradient is not None:
             gradient.copy_(sums[i]) if i in sums else gradient.zero_()
-
-
-def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, ...]:
-    """Of gradients and, as those are added to by the coordinates of these, of their aux tensors."""
-    aux_tensors = () if masks is None or masks.aux_tensors is None else masks.aux_tensors
-    pairs = zip(daux, aux_tensors, strict=True)
-    return tuple(None if x is None else (metadata(x), aux.shape) for x, aux in pairs)
-
-
-def find_bwd_launch(
-    launches: Mapping[Any, BwdLaunch],
-    operands: BwdOperands,
-    extras: BwdExtras,
-    masks: Masks | None,
-    settings: tuple[Any, ...],
-) -> tuple[BwdLaunch | None, Any]:
-    """The launch for these arguments, if there is one, and its key; as `find_launch`.
-
-    settings: the fields of `BwdSettings`.
-    """
-    q, k, v, out, dout, lse = operands
-    *tensors, daux = extras
-    dlse, dq, dk, dv = extras[5:9]
-    try:
-        if not (
-            type(q) is type(k) is type(v) is type(out) is type(dout) is type(lse) is Tensor
-            or are_plain(*operands)
-        ):
-            return None, None
-        if in_transform():
-            return None, None
-        if dlse is not None:
-            # the vmap of autograd is no transform of functorch; its batches have no address
-            dlse.data_ptr()
-        starts = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()]
-        address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
-        for gradient in (dq, dk, dv):
-            if gradient is not None:
-                start = gradient.data_ptr()
-                if start & ADDRESS_MASK or start in starts:
-                    # to be refused, however a call with the same metadata went
-                    return None, None
-                starts.append(start)
-        for gradient in (extras.dsink, *(daux or ())):
-            if gradient is not None:
-                start = gradient.data_ptr()
-                if start in starts:
-                    return None, None
-                starts.append(start)
-        *others, score_mod_bwd, deterministic, config = settings
-        key: Any = (
-            q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.get_device(),
-            v.shape, v.stride(), v.dtype, v.get_device(),
-            out.shape, out.stride(), out.dtype, out.get_device(),
-            dout.shape, dout.stride(), dout.dtype, dout.get_device(),
-            lse.shape, lse.stride(), lse.dtype, lse.get_device(),
-            *[None if x is None else metadata(x) for x in tensors],
-            None if daux is None else _aux_key(daux, masks),
-            None if masks is None else mask_key(masks),
-            *others,
-            None if score_mod_bwd is None else callable_key(score_mod_bwd),
-            deterministic,
-            config,
-        )  # fmt: skip
-        if address & ADDRESS_MASK:
-            key = key, misplaced(q, k, v, out, dout)
-        return launches.get(key), key
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return None, None

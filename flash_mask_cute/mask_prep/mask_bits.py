@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
 
 from flash_mask_cute.limits import MAX_COLUMNS
-from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, SLOT
+from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
+from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, SLOT, num_slots
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.callable_key import callable_key
@@ -139,3 +143,159 @@ def stored_tiles(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
         if has_places
         else (bits, fake_tensors.strided(3))
     )
+
+
+class Asked(NamedTuple):
+    """Of a call, what answers are made from: aux_tensors and block bits as a kernel takes them, and
+    its cu_seqlens, of queries and of keys."""
+
+    aux_tensors: Any
+    block_bits: Any
+    cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
+class Stored(NamedTuple):
+    """Stored answers as a kernel takes them, what of the call they are of (`StoredArgs.part`), and
+    where the sequences begin that they are of, if the call does not say."""
+
+    arguments: tuple[Tensor, ...]
+    part: tuple[int, int]
+    cu_seqlens: Tensor | None = None
+
+
+# of a call whose kernel asks itself
+NOT_STORED = ((None, None, None),)
+
+
+class StoreBits(Protocol):
+    """A `bit_store.Storing`."""
+
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """Answers for one launch after the other, on q's device, which is the current one. Those of
+        a part are not to be read after the next one was asked for."""
+
+
+WORD_BYTES = 4
+
+
+Window: TypeAlias = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class _TileStoring:
+    """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). function: see
+    `compile_store`; window: what it is told."""
+
+    shape: tuple[int, int, int, int, int]
+    function: Callable[..., None]
+    window: Window
+
+    @property
+    def num_bytes(self) -> int:
+        """Of tiles and states."""
+        return (torch.Size(self.shape).numel() + torch.Size(self.shape[:3]).numel()) * WORD_BYTES
+
+
+@dataclass(frozen=True)
+class BitStoring(_TileStoring):
+    """How the answers of a call are stored.
+
+    shape: (batch | 1, blocks of queries, blocks of keys, ...), of the blocks of a launch of
+    attention; blocks: of queries in all, for which there are as many launches as it takes.
+    """
+
+    blocks: int
+    seqlens: tuple[int, int]
+
+    @property
+    def num_parts(self) -> int:
+        return -(-self.blocks // self.shape[1])
+
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """See `StoreBits`."""
+        entries, most, *inner = self.shape
+        for first in range(0, self.blocks, most):
+            part = first, min(most, self.blocks - first)
+            stored = _new_stored(q, (entries, part[1], *inner))
+            of_call = asked.block_bits, asked.aux_tensors, *self.window
+            self.function(stored, *self.seqlens, *of_call, part)
+            yield Stored(stored, part)
+            # so that the next part has its memory
+            del stored
+
+
+@dataclass(frozen=True)
+class SequenceStoring(_TileStoring):
+    """How the answers of a call with packed sequences are stored.
+
+    shape: (1, 1, tiles, ...), as many as the sequences may have.
+    """
+
+    batch: int
+    num_parts = 1
+
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """See `StoreBits`."""
+        places = q.new_empty((self.batch, 2), dtype=torch.int32)
+        stored, part = (*_new_stored(q, self.shape), places), (0, self.shape[2])
+        of_call = asked.block_bits, asked.aux_tensors, *self.window
+        self.function(stored, *asked.cu_seqlens, *of_call, part)
+        yield Stored(stored, part)
+
+
+@dataclass(frozen=True)
+class DocumentStoring(_TileStoring):
+    """How the answers of a call are stored by documents.
+
+    shape: (1, 1, tiles, ...), of a launch of attention, as many as the documents of all entries may
+    have, or some and those of a block of queries besides; seqlen: of each of the entries, which are
+    the batch or serve all of it; tiles: as many as the documents of one may have; step: by how many
+    tiles the next launch begins later.
+    """
+
+    entries: int
+    batch: int
+    seqlen: int
+    tiles: int
+    step: int
+
+    @property
+    def num_parts(self) -> int:
+        return -(-self.entries * self.tiles // self.step)
+
+    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """See `StoreBits`; and tells where the documents begin. Parts share their memory; the last
+        ones are empty, unless all is one document."""
+        slots = num_slots(self.seqlen)
+        num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
+        places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
+        cu_seqlens = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
+        spans = q.new_empty((self.entries, 1, self.seqlen, 2), dtype=torch.int32)
+        bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)
+        begins = q.new_empty((self.entries, slots), dtype=torch.int32)
+        stored = (*_new_stored(q, self.shape), places)
+        of_call = asked.block_bits, asked.aux_tensors, *self.window
+        of_all = cu_seqlens, spans, bounds, begins, *of_call, self.tiles
+        for first in range(0, self.entries * self.tiles, self.step):
+            part = first, self.step
+            self.function(stored, *of_all, part)
+            yield Stored(stored, part, cu_seqlens)
+
+
+def most_tiles(tiles: BitTiles, pairs: int, rows: int, keys: int, sequences: int) -> int:
+    """The most tiles that sequences of so many pairs, queries and keys in all may have.
+
+    Of m x n scores they are sum(ceil(q / m) * ceil(k / n)), less than
+    sum(q * k) / mn + sum(q) / m + sum(k) / n + sequences.
+    """
+    tile_m, tile_n = tiles.tile_m, tiles.tile_n
+    of_pairs = -(-pairs // (tile_m * tile_n))
+    return of_pairs + -(-rows // tile_m) + -(-keys // tile_n) + sequences
+
+
+def _new_stored(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    tiles = q.new_empty(shape, dtype=torch.int32)
+    return tiles, q.new_empty(shape[:3], dtype=torch.int32)
+
+
+Storing: TypeAlias = BitStoring | SequenceStoring | DocumentStoring

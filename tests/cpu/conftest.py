@@ -11,5 +11,5 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Takes the place of every kernel that the public call would launch."""
     recorder = Recorder()
     monkeypatch.setattr(interface, "_launches", {})
-    monkeypatch.setattr(interface, "_prepare", recorder.prepare)
+    monkeypatch.setattr(interface, "prepare_fwd", recorder.prepare)
     return recorder

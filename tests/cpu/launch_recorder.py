@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_mask_cute import interface
-from flash_mask_cute.call.masks import Masks
-from flash_mask_cute.call.prepared import Extras, FwdOperands, KernelLaunch, ResolvedFwd, Settings
+from flash_mask_cute.call import resolve
+from flash_mask_cute.call.arguments import Extras, FwdOperands, Masks, Settings
+from flash_mask_cute.call.prepared import KernelLaunch
+from flash_mask_cute.call.resolve import ResolvedFwd
 
 
 class Recorder:
@@ -22,7 +23,7 @@ class Recorder:
     def prepare(
         self, operands: FwdOperands, extras: Extras, masks: Masks, settings: Settings
     ) -> KernelLaunch:
-        resolved, _ = interface._resolve(operands, extras, masks, settings)
+        resolved, _ = resolve.resolve_fwd(operands, extras, masks, settings)
         self.prepared.append(resolved)
         return KernelLaunch(resolved, self, *operands, extras.out)
 

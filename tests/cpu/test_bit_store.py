@@ -15,16 +15,18 @@ from support import Case, make_inputs
 from flash_mask_cute import explain
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call import plan
+from flash_mask_cute.call.arguments import BwdOperands, FwdOperands, bundle, bundle_bwd
 from flash_mask_cute.call.kernels_bwd import BwdKernels
-from flash_mask_cute.call.plan import (
+from flash_mask_cute.call.plan import choose_bwd_storing, choose_storing
+from flash_mask_cute.call.prepared import KernelLaunch
+from flash_mask_cute.call.prepared_bwd import BwdKernelLaunch
+from flash_mask_cute.call.resolve import resolve_bwd, resolve_fwd
+from flash_mask_cute.mask_prep.mask_bits import (
+    BitTiles,
     SequenceStoring,
-    choose_bwd_storing,
-    choose_storing,
+    StoreProblem,
+    compile_store,
 )
-from flash_mask_cute.call.prepared import FwdOperands, KernelLaunch
-from flash_mask_cute.call.prepared_bwd import BwdKernelLaunch, BwdOperands
-from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
-from flash_mask_cute.mask_prep.mask_bits import BitTiles, StoreProblem, compile_store
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
@@ -115,7 +117,7 @@ def choose(case: Case, **more: Any) -> tuple[Any, Any]:
     """What `choose_storing` makes of a call."""
     inputs = make_inputs(case)
     extras, masks, settings = bundle(inputs.keywords | more)
-    resolved, resolved_masks = _resolve(
+    resolved, resolved_masks = resolve_fwd(
         FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings
     )
     call, storing = choose_storing(resolved, resolved_masks, TARGET)
@@ -147,7 +149,7 @@ def choose_bwd(case: Case) -> tuple[Any, Any, BwdOperands, Any]:
     operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out.clone(), lse)
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
     extras, masks, settings = bundle_bwd(keywords)
-    resolved, resolved_masks = _resolve_bwd(operands, extras, masks, settings)
+    resolved, resolved_masks = resolve_bwd(operands, extras, masks, settings)
     return *choose_bwd_storing(resolved, resolved_masks, TARGET), operands, (extras, masks)
 
 

@@ -17,17 +17,13 @@ from torch import Tensor
 
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, retile_lists
+from flash_mask_cute.call import arguments as call_arguments
+from flash_mask_cute.call import prepare, resolve
+from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, BwdSettings, Masks
 from flash_mask_cute.call.config import BwdConfig, select_bwd_config
 from flash_mask_cute.call.kernels_bwd import BwdKernels
-from flash_mask_cute.call.masks import Masks
-from flash_mask_cute.call.prepared_bwd import (
-    BwdEmptyLaunch,
-    BwdExtras,
-    BwdKernelLaunch,
-    BwdOperands,
-    BwdSettings,
-    ResolvedBwd,
-)
+from flash_mask_cute.call.prepared_bwd import BwdEmptyLaunch, BwdKernelLaunch
+from flash_mask_cute.call.resolve import ResolvedBwd
 from flash_mask_cute.call.validate import check_bwd_inputs
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -171,8 +167,8 @@ def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int, packed:
     keywords["dlse"] = torch.randn_like(lse)
     expected_dsink = torch.full((4,), NAN)
     expected = _flash_attn_bwd(*operands, **keywords, dsink=expected_dsink)
-    extras, masks, settings = interface.bundle_bwd(keywords | {"dsink": torch.full((4,), NAN)})
-    resolved, _ = interface._resolve_bwd(operands, extras, masks, settings)
+    extras, masks, settings = call_arguments.bundle_bwd(keywords | {"dsink": torch.full((4,), NAN)})
+    resolved, _ = resolve.resolve_bwd(operands, extras, masks, settings)
     assert resolved.shapes.is_empty or (packed and batch and seqlen_k)
     found = BwdEmptyLaunch(resolved)(operands, extras)
     for x, y in zip(found, expected, strict=True):
@@ -282,7 +278,7 @@ def test_refusal_names_argument_and_value(name: str, monkeypatch: pytest.MonkeyP
     def fail(*args: Any) -> None:
         raise AssertionError("something was prepared")
 
-    monkeypatch.setattr(interface, "BwdCpuLaunch", fail)
+    monkeypatch.setattr(prepare, "BwdCpuLaunch", fail)
     change, error, said = REFUSALS[name]
     with pytest.raises(error) as caught:
         _flash_attn_bwd(**(arguments() | change))
@@ -385,7 +381,7 @@ class Recorder:
     def prepare(
         self, operands: BwdOperands, extras: BwdExtras, masks: Masks, settings: BwdSettings
     ) -> BwdKernelLaunch:
-        resolved, _ = interface._resolve_bwd(operands, extras, masks, settings)
+        resolved, _ = resolve.resolve_bwd(operands, extras, masks, settings)
         self.prepared.append(resolved)
         kernels = BwdKernels._make(map(self._kernel, BwdKernels._fields))
         if not any(resolved.tails):
@@ -407,7 +403,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(interface, "_bwd_launches", {})
-    monkeypatch.setattr(interface, "_prepare_bwd", recorder.prepare)
+    monkeypatch.setattr(interface, "prepare_bwd", recorder.prepare)
     return recorder
 
 
@@ -431,7 +427,7 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
         found.update({name: x for bundle in bundles for name, x in bundle._asdict().items()})
         return lambda *args: None
 
-    monkeypatch.setattr(interface, "_prepare_bwd", prepare)
+    monkeypatch.setattr(interface, "prepare_bwd", prepare)
     monkeypatch.setattr(interface, "_remember", lambda *args: None)
     config = BwdConfig(tile_m=64)
     _flash_attn_bwd(**given, config=config)
@@ -577,8 +573,8 @@ def test_a_warm_call_is_one_look_up(recorder: Recorder, monkeypatch: pytest.Monk
     launches = Counting()
     monkeypatch.setattr(interface, "_bwd_launches", launches)
     call(causal=True)
-    monkeypatch.setattr(interface, "check_bwd_inputs", None)
-    monkeypatch.setattr(interface, "_prepare_bwd", None)
+    monkeypatch.setattr(resolve, "check_bwd_inputs", None)
+    monkeypatch.setattr(interface, "prepare_bwd", None)
     fresh = arguments()
     dq, dk, dv = _flash_attn_bwd(**fresh, causal=True)
     assert launches.look_ups == 2 and len(launches) == 1
@@ -794,8 +790,8 @@ def test_what_a_call_says_of_its_scores_decides_on_pairs() -> None:
         inputs = make_inputs(Case("wide", 1, 20, 30, 1, 1, head_dim=256, causal=True, **more))
         out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
         operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out, lse)
-        bundles = interface.bundle_bwd(bwd_keywords(inputs))
-        return interface._resolve_bwd(operands, *bundles)[0].choice.tiles.cta_pair
+        bundles = call_arguments.bundle_bwd(bwd_keywords(inputs))
+        return resolve.resolve_bwd(operands, *bundles)[0].choice.tiles.cta_pair
 
     assert takes_pairs() and takes_pairs(column="stepped1") and takes_pairs(sink=BF16)
     assert not takes_pairs(softcap=15.0) and not takes_pairs(score_mod="scale")

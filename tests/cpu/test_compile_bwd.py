@@ -11,11 +11,13 @@ from mask_cases import MASK_MODS, SCORE_MODS
 from support import BF16, Case, make_inputs
 from test_bwd_interface import bwd_keywords
 
-from flash_mask_cute import compile_count, interface
+from flash_mask_cute import compile_count
+from flash_mask_cute.call import arguments as call_arguments
+from flash_mask_cute.call import resolve
+from flash_mask_cute.call.arguments import BwdOperands
 from flash_mask_cute.call.config import select_bwd_config
 from flash_mask_cute.call.kernels import NO_MODS
 from flash_mask_cute.call.kernels_bwd import BwdKernels, build_bwd, compile_bwd
-from flash_mask_cute.call.prepared_bwd import BwdOperands
 from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
 from flash_mask_cute.runtime.cache import CompileCache, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
@@ -116,9 +118,9 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
     def kernels_of(case: Case) -> BwdKernels:
         inputs = make_inputs(case)
         out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
-        extras, masks, settings = interface.bundle_bwd(bwd_keywords(inputs))
+        extras, masks, settings = call_arguments.bundle_bwd(bwd_keywords(inputs))
         operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out, lse)
-        call, _ = interface._resolve_bwd(operands, extras, masks, settings)
+        call, _ = resolve.resolve_bwd(operands, extras, masks, settings)
         problem, has_dlse, sink = call.problem, call.has_dlse, call.sink_dtype
         return compile_bwd(problem, call.choice, TARGET, Mods(), has_dlse, sink, call.tails, cache)
 

@@ -10,20 +10,18 @@ import torch
 from support import Case, make_inputs
 from torch import Tensor
 
-from flash_mask_cute import explain, interface
-from flash_mask_cute.call import plan
-from flash_mask_cute.call.packed import PackedBwdLaunch, PackedLaunch, rows_follow
-from flash_mask_cute.call.plan import (
-    BitStoring,
-    DocumentStoring,
-    choose_storing,
-    most_tiles,
-)
-from flash_mask_cute.call.prepared import Extras, FwdOperands, KernelLaunch
-from flash_mask_cute.call.prepared_bwd import BwdExtras, BwdKernelLaunch, BwdOperands
-from flash_mask_cute.interface import _resolve, bundle
+from flash_mask_cute import explain
+from flash_mask_cute.call import arguments as call_arguments
+from flash_mask_cute.call import plan, prepare, resolve
+from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, Extras, FwdOperands, bundle
+from flash_mask_cute.call.packed import rows_follow
+from flash_mask_cute.call.plan import choose_storing
+from flash_mask_cute.call.prepared import KernelLaunch
+from flash_mask_cute.call.prepared_bwd import BwdKernelLaunch
+from flash_mask_cute.call.prepared_packed import PackedBwdLaunch, PackedLaunch
+from flash_mask_cute.call.resolve import resolve_fwd
 from flash_mask_cute.mask_prep.documents import num_slots
-from flash_mask_cute.mask_prep.mask_bits import BitTiles
+from flash_mask_cute.mask_prep.mask_bits import BitStoring, BitTiles, DocumentStoring, most_tiles
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
@@ -33,7 +31,7 @@ DOCUMENTS = Case("documents", 2, 700, 700, 4, 2, mask_mod="documents")
 def choose(case: Case, can_pack: bool = True) -> tuple[Any, Any]:
     inputs = make_inputs(case)
     extras, masks, settings = bundle(inputs.keywords)
-    call = _resolve(FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings)
+    call = resolve_fwd(FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings)
     return choose_storing(*call, TARGET, can_pack)
 
 
@@ -127,7 +125,7 @@ def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], Any]:
     """The launch of a forward whose kernels note their arguments, these, and a call."""
     inputs = make_inputs(case)
     extras, masks, settings = bundle(inputs.keywords | more)
-    resolved, resolved_masks = _resolve(
+    resolved, resolved_masks = resolve_fwd(
         FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings
     )
     call, storing = choose_storing(resolved, resolved_masks, TARGET, True)
@@ -204,21 +202,19 @@ def test_launches_of_a_call_and_of_its_backward() -> None:
     """Packed where rows follow each other; explain says so."""
     inputs = make_inputs(DOCUMENTS)
     extras, masks, settings = bundle(inputs.keywords)
-    call = _resolve(FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings)
-    launch = interface._kernel_launch(
-        *call, TARGET, FwdOperands(inputs.q, inputs.k, inputs.v), None
-    )
+    call = resolve_fwd(FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings)
+    launch = prepare.kernel_launch(*call, TARGET, FwdOperands(inputs.q, inputs.k, inputs.v), None)
     assert isinstance(launch, PackedLaunch)
     apart = torch.cat([inputs.q, inputs.q], dim=1)[:, :700]
-    launch = interface._kernel_launch(*call, TARGET, FwdOperands(apart, inputs.k, inputs.v), None)
+    launch = prepare.kernel_launch(*call, TARGET, FwdOperands(apart, inputs.k, inputs.v), None)
     assert isinstance(launch, KernelLaunch)
 
     q, k, v = inputs.q, inputs.k, inputs.v
     operands = BwdOperands(q, k, v, q.clone(), q.clone(), torch.zeros(2, 4, 700))
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
-    bwd_extras, masks, bwd_settings = interface.bundle_bwd(keywords)
-    bwd_call = interface._resolve_bwd(operands, bwd_extras, masks, bwd_settings)
-    bwd = interface._bwd_kernel_launch(*bwd_call, TARGET, operands, bwd_extras)
+    bwd_extras, masks, bwd_settings = call_arguments.bundle_bwd(keywords)
+    bwd_call = resolve.resolve_bwd(operands, bwd_extras, masks, bwd_settings)
+    bwd = prepare.bwd_kernel_launch(*bwd_call, TARGET, operands, bwd_extras)
     assert isinstance(bwd, PackedBwdLaunch) and isinstance(bwd.launch, BwdKernelLaunch)
 
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}

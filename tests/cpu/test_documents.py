@@ -14,13 +14,12 @@ from torch import Tensor
 
 from flash_mask_cute import explain, interface
 from flash_mask_cute.autograd import passes
-from flash_mask_cute.call.masks import Masks, mask_key
-from flash_mask_cute.call.packed import (
-    PackedBwdLaunch,
-    PackedLaunch,
-    holds_documents,
-)
+from flash_mask_cute.call import prepare
+from flash_mask_cute.call.arguments import Masks
+from flash_mask_cute.call.lookup import mask_key
+from flash_mask_cute.call.packed import holds_documents
 from flash_mask_cute.call.prepared import KernelLaunch
+from flash_mask_cute.call.prepared_packed import PackedBwdLaunch, PackedLaunch
 from flash_mask_cute.functional import flash_attn_func, flashmask_attention
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.limits import MAX_PACKED_SEQLEN
@@ -319,9 +318,10 @@ def test_a_kept_launch_follows_the_mask_of_its_call(
         prepared.append(KernelLaunch(resolved, note, *operands, out))
         return prepared[-1]
 
-    prepare, target = interface._prepare, Target.default()
-    monkeypatch.setattr(interface, "_prepare", lambda *given: prepare(*given[:4], target))
-    monkeypatch.setattr(interface, "_kernel_launch", kernel_launch)
+    prepared_for = prepare.prepare_fwd
+    target = Target.default()
+    monkeypatch.setattr(interface, "prepare_fwd", lambda *given: prepared_for(*given[:4], target))
+    monkeypatch.setattr(prepare, "kernel_launch", kernel_launch)
     monkeypatch.setattr(interface, "_launches", {})
     q, k, v = (torch.zeros(batch, 1300, heads, 64).bfloat16() for heads in (2, 1, 1))
     for lengths in ([700, 600], [900, 400], [600, 700]):

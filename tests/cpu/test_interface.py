@@ -16,9 +16,11 @@ from torch import Tensor
 import flash_mask_cute
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.call import arguments as call_arguments
+from flash_mask_cute.call import prepare, resolve
+from flash_mask_cute.call.arguments import Extras, FwdOperands, Masks, Settings
 from flash_mask_cute.call.explain import Explanation
-from flash_mask_cute.call.masks import Masks
-from flash_mask_cute.call.prepared import EmptyLaunch, Extras, FwdOperands, Settings
+from flash_mask_cute.call.prepared import EmptyLaunch
 from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
 
 NEG_INF = float("-inf")
@@ -55,7 +57,7 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
         found.update({name: x for bundle in args[1:] for name, x in bundle._asdict().items()})
         return lambda *args: (None, None)
 
-    monkeypatch.setattr(interface, "_prepare", prepare)
+    monkeypatch.setattr(interface, "prepare_fwd", prepare)
     monkeypatch.setattr(interface, "_remember", lambda *args: None)
     config = FwdConfig(tile_n=64)
     _flash_attn_fwd(*qkv(), config=config, **given)  # type: ignore[arg-type]
@@ -140,7 +142,7 @@ def test_errors_come_before_anything_runs(
     def fail(*args: Any) -> None:
         raise AssertionError("something was prepared")
 
-    monkeypatch.setattr(interface, "CpuLaunch", fail)
+    monkeypatch.setattr(prepare, "CpuLaunch", fail)
     q, k, v = qkv(heads=6)
     with pytest.raises(error, match=said):
         _flash_attn_fwd(q, k[:, :, :2], v[:, :, :2], **change)
@@ -362,8 +364,8 @@ def test_empty_launch(packed: bool, sink: bool) -> None:
     if packed:
         q, k = q.flatten(0, 1), k.flatten(0, 1)
         keywords |= {"cu_seqlens_q": int32(0, 3, 7, 11), "cu_seqlens_k": int32(0, 0, 0, 0)}
-    extras, masks, settings = interface.bundle(keywords)
-    resolved, _ = interface._resolve(FwdOperands(q, k, k), extras, masks, settings)
+    extras, masks, settings = call_arguments.bundle(keywords)
+    resolved, _ = resolve.resolve_fwd(FwdOperands(q, k, k), extras, masks, settings)
     assert resolved.shapes.is_empty
     out, lse = EmptyLaunch(resolved)(q, k, k, extras)
     expected_out, expected_lse = _flash_attn_fwd(q, k, k, **keywords)

@@ -33,6 +33,7 @@ from flash_mask_cute import (
     interface,
     plot,
 )
+from flash_mask_cute.call.validate import refuse_transforms
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.utils import scalar_to_ssa
 
@@ -262,7 +263,7 @@ BACKWARD = [x for x in of_backward() if x not in ("score_mod", "block_sparse_ten
 def bwd_recorder(monkeypatch: pytest.MonkeyPatch) -> BwdRecorder:
     recorder = BwdRecorder()
     monkeypatch.setattr(interface, "_bwd_launches", {})
-    monkeypatch.setattr(interface, "_prepare_bwd", recorder.prepare)
+    monkeypatch.setattr(interface, "prepare_bwd", recorder.prepare)
     return recorder
 
 
@@ -408,10 +409,10 @@ def test_warm_host_calls_refuse_transforms(
     _flash_attn_fwd(**given)
 
     def prepare(*arguments: Any) -> Any:
-        interface.refuse_transforms()
+        refuse_transforms()
         raise AssertionError("no launch was found, outside of a transform")
 
-    monkeypatch.setattr(interface, "_prepare", prepare)
+    monkeypatch.setattr(interface, "prepare_fwd", prepare)
     _flash_attn_fwd(**given)
 
     def forward(x: Tensor) -> Any:

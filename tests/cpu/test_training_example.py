@@ -13,7 +13,7 @@ from test_examples import ROOT, load
 from torch import Tensor
 
 from flash_mask_cute.call import validate
-from flash_mask_cute.call.prepared import ResolvedFwd
+from flash_mask_cute.call.resolve import ResolvedFwd
 
 TASKS = ("sft", "dpo")
 SMALL = ("--device", "cpu", "--layers", "2", "--hidden", "64", "--steps", "10")

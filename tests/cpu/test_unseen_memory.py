@@ -21,8 +21,10 @@ from unseen_memory import (
     with_unused_gradients,
 )
 
-from flash_mask_cute import flash_attn_func, interface
-from flash_mask_cute.call.prepared_bwd import BwdOperands
+from flash_mask_cute import flash_attn_func
+from flash_mask_cute.call import arguments as call_arguments
+from flash_mask_cute.call import resolve
+from flash_mask_cute.call.arguments import BwdOperands
 from flash_mask_cute.call.problem import AttentionProblem, may_empty_rows
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -142,9 +144,9 @@ def test_calls_whose_masks_may_empty_rows(
 def backward_problem(inputs: Inputs) -> AttentionProblem:
     out, lse = torch.zeros_like(inputs.q), torch.zeros(*inputs.q.shape[0:3:2], inputs.q.shape[1])
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
-    extras, masks, settings = interface.bundle_bwd(keywords)
+    extras, masks, settings = call_arguments.bundle_bwd(keywords)
     operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out, lse)
-    resolved, _ = interface._resolve_bwd(operands, extras, masks, settings)
+    resolved, _ = resolve.resolve_bwd(operands, extras, masks, settings)
     # the sink tells the kernel before which rows see nothing, and nothing else
     has_sink = inputs.case.sink is not None
     assert (resolved.sink_dtype == "float32") == (has_sink and resolved.problem.may_empty_rows)

@@ -29,7 +29,7 @@ from torch import Tensor
 import flash_mask_cute
 from flash_mask_cute import ColumnMask, builders, interface
 from flash_mask_cute.call import plan
-from flash_mask_cute.call.packed import PackedLaunch
+from flash_mask_cute.call.prepared_packed import PackedLaunch
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu

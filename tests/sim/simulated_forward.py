@@ -8,9 +8,8 @@ from typing import Any
 from support import Inputs, assert_close_to_oracle
 from torch import Tensor
 
-from flash_mask_cute.call.masks import NO_MASKS
-from flash_mask_cute.call.prepared import FwdOperands
-from flash_mask_cute.interface import _prepare, bundle
+from flash_mask_cute.call.arguments import NO_MASKS, FwdOperands, bundle
+from flash_mask_cute.call.prepare import prepare_fwd
 from flash_mask_cute.runtime.target import Target
 
 # few, so that small problems give every persistent CTA several work tiles
@@ -23,7 +22,7 @@ def launch_on_simulator(inputs: Inputs, arch: str, **more: Any) -> tuple[Tensor,
     """Run the kernel for tensors on the CPU."""
     extras, masks, settings = bundle(inputs.keywords | more)
     q, k, v = inputs.q, inputs.k, inputs.v
-    launch = _prepare(FwdOperands(q, k, v), extras, masks, settings, Target(arch, num_sms=SMS))
+    launch = prepare_fwd(FwdOperands(q, k, v), extras, masks, settings, Target(arch, num_sms=SMS))
     out, lse = launch(q, k, v, extras, None if masks == NO_MASKS else masks)
     assert lse is not None
     return out, lse

@@ -11,18 +11,12 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
-from flash_mask_cute.call.plan import BitStoring, choose_bwd_storing, choose_storing
-from flash_mask_cute.call.prepared import Asked, FwdOperands
-from flash_mask_cute.call.prepared_bwd import BwdOperands
+from flash_mask_cute.call.arguments import BwdOperands, FwdOperands, bundle, bundle_bwd
+from flash_mask_cute.call.plan import choose_bwd_storing, choose_storing
+from flash_mask_cute.call.prepare import _bwd_kernel_launch, _kernel_launch
+from flash_mask_cute.call.resolve import resolve_bwd, resolve_fwd
 from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
-from flash_mask_cute.interface import (
-    _bwd_kernel_launch,
-    _kernel_launch,
-    _resolve,
-    _resolve_bwd,
-    bundle,
-    bundle_bwd,
-)
+from flash_mask_cute.mask_prep.mask_bits import Asked, BitStoring
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
@@ -74,7 +68,7 @@ def masked(**more: Any) -> dict[str, Any]:
 def fwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     extras, masks, settings = bundle(masked(**more))
-    call = _resolve(FwdOperands(q, q, q), extras, masks, settings, TARGET)
+    call = resolve_fwd(FwdOperands(q, q, q), extras, masks, settings, TARGET)
     return choose_storing(*call, TARGET)[1]
 
 
@@ -82,7 +76,7 @@ def bwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     operands = BwdOperands(q, q, q, q, q, torch.zeros(1, HEADS, SEQLEN))
     extras, masks, settings = bundle_bwd(masked(**more))
-    return choose_bwd_storing(*_resolve_bwd(operands, extras, masks, settings, TARGET), TARGET)[1]
+    return choose_bwd_storing(*resolve_bwd(operands, extras, masks, settings, TARGET), TARGET)[1]
 
 
 def run(simulator: ModuleType, launches: int, call: Callable[[], Any]) -> Any:
@@ -191,7 +185,7 @@ def test_a_forward_does_not_visit_what_is_hidden(simulator: ModuleType, head_dim
     v[:, 256:] = float("nan")
     extras, masks, settings = bundle({"mask_mod": same_document, "aux_tensors": [ids]})
     operands = FwdOperands(q, k, v)
-    call, call_masks = _resolve(operands, extras, masks, settings, TARGET)
+    call, call_masks = resolve_fwd(operands, extras, masks, settings, TARGET)
     launch = _kernel_launch(call, call_masks, TARGET, operands, out=None)
     out, _ = run(simulator, 2, lambda: launch(q, k, v, extras, masks))
     assert out[:, :end].isfinite().all() and out[:, end:].isnan().all()
@@ -210,7 +204,7 @@ def test_a_backward_does_not_visit_what_is_hidden(
     operands = BwdOperands(q, k, v, torch.zeros_like(q), dout, lse)
     keywords = {"mask_mod": same_document, "aux_tensors": [ids], "deterministic": deterministic}
     extras, masks, settings = bundle_bwd(keywords)
-    call, call_masks = _resolve_bwd(operands, extras, masks, settings, TARGET)
+    call, call_masks = resolve_bwd(operands, extras, masks, settings, TARGET)
     launch = _bwd_kernel_launch(call, call_masks, TARGET, operands, extras)
     dq, dk, dv = run(simulator, 4, lambda: launch(operands, extras, masks))
     for gradient in (dq, dk, dv):

@@ -13,18 +13,12 @@ from support import DOCUMENT_CASES, Case, Inputs, make_inputs
 from torch import Tensor
 
 from flash_mask_cute.call import plan
-from flash_mask_cute.call.plan import (
-    DocumentStoring,
-    choose_bwd_storing,
-    choose_storing,
-    most_tiles,
-)
-from flash_mask_cute.call.prepared import Asked, FwdOperands
-from flash_mask_cute.call.prepared_bwd import BwdOperands
+from flash_mask_cute.call.arguments import BwdOperands, FwdOperands, bundle, bundle_bwd
+from flash_mask_cute.call.plan import choose_bwd_storing, choose_storing
+from flash_mask_cute.call.resolve import resolve_bwd, resolve_fwd
 from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
-from flash_mask_cute.interface import _resolve, _resolve_bwd, bundle, bundle_bwd
 from flash_mask_cute.mask_prep.documents import num_slots
-from flash_mask_cute.mask_prep.mask_bits import BitTiles
+from flash_mask_cute.mask_prep.mask_bits import Asked, BitTiles, DocumentStoring, most_tiles
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
@@ -71,11 +65,11 @@ def storing_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: Any
     q = torch.zeros(BATCH, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     if direction == "forward":
         extras, masks, settings = bundle(keywords)
-        call = _resolve(FwdOperands(q, q, q), extras, masks, settings, TARGET)
+        call = resolve_fwd(FwdOperands(q, q, q), extras, masks, settings, TARGET)
         return choose_storing(*call, TARGET, can_pack=True)[1]
     operands = BwdOperands(q, q, q, q, q, torch.zeros(BATCH, HEADS, SEQLEN))
     extras, masks, settings = bundle_bwd(keywords)
-    call = _resolve_bwd(operands, extras, masks, settings, TARGET)
+    call = resolve_bwd(operands, extras, masks, settings, TARGET)
     return choose_bwd_storing(*call, TARGET, can_pack=True)[1]
 
 

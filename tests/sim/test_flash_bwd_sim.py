@@ -39,10 +39,9 @@ from unseen_memory import (
 
 from flash_mask_cute import functional
 from flash_mask_cute.autograd import passes
-from flash_mask_cute.call.masks import NO_MASKS
-from flash_mask_cute.call.packed import PackedBwdLaunch
-from flash_mask_cute.call.prepared_bwd import BwdOperands
-from flash_mask_cute.interface import _prepare_bwd, bundle_bwd
+from flash_mask_cute.call.arguments import NO_MASKS, BwdOperands, bundle_bwd
+from flash_mask_cute.call.prepare import prepare_bwd
+from flash_mask_cute.call.prepared_packed import PackedBwdLaunch
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.target import Target
 
@@ -108,7 +107,7 @@ def launch_on_simulator(
 
 def launch(operands: BwdOperands, keywords: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     extras, masks, settings = bundle_bwd(keywords)
-    prepared = _prepare_bwd(operands, extras, masks, settings, Target("sm_90a", num_sms=SMS))
+    prepared = prepare_bwd(operands, extras, masks, settings, Target("sm_90a", num_sms=SMS))
     return prepared(operands, extras, None if masks == NO_MASKS else masks)
 
 

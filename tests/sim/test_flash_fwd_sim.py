@@ -35,7 +35,7 @@ from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call import plan
-from flash_mask_cute.call.packed import PackedLaunch
+from flash_mask_cute.call.prepared_packed import PackedLaunch
 from flash_mask_cute.call.tables import SM90_FWD, FwdRow
 from flash_mask_cute.masks.column_mask import ColumnMask
 

@@ -13,7 +13,7 @@ from support import BF16, FP16, FP32, Case, lse_tolerance
 from test_flash_bwd_sim import launch
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 
-from flash_mask_cute.call.prepared_bwd import BwdOperands
+from flash_mask_cute.call.arguments import BwdOperands
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 

@@ -1,0 +1,199 @@
+"""The key of a call: what a prepared call is found by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.block_sparsity import (
+    from_block_mask,
+)
+from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, Extras, Masks
+from flash_mask_cute.call.copies import (
+    misplaced,
+)
+from flash_mask_cute.call.prepared import Launch
+from flash_mask_cute.call.prepared_bwd import BwdLaunch
+from flash_mask_cute.limits import ADDRESS_MASK
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.plain_tensors import are_plain
+
+
+def mask_key(masks: Masks) -> tuple[Any, ...]:
+    """Equal for two calls only if one launch serves both, as far as these arguments go.
+
+    Of tensors, what decides the code and the checks: extents, but of aux tensors only their number.
+    Strides are run-time values. Of callables, everything they reach, looked up afresh.
+
+    Raises:
+        AttributeError, TypeError, ValueError: no valid call has such arguments.
+    """
+    score_mod, mask_mod, aux_tensors, lists, columns = masks
+    lists_key = columns_key = None
+    if lists is not None:
+        *tensors, block_size, seqlens = from_block_mask(lists)
+        tensors_key = (None if x is None else _meta(x) for x in tensors)
+        lists_key = type(lists), block_size, seqlens, *tensors_key
+    if columns is not None:
+        columns_key = (
+            (
+                columns.causal,
+                columns.documents,
+                columns.seqlen_q,
+                *_meta(columns.startend_row_indices),
+            )
+            if isinstance(columns, ColumnMask)
+            else _meta(columns)
+        )
+    return (
+        None if score_mod is None else callable_key(score_mod),
+        None if mask_mod is None else callable_key(mask_mod),
+        None if aux_tensors is None else (type(aux_tensors), *map(_aux_meta, aux_tensors)),
+        lists_key,
+        columns_key,
+    )
+
+
+def _aux_meta(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.dtype, x.dim(), x.get_device(), x.layout, x.is_neg()
+
+
+def _meta(tensor: Tensor) -> tuple[Any, ...]:
+    return type(tensor), tensor.shape, tensor.dtype, tensor.get_device(), tensor.layout
+
+
+# Each call asks, and looking the names up takes nearly as long as the answers. A torch without CUDA
+# has some of them not.
+in_transform = torch._C._are_functorch_transforms_active
+
+
+def find_launch(
+    launches: Mapping[Any, Launch],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    masks: Masks | None,
+    rest: tuple[object, ...],
+) -> tuple[Launch | None, Any]:
+    """The launch for these arguments, if there is one, and its key.
+
+    Calls have equal keys only if one launch serves them: the same metadata of all tensors, the same
+    of q, k and v starting on 16-byte boundaries, and the same other arguments. The key is None
+    where out does not start on one, which is refused, or where an argument is of no kind that a
+    valid call has: a wrapper has the metadata of the tensor that it wraps.
+    """
+    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low = extras
+    try:
+        # the first question is the cheaper one
+        if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)):
+            return None, None
+        if in_transform():
+            return None, None
+        address = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        if out is not None:
+            start = out.data_ptr()
+            if start & ADDRESS_MASK or start in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
+                # to be refused, however a call with the same metadata went
+                return None, None
+        key: Any = (
+            q.shape, q.stride(), q.dtype, q.device,
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
+            sink if sink is None else metadata(sink),
+            cu_seqlens_q if cu_seqlens_q is None else metadata(cu_seqlens_q),
+            cu_seqlens_k if cu_seqlens_k is None else metadata(cu_seqlens_k),
+            seqused_q if seqused_q is None else metadata(seqused_q),
+            seqused_k if seqused_k is None else metadata(seqused_k),
+            out if out is None else metadata(out),
+            lse if lse is None else metadata(lse),
+            lse_low if lse_low is None else metadata(lse_low),
+            masks if masks is None else mask_key(masks),
+            rest,
+        )  # fmt: skip
+        if address & ADDRESS_MASK:
+            # what copies them is another launch
+            key = key, misplaced(q, k, v)
+        return launches.get(key), key
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None, None
+
+
+def metadata(tensor: Tensor) -> tuple[Any, ...]:
+    """Of an argument beside q. q tells that it is on CUDA, as all are whose launch is kept; where
+    something else has the number of a GPU, the kernel refuses it."""
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
+def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, ...]:
+    """Of gradients and, as those are added to by the coordinates of these, of their aux tensors."""
+    aux_tensors = () if masks is None or masks.aux_tensors is None else masks.aux_tensors
+    pairs = zip(daux, aux_tensors, strict=True)
+    return tuple(None if x is None else (metadata(x), aux.shape) for x, aux in pairs)
+
+
+def find_bwd_launch(
+    launches: Mapping[Any, BwdLaunch],
+    operands: BwdOperands,
+    extras: BwdExtras,
+    masks: Masks | None,
+    settings: tuple[Any, ...],
+) -> tuple[BwdLaunch | None, Any]:
+    """The launch for these arguments, if there is one, and its key; as `find_launch`.
+
+    settings: the fields of `BwdSettings`.
+    """
+    q, k, v, out, dout, lse = operands
+    *tensors, daux = extras
+    dlse, dq, dk, dv = extras[5:9]
+    try:
+        if not (
+            type(q) is type(k) is type(v) is type(out) is type(dout) is type(lse) is Tensor
+            or are_plain(*operands)
+        ):
+            return None, None
+        if in_transform():
+            return None, None
+        if dlse is not None:
+            # the vmap of autograd is no transform of functorch; its batches have no address
+            dlse.data_ptr()
+        starts = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()]
+        address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
+        for gradient in (dq, dk, dv):
+            if gradient is not None:
+                start = gradient.data_ptr()
+                if start & ADDRESS_MASK or start in starts:
+                    # to be refused, however a call with the same metadata went
+                    return None, None
+                starts.append(start)
+        for gradient in (extras.dsink, *(daux or ())):
+            if gradient is not None:
+                start = gradient.data_ptr()
+                if start in starts:
+                    return None, None
+                starts.append(start)
+        *others, score_mod_bwd, deterministic, config = settings
+        key: Any = (
+            q.shape, q.stride(), q.dtype, q.device,
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
+            out.shape, out.stride(), out.dtype, out.get_device(),
+            dout.shape, dout.stride(), dout.dtype, dout.get_device(),
+            lse.shape, lse.stride(), lse.dtype, lse.get_device(),
+            *[None if x is None else metadata(x) for x in tensors],
+            None if daux is None else _aux_key(daux, masks),
+            None if masks is None else mask_key(masks),
+            *others,
+            None if score_mod_bwd is None else callable_key(score_mod_bwd),
+            deterministic,
+            config,
+        )  # fmt: skip
+        if address & ADDRESS_MASK:
+            key = key, misplaced(q, k, v, out, dout)
+        return launches.get(key), key
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None, None
