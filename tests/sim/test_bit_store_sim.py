@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
 from flash_mask_cute.call.arguments import BwdOperands, FwdOperands, bundle, bundle_bwd
 from flash_mask_cute.call.plan import choose_bwd_storing, choose_storing
-from flash_mask_cute.call.prepare import _bwd_kernel_launch, _kernel_launch
+from flash_mask_cute.call.prepare import bwd_kernel_launch, kernel_launch
 from flash_mask_cute.call.resolve import resolve_bwd, resolve_fwd
 from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
 from flash_mask_cute.mask_prep.mask_bits import Asked, BitStoring
@@ -186,7 +186,7 @@ def test_a_forward_does_not_visit_what_is_hidden(simulator: ModuleType, head_dim
     extras, masks, settings = bundle({"mask_mod": same_document, "aux_tensors": [ids]})
     operands = FwdOperands(q, k, v)
     call, call_masks = resolve_fwd(operands, extras, masks, settings, TARGET)
-    launch = _kernel_launch(call, call_masks, TARGET, operands, out=None)
+    launch = kernel_launch(call, call_masks, TARGET, operands, out=None)
     out, _ = run(simulator, 2, lambda: launch(q, k, v, extras, masks))
     assert out[:, :end].isfinite().all() and out[:, end:].isnan().all()
 
@@ -205,7 +205,7 @@ def test_a_backward_does_not_visit_what_is_hidden(
     keywords = {"mask_mod": same_document, "aux_tensors": [ids], "deterministic": deterministic}
     extras, masks, settings = bundle_bwd(keywords)
     call, call_masks = resolve_bwd(operands, extras, masks, settings, TARGET)
-    launch = _bwd_kernel_launch(call, call_masks, TARGET, operands, extras)
+    launch = bwd_kernel_launch(call, call_masks, TARGET, operands, extras)
     dq, dk, dv = run(simulator, 4, lambda: launch(operands, extras, masks))
     for gradient in (dq, dk, dv):
         assert gradient[:, :128].isfinite().all()
