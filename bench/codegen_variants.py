@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, get_args
 
+from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.config import select_bwd_config, select_fwd_config
 from flash_mask_cute.call.kernels import build_fwd
 from flash_mask_cute.call.kernels_bwd import (
@@ -117,7 +118,7 @@ def compile_variant(name: str) -> Built:
         shapes,
         window=variant.window,
         block_size=variant.block_size,
-        family=target.family,
+        spec=arch_spec(target),
     ).tiles
     return Built(build_fwd(problem, tiles, target, variant.mods), asdict(tiles))
 

@@ -331,7 +331,10 @@ def _attend_by_operators(
     refuse_dual_level()
     # an operator's arguments are numbers
     check_q_start(call.q_start)
-    others = *call[:6], call.score_mod, call.mask_mod, call.block_sparse_tensors_torch
+    others = (
+        call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k, call.max_seqlen_q,
+        call.max_seqlen_k, call.score_mod, call.mask_mod, call.block_sparse_tensors_torch,
+    )  # fmt: skip
     packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
     arguments = to_operator(call, q.shape[0] if packs else None)
     out, lse, _ = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)

@@ -1,7 +1,7 @@
 """The public calls.
 
-A call goes through validate, problem, config, compile and launch once; the result, a launch, is
-found again by the metadata of later calls.
+A call is planned and compiled once (`call/plan.py`, `call/prepare.py`); what runs it is found again
+by the metadata of later calls (`call/lookup.py`).
 """
 
 from __future__ import annotations
@@ -13,34 +13,20 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import (
-    NO_MASKS,
-    BwdExtras,
-    BwdOperands,
-    BwdSettings,
-    Extras,
-    FwdOperands,
+    AttentionCall,
+    Direction,
     Masks,
-    Settings,
-    bundle,
+    PreparedBwd,
+    PreparedFwd,
+    Tensors,
+    keywords_of,
     window_sides,
 )
-from flash_mask_cute.call.config import (
-    BwdConfig,
-    FwdConfig,
-)
-from flash_mask_cute.call.copies import describe_copies
-from flash_mask_cute.call.explain import DenseCall, Explanation, explain_fwd
+from flash_mask_cute.call.config import BwdConfig, FwdConfig
+from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.keywords import brief, know_keywords, public_call, refuse_keywords
-from flash_mask_cute.call.lookup import find_bwd_launch, find_launch
-from flash_mask_cute.call.packed import rows_follow
-from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
-from flash_mask_cute.call.prepared import CpuLaunch, Launch
-from flash_mask_cute.call.prepared_bwd import (
-    BwdCpuLaunch,
-    BwdLaunch,
-)
-from flash_mask_cute.call.prepared_packed import PackedBwdLaunch, PackedLaunch
-from flash_mask_cute.call.resolve import call_by_documents, packs_documents, resolve_fwd, target_of
+from flash_mask_cute.call.lookup import find_bwd, find_fwd
+from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.compiler import preload
@@ -51,9 +37,9 @@ __all__ = ["BwdConfig", "FwdConfig", "_flash_attn_bwd", "_flash_attn_fwd", "expl
 if torch.cuda.is_available():
     preload()
 
-_MAX_LAUNCHES = 4096
-_launches: dict[Any, Launch] = {}
-_bwd_launches: dict[Any, BwdLaunch] = {}
+_MAX_KEPT = 4096
+_prepared_fwd: dict[Any, PreparedFwd] = {}
+_prepared_bwd: dict[Any, PreparedBwd] = {}
 
 
 @public_call
@@ -156,30 +142,27 @@ def _flash_attn_fwd(
         refuse_keywords("_flash_attn_fwd", unknown)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
-    # as Extras(...) makes it, which takes twice as long
-    extras = tuple.__new__(
-        Extras,
-        (learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low),
-    )
-    rest = (
+    # as Tensors(...) makes it, which takes twice as long
+    tensors = tuple.__new__(
+        Tensors,
+        (
+            q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+            seqused_k, None, None, None, None, None, None, None,
+        ),
+    )  # fmt: skip
+    options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, page_table,
+        max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, page_table, None, False,
         None if config is None else FwdConfig.of(config),
     )  # fmt: skip
-    masks = None
-    if not (
-        score_mod is mask_mod is aux_tensors is block_sparse_tensors_torch is startend_row_indices
-        is None
-    ):  # fmt: skip
-        masks = Masks(
-            score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch, startend_row_indices
-        )
-    launch, key = find_launch(_launches, q, k, v, extras, masks, rest)
-    if launch is None:
-        operands = FwdOperands(q, k, v)
-        launch = prepare_fwd(operands, extras, masks or NO_MASKS, Settings._make(rest))
-        _remember(_launches, key, launch)
-    return launch(q, k, v, extras, masks)
+    masks = _masks_of(
+        score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch, startend_row_indices
+    )
+    prepared, key = find_fwd(_prepared_fwd, tensors, masks, options)
+    if prepared is None:
+        prepared = prepare_fwd(AttentionCall.made(Direction.FORWARD, tensors, masks, options))
+        _keep(_prepared_fwd, key, prepared)
+    return prepared(tensors, masks)
 
 
 @public_call
@@ -260,29 +243,31 @@ def _flash_attn_bwd(
         refuse_keywords("_flash_attn_bwd", unknown)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
-    operands = BwdOperands(q, k, v, out, dout, lse)
-    extras = BwdExtras(
-        learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink,
-        lse_low, daux,
+    tensors = Tensors(
+        q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+        seqused_k, dout, dlse, dq, dk, dv, dsink, daux,
     )  # fmt: skip
-    settings = (
+    options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start, score_mod_bwd, deterministic,
+        max_seqlen_k, q_start, 1, None, True, None, score_mod_bwd, deterministic,
         None if config is None else BwdConfig.of(config),
     )  # fmt: skip
-    masks = None
-    if not (
-        score_mod is mask_mod is aux_tensors is block_sparse_tensors_torch is startend_row_indices
-        is None
-    ):  # fmt: skip
-        masks = Masks(
-            score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch, startend_row_indices
-        )
-    launch, key = find_bwd_launch(_bwd_launches, operands, extras, masks, settings)
-    if launch is None:
-        launch = prepare_bwd(operands, extras, masks or NO_MASKS, BwdSettings._make(settings))
-        _remember(_bwd_launches, key, launch)
-    return launch(operands, extras, masks)
+    masks = _masks_of(
+        score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch, startend_row_indices
+    )
+    prepared, key = find_bwd(_prepared_bwd, tensors, masks, options)
+    if prepared is None:
+        prepared = prepare_bwd(AttentionCall.made(Direction.BACKWARD, tensors, masks, options))
+        _keep(_prepared_bwd, key, prepared)
+    return prepared(tensors, masks)
+
+
+def _masks_of(
+    score_mod: Any, mask_mod: Any, aux_tensors: Any, block_lists: Any, intervals: Any
+) -> Masks | None:
+    if score_mod is mask_mod is aux_tensors is block_lists is intervals is None:
+        return None
+    return Masks(score_mod, mask_mod, aux_tensors, block_lists, intervals)
 
 
 def explain(
@@ -303,23 +288,11 @@ def explain(
     keywords = _in_host_names(keywords)
     if unknown := keywords.keys() - set(_FWD_KEYWORDS):
         refuse_keywords("explain", {name: keywords[name] for name in sorted(unknown)})
-    operands, (extras, masks, settings) = FwdOperands(q, k, v), bundle(keywords)
-    named = None if target is None else Target.named(target)
-    resolved, resolved_masks = resolve_fwd(operands, extras, masks, settings, named)
-    dense = None
-    if packs_documents(operands, [extras.out], extras, masks, settings):
-        dense = DenseCall(resolved, extras, resolved_masks)
-        operands, extras, masks, settings = call_by_documents(
-            operands, extras, masks, settings, resolved.problem.needs_lse
-        )
-        resolved, resolved_masks = resolve_fwd(operands, extras, masks, settings, named)
-    can_pack = rows_follow(*operands, extras.out)
-    where = named or target_of(q), str(q.device)
-    copies = describe_copies(**resolved.input_conversions(*operands))
-    return explain_fwd(resolved, extras, resolved_masks, *where, can_pack, copies, dense)
+    call = AttentionCall.of(Direction.FORWARD, q, k, v, **keywords)
+    return explain_fwd(call, None if target is None else Target.named(target))
 
 
-_FWD_KEYWORDS = Extras._fields + Masks._fields + Settings._fields
+_FWD_KEYWORDS = keywords_of(Direction.FORWARD)[3:]
 _OF_FUNCTIONAL = {
     "window_size": ("window_size_left", "window_size_right"),
     "block_sparse_tensors": ("block_sparse_tensors_torch",),
@@ -347,14 +320,12 @@ def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_AnyLaunch = TypeVar("_AnyLaunch", Launch, BwdLaunch)
+_Prepared = TypeVar("_Prepared", PreparedFwd, PreparedBwd)
 
 
-def _remember(launches: dict[Any, _AnyLaunch], key: Any, launch: _AnyLaunch) -> None:
-    inner = launch.launch if isinstance(launch, PackedLaunch | PackedBwdLaunch) else launch
-    # on the CPU the contents of cu_seqlens and seqused are checked in every call
-    if key is None or isinstance(inner, CpuLaunch | BwdCpuLaunch):
+def _keep(kept: dict[Any, _Prepared], key: Any, prepared: _Prepared) -> None:
+    if key is None or not may_be_kept(prepared):
         return
-    if len(launches) >= _MAX_LAUNCHES:
-        launches.clear()
-    launches[key] = launch
+    if len(kept) >= _MAX_KEPT:
+        kept.clear()
+    kept[key] = prepared

@@ -77,5 +77,5 @@ class Call(NamedTuple):
         )
 
 
-LENGTHS = Call._fields[:4]
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 NO_LENGTHS: dict[str, Any] = dict.fromkeys(LENGTHS)

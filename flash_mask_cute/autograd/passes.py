@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_mask_cute.autograd.arguments import LENGTHS, NO_LENGTHS, Call
+from flash_mask_cute.autograd.arguments import NO_LENGTHS, Call
 from flash_mask_cute.block_sparsity import from_block_mask
 from flash_mask_cute.interface import (
     _flash_attn_bwd,
@@ -146,10 +147,12 @@ def save(
     plain = (q, k, v, sink, out, lse, lse_low)
     aux_tensors = call.aux_tensors
     ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
+    ctx.has_more = call.has_tensors
     if not call.has_tensors:
         ctx.save_for_backward(*plain)
     else:
-        ctx.save_for_backward(*plain, *call[:4], *(aux_tensors or ()), *_mask_tensors(call))
+        lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
+        ctx.save_for_backward(*plain, *lengths, *(aux_tensors or ()), *_mask_tensors(call))
         call = call._replace(**NO_LENGTHS, aux_tensors=None)
     ctx.call = call
     ctx.set_materialize_grads(False)
@@ -157,12 +160,18 @@ def save(
 
 def restore(ctx: Any) -> tuple[Any, ...]:
     """q, k, v, sink, out, lse, lse_low and the call."""
-    saved, call = ctx.saved_tensors, ctx.call
-    if len(saved) > 7:
-        aux_tensors = None if ctx.num_aux is None else saved[11 : 11 + ctx.num_aux]
-        lengths = dict(zip(LENGTHS, saved[7:11], strict=True))
-        call = call._replace(**lengths, aux_tensors=aux_tensors)
-    return *saved[:7], call
+    call = ctx.call
+    q, k, v, sink, out, lse, lse_low, *more = ctx.saved_tensors
+    if ctx.has_more:
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *more = more
+        call = call._replace(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            aux_tensors=None if ctx.num_aux is None else tuple(islice(more, ctx.num_aux)),
+        )
+    return q, k, v, sink, out, lse, lse_low, call
 
 
 def _mask_tensors(call: Call) -> list[Tensor]:
@@ -171,7 +180,8 @@ def _mask_tensors(call: Call) -> list[Tensor]:
         mask: Any = call.startend_row_indices
         tensors.append(mask.startend_row_indices)
     if call.block_sparse_tensors_torch is not None:
-        tensors += from_block_mask(call.block_sparse_tensors_torch)[:4]
+        lists = from_block_mask(call.block_sparse_tensors_torch)
+        tensors += [x for x in lists if isinstance(x, Tensor)]
     # inference tensors cannot be saved, and nothing tells when they change
     return [x for x in tensors if x is not None and not x.is_inference()]
 
@@ -197,7 +207,8 @@ def gradients_of(
     if dout is None:
         dout = torch.zeros_like(out)
     gradients = run(q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, call)
-    return list(gradients[:4]), dict(zip(wants_aux, gradients[4:], strict=True))
+    dq, dk, dv, dsink, *daux = gradients
+    return [dq, dk, dv, dsink], dict(zip(wants_aux, daux, strict=True))
 
 
 def refuse_second_derivative(*_: Any) -> Any:

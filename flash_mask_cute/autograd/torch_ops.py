@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,9 +55,48 @@ _CALL_SCHEMA = (
 )
 # what stands for `ANY` there
 _ANY_SEQLEN = -1
-# where they are in that
-_SCORE_MOD_POSITION = Call._fields.index("score_mod")
-_AUX_POSITION = Call._fields.index("aux_tensors")
+
+
+class OperatorCall(NamedTuple):
+    """The arguments of an operator by `_CALL_SCHEMA`, in its order. Callables are names of
+    `mod_names`, config is text. Those without a default stand in `Call` as well."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool
+    window_size_left: int | None
+    window_size_right: int | None
+    softcap: float
+    score_mod: str | None
+    mask_mod: str | None
+    aux_tensors: list[Tensor]
+    mask_block_cnt: Tensor | None = None
+    mask_block_idx: Tensor | None = None
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    block_q: int | None = None
+    block_k: int | None = None
+    list_seqlens: Sequence[int] | None = None
+    startend_row_indices: Tensor | None = None
+    column_bounds: Tensor | None = None
+    columns_causal: bool = False
+    column_seqlen_q: int | None = None
+    document_starts: Tensor | None = None
+    document_rows: Tensor | None = None
+    document_bounds: Tensor | None = None
+    score_mod_bwd: str | None = None
+    deterministic: bool = False
+    pack_gqa: bool | None = None
+    config: str | None = None
+    q_start: int | None = None
+
+
+_AUX_POSITION = OperatorCall._fields.index("aux_tensors")
 _library = torch.library.Library("flash_mask_cute", "DEF")
 _library.define(
     "column_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
@@ -104,13 +143,17 @@ class _BoundedMask(ColumnMask):
         given: Documents = vars(self)["given_documents"]
         return given
 
-    def operator_documents(self) -> tuple[Tensor | None, ...]:
+    def operator_documents(self) -> dict[str, Tensor]:
         """Starts of the documents, their rows and the bounds of these, if there are any."""
         documents: Documents | None = vars(self)["given_documents"]
         if documents is None:
-            return None, None, None
-        of_rows = documents.mask
-        return documents.cu_seqlens, of_rows.startend_row_indices, of_rows.bounds(_TILE_N)
+            return {}
+        rows = documents.mask
+        return {
+            "document_starts": documents.cu_seqlens,
+            "document_rows": rows.startend_row_indices,
+            "document_bounds": rows.bounds(_TILE_N),
+        }
 
 
 def _operator_seqlen(seqlen_q: Any) -> int | None:
@@ -118,60 +161,132 @@ def _operator_seqlen(seqlen_q: Any) -> int | None:
     return _ANY_SEQLEN if seqlen_q == ANY else seqlen_q
 
 
-def to_operator(call: Call, batch: int | None = None) -> tuple[Any, ...]:
-    """The arguments of an operator by `_CALL_SCHEMA`.
+def to_operator(call: Call, batch: int | None = None) -> OperatorCall:
+    """A call as the arguments of an operator.
 
     batch: of sequences, where the operator is to pack the documents of its mask.
     """
-    lists: tuple[Any, ...] = (None,) * 7
-    if call.block_sparse_tensors_torch is not None:
-        *tensors, block_size, seqlens = from_block_mask(call.block_sparse_tensors_torch)
-        lists = (*tensors, *((None, None) if block_size is None else block_size), seqlens)
+    return OperatorCall(
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        seqused_q=call.seqused_q,
+        seqused_k=call.seqused_k,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
+        window_size_left=call.window_size_left,
+        window_size_right=call.window_size_right,
+        softcap=call.softcap,
+        score_mod=optional_name(call.score_mod),
+        mask_mod=optional_name(call.mask_mod),
+        aux_tensors=[] if call.aux_tensors is None else list(call.aux_tensors),
+        score_mod_bwd=optional_name(call.score_mod_bwd),
+        deterministic=call.deterministic,
+        pack_gqa=call.pack_gqa,
+        config=_config_text(call.config),
+        q_start=call.q_start,
+        **_operator_lists(call),
+        **_operator_columns(call, batch),
+    )
+
+
+def _operator_lists(call: Call) -> dict[str, Any]:
+    if call.block_sparse_tensors_torch is None:
+        return {}
+    lists = from_block_mask(call.block_sparse_tensors_torch)
+    block_q, block_k = (None, None) if lists.block_size is None else lists.block_size
+    return {
+        "mask_block_cnt": lists.mask_block_cnt,
+        "mask_block_idx": lists.mask_block_idx,
+        "full_block_cnt": lists.full_block_cnt,
+        "full_block_idx": lists.full_block_idx,
+        "block_q": block_q,
+        "block_k": block_k,
+        "list_seqlens": lists.seqlens,
+    }
+
+
+def _operator_columns(call: Call, batch: int | None) -> dict[str, Any]:
     mask: Any = call.startend_row_indices
-    columns: tuple[Any, ...] = (None, None, False, None)
-    documents: tuple[Any, ...] = (None, None, None)
+    if mask is None:
+        return {}
     if isinstance(mask, _BoundedMask):
+        return {
+            "startend_row_indices": mask.startend_row_indices,
+            "column_bounds": mask.bounds(_TILE_N),
+            "columns_causal": mask.causal,
+            "column_seqlen_q": _operator_seqlen(mask.seqlen_q),
+            **mask.operator_documents(),
+        }
+    indices, causal, seqlen_q = mask, call.causal, None
+    if not isinstance(mask, Tensor):
+        indices, causal = mask.startend_row_indices, mask.causal
         seqlen_q = _operator_seqlen(mask.seqlen_q)
-        columns = mask.startend_row_indices, mask.bounds(_TILE_N), mask.causal, seqlen_q
-        documents = mask.operator_documents()
-    elif mask is not None:
-        indices, causal, seqlen_q = mask, call.causal, None
-        if not isinstance(mask, Tensor):
-            indices, causal = mask.startend_row_indices, mask.causal
-            seqlen_q = _operator_seqlen(mask.seqlen_q)
-        bounds = torch.ops.flash_mask_cute.column_bounds(indices, causal, call.cu_seqlens_k)
-        columns = indices, bounds, causal, seqlen_q
-        if batch is not None:
-            documents = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
-    aux_tensors = [] if call.aux_tensors is None else list(call.aux_tensors)
-    return (
-        *call[:11], optional_name(call.score_mod), optional_name(call.mask_mod), aux_tensors,
-        *lists, *columns, *documents, optional_name(call.score_mod_bwd), call.deterministic,
-        call.pack_gqa, _config_text(call.config), call.q_start,
-    )  # fmt: skip
+    columns = {
+        "startend_row_indices": indices,
+        "column_bounds": torch.ops.flash_mask_cute.column_bounds(
+            indices, causal, call.cu_seqlens_k
+        ),
+        "columns_causal": causal,
+        "column_seqlen_q": seqlen_q,
+    }
+    if batch is not None:
+        starts, rows, bounds = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
+        columns |= {
+            "document_starts": starts, "document_rows": rows, "document_bounds": bounds,
+        }  # fmt: skip
+    return columns
 
 
-def _from_operator(arguments: Sequence[Any]) -> Call:
-    """The call with these arguments of an operator by `_CALL_SCHEMA`."""
-    score_mod, mask_mod, aux_tensors, *rest = arguments[11:]
-    *list_tensors, block_q, block_k, list_seqlens = rest[:7]
-    indices, bounds, causal, seqlen_q, starts, rows, row_bounds = rest[7:14]
-    score_mod_bwd, deterministic, pack_gqa, config, q_start = rest[14:]
-    lists = None
-    if list_tensors[0] is not None:
-        block_size = None if block_q is None else (block_q, block_k)
-        lists = BlockSparseTensorsTorch(*list_tensors)._replace(
-            block_size=block_size, seqlens=list_seqlens and tuple(list_seqlens)
+def _from_operator(given: OperatorCall) -> Call:
+    """The call with these arguments of an operator."""
+    x = given
+    lists = mask = documents = None
+    if x.mask_block_cnt is not None and x.mask_block_idx is not None:
+        block_size = None
+        if x.block_q is not None and x.block_k is not None:
+            block_size = x.block_q, x.block_k
+        lists = BlockSparseTensorsTorch(
+            x.mask_block_cnt,
+            x.mask_block_idx,
+            x.full_block_cnt,
+            x.full_block_idx,
+            block_size,
+            tuple(x.list_seqlens) if x.list_seqlens else None,  # type: ignore[arg-type]
         )
-    mask = documents = None
-    if starts is not None:
-        documents = Documents(starts, _BoundedMask(rows, causal, row_bounds))
-    if indices is not None:
-        mask = _BoundedMask(indices, causal, bounds, documents, seqlen_q)
-    mods = optional_mod(score_mod), optional_mod(mask_mod)
-    configs = None if config is None else Configs.of(tuple(json.loads(config)))
-    others = optional_mod(score_mod_bwd), deterministic, pack_gqa, configs, q_start
-    return Call._make((*arguments[:11], *mods, aux_tensors or None, lists, mask, *others))
+    if x.document_starts is not None:
+        rows: Any = x.document_rows
+        bounds: Any = x.document_bounds
+        documents = Documents(x.document_starts, _BoundedMask(rows, x.columns_causal, bounds))
+    if x.startend_row_indices is not None:
+        bounds = x.column_bounds
+        mask = _BoundedMask(
+            x.startend_row_indices, x.columns_causal, bounds, documents, x.column_seqlen_q
+        )
+    return Call(
+        cu_seqlens_q=x.cu_seqlens_q,
+        cu_seqlens_k=x.cu_seqlens_k,
+        seqused_q=x.seqused_q,
+        seqused_k=x.seqused_k,
+        max_seqlen_q=x.max_seqlen_q,
+        max_seqlen_k=x.max_seqlen_k,
+        softmax_scale=x.softmax_scale,
+        causal=x.causal,
+        window_size_left=x.window_size_left,
+        window_size_right=x.window_size_right,
+        softcap=x.softcap,
+        score_mod=optional_mod(x.score_mod),
+        mask_mod=optional_mod(x.mask_mod),
+        aux_tensors=x.aux_tensors or None,
+        block_sparse_tensors_torch=lists,
+        startend_row_indices=mask,
+        score_mod_bwd=optional_mod(x.score_mod_bwd),
+        deterministic=x.deterministic,
+        pack_gqa=x.pack_gqa,
+        config=None if x.config is None else Configs.of(tuple(json.loads(x.config))),
+        q_start=x.q_start,
+    )
 
 
 def _config_text(config: Any) -> str | None:
@@ -196,8 +311,8 @@ def _without_identity(call: Call) -> Call:
     lists = call.block_sparse_tensors_torch
     if lists is None:
         return call
-    fresh = (None if x is None else x.detach() for x in lists[:4])
-    return call._replace(block_sparse_tensors_torch=type(lists)(*fresh, *lists[4:]))
+    fresh = {name: x.detach() for name, x in lists._asdict().items() if isinstance(x, Tensor)}
+    return call._replace(block_sparse_tensors_torch=lists._replace(**fresh))
 
 
 def _own_memory(arguments: Iterable[Any]) -> list[Any]:
@@ -231,7 +346,8 @@ def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor
 
 @torch.library.register_fake("flash_mask_cute::column_documents", lib=_library)
 def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
-    return Split.empty_like(indices, batch)[2:]
+    split = Split.empty_like(indices, batch)
+    return split.cu_seqlens, split.rows, split.bounds
 
 
 @torch.library.impl(_library, "attention_fwd", "CompositeExplicitAutograd")
@@ -242,7 +358,7 @@ def _attention_fwd(
     q, k, v, sink, *of_call = _own_memory((q, k, v, sink, *arguments))
     # a compiled graph runs on what it is given
     refuse_dual_level()
-    call = _without_identity(_from_operator(of_call))
+    call = _without_identity(_from_operator(OperatorCall._make(of_call)))
     lse_low = new_lse_low(q, call)
     out, lse = run_forward(q, k, v, sink, call, lse_low=lse_low)
     return out, lse, q.new_empty(0, dtype=torch.float32) if lse_low is None else lse_low
@@ -255,7 +371,7 @@ def _(
     *rows, heads_q, _ = q.shape
     out = q.new_empty((*rows, heads_q, v.shape[-1]))
     lse_shape = *rows[:-1], heads_q, rows[-1]
-    low_shape = (0,) if arguments[_SCORE_MOD_POSITION] is None else lse_shape
+    low_shape = (0,) if OperatorCall._make(arguments).score_mod is None else lse_shape
     lse, lse_low = (q.new_empty(shape, dtype=torch.float32) for shape in (lse_shape, low_shape))
     return out, lse, lse_low
 
@@ -277,7 +393,7 @@ def _attention_bwd(
     q, k, v, sink, out, lse, lse_low, dout, dlse, *of_call = _own_memory(
         (q, k, v, sink, out, lse, lse_low, dout, dlse, *arguments)
     )
-    call = _without_identity(_from_operator(of_call))
+    call = _without_identity(_from_operator(OperatorCall._make(of_call)))
     dq, dk, dv, dsink, *daux = run_backward(
         q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, call
     )
@@ -286,8 +402,8 @@ def _attention_bwd(
 
 @torch.library.register_fake("flash_mask_cute::attention_bwd", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
-    _, _, _, _, _, wants_aux, *of_call = arguments
-    aux_tensors = of_call[_AUX_POSITION]
+    _out, _lse, _lse_low, _dout, _dlse, wants_aux, *of_call = arguments
+    aux_tensors = OperatorCall._make(of_call).aux_tensors
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
     return dq, dk, dv, dsink, [torch.empty_like(aux_tensors[i]) for i in wants_aux]
@@ -310,25 +426,28 @@ IMPLEMENTATIONS = frozenset(
 
 
 def run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
-    *others, call = arguments
-    dq, dk, dv, dsink, daux = torch.ops.flash_mask_cute.attention_bwd(*others, *to_operator(call))
-    return dq, dk, dv, None if others[3] is None else dsink, *daux
+    q, k, v, sink, *others, call = arguments
+    dq, dk, dv, dsink, daux = torch.ops.flash_mask_cute.attention_bwd(
+        q, k, v, sink, *others, *to_operator(call)
+    )
+    return dq, dk, dv, None if sink is None else dsink, *daux
 
 
 def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sink, *arguments = inputs
     out, lse, lse_low = output
-    call = _from_operator(arguments)
+    call = _from_operator(OperatorCall._make(arguments))
     save(ctx, q, k, v, sink, out, lse, None if call.score_mod is None else lse_low, call)
     ctx.num_arguments = len(arguments)
 
 
 def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     others: list[Any] = [None] * ctx.num_arguments
-    asked = ctx.needs_input_grad[4 + _AUX_POSITION]
+    _, _, _, _, *asked_of_call = ctx.needs_input_grad
+    asked = asked_of_call[_AUX_POSITION]
     wants_aux = [i for i, is_asked in enumerate(asked) if is_asked]
-    # nothing has a gradient by lse_low
-    gradients, daux = gradients_of(ctx, grads[:2], run_backward_operator, wants_aux)
+    dout, dlse, _ = grads
+    gradients, daux = gradients_of(ctx, (dout, dlse), run_backward_operator, wants_aux)
     others[_AUX_POSITION] = [daux.get(i) for i in range(len(asked))]
     return *gradients, *others
 

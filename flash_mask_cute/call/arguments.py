@@ -1,105 +1,53 @@
-"""The arguments of a host call, in the bundles in which they travel."""
+"""The arguments of a host call, by name, in the bundles in which they travel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from flash_mask_cute.call.config import BwdConfig, FwdConfig
-from flash_mask_cute.call.problem import (
-    Mods,
-)
+from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
 
 
-class FwdOperands(NamedTuple):
-    """The tensors that every forward has."""
+class Direction(Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call of either direction, but those of its masks; None: not there.
+
+    out, lse, lse_low: what a forward writes, new tensors if None, and what a backward reads.
+    dq, dk, dv, dsink, daux: what a backward writes; dq, dk and dv are new tensors if None.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-
-
-class Extras(NamedTuple):
-    """The tensors of a call that may be absent."""
-
-    learnable_sink: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
     out: Tensor | None = None
     lse: Tensor | None = None
     lse_low: Tensor | None = None
-
-
-class Settings(NamedTuple):
-    """The other arguments of a call, but for masks; page_table is known and not supported yet."""
-
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size_left: int | None = None
-    window_size_right: int | None = None
-    softcap: float = 0.0
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    q_start: int | None = None
-    num_splits: int = 1
-    pack_gqa: bool | None = None
-    return_lse: bool = True
-    page_table: Any = None
-    config: FwdConfig | None = None
-
-
-class BwdOperands(NamedTuple):
-    """The tensors that every backward has."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    dout: Tensor
-    lse: Tensor
-
-
-class BwdExtras(NamedTuple):
-    """The tensors of a call that may be absent."""
-
     learnable_sink: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
+    dout: Tensor | None = None
     dlse: Tensor | None = None
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
     dsink: Tensor | None = None
-    lse_low: Tensor | None = None
     daux: Sequence[Tensor | None] | None = None
 
 
-class BwdSettings(NamedTuple):
-    """The other arguments of a call, but for masks."""
-
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size_left: int | None = None
-    window_size_right: int | None = None
-    softcap: float = 0.0
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    q_start: int | None = None
-    score_mod_bwd: Callable[..., Any] | None = None
-    deterministic: bool = False
-    config: BwdConfig | None = None
-
-
 class Masks(NamedTuple):
-    """Arguments of the public call, as they are."""
+    """What says who sees whom beyond causal and window, or changes scores."""
 
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
@@ -113,6 +61,99 @@ class Masks(NamedTuple):
 
 
 NO_MASKS = Masks()
+
+
+class Options(NamedTuple):
+    """The other arguments of a call of either direction; page_table is known and not supported yet.
+
+    config: a `FwdConfig` or a `BwdConfig`, by the direction, or None.
+    """
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size_left: int | None = None
+    window_size_right: int | None = None
+    softcap: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    q_start: int | None = None
+    num_splits: int = 1
+    pack_gqa: bool | None = None
+    return_lse: bool = True
+    page_table: Any = None
+    score_mod_bwd: Callable[..., Any] | None = None
+    deterministic: bool = False
+    config: Any = None
+
+
+# what only one direction has
+_OF_FORWARD = ("num_splits", "pack_gqa", "return_lse", "page_table")
+_OF_BACKWARD = ("dout", "dlse", "dq", "dk", "dv", "dsink", "daux", "score_mod_bwd", "deterministic")
+
+
+def keywords_of(direction: Direction) -> tuple[str, ...]:
+    """The names of a host call's arguments, q, k and v first."""
+    others = _OF_BACKWARD if direction is Direction.FORWARD else _OF_FORWARD
+    names = Tensors._fields + Masks._fields + Options._fields
+    return tuple(name for name in names if name not in others)
+
+
+# What runs a call, found by its key: of the tensors and masks of any call with that key it makes
+# (out, lse), or (dq, dk, dv).
+PreparedFwd: TypeAlias = Callable[[Tensors, Masks | None], tuple[Tensor, Tensor | None]]
+PreparedBwd: TypeAlias = Callable[[Tensors, Masks | None], tuple[Tensor, Tensor, Tensor]]
+
+
+class AttentionCall(NamedTuple):
+    """A call of either direction. Made on the way to a prepared call, not where one is found."""
+
+    direction: Direction
+    tensors: Tensors
+    masks: Masks = NO_MASKS
+    options: Options = Options()
+
+    @staticmethod
+    def of(direction: Direction, *operands: Tensor, **keywords: Any) -> AttentionCall:
+        """From the arguments of `_flash_attn_fwd` or `_flash_attn_bwd`.
+
+        Raises:
+            TypeError: a keyword is none of the call's, or config is no configuration.
+        """
+        positions: tuple[str, ...] = ("q", "k", "v")
+        if direction is Direction.BACKWARD:
+            positions += ("out", "dout", "lse")
+        given: Mapping[str, Any] = dict(zip(positions, operands, strict=True)) | keywords
+        unknown = sorted(given.keys() - set(keywords_of(direction)))
+        if unknown:
+            raise TypeError(f"unexpected keyword arguments {unknown}")
+
+        def fields(kind: Any) -> dict[str, Any]:
+            return {name: given[name] for name in kind._fields if name in given}
+
+        options = Options(**fields(Options))
+        config_kind: Any = FwdConfig if direction is Direction.FORWARD else BwdConfig
+        scale = number_of("softmax_scale", options.softmax_scale)
+        options = options._replace(softmax_scale=scale, config=config_kind.of(options.config))
+        return AttentionCall(direction, Tensors(**fields(Tensors)), Masks(**fields(Masks)), options)
+
+    @staticmethod
+    def made(
+        direction: Direction, tensors: Tensors, masks: Masks | None, options: tuple[Any, ...]
+    ) -> AttentionCall:
+        """From what the public calls look prepared calls up by; options: fields of `Options`."""
+        return AttentionCall(direction, tensors, masks or NO_MASKS, Options._make(options))
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments of the host call but config, by name."""
+        given = self.tensors._asdict() | self.masks._asdict() | self.options._asdict()
+        return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether sequences differ in length, or may."""
+        x, options = self.tensors, self.options
+        lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k
+        return any(y is not None for y in (*lengths, options.max_seqlen_q, options.max_seqlen_k))
 
 
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:
@@ -132,36 +173,3 @@ def window_sides(window_size: Any) -> tuple[int | None, int | None]:
             )
         raise ValueError(wrong) from None
     return None if left == -1 else left, None if right == -1 else right
-
-
-def bundle(keywords: Mapping[str, Any]) -> tuple[Extras, Masks, Settings]:
-    """Keywords of the public call in the form that the host path passes on.
-
-    Raises:
-        TypeError: a keyword is none of the call's, or config is no configuration.
-    """
-    extras, masks, settings = _sort_keywords(keywords, Extras, Masks, Settings)
-    return extras, masks, _settled(settings, FwdConfig)
-
-
-def bundle_bwd(keywords: Mapping[str, Any]) -> tuple[BwdExtras, Masks, BwdSettings]:
-    """Keywords of the public backward in the form that the host path passes on; as `bundle`."""
-    extras, masks, settings = _sort_keywords(keywords, BwdExtras, Masks, BwdSettings)
-    return extras, masks, _settled(settings, BwdConfig)
-
-
-def _settled(settings: Any, kind: type[FwdConfig] | type[BwdConfig]) -> Any:
-    """With a number and a configuration for what may stand for them."""
-    scale = number_of("softmax_scale", settings.softmax_scale)
-    return settings._replace(softmax_scale=scale, config=kind.of(settings.config))
-
-
-def _sort_keywords(keywords: Mapping[str, Any], *bundles: Any) -> list[Any]:
-    """The named tuples `bundles`, each with its fields of the keywords."""
-    unknown = sorted(keywords.keys() - {name for kind in bundles for name in kind._fields})
-    if unknown:
-        raise TypeError(f"unexpected keyword arguments {unknown}")
-    return [
-        kind(**{name: keywords[name] for name in kind._fields if name in keywords})
-        for kind in bundles
-    ]

@@ -8,14 +8,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from flash_mask_cute.call.arch import SM90, SM90_BACKWARD, ArchSpec, BackwardKernel, ForwardKernel
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.call.tables import SM90_BWD, SM90_FWD, SM100_FWD, BwdRow, FwdRow
+from flash_mask_cute.call.tables import (
+    BwdRow,
+    CallFacts,
+    FwdRow,
+    describe_conditions,
+    rows_for,
+)
 from flash_mask_cute.runtime.packages import tells_what_to_install
-from flash_mask_cute.runtime.target import BLACKWELL, H200_SMS, HOPPER
+from flash_mask_cute.runtime.target import H200_SMS
 
-# query rows that leave together, which packed heads must fill evenly: a warpgroup's, a warp's
-PACKED_ROWS = {HOPPER: 64, BLACKWELL: 32}
-FWD_ROWS = {HOPPER: SM90_FWD, BLACKWELL: SM100_FWD}
 # fewer queries than this leave most of a tile empty unless heads share it
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
@@ -173,36 +177,49 @@ def select_fwd_config(
     window: int | None = None,
     block_size: tuple[int, int] | None = None,
     unpackable: str | None = None,
-    family: str = HOPPER,
+    spec: ArchSpec = SM90,
 ) -> FwdChoice:
     """Choose tiles for the problem, and whether to pack heads for its shapes. window: the keys
     that a query sees at most, if the mask has both a left and a right edge. block_size: that of
     block lists. unpackable: an argument under which the heads of a group cannot share a tile.
-    family: whose kernel is to run (`Target.family`).
+    spec: of the architecture whose kernel is to run.
 
     Raises:
         ValueError: the override asks for what cannot run.
-        NotImplementedError: no kernel of the family has these head dimensions; or pack_gqa is True
-            for a group of heads that does not divide `PACKED_ROWS`, or that `unpackable` keeps
+        NotImplementedError: no kernel of the architecture has these head dimensions; or pack_gqa is
+            True for a group of heads that does not divide `packed_rows`, or that `unpackable` keeps
             apart.
     """
-    if family == BLACKWELL:
-        _check_blackwell_dims(problem.head_dim, problem.head_dim_v)
-    tiles, smem_bytes, reason = _choose_tiles(family, problem, shapes, window, block_size, override)
+    kernel = spec.forward
+    if kernel.exact_dims:
+        _check_exact_dims(spec, problem.head_dim, problem.head_dim_v)
+    call = CallFacts(
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.mask_kind,
+        shapes.seqlen_q,
+        shapes.seqlen_k,
+        window,
+        problem.functions_under_causal,
+        None if problem.reads_bits else block_size,
+        may_pair=override is None or override.cta_pair is not False,
+    )
+    row = next(rows_for(kernel.rows, call))
+    tiles, smem_bytes, reason = _fit(kernel, row, problem.head_dim, problem.head_dim_v, override)
     group = shapes.heads_q // shapes.heads_kv
-    packed = _choose_packing(PACKED_ROWS[family], group, shapes.seqlen_q, pack_gqa, unpackable)
+    packed = _choose_packing(kernel.packed_rows, group, shapes.seqlen_q, pack_gqa, unpackable)
     if packed > 1:
         cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < {SHORT_QUERY}"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
 
 
-def _check_blackwell_dims(head_dim: int, head_dim_v: int) -> None:
-    known = list(dict.fromkeys((row.max_dim, row.max_dim_v) for row in SM100_FWD))
+def _check_exact_dims(spec: ArchSpec, head_dim: int, head_dim_v: int) -> None:
+    known = list(dict.fromkeys((row.max_dim, row.max_dim_v) for row in spec.forward.rows))
     if (head_dim, head_dim_v) not in known:
         pairs = ", ".join(f"{d}/{dv}" for d, dv in known)
         raise NotImplementedError(
-            f"the kernel for Blackwell takes head_dim/head_dim_v {pairs}, got "
+            f"the kernel for {spec.name} takes head_dim/head_dim_v {pairs}, got "
             f"{head_dim}/{head_dim_v}"
         )
 
@@ -227,38 +244,6 @@ def _choose_packing(
     return group if pack_gqa else 1
 
 
-def _choose_tiles(
-    family: str,
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    window: int | None,
-    block_size: tuple[int, int] | None,
-    override: FwdConfig | None,
-) -> tuple[FwdTiles, int, str]:
-    """The first candidate that fits, its shared memory in bytes, and the reason."""
-    row = next(
-        row
-        for row in FWD_ROWS[family]
-        if problem.head_dim <= row.max_dim
-        and problem.head_dim_v <= row.max_dim_v
-        and problem.mask_kind in (row.masks or (problem.mask_kind,))
-        and shapes.seqlen_q >= row.min_seqlen_q
-        and shapes.seqlen_k >= row.min_seqlen_k
-        and (row.max_window is None or (window is not None and window <= row.max_window))
-        and not (row.cta_pair and override is not None and override.cta_pair is False)
-        and (not row.for_functions or problem.functions_under_causal)
-        and (not row.for_lists or _takes_lists(row, problem, block_size))
-    )
-    return _fit(family, row, problem.head_dim, problem.head_dim_v, override)
-
-
-def _takes_lists(
-    row: FwdRow, problem: AttentionProblem, block_size: tuple[int, int] | None
-) -> bool:
-    """Whether a kernel with these tiles reads the lists as they are, and nothing but them."""
-    return block_size is not None and not problem.reads_bits and _of_row(row).nest_in(block_size)
-
-
 def _of_row(row: FwdRow) -> FwdTiles:
     return FwdTiles(
         row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo, row.cta_pair
@@ -267,12 +252,13 @@ def _of_row(row: FwdRow) -> FwdTiles:
 
 @functools.lru_cache(maxsize=1024)
 def _fit(
-    family: str, row: FwdRow, head_dim: int, head_dim_v: int, override: FwdConfig | None
+    kernel: ForwardKernel, row: FwdRow, head_dim: int, head_dim_v: int, override: FwdConfig | None
 ) -> tuple[FwdTiles, int, str]:
+    """The first candidate that fits, its shared memory in bytes, and the reason."""
     given = given_fields(override)
     refusal = ""
     for tiles in _candidates(row, given):
-        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, family)
+        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel)
         if why_not is None:
             return tiles, smem_bytes, _explain_choice(row, tiles, given, refusal)
         refusal = refusal or why_not
@@ -293,21 +279,12 @@ def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
 
 
 def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal: str) -> str:
-    conditions = f"head_dim <= {row.max_dim}, head_dim_v <= {row.max_dim_v}"
-    if row.masks:
-        conditions += f", {' or '.join(row.masks)}"
-    if row.min_seqlen_q:
-        conditions += f", seqlen_q >= {row.min_seqlen_q}"
-    if row.min_seqlen_k:
-        conditions += f", seqlen_k >= {row.min_seqlen_k}"
-    if row.max_window is not None:
-        conditions += f", window <= {row.max_window}"
-    if row.for_functions:
-        conditions += ", functions of scores, causal"
-    if row.for_lists:
-        conditions += f", blocks of a multiple of {row.tile_m} x {row.tile_n}"
     changed = _changed(asdict(_of_row(row)), asdict(tiles), given)
-    return _join_reasons(f"row {conditions}: {row.reason}", given, changed, refusal)
+    return _join_reasons(_told(row), given, changed, refusal)
+
+
+def _told(row: FwdRow | BwdRow) -> str:
+    return f"row {describe_conditions(row)}: {row.reason}"
 
 
 def _changed(row: dict[str, Any], tiles: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -328,18 +305,12 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
 
 @tells_what_to_install()
 def check_feasible(
-    head_dim: int, head_dim_v: int, tiles: FwdTiles, family: str = HOPPER
+    head_dim: int, head_dim_v: int, tiles: FwdTiles, kernel: ForwardKernel = SM90.forward
 ) -> tuple[int, str | None]:
     """Shared memory in bytes, and why these tiles cannot run, if they cannot: the kernel's plan."""
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
-    plan_type: Any
-    if family == HOPPER:
-        from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan as plan_type
-    else:
-        from flash_mask_cute.sm100.flash_fwd_plan import FwdPlan as plan_type
-
-    plan = plan_type(
+    plan = kernel.load_plan()(
         BFloat16,
         head_dim,
         head_dim_v,
@@ -397,14 +368,16 @@ def select_bwd_config(
     deterministic: bool = False,
     modifier: str | None = None,
     num_sms: int = H200_SMS,
+    kernel: BackwardKernel = SM90_BACKWARD,
 ) -> BwdChoice:
     """Choose tiles: the first row that takes the head dimensions, the `mask_kind` and the keys of a
     problem, with fewer stages where it does not fit beside the override, or without pairs of CTAs.
 
-    modifier: `AttentionProblem.score_modifier`.
+    modifier: `AttentionProblem.score_modifier`. kernel: the one that is to run.
 
     Raises:
         ValueError: the override asks for what cannot run.
+        NotImplementedError: the kernel does not have these head dimensions.
     """
     given = given_fields(override)
     if deterministic and given.get("clears_dq"):
@@ -412,26 +385,30 @@ def select_bwd_config(
     why_alone = _why_alone(given, deterministic, modifier, num_sms)
     if given.get("cta_pair") and why_alone is not None:
         raise ValueError(f"config cta_pair=True is not for {why_alone}")
-    rows = [
-        r
-        for r in SM90_BWD
-        if r.above_dim < head_dim <= r.max_dim
-        and head_dim_v <= r.max_dim_v
-        and (r.masks is None or mask_kind in r.masks)
-        and seqlen_k >= r.min_seqlen_k
-        and not (deterministic and r.clears_dq)
-        and not (r.cta_pair and why_alone is not None)
-    ]
+    call = CallFacts(
+        head_dim,
+        head_dim_v,
+        mask_kind,
+        seqlen_k=seqlen_k,
+        may_pair=why_alone is None,
+        is_ordered=deterministic,
+    )
+    rows = list(rows_for(kernel.rows, call))
+    if not rows:
+        most = max(row.max_dim for row in kernel.rows)
+        raise NotImplementedError(
+            f"{kernel.class_name} takes head_dim and head_dim_v up to {most}, got "
+            f"{head_dim}/{head_dim_v}"
+        )
     # an override may leave no room for pairs of CTAs: then the row behind theirs
     for row in rows[:2] if rows[0].cta_pair else rows[:1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
-            plan = _bwd_plan(head_dim, head_dim_v, tiles, modifier == "score_mod")
+            plan = _bwd_plan(kernel, head_dim, head_dim_v, tiles, modifier == "score_mod")
             why_not = plan.infeasible()
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
-                told = f"row {_bwd_conditions(row)}: {row.reason}"
-                reason = _join_reasons(told, given, changed, refusal)
+                reason = _join_reasons(_told(row), given, changed, refusal)
                 sizes = plan.tile_n, plan.walk_n, plan.tile_d, plan.smem_bytes
                 return BwdChoice(tiles, *sizes, reason)
             refusal = refusal or why_not
@@ -455,20 +432,6 @@ def _why_alone(
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _bwd_conditions(row: BwdRow) -> str:
-    """What a row is for, in words."""
-    conditions = [f"head_dim <= {row.max_dim}", f"head_dim_v <= {row.max_dim_v}"]
-    if row.above_dim:
-        conditions[0] = f"{row.above_dim} < {conditions[0]}"
-    if row.masks is not None:
-        conditions.append(f"masks {'/'.join(row.masks)}")
-    if row.min_seqlen_k:
-        conditions.append(f"seqlen_k >= {row.min_seqlen_k}")
-    if row.cta_pair:
-        conditions.append("sums without an order, scores that nothing modifies")
-    return ", ".join(conditions)
-
-
 def _of_bwd_row(row: BwdRow) -> BwdTiles:
     stages = (row.stages_q, row.stages_do, row.stages_kv)
     of_dq = {"clears_dq": row.clears_dq, "cta_pair": row.cta_pair}
@@ -489,12 +452,12 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
 
 
 @tells_what_to_install()
-def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool) -> Any:
+def _bwd_plan(
+    kernel: BackwardKernel, head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool
+) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
-    from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
-
-    return BwdPlan(
+    return kernel.load_plan()(
         BFloat16,
         head_dim,
         head_dim_v,

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
+
+from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
-from flash_mask_cute.call.arguments import Extras
+from flash_mask_cute.call.arch import arch_spec
+from flash_mask_cute.call.arguments import AttentionCall, Tensors
 from flash_mask_cute.call.config import FwdTiles
+from flash_mask_cute.call.copies import describe_copies
 from flash_mask_cute.call.masks import ResolvedMasks
-from flash_mask_cute.call.plan import compile_call
-from flash_mask_cute.call.resolve import ResolvedFwd
+from flash_mask_cute.call.packed import call_by_documents
+from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
+from flash_mask_cute.call.prepare import compiled_fwd
 from flash_mask_cute.call.tile_classes import ColumnVerdicts, ListVerdicts, Verdicts, judge_row
 from flash_mask_cute.mask_prep.mask_bits import DocumentStoring
-from flash_mask_cute.runtime.target import HOPPER, Target
+from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
-
-_COMPILED_DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -84,125 +87,133 @@ def _known(value: int | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{value} {unit}".rstrip()
 
 
-class DenseCall(NamedTuple):
-    """A call as it is given."""
+def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation:
+    """Explain a forward, compiling its kernel if need be. named: whose kernel, instead of that for
+    q's device.
 
-    resolved: ResolvedFwd
-    extras: Extras
-    masks: ResolvedMasks
-
-
-def explain_fwd(
-    resolved: ResolvedFwd,
-    extras: Extras,
-    masks: ResolvedMasks,
-    target: Target,
-    device: str,
-    can_pack: bool = False,
-    copies: str = "",
-    dense: DenseCall | None = None,
-) -> Explanation:
-    """Explain a resolved call, compiling its kernel if need be.
-
-    can_pack: see `compile_call`. copies: see `Explanation`. dense: the call that this one computes
-    as packed sequences, by whose grid tiles are counted.
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the call would.
     """
-    notes = [] if dense is None else ["the documents of the mask are packed sequences"]
-    meta: dict[str, Any] = {}
-    storing, asked = None, resolved
-    if resolved.problem.dtype in _COMPILED_DTYPES:
-        asking = asked.choice.tiles
-        resolved, compiled, storing = compile_call(resolved, masks, target, can_pack)
-        meta = dict(compiled.meta)
-        if device == "cpu" and resolved.choice.tiles != asking:
-            notes.append(
-                f"the CPU path asks mask_mod itself, over tiles of {asking.tile_m} x "
-                f"{asking.tile_n}"
-            )
-    else:
-        notes.append(f"no kernel takes {resolved.problem.dtype}: such tensors run on the CPU only")
+    device = str(call.tensors.q.device)
+    dense = plan(call, named or target_of(call.tensors.q))
+    run, counted = dense.packed or dense, call
+    notes = []
+    if run is not dense:
+        notes.append("the documents of the mask are packed sequences")
+        counted = call_by_documents(call, dense.problem.needs_lse)
+    meta = _compiled_facts(run, device, notes)
+    tiles = run.fwd_choice.tiles
+    packs = isinstance(run.mask_bits, DocumentStoring)
     work_tiles = full = cut = skipped = None
-    lengths = (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_q, extras.seqused_k)
-    columns, lists = masks.column_mask, masks.block_lists
-    packs = isinstance(storing, DocumentStoring)
     if packs and device != "cpu":
         notes.append("tile counts are unknown: documents are found on the device")
-    elif any(x is not None and x.is_cuda for x in lengths):
-        notes.append("tile counts are unknown: cu_seqlens or seqused are on the device")
-    elif (columns is not None and columns.device.type == "cuda") or (
-        lists is not None and lists.mask_block_cnt.is_cuda
-    ):
-        notes.append("tile counts are unknown: masks are on the device")
+    elif unknown := _unreadable_for_counts(counted, run.masks):
+        notes.append(f"tile counts are unknown: {unknown}")
     else:
-        counted = resolved
         if packs:
             notes.append("the CPU path packs no documents, so none are counted")
-            problem = replace(resolved.problem, varlen_q=False, varlen_k=False)
-            counted = replace(resolved, shapes=asked.shapes, problem=problem)
-        work_tiles, full, cut, skipped = _count_tiles(counted, extras, masks)
-        if dense is not None:
+        work_tiles, full, cut, skipped = _count_tiles(_to_count(run), counted.tensors)
+        if run is not dense:
             notes.append(f"of their own tiles {full} are visited as they are and {cut} masked")
-            of_dense = dense.resolved.with_choice(resolved.choice)
-            _, full, cut, skipped = _count_tiles(of_dense, dense.extras, dense.masks)
-    told = masks.describe(resolved.choice.tiles, are_bits=storing is not None)
-    if storing is not None:
-        parts = storing.num_parts
-        of_part = "" if parts == 1 else f" for each of {parts} parts"
-        told += f"; mask_mod is asked once for all heads, into {storing.num_bytes} bytes{of_part}"
-        if cut is not None:
-            told += " (tiles that it hides are skipped then, and counted as cut here)"
-    if packs:
-        told += "; documents that its answers tell of are packed sequences"
-    if resolved.shapes.is_empty:
+            of_dense = dense.with_choice(run.choice)
+            _, full, cut, skipped = _count_tiles(of_dense, call.tensors)
+    if run.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
     return Explanation(
         where=device,
-        kernel=f"FlashAttentionForwardSm{90 if target.family == HOPPER else 100}",
-        arch=target.arch,
-        tiles=resolved.choice.tiles,
-        reason=resolved.choice.reason,
-        packed_heads=resolved.choice.packed_heads,
-        masks=told,
-        grid=_grid(resolved, work_tiles, target),
+        kernel=arch_spec(run.target).forward.class_name,
+        arch=run.target.arch,
+        tiles=tiles,
+        reason=run.choice.reason,
+        packed_heads=run.fwd_choice.packed_heads,
+        masks=_describe_masks(run, counts_cut=cut is not None),
+        grid=_grid(run, work_tiles),
         work_tiles=work_tiles,
         full_key_tiles=full,
         cut_key_tiles=cut,
         skipped_key_tiles=skipped,
-        smem_bytes=resolved.choice.smem_bytes,
+        smem_bytes=run.choice.smem_bytes,
         registers=meta.get("registers"),
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
-        copies=copies if resolved.problem.dtype in _COMPILED_DTYPES else "",
+        copies=describe_copies(**run.conversions),
     )
 
 
-def _grid(resolved: ResolvedFwd, work_tiles: int | None, target: Target) -> int | None:
-    if resolved.shapes.is_empty:
+def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[str, Any]:
+    """What the compiler says of the kernel; adds what a reader has to know to `notes`."""
+    if run.backend is Backend.CPU:
+        notes.append(f"no kernel takes {run.problem.dtype}: such tensors run on the CPU only")
+        return {}
+    asking = (run.without_bits or run).fwd_choice.tiles
+    if device == "cpu" and run.fwd_choice.tiles != asking:
+        notes.append(
+            f"the CPU path asks mask_mod itself, over tiles of {asking.tile_m} x {asking.tile_n}"
+        )
+    return dict(compiled_fwd(run).meta)
+
+
+def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | None:
+    """What lies on a device and would have to be read to count tiles, with its verb."""
+    x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k
+    if any(y is not None and y.is_cuda for y in lengths):
+        return "cu_seqlens or seqused are on the device"
+    if (columns is not None and columns.device.type == "cuda") or (
+        lists is not None and lists.mask_block_cnt.is_cuda
+    ):
+        return "masks are on the device"
+    return None
+
+
+def _to_count(run: ExecutionPlan) -> ExecutionPlan:
+    """The plan whose sequences are counted, under the tiles of the kernel: found documents are not
+    known to the host."""
+    if run.without_bits is None or not isinstance(run.mask_bits, DocumentStoring):
+        return run
+    return replace(run.without_bits, choice=run.choice)
+
+
+def _describe_masks(run: ExecutionPlan, counts_cut: bool) -> str:
+    mask_bits = run.mask_bits
+    told = run.masks.describe(run.fwd_choice.tiles, are_bits=mask_bits is not None)
+    if mask_bits is None:
+        return told
+    parts = mask_bits.num_parts
+    of_part = "" if parts == 1 else f" for each of {parts} parts"
+    told += f"; mask_mod is asked once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
+    if counts_cut:
+        told += " (tiles that it hides are skipped then, and counted as cut here)"
+    if isinstance(mask_bits, DocumentStoring):
+        told += "; documents that its answers tell of are packed sequences"
+    return told
+
+
+def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
+    if run.shapes.is_empty:
         return 0
-    ctas = resolved.choice.tiles.ctas_per_tile
-    most = target.num_sms // ctas
-    if resolved.problem.varlen_q:
+    ctas = run.fwd_choice.tiles.ctas_per_tile
+    most = run.target.num_sms // ctas
+    if run.problem.varlen_q:
         return most * ctas
     return None if work_tiles is None else min(work_tiles, most) * ctas
 
 
-def _count_tiles(
-    resolved: ResolvedFwd, extras: Extras, masks: ResolvedMasks
-) -> tuple[int, int, int, int]:
+def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, int]:
     """(work tiles, full key tiles, cut ones, skipped ones), over all heads and sequences."""
-    shapes, problem, tiles = resolved.shapes, resolved.problem, resolved.choice.tiles
+    shapes, problem, tiles, masks = run.shapes, run.problem, run.fwd_choice.tiles, run.masks
     block_info = BlockInfo(
         tiles.walk_m,
         tiles.tile_n,
         is_causal=problem.is_causal,
         is_local=problem.is_local,
-        window_size_left=resolved.window_left,
-        window_size_right=resolved.window_right,
+        window_size_left=run.window_left,
+        window_size_right=run.window_right,
         qhead_per_kvhead_packgqa=problem.packed_heads,
     )
     verdicts: list[Verdicts] = []
     if masks.column_mask is not None:
-        bounds = masks.column_mask.bounds(tiles.tile_n, extras.cu_seqlens_k)
+        bounds = masks.column_mask.bounds(tiles.tile_n, tensors.cu_seqlens_k)
         verdicts.append(ColumnVerdicts(masks.column_mask, bounds, block_info))
     if masks.block_lists is not None:
         tile, seqlens = (tiles.walk_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
@@ -210,8 +221,8 @@ def _count_tiles(
         verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
     asks = masks.mask_mod is not None and masks.block_lists is None
     heads = shapes.heads_q // problem.packed_heads
-    cu_seqlens = [None if x is None else x.tolist() for x in extras[1:3]]
-    seqused = [None if x is None else x.tolist() for x in extras[3:5]]
+    cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
+    seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
     work_tiles = full = cut = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
@@ -230,3 +241,7 @@ def _count_tiles(
     if not tiles.skip_blocks:
         full, cut = 0, total
     return work_tiles, full, cut, total - full - cut
+
+
+def _values(lengths: Tensor | None) -> list[int] | None:
+    return None if lengths is None else lengths.tolist()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.config import BwdTiles, FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, stored_tiles
@@ -14,9 +14,8 @@ from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import int32_pair, operand, strided
-from flash_mask_cute.runtime.target import BLACKWELL, HOPPER, Target
+from flash_mask_cute.runtime.target import Target
 
-KERNEL_NAMES = {HOPPER: "flash_fwd_sm90", BLACKWELL: "flash_fwd_sm100"}
 NO_MODS = Mods()
 
 
@@ -36,7 +35,7 @@ def compile_fwd(
     bits, what part of the call these are of (a pair), lse_low; None for what the problem does not
     have.
     """
-    name = KERNEL_NAMES[target.family]
+    name = arch_spec(target).forward.cache_name
     return cached_attention(
         name, problem, tiles, target, lambda: build_fwd(problem, tiles, target, mods), cache
     )
@@ -70,7 +69,7 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.rules.intervals import Intervals
 
-    kernel = _kernel_class(target)(
+    kernel = arch_spec(target).forward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,
@@ -120,17 +119,6 @@ def columns(problem: AttentionProblem) -> tuple[Any, Any] | None:
 def stored_bits(problem: AttentionProblem, tiles: BitTiles) -> tuple[Any, ...] | None:
     """Stored answers that a kernel reads."""
     return stored_tiles(tiles, has_places=problem.varlen_q) if problem.reads_bits else None
-
-
-def _kernel_class(target: Target) -> Any:
-    """What makes the kernel object of a target."""
-    if target.family == HOPPER:
-        from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
-
-        return FlashAttentionForwardSm90
-    from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
-
-    return functools.partial(FlashAttentionForwardSm100, fast_exp=target.arch == "sm_103a")
 
 
 def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:

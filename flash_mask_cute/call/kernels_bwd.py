@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
+from flash_mask_cute.call.arch import BackwardKernel, arch_spec
 from flash_mask_cute.call.config import BwdChoice
 from flash_mask_cute.call.kernels import (
     NO_MODS,
@@ -24,7 +25,6 @@ from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import int32_vector, operand, scratch, strided
 from flash_mask_cute.runtime.target import Target
 
-KERNEL_NAME = "flash_bwd_sm90"
 PREPROCESS_NAME = "bwd_preprocess"
 POSTPROCESS_NAME = "bwd_postprocess"
 CLEAR_TAILS_NAME = "bwd_clear_tails"
@@ -150,7 +150,7 @@ def compile_bwd(
 
     preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess)
     main = cached_attention(
-        KERNEL_NAME,
+        _kernel_of(target).cache_name,
         problem,
         choice.tiles,
         target,
@@ -165,6 +165,12 @@ def compile_bwd(
     return BwdKernels(preprocess.function, main.function, postprocess.function, clear_tails)
 
 
+def _kernel_of(target: Target) -> BackwardKernel:
+    kernel = arch_spec(target).backward
+    assert kernel is not None, "a plan refuses targets without a backward"
+    return kernel
+
+
 def build_bwd(
     problem: AttentionProblem,
     choice: BwdChoice,
@@ -173,9 +179,8 @@ def build_bwd(
 ) -> Compiled:
     """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.rules.intervals import Intervals
-    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
 
-    kernel = FlashAttentionBackwardSm90(
+    kernel = _kernel_of(target).load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,

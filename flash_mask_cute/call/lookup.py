@@ -11,12 +11,10 @@ from torch import Tensor
 from flash_mask_cute.block_sparsity import (
     from_block_mask,
 )
-from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, Extras, Masks
+from flash_mask_cute.call.arguments import Masks, PreparedBwd, PreparedFwd, Tensors
 from flash_mask_cute.call.copies import (
     misplaced,
 )
-from flash_mask_cute.call.prepared import Launch
-from flash_mask_cute.call.prepared_bwd import BwdLaunch
 from flash_mask_cute.limits import ADDRESS_MASK
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.callable_key import callable_key
@@ -71,23 +69,23 @@ def _meta(tensor: Tensor) -> tuple[Any, ...]:
 in_transform = torch._C._are_functorch_transforms_active
 
 
-def find_launch(
-    launches: Mapping[Any, Launch],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: Extras,
+def find_fwd(
+    prepared: Mapping[Any, PreparedFwd],
+    tensors: Tensors,
     masks: Masks | None,
-    rest: tuple[object, ...],
-) -> tuple[Launch | None, Any]:
-    """The launch for these arguments, if there is one, and its key.
+    options: tuple[Any, ...],
+) -> tuple[PreparedFwd | None, Any]:
+    """The prepared forward for these arguments, if there is one, and its key.
 
-    Calls have equal keys only if one launch serves them: the same metadata of all tensors, the same
-    of q, k and v starting on 16-byte boundaries, and the same other arguments. The key is None
-    where out does not start on one, which is refused, or where an argument is of no kind that a
-    valid call has: a wrapper has the metadata of the tensor that it wraps.
+    options: the fields of `Options`. Calls have equal keys only if one prepared call serves them:
+    the same metadata of all tensors, the same of q, k and v starting on 16-byte boundaries, and the
+    same other arguments. The key is None where out does not start on one, which is refused, or
+    where an argument is of no kind that a valid call has: a wrapper has the metadata of the tensor
+    that it wraps.
     """
-    sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low = extras
+    (
+        q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *_
+    ) = tensors  # fmt: skip
     try:
         # the first question is the cheaper one
         if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)):
@@ -113,12 +111,12 @@ def find_launch(
             lse if lse is None else metadata(lse),
             lse_low if lse_low is None else metadata(lse_low),
             masks if masks is None else mask_key(masks),
-            rest,
+            options,
         )  # fmt: skip
         if address & ADDRESS_MASK:
-            # what copies them is another launch
+            # what copies them is another prepared call
             key = key, misplaced(q, k, v)
-        return launches.get(key), key
+        return prepared.get(key), key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None
 
@@ -136,24 +134,22 @@ def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, .
     return tuple(None if x is None else (metadata(x), aux.shape) for x, aux in pairs)
 
 
-def find_bwd_launch(
-    launches: Mapping[Any, BwdLaunch],
-    operands: BwdOperands,
-    extras: BwdExtras,
+def find_bwd(
+    prepared: Mapping[Any, PreparedBwd],
+    tensors: Tensors,
     masks: Masks | None,
-    settings: tuple[Any, ...],
-) -> tuple[BwdLaunch | None, Any]:
-    """The launch for these arguments, if there is one, and its key; as `find_launch`.
-
-    settings: the fields of `BwdSettings`.
-    """
-    q, k, v, out, dout, lse = operands
-    *tensors, daux = extras
-    dlse, dq, dk, dv = extras[5:9]
+    options: tuple[Any, ...],
+) -> tuple[PreparedBwd | None, Any]:
+    """The prepared backward for these arguments, if there is one, and its key; as `find_fwd`."""
+    given: Any = tensors
+    (
+        q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dout,
+        dlse, dq, dk, dv, dsink, daux,
+    ) = given  # fmt: skip
     try:
         if not (
             type(q) is type(k) is type(v) is type(out) is type(dout) is type(lse) is Tensor
-            or are_plain(*operands)
+            or are_plain(q, k, v, out, dout, lse)
         ):
             return None, None
         if in_transform():
@@ -170,13 +166,13 @@ def find_bwd_launch(
                     # to be refused, however a call with the same metadata went
                     return None, None
                 starts.append(start)
-        for gradient in (extras.dsink, *(daux or ())):
+        for gradient in (dsink, *(daux or ())):
             if gradient is not None:
                 start = gradient.data_ptr()
                 if start in starts:
                     return None, None
                 starts.append(start)
-        *others, score_mod_bwd, deterministic, config = settings
+        *others, score_mod_bwd, deterministic, config = options
         key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.get_device(),
@@ -184,7 +180,13 @@ def find_bwd_launch(
             out.shape, out.stride(), out.dtype, out.get_device(),
             dout.shape, dout.stride(), dout.dtype, dout.get_device(),
             lse.shape, lse.stride(), lse.dtype, lse.get_device(),
-            *[None if x is None else metadata(x) for x in tensors],
+            *[
+                None if x is None else metadata(x)
+                for x in (
+                    lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk,
+                    dv, dsink,
+                )
+            ],
             None if daux is None else _aux_key(daux, masks),
             None if masks is None else mask_key(masks),
             *others,
@@ -194,6 +196,6 @@ def find_bwd_launch(
         )  # fmt: skip
         if address & ADDRESS_MASK:
             key = key, misplaced(q, k, v, out, dout)
-        return launches.get(key), key
+        return prepared.get(key), key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None

@@ -128,68 +128,63 @@ def _column_mask(value: Tensor | ColumnMask | None, causal: bool) -> ColumnMask 
     return ColumnMask(value, causal)
 
 
+class KernelArguments(NamedTuple):
+    """What kernels take of a call's masks. block_lists: four tensors, the last two may be None.
+    columns: indices and bounds. block_size: of the lists, which are not given together with
+    block_bits (visible, full, block_q, block_k)."""
+
+    block_lists: tuple[Any, ...] | None = None
+    aux_tensors: tuple[Tensor, ...] | None = None
+    columns: tuple[Tensor, Tensor] | None = None
+    block_size: tuple[int, int] | None = None
+    block_bits: tuple[Any, ...] | None = None
+
+
 class MaskArguments:
     """Makes the last arguments of a kernel from those of a call.
 
-    Where answers of a mask_mod are stored, block lists are for what stores them, as bits. Nothing
-    is computed for a `ColumnMask` or for lists that were seen before.
+    reads_lists: the kernel reads block lists; others take them as bits, as does what stores the
+    answers of a mask_mod. tile: query rows and keys of a tile of the walk. Nothing is computed for
+    a `ColumnMask` or for lists that were seen before.
     """
 
-    __slots__ = ("_are_bits", "_block_size", "_causal_form", "_extents")
+    __slots__ = ("_block_size", "_causal_form", "_reads_lists", "_seqlens", "_tile")
 
     def __init__(
         self,
         problem: AttentionProblem,
-        tiles: FwdTiles,
         shapes: FwdShapes,
         block_size: tuple[int, int] | None,
+        tile: tuple[int, int],
+        reads_lists: bool,
     ) -> None:
         self._causal_form = problem.intervals is not None and problem.intervals[1]
-        self._extents = tiles.walk_m, tiles.tile_n, shapes.seqlen_q, shapes.seqlen_k
+        self._seqlens = shapes.seqlen_q, shapes.seqlen_k
         self._block_size = block_size
-        self._are_bits = problem.reads_bits
+        self._tile = tile
+        self._reads_lists = reads_lists
 
-    def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> tuple[Any, ...]:
-        """(lists, aux_tensors, column_tensors, block_size, block_bits), each may be None."""
+    def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> KernelArguments:
         _, _, aux_tensors, given_lists, given_columns = masks
         lists = columns = block_size = bits = None
         if given_columns is not None:
-            columns = _column_tensors(
-                given_columns, self._causal_form, self._extents[1], cu_seqlens_k
-            )
+            columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
         if given_lists is not None:
             sized = _sized(given_lists, self._block_size)
-            if self._are_bits:
+            if not self._reads_lists:
                 bits = tuple(block_bits(sized))
             else:
-                retiled = retile_lists(sized, *self._extents)
-                lists, block_size = tuple(retiled.lists[:4]), retiled.lists.block_size
+                retiled = retile_lists(sized, *self._tile, *self._seqlens)
+                counted, block_size = retiled.lists, retiled.lists.block_size
+                lists = (
+                    counted.mask_block_cnt,
+                    counted.mask_block_idx,
+                    counted.full_block_cnt,
+                    counted.full_block_idx,
+                )
                 bits = None if retiled.bits is None else tuple(retiled.bits)
         aux = tuple(aux_tensors) if aux_tensors else None
-        return lists, aux, columns, block_size, bits
-
-
-class BwdMaskArguments:
-    """`MaskArguments` for the backward, which reads block lists as bits only."""
-
-    __slots__ = ("_block_size", "_causal_form", "_tile_n")
-
-    def __init__(
-        self, problem: AttentionProblem, tile_n: int, block_size: tuple[int, int] | None
-    ) -> None:
-        self._causal_form = problem.intervals is not None and problem.intervals[1]
-        self._tile_n = tile_n
-        self._block_size = block_size
-
-    def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> tuple[Any, ...]:
-        """(aux_tensors, column_tensors, block_bits), each may be None."""
-        _, _, aux_tensors, given_lists, given_columns = masks
-        columns = bits = None
-        if given_columns is not None:
-            columns = _column_tensors(given_columns, self._causal_form, self._tile_n, cu_seqlens_k)
-        if given_lists is not None:
-            bits = tuple(block_bits(_sized(given_lists, self._block_size)))
-        return tuple(aux_tensors) if aux_tensors else None, columns, bits
+        return KernelArguments(lists, aux, columns, block_size, bits)
 
 
 def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:

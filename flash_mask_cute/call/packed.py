@@ -7,18 +7,15 @@ documents, and in `plan.py` where they are found in a mask_mod.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, Extras, Masks
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Masks, Tensors
 from flash_mask_cute.call.copies import new_gradient
 from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
 from flash_mask_cute.mask_prep.documents import SLOT
 from flash_mask_cute.masks.column_mask import ColumnMask
-
-_AnyExtras = TypeVar("_AnyExtras", Extras, BwdExtras)
-
 
 # -- which --------------------------------------------------------------------------------------
 
@@ -65,37 +62,79 @@ def rows_follow(*tensors: Tensor | None) -> bool:
 # -- how ----------------------------------------------------------------------------------------
 
 
-def by_documents(extras: _AnyExtras, masks: Masks | None, batch: int) -> tuple[_AnyExtras, Masks]:
+def packs_documents(call: AttentionCall) -> bool:
+    """Whether the documents of a call's mask are to be packed sequences."""
+    x, masks, options = call.tensors, call.masks, call.options
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k
+    others = (
+        *lengths, options.max_seqlen_q, options.max_seqlen_k, masks.score_mod, masks.mask_mod,
+        masks.block_sparse_tensors_torch,
+    )  # fmt: skip
+    mask = masks.startend_row_indices
+    return holds_documents(x.q, x.k, x.v, mask, options.causal, others) and can_pack(call)
+
+
+def can_pack(call: AttentionCall) -> bool:
+    """Whether the rows follow each other of all that is not copied for a packed batch."""
+    x = call.tensors
+    return rows_follow(x.q, x.k, x.v, x.out, x.dq, x.dk, x.dv)
+
+
+def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
+    """The call with the documents of its mask as packed sequences. needs_lse: of a forward."""
+    batch, seqlen = call.tensors.q.shape[:2]
+    tensors = call.tensors
+    if call.direction is Direction.BACKWARD:
+        tensors = as_rows_bwd(with_gradients(tensors))
+    else:
+        tensors = as_rows(tensors)._replace(lse=None)
+    tensors, masks = by_documents(tensors, call.masks, batch)
+    options = call.options._replace(max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse)
+    return call._replace(tensors=tensors, masks=masks, options=options)
+
+
+def by_documents(tensors: Tensors, masks: Masks | None, batch: int) -> tuple[Tensors, Masks]:
     """With the documents of the mask, which has some, as sequences."""
     assert masks is not None and isinstance(masks.startend_row_indices, ColumnMask)
     mask = masks.startend_row_indices
     starts, of_rows = mask.split(batch)
-    extras = extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    return extras, masks._replace(startend_row_indices=of_rows)
+    tensors = tensors._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    return tensors, masks._replace(startend_row_indices=of_rows)
 
 
-def with_gradients(operands: BwdOperands, extras: BwdExtras) -> BwdExtras:
+def with_gradients(tensors: Tensors) -> Tensors:
     """With new tensors for the gradients that are not given.
 
     Of a launch's own, the rows behind the last sequence would be cleared, and here there are none.
     """
-    dq, dk, dv = (
-        new_gradient(x) if given is None else given
-        for x, given in zip(operands[:3], extras[6:9], strict=True)
+    x = tensors
+    return x._replace(
+        dq=new_gradient(x.q) if x.dq is None else x.dq,
+        dk=new_gradient(x.k) if x.dk is None else x.dk,
+        dv=new_gradient(x.v) if x.dv is None else x.dv,
     )
-    return extras._replace(dq=dq, dk=dk, dv=dv)
 
 
-def packed_operands(operands: BwdOperands, extras: BwdExtras) -> tuple[BwdOperands, BwdExtras]:
+def as_rows(tensors: Tensors) -> Tensors:
+    """The tensors of a forward, but lse, as one of a packed batch takes them."""
+    x = tensors
+    return x._replace(q=rows_of(x.q), k=rows_of(x.k), v=rows_of(x.v), out=rows_of(x.out))
+
+
+def as_rows_bwd(tensors: Tensors) -> Tensors:
     """The tensors of a backward, as one of a packed batch takes them.
 
     Copied: lse and dlse of several sequences, and dout if its rows do not follow each other.
     """
-    q, k, v, out, dout, lse = operands
-    rows = rows_of(q), rows_of(k), rows_of(v), rows_of(out), rows_of(dout)
-    dlse = None if extras.dlse is None else lse_by_heads(extras.dlse)
-    dq, dk, dv = rows_of(extras.dq), rows_of(extras.dk), rows_of(extras.dv)
-    return BwdOperands(*rows, lse_by_heads(lse)), extras._replace(dlse=dlse, dq=dq, dk=dk, dv=dv)
+    x = as_rows(tensors)
+    return x._replace(
+        lse=lse_by_heads(x.lse),
+        dlse=lse_by_heads(x.dlse),
+        dout=rows_of(x.dout),
+        dq=rows_of(x.dq),
+        dk=rows_of(x.dk),
+        dv=rows_of(x.dv),
+    )
 
 
 @overload
@@ -111,6 +150,6 @@ def rows_of(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.flatten(0, 1)
 
 
-def lse_by_heads(lse: Tensor) -> Tensor:
+def lse_by_heads(lse: Tensor | None) -> Tensor | None:
     """(heads, batch * seqlen) of (batch, heads, seqlen): a copy for several sequences."""
-    return lse.transpose(0, 1).flatten(1)
+    return None if lse is None else lse.transpose(0, 1).flatten(1)

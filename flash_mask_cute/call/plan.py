@@ -1,276 +1,437 @@
-"""Whether a call's `mask_mod` is asked once for all heads, and how.
-
-It is where its answers do not depend on the head and there is room for them: a bit for each pair of
-a query and a key, and a word for each tile, of one batch entry where the callable and the lists are
-the same for all. Large calls attend to the documents that answers tell of as to packed sequences.
-"""
+"""`plan`: everything about a call that its metadata decide, before anything is compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
-from flash_mask_cute.call.kernels import compile_fwd
-from flash_mask_cute.call.kernels_bwd import BwdKernels, compile_bwd
-from flash_mask_cute.call.masks import ResolvedMasks
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.call.resolve import ResolvedBwd, ResolvedFwd
-from flash_mask_cute.mask_prep.documents import SLOT, num_slots
-from flash_mask_cute.mask_prep.mask_bits import (
-    BitStoring,
-    BitTiles,
-    DocumentStoring,
-    SequenceStoring,
-    StoreProblem,
-    Storing,
-    Window,
-    compile_store,
-    most_tiles,
+import torch
+
+from flash_mask_cute.call.arch import SM90_BACKWARD, arch_spec
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Tensors
+from flash_mask_cute.call.config import BwdChoice, FwdChoice, select_bwd_config, select_fwd_config
+from flash_mask_cute.call.copies import (
+    Conversion,
+    input_conversion,
+    output_conversion,
+    sink_conversion,
+    split_scale,
+    tma_strides,
 )
-from flash_mask_cute.runtime.cache import Compiled
-from flash_mask_cute.runtime.target import HOPPER, Target
+from flash_mask_cute.call.kernels_bwd import Tails
+from flash_mask_cute.call.mask_bits_plan import (
+    choose_mask_bits,
+    packed_sequences,
+    reading_bits,
+    shares_mask_bits,
+)
+from flash_mask_cute.call.masks import ResolvedMasks
+from flash_mask_cute.call.packed import (
+    as_rows,
+    as_rows_bwd,
+    call_by_documents,
+    can_pack,
+    packs_documents,
+)
+from flash_mask_cute.call.problem import (
+    AttentionProblem,
+    FwdShapes,
+    fold_window,
+    may_empty_rows,
+    sink_dtype,
+)
+from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentStoring, Storing
+from flash_mask_cute.mods.traits import computes_functions
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.target import Target
 
-# heads that share the answers: with fewer, a second kernel is not worth its launch
-MIN_HEADS = 4
-# pairs of a query and a key that a launch may store answers for: one entry of 32K tokens, 16 of 8K
-MAX_PAIRS = 1 << 30
-# work tiles for each SM, the least that a part of a call should have: its last ones leave SMs idle
-MIN_TILES = 8
-# blocks of so many queries, over all heads and entries, for each SM: with fewer, the seven launches
-# that look for documents would cost more than they gain (an estimate: 20 us of a call)
-QUERY_BLOCK, MIN_TILES_PACKED = 128, 32
+# what kernels take; the CPU path takes more
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def compile_call(
-    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
-) -> tuple[ResolvedFwd, Compiled, Storing | None]:
-    """The call as its attention kernel sees it, that kernel, and what stores bits for it, if
-    anything does; all compiled or from the cache.
+class Backend(Enum):
+    """What runs a call. EMPTY: there are no queries or no keys, so that nothing is launched."""
 
-    can_pack: operands may be seen as packed sequences. The call is one of these then if what stores
-    bits is a `DocumentStoring`.
+    CPU = "cpu"
+    EMPTY = "empty"
+    KERNEL = "kernel"
+
+
+class GradientFacts(NamedTuple):
+    """What decides the kernels of a backward beside its problem.
+
+    sink_dtype: of a sink whose gradient is asked for, or by which queries that see nothing are
+    told, as kernels read it, a name of a torch dtype. tails: see `Tails`.
     """
-    resolved, storing = choose_storing(resolved, masks, target, can_pack)
-    mods = masks.mods if storing is None else masks.mods._replace(mask_mod=None)
-    return resolved, compile_fwd(resolved.problem, resolved.choice.tiles, target, mods), storing
+
+    has_dlse: bool
+    has_lse_low: bool
+    sink_dtype: str | None
+    score_mod_bwd: Callable[..., Any] | None
+    tails: Tails
 
 
-def compile_bwd_call(
-    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
-) -> tuple[ResolvedBwd, BwdKernels, Storing | None]:
-    """As `compile_call`, for a backward."""
-    resolved, storing = choose_bwd_storing(resolved, masks, target, can_pack)
-    mods = masks.mods._replace(score_mod_bwd=resolved.score_mod_bwd)
-    if storing is not None:
-        mods = mods._replace(mask_mod=None)
-    kernels = compile_bwd(
-        resolved.problem,
-        resolved.choice,
-        target,
-        mods,
-        resolved.has_dlse,
-        resolved.sink_dtype,
-        resolved.tails,
-        has_lse_low=resolved.has_lse_low,
+Choose: TypeAlias = Callable[[AttentionProblem], FwdChoice | BwdChoice]
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """What runs a call of either direction, and how.
+
+    target: whose kernels run, or, on the CPU, whose tiles are walked over. problem: as the kernel
+    sees it. softmax_scale may have any sign; window sides are None where they are open.
+    conversions: of the caller's tensors that a kernel cannot take as they are, by name.
+    is_out_like_q: a forward's new out may be made like q.
+
+    mask_bits: how a mask_mod is evaluated once for all heads before attention; problem and shapes
+    are then those of the kernel that reads the bits, and without_bits is the plan of a kernel that
+    evaluates the callable itself. packed: the plan of the packed sequences that are computed
+    instead, for a mask that is said to hold documents.
+    """
+
+    direction: Direction
+    backend: Backend
+    target: Target
+    device: torch.device
+    shapes: FwdShapes
+    problem: AttentionProblem
+    choice: FwdChoice | BwdChoice
+    masks: ResolvedMasks
+    softmax_scale: float
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    gradients: GradientFacts | None = None
+    conversions: dict[str, Conversion | None] = field(default_factory=dict)
+    is_out_like_q: bool = False
+    mask_bits: Storing | None = None
+    without_bits: ExecutionPlan | None = None
+    packed: ExecutionPlan | None = None
+
+    @property
+    def fwd_choice(self) -> FwdChoice:
+        assert isinstance(self.choice, FwdChoice)
+        return self.choice
+
+    @property
+    def bwd_choice(self) -> BwdChoice:
+        assert isinstance(self.choice, BwdChoice)
+        return self.choice
+
+    @property
+    def bit_tiles(self) -> BitTiles:
+        """The tiles of mask bits that the kernel reads if it reads any."""
+        if isinstance(self.choice, BwdChoice):
+            return BitTiles.of_keys(self.choice.tiles.tile_m, self.choice.tile_n)
+        return BitTiles.of_queries(self.choice.tiles.tile_m, self.choice.tiles.tile_n)
+
+    @property
+    def walk_tile(self) -> tuple[int, int]:
+        """Query rows and keys of a tile of the walk."""
+        if isinstance(self.choice, BwdChoice):
+            return self.choice.tiles.tile_m, self.choice.walk_n
+        return self.choice.tiles.walk_m, self.choice.tiles.tile_n
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        shapes = self.shapes
+        rows = (shapes.total_q,) if self.problem.varlen_q else (shapes.batch, shapes.seqlen_q)
+        return (*rows, shapes.heads_q, shapes.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        *batch, rows, heads, _ = self.out_shape
+        return (*batch, heads, rows)
+
+    @property
+    def reads_lists(self) -> bool:
+        """Whether the kernel reads block lists; otherwise it takes them as bits, as does what
+        evaluates a mask_mod before attention."""
+        return self.direction is Direction.FORWARD and not self.problem.reads_bits
+
+    def with_choice(self, choice: FwdChoice | BwdChoice) -> ExecutionPlan:
+        """The plan with these tiles, which decide on packing and on how it takes block lists."""
+        problem = self.problem
+        if isinstance(choice, FwdChoice):
+            block_size = self.masks.block_size
+            are_bits = block_size is not None and not choice.tiles.nest_in(block_size)
+            problem = replace(problem, packed_heads=choice.packed_heads, has_bits=are_bits)
+        return replace(self, problem=problem, choice=choice)
+
+
+def target_of(q: torch.Tensor) -> Target:
+    """Whose kernel a call runs, or, on the CPU, whose tiles it walks."""
+    return Target.of(q.device) if q.is_cuda else Target.default()
+
+
+def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
+    """Check a call, and decide how it runs.
+
+    target: whose kernels are to run. None: those of q's device, and the CPU path for a CPU tensor.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming argument and value.
+    """
+    is_forward = call.direction is Direction.FORWARD
+    check = check_fwd_inputs if is_forward else check_bwd_inputs
+    shapes = check(**call.arguments())
+    masks = ResolvedMasks.of(call.masks, call.options.causal, shapes, call.tensors.q.device)
+    window = fold_window(
+        call.options.causal or masks.is_causal,
+        call.options.window_size_left,
+        call.options.window_size_right,
     )
-    return resolved, kernels, storing
+    problem = _fwd_problem if is_forward else _bwd_problem
+    seen = problem(call, masks, window)
+    chosen, choose = _choose_tiles(call, shapes, masks, window, seen, target)
+    if packs_documents(call):
+        packed = call_by_documents(call, chosen.problem.needs_lse)
+        return replace(chosen, packed=plan(packed, target))
+    if chosen.backend is Backend.CPU:
+        return chosen
+    _refuse_missing_backward(chosen)
+    chosen = _with_conversions(chosen, call.tensors)
+    if chosen.backend is Backend.EMPTY:
+        return chosen
+    return _with_mask_bits(chosen, choose, call)
 
 
-def choose_storing(
-    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
-) -> tuple[ResolvedFwd, Storing | None]:
-    """The call as its attention kernel has to see it, and how bits are stored for it, or None.
-
-    A kernel that reads answers may have other tiles than one that asks. Compiles the callable where
-    that is needed to know.
-    """
-    if _choose_fwd(resolved, masks, target, can_pack=False) is None:
-        return resolved, None
-    reading = resolved.with_choice(resolved.choose(_reading(resolved.problem)))
-    storing = _choose_fwd(reading, masks, target, can_pack)
-    if storing is None:
-        return resolved, None
-    reading = replace(reading, problem=_reading(reading.problem))
-    if isinstance(storing, DocumentStoring):
-        shapes, problem = _packed(reading.shapes, reading.problem)
-        rows, heads = shapes.total_q, shapes.heads_q
-        out_shape, lse_shape = (rows, heads, shapes.head_dim_v), (heads, rows)
-        reading = replace(
-            reading, shapes=shapes, problem=problem, out_shape=out_shape, lse_shape=lse_shape
-        )
-    return reading, storing
+_FoldedWindow: TypeAlias = tuple[bool, int | None, int | None]
 
 
-def _choose_fwd(
-    resolved: ResolvedFwd, masks: ResolvedMasks, target: Target, can_pack: bool
-) -> Storing | None:
-    tiles = resolved.choice.tiles
-    bit_tiles = BitTiles.of_queries(tiles.tile_m, tiles.tile_n)
-    window = resolved.window_left, resolved.window_right
-    return _choose(resolved.problem, resolved.shapes, bit_tiles, masks, window, target, can_pack)
+def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:
+    """The part of a call's problem that both directions have, not packed."""
+    x, (is_causal, window_left, window_right) = call.tensors, window
+    problem = AttentionProblem(
+        dtype=dtype_name(x.q.dtype),
+        head_dim=x.q.shape[-1],
+        head_dim_v=x.v.shape[-1],
+        is_causal=is_causal,
+        has_window_left=window_left is not None,
+        has_window_right=window_right is not None,
+        varlen_q=x.cu_seqlens_q is not None,
+        varlen_k=x.cu_seqlens_k is not None,
+        has_seqused_q=x.seqused_q is not None,
+        has_seqused_k=x.seqused_k is not None,
+        has_softcap=call.options.softcap != 0,
+        needs_lse=False,
+    )
+    return replace(problem, **masks.problem_fields())
 
 
-def choose_bwd_storing(
-    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
-) -> tuple[ResolvedBwd, Storing | None]:
-    """As `choose_storing`, for a backward."""
-    if _choose_bwd(resolved, masks, target, can_pack=False) is None:
-        return resolved, None
-    of_attention = _reading(resolved.problem)
-    reading = replace(resolved, choice=resolved.choose(of_attention.mask_kind))
-    storing = _choose_bwd(reading, masks, target, can_pack)
-    if storing is None:
-        return resolved, None
-    reading = replace(reading, problem=of_attention)
-    if isinstance(storing, DocumentStoring):
-        shapes, problem = _packed(reading.shapes, reading.problem)
-        reading = replace(reading, shapes=shapes, problem=problem)
-    return reading, storing
-
-
-def _choose_bwd(
-    resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool
-) -> Storing | None:
-    choice, problem = resolved.choice, resolved.problem
-    if choice.tiles.cta_pair:
-        # a part of a walk may lie behind its sequence, which places do not tell
-        can_pack = False
-        if problem.varlen_k:
-            return None
-    bit_tiles = BitTiles.of_keys(choice.tiles.tile_m, choice.tile_n)
-    window = resolved.window_left, resolved.window_right
-    return _choose(problem, resolved.shapes, bit_tiles, masks, window, target, can_pack)
-
-
-def _reading(problem: AttentionProblem) -> AttentionProblem:
-    """The problem of a kernel that reads what the callable and block lists say."""
+def _fwd_problem(
+    call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow
+) -> AttentionProblem:
+    x, problem = call.tensors, _problem(call, masks, window)
+    sink = x.learnable_sink
+    problem = replace(
+        problem,
+        sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
+        needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
+    )
+    if masks.score_mod is None:
+        return problem
     return replace(
         problem,
-        mask_mod=None,
-        aux=() if problem.score_mod is None else problem.aux,
+        score_functions=computes_functions(masks.score_mod, problem),
+        needs_lse_low=x.lse_low is not None,
+    )
+
+
+def _bwd_problem(
+    call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow
+) -> AttentionProblem:
+    """As `_fwd_problem`; `may_empty_rows` depends on shapes and is added later."""
+    problem = _problem(call, masks, window)
+    score_mod_bwd, daux = call.options.score_mod_bwd, call.tensors.daux
+    wants_aux: tuple[int, ...] = ()
+    if daux is not None and masks.score_mod is not None:
+        wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
+    return replace(
+        problem,
+        score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
         has_lists=False,
         has_full_lists=False,
-        has_bits=False,
-        reads_bits=True,
+        has_bits=problem.has_lists,
+        wants_aux=wants_aux,
+        deterministic=call.options.deterministic,
     )
 
 
-def _packed(shapes: FwdShapes, problem: AttentionProblem) -> tuple[FwdShapes, AttentionProblem]:
-    """The same, where documents are sequences."""
-    sequences, rows = shapes.batch * num_slots(shapes.seqlen_q), shapes.batch * shapes.seqlen_q
-    shapes = shapes._replace(batch=sequences, total_q=rows, total_k=rows)
-    return shapes, replace(problem, varlen_q=True, varlen_k=True)
-
-
-def _choose(
-    problem: AttentionProblem,
+def _choose_tiles(
+    call: AttentionCall,
     shapes: FwdShapes,
-    tiles: BitTiles,
     masks: ResolvedMasks,
-    window: Window,
-    target: Target,
-    can_pack: bool,
-) -> Storing | None:
-    lists = masks.block_lists
-    if (
-        masks.mask_mod is None
-        or target.family != HOPPER
-        or shapes.heads_q < MIN_HEADS
-        or problem.packed_heads > 1
-        or problem.has_seqused_q
-        or problem.has_seqused_k
-        or problem.varlen_q != problem.varlen_k
-        or (lists is not None and lists.mask_block_cnt.shape[1] > 1)
-    ):
-        return None
-    store = StoreProblem(
-        tiles,
-        problem.aux,
-        has_bits=lists is not None,
-        is_causal=problem.is_causal,
-        has_window_left=problem.has_window_left,
-        has_window_right=problem.has_window_right,
+    window: _FoldedWindow,
+    problem: AttentionProblem,
+    target: Target | None,
+) -> tuple[ExecutionPlan, Choose]:
+    """The plan of a kernel that evaluates all masks itself, and what chooses tiles for other
+    problems with the same arguments."""
+    q, scale = call.tensors.q, call.options.softmax_scale
+    backend = Backend.EMPTY if shapes.is_empty else Backend.KERNEL
+    if not q.is_cuda and (target is None or q.dtype not in KERNEL_DTYPES):
+        backend = Backend.CPU
+    target = target or target_of(q)
+    _, window_left, window_right = window
+    gradients = sink = None
+    if call.direction is Direction.FORWARD:
+        choose = _fwd_chooser(call, shapes, masks, window, target)
+        sink = call.tensors.learnable_sink
+    else:
+        seqlens = shapes.seqlen_q, shapes.seqlen_k
+        empties = may_empty_rows(problem, seqlens, (window_left, window_right))
+        problem = replace(problem, may_empty_rows=empties)
+        choose = _bwd_chooser(call, shapes, target)
+        if empties or call.tensors.dsink is not None:
+            sink = call.tensors.learnable_sink
+        gradients = _gradient_facts(call, problem, sink)
+    choice = choose(problem)
+    chosen = ExecutionPlan(
+        direction=call.direction,
+        backend=backend,
+        target=target,
+        device=q.device,
+        shapes=shapes,
+        problem=problem,
+        choice=choice,
+        masks=masks,
+        softmax_scale=shapes.head_dim**-0.5 if scale is None else float(scale),
+        window_left=window_left,
+        window_right=window_right,
+        softcap=float(call.options.softcap),
+        gradients=gradients,
+        conversions={"learnable_sink": sink_conversion(sink)},
     )
-    if problem.varlen_q:
-        return _choose_for_sequences(shapes, masks.mask_mod, store, window, target)
-    if _blocks_of_launch(1, shapes, tiles, target) is None:
-        return None
-    compiled = compile_store(masks.mask_mod, store, target)
-    if compiled.meta["relies_on_head"]:
-        return None
-    lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
-    entries = shapes.batch if compiled.meta["relies_on_batch"] or lists_differ else 1
-    blocks = _num_blocks(shapes, tiles)
-    of_launch = _blocks_of_launch(entries, shapes, tiles, target)
-    if of_launch is None:
-        return None
-    lines = tiles.lines, tiles.words
-    if can_pack and _may_hold_documents(problem, shapes, target):
-        seqlen = shapes.seqlen_q
-        most = most_tiles(tiles, seqlen * seqlen, seqlen, seqlen, num_slots(seqlen))
-        step = room = entries * most
-        if of_launch < blocks:
-            step = MAX_PAIRS // (tiles.tile_m * tiles.tile_n)
-            room = step + -(-seqlen // tiles.tile_n)
-        compiled = compile_store(masks.mask_mod, replace(store, form="documents"), target)
-        extents = entries, shapes.batch, seqlen, most, step
-        return DocumentStoring((1, 1, room, *lines), compiled.function, window, *extents)
-    shape = (entries, of_launch, -(-shapes.seqlen_k // tiles.tile_n), *lines)
-    seqlens = shapes.seqlen_q, shapes.seqlen_k
-    return BitStoring(shape, compiled.function, window, blocks, seqlens)
+    return chosen.with_choice(choice), choose
 
 
-def _choose_for_sequences(
+def _fwd_chooser(
+    call: AttentionCall,
     shapes: FwdShapes,
-    mask_mod: Callable[..., Any],
-    store: StoreProblem,
-    window: Window,
+    masks: ResolvedMasks,
+    window: _FoldedWindow,
     target: Target,
-) -> SequenceStoring | None:
-    """Where queries and keys are packed."""
-    tiles, pairs = store.tiles, shapes.total_q * shapes.seqlen_k
-    most = most_tiles(tiles, pairs, shapes.total_q, shapes.total_k, shapes.batch)
-    # short sequences leave most of a tile empty
-    if pairs > MAX_PAIRS or most * tiles.tile_m * tiles.tile_n > 2 * MAX_PAIRS:
-        return None
-    compiled = compile_store(mask_mod, replace(store, form="sequences"), target)
-    if compiled.meta["relies_on_head"]:
-        return None
-    shape = (1, 1, most, tiles.lines, tiles.words)
-    return SequenceStoring(shape, compiled.function, window, shapes.batch)
-
-
-def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Target) -> bool:
-    """Whether a call is large enough to look for documents, and has nothing that would have to be
-    told where it is in them."""
-    work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // QUERY_BLOCK)
-    return (
-        shapes.seqlen_q == shapes.seqlen_k > SLOT
-        and problem.score_mod is None
-        and problem.intervals is None
-        and work_tiles >= MIN_TILES_PACKED * target.num_sms
+) -> Choose:
+    is_causal, left, right = window
+    visible = None
+    if left is not None and (is_causal or right is not None):
+        visible = left + (right or 0) + 1
+    return partial(
+        select_fwd_config,
+        shapes=shapes,
+        pack_gqa=call.options.pack_gqa,
+        override=call.options.config,
+        window=visible,
+        block_size=masks.block_size,
+        unpackable=masks.unpackable(shapes),
+        spec=arch_spec(target),
     )
 
 
-def _num_blocks(shapes: FwdShapes, tiles: BitTiles) -> int:
-    return -(-shapes.seqlen_q // tiles.tile_m)
+def _bwd_chooser(call: AttentionCall, shapes: FwdShapes, target: Target) -> Choose:
+    def choose(problem: AttentionProblem) -> BwdChoice:
+        return select_bwd_config(
+            shapes.head_dim,
+            shapes.head_dim_v,
+            problem.mask_kind,
+            override=call.options.config,
+            seqlen_k=shapes.seqlen_k,
+            deterministic=call.options.deterministic,
+            modifier=problem.score_modifier,
+            num_sms=target.num_sms,
+            kernel=arch_spec(target).backward or SM90_BACKWARD,
+        )
+
+    return choose
 
 
-def _blocks_of_launch(
-    entries: int, shapes: FwdShapes, tiles: BitTiles, target: Target
-) -> int | None:
-    """How many blocks of queries a launch computes; None where there is no room for bits.
+def _gradient_facts(
+    call: AttentionCall, problem: AttentionProblem, sink: torch.Tensor | None
+) -> GradientFacts:
+    x = call.tensors
+    return GradientFacts(
+        has_dlse=x.dlse is not None,
+        has_lse_low=x.lse_low is not None,
+        sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
+        score_mod_bwd=call.options.score_mod_bwd,
+        tails=Tails(
+            problem.varlen_q and x.dq is None,
+            problem.varlen_k and x.dk is None,
+            problem.varlen_k and x.dv is None,
+        ),
+    )
 
-    A forward with more pairs than there is room for computes some rows of all heads after the
-    others, a backward does not.
+
+def _refuse_missing_backward(chosen: ExecutionPlan) -> None:
+    spec = arch_spec(chosen.target)
+    if chosen.direction is Direction.BACKWARD and spec.backward is None:
+        raise NotImplementedError(
+            f"q is on {chosen.device}, a {spec.name} device; kernels of the backward exist for "
+            "Hopper only"
+        )
+
+
+def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) -> ExecutionPlan:
+    """The plan with what evaluates its mask_mod before attention, if anything does.
+
+    A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
-    blocks = _num_blocks(shapes, tiles)
-    if entries * shapes.seqlen_q * shapes.seqlen_k <= MAX_PAIRS:
-        return blocks
-    most = MAX_PAIRS // (entries * shapes.seqlen_k * tiles.tile_m)
-    if tiles.by_key or most == 0:
-        return None
-    of_launch = -(-blocks // -(-blocks // most))
-    tiles_of_launch = of_launch * shapes.heads_q * shapes.batch
-    return of_launch if tiles_of_launch >= MIN_TILES * target.num_sms else None
+    if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
+        return chosen
+    reading = chosen.with_choice(choose(reading_bits(chosen.problem)))
+    mask_bits = _mask_bits(reading, can_pack(call))
+    if mask_bits is None:
+        return chosen
+    problem = reading_bits(reading.problem)
+    reading = replace(reading, problem=problem, mask_bits=mask_bits, without_bits=chosen)
+    if not isinstance(mask_bits, DocumentStoring):
+        return reading
+    shapes, problem = packed_sequences(reading.shapes, problem)
+    is_forward = call.direction is Direction.FORWARD
+    rows = as_rows(call.tensors) if is_forward else as_rows_bwd(call.tensors)
+    return _with_conversions(replace(reading, shapes=shapes, problem=problem), rows)
+
+
+def _mask_bits(chosen: ExecutionPlan, can_pack: bool) -> Storing | None:
+    if isinstance(chosen.choice, BwdChoice) and chosen.choice.tiles.cta_pair:
+        # a part of a walk may lie behind its sequence, which places do not tell
+        can_pack = False
+        if chosen.problem.varlen_k:
+            return None
+    window = chosen.window_left, chosen.window_right
+    return choose_mask_bits(
+        chosen.problem,
+        chosen.shapes,
+        chosen.bit_tiles,
+        chosen.masks,
+        window,
+        chosen.target,
+        can_pack,
+    )
+
+
+def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
+    """The plan with what is done to the caller's tensors before the kernel sees them."""
+    x, (factor, _) = tensors, split_scale(chosen.softmax_scale)
+    conversions = {
+        "q": input_conversion(x.q, factor),
+        "k": input_conversion(x.k),
+        "v": input_conversion(x.v),
+        **chosen.conversions,
+    }
+    if chosen.direction is Direction.FORWARD:
+        conversions["out"] = output_conversion(x.out)
+    else:
+        assert x.out is not None and x.dout is not None
+        conversions |= {"out": input_conversion(x.out), "dout": input_conversion(x.dout)}
+        conversions |= {name: output_conversion(getattr(x, name)) for name in ("dq", "dk", "dv")}
+    is_out_like_q = (
+        x.q.is_contiguous() and x.q.shape == chosen.out_shape and tma_strides(x.q) is None
+    )
+    return replace(chosen, conversions=conversions, is_out_like_q=is_out_like_q)

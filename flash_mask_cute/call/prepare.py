@@ -1,127 +1,107 @@
-"""What runs a call: decided and compiled once, found again by its key."""
+"""From a call to what runs it: planned and compiled once, found again by its key."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
-from flash_mask_cute.call.arguments import (
-    BwdExtras,
-    BwdOperands,
-    BwdSettings,
-    Extras,
-    FwdOperands,
-    Masks,
-    Settings,
-)
-from flash_mask_cute.call.masks import ResolvedMasks
-from flash_mask_cute.call.packed import (
-    by_documents,
-    packed_operands,
-    rows_follow,
-    rows_of,
-    with_gradients,
-)
-from flash_mask_cute.call.plan import compile_bwd_call, compile_call
-from flash_mask_cute.call.prepared import CpuLaunch, EmptyLaunch, KernelLaunch, Launch
-from flash_mask_cute.call.prepared_bwd import (
-    BwdCpuLaunch,
-    BwdEmptyLaunch,
-    BwdKernelLaunch,
-    BwdLaunch,
-)
-from flash_mask_cute.call.prepared_packed import PackedBwdLaunch, PackedLaunch
-from flash_mask_cute.call.resolve import (
-    ResolvedBwd,
-    ResolvedFwd,
-    call_by_documents,
-    packs_documents,
-    resolve_bwd,
-    resolve_fwd,
-)
+from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedFwd
+from flash_mask_cute.call.kernels import compile_fwd
+from flash_mask_cute.call.kernels_bwd import BwdKernels, compile_bwd
+from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan
+from flash_mask_cute.call.prepared import CpuForward, EmptyForward, KernelForward
+from flash_mask_cute.call.prepared_bwd import CpuBackward, EmptyBackward, KernelBackward
+from flash_mask_cute.call.prepared_packed import PackedBackward, PackedForward
+from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.call.validate import refuse_transforms
-from flash_mask_cute.mask_prep.mask_bits import DocumentStoring
-from flash_mask_cute.runtime.target import HOPPER, Target
+from flash_mask_cute.mask_prep.mask_bits import DocumentStoring, StoreBits, compile_store
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.target import Target
 
 
-def prepare_fwd(
-    operands: FwdOperands,
-    extras: Extras,
-    masks: Masks,
-    settings: Settings,
-    target: Target | None = None,
-) -> Launch:
-    """What runs a call. target: whose kernels it is to run, instead of those for q's device."""
+def prepare_fwd(call: AttentionCall, target: Target | None = None) -> PreparedFwd:
+    """What runs a forward. target: whose kernels it is to run, instead of those for q's device.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming argument and value.
+    """
     refuse_transforms()
-    resolved, resolved_masks = resolve_fwd(operands, extras, masks, settings, target)
-    if packs_documents(operands, [extras.out], extras, masks, settings):
-        needs_lse = resolved.problem.needs_lse
-        packed = call_by_documents(operands, extras, masks, settings, needs_lse)
-        return PackedLaunch(prepare_fwd(*packed, target), needs_lse, by_mask=True)
-    if target is None and not operands.q.is_cuda:
-        return CpuLaunch(resolved, resolved_masks)
-    target = target or Target.of(operands.q.device)
-    if resolved.shapes.is_empty:
-        return EmptyLaunch(resolved)
-    return kernel_launch(resolved, resolved_masks, target, operands, extras.out)
+    return prepared_fwd(plan(call, target))
 
 
-def kernel_launch(
-    resolved: ResolvedFwd,
-    resolved_masks: ResolvedMasks,
-    target: Target,
-    operands: FwdOperands,
-    out: Tensor | None,
-) -> Launch:
-    """The launch of a call that has queries and keys, its kernels compiled or from the cache."""
-    can_pack = rows_follow(*operands, out)
-    resolved, compiled, storing = compile_call(resolved, resolved_masks, target, can_pack)
-    if not isinstance(storing, DocumentStoring):
-        return KernelLaunch(resolved, compiled.function, *operands, out, storing)
-    rows = FwdOperands._make(map(rows_of, operands))
-    launch = KernelLaunch(resolved, compiled.function, *rows, rows_of(out), storing)
-    return PackedLaunch(launch, resolved.problem.needs_lse, by_mask=False)
+def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
+    """What runs a planned forward, its kernels compiled or from the cache."""
+    if plan.packed is not None:
+        return PackedForward(prepared_fwd(plan.packed), plan.problem.needs_lse, by_mask=True)
+    if plan.backend is Backend.CPU:
+        return CpuForward(plan)
+    if plan.backend is Backend.EMPTY:
+        return EmptyForward(plan)
+    prepared = KernelForward(plan, compiled_fwd(plan).function, _compiled_store(plan))
+    if isinstance(plan.mask_bits, DocumentStoring):
+        return PackedForward(prepared, plan.problem.needs_lse, by_mask=False)
+    return prepared
 
 
-def prepare_bwd(
-    operands: BwdOperands,
-    extras: BwdExtras,
-    masks: Masks,
-    settings: BwdSettings,
-    target: Target | None = None,
-) -> BwdLaunch:
-    """As `prepare_fwd`."""
+def prepare_bwd(call: AttentionCall, target: Target | None = None) -> PreparedBwd:
+    """As `prepare_fwd`, for a backward."""
     refuse_transforms()
-    resolved, resolved_masks = resolve_bwd(operands, extras, masks, settings, target)
-    q = operands.q
-    if packs_documents(operands, [operands.out, *extras[6:9]], extras, masks, settings):
-        batch, seqlen = q.shape[:2]
-        settings = settings._replace(max_seqlen_q=seqlen, max_seqlen_k=seqlen)
-        extras, masks = by_documents(with_gradients(operands, extras), masks, batch)
-        launch = prepare_bwd(*packed_operands(operands, extras), masks, settings, target)
-        return PackedBwdLaunch(launch, by_mask=True)
-    if target is None and not q.is_cuda:
-        return BwdCpuLaunch(resolved, resolved_masks)
-    target = target or Target.of(q.device)
-    if target.family != HOPPER:
-        raise NotImplementedError(
-            f"q is on {q.device}, a Blackwell device; kernels of the backward exist for Hopper only"
-        )
-    if resolved.shapes.is_empty:
-        return BwdEmptyLaunch(resolved)
-    return bwd_kernel_launch(resolved, resolved_masks, target, operands, extras)
+    return prepared_bwd(plan(call, target))
 
 
-def bwd_kernel_launch(
-    resolved: ResolvedBwd,
-    resolved_masks: ResolvedMasks,
-    target: Target,
-    operands: BwdOperands,
-    extras: BwdExtras,
-) -> BwdLaunch:
-    """As `kernel_launch`."""
-    can_pack = rows_follow(*operands[:4], extras.dq, extras.dk, extras.dv)
-    resolved, kernels, storing = compile_bwd_call(resolved, resolved_masks, target, can_pack)
-    if not isinstance(storing, DocumentStoring):
-        return BwdKernelLaunch(resolved, kernels, operands, extras, storing)
-    packed = packed_operands(operands, with_gradients(operands, extras))
-    return PackedBwdLaunch(BwdKernelLaunch(resolved, kernels, *packed, storing), by_mask=False)
+def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
+    """As `prepared_fwd`, for a backward."""
+    if plan.packed is not None:
+        return PackedBackward(prepared_bwd(plan.packed), by_mask=True)
+    if plan.backend is Backend.CPU:
+        return CpuBackward(plan)
+    if plan.backend is Backend.EMPTY:
+        return EmptyBackward(plan)
+    prepared = KernelBackward(plan, compiled_bwd(plan), _compiled_store(plan))
+    if isinstance(plan.mask_bits, DocumentStoring):
+        return PackedBackward(prepared, by_mask=False)
+    return prepared
+
+
+def compiled_fwd(plan: ExecutionPlan) -> Compiled:
+    """The attention kernel of a planned forward."""
+    return compile_fwd(plan.problem, plan.fwd_choice.tiles, plan.target, _kernel_mods(plan))
+
+
+def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
+    """The kernels of a planned backward."""
+    facts = plan.gradients
+    assert facts is not None
+    return compile_bwd(
+        plan.problem,
+        plan.bwd_choice,
+        plan.target,
+        _kernel_mods(plan)._replace(score_mod_bwd=facts.score_mod_bwd),
+        facts.has_dlse,
+        facts.sink_dtype,
+        facts.tails,
+        has_lse_low=facts.has_lse_low,
+    )
+
+
+def _kernel_mods(plan: ExecutionPlan) -> Mods:
+    """The callables that the attention kernel itself evaluates."""
+    mods = plan.masks.mods
+    return mods if plan.mask_bits is None else mods._replace(mask_mod=None)
+
+
+def _compiled_store(plan: ExecutionPlan) -> StoreBits | None:
+    """What stores the bits of a mask_mod before attention."""
+    if plan.mask_bits is None:
+        return None
+    mask_mod, mask_bits = plan.masks.mask_mod, plan.mask_bits
+    assert mask_mod is not None
+    function = compile_store(mask_mod, mask_bits.store, plan.target).function
+    return partial(mask_bits.parts, function)
+
+
+def may_be_kept(prepared: PreparedFwd | PreparedBwd) -> bool:
+    """Whether a prepared call may run later calls: on the CPU the contents of cu_seqlens and
+    seqused are checked in every call."""
+    if isinstance(prepared, PackedForward | PackedBackward):
+        return may_be_kept(prepared.inner)
+    return not isinstance(prepared, CpuForward | CpuBackward)

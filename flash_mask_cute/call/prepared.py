@@ -1,7 +1,7 @@
-"""A call with everything resolved that its metadata decide; running one costs as little as can be.
+"""A forward with everything decided that metadata decide; running it costs as little as can be.
 
-A launch is made once for a combination of shapes, strides, dtypes and settings, and run with the
-tensors of every later call that has the same.
+A prepared call is made once for a combination of shapes, strides, dtypes and options, and run with
+the tensors of every later call that has the same.
 """
 
 from __future__ import annotations
@@ -9,21 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Extras, Masks
-from flash_mask_cute.call.copies import (
-    any_or_none,
-    convert,
-    output_conversion,
-    split_scale,
-    tma_strides,
-)
-from flash_mask_cute.call.masks import MaskArguments, ResolvedMasks
-from flash_mask_cute.call.resolve import ResolvedFwd
+from flash_mask_cute.call.arguments import Masks, Tensors
+from flash_mask_cute.call.copies import any_or_none, convert, split_scale
+from flash_mask_cute.call.masks import MaskArguments
+from flash_mask_cute.call.plan import ExecutionPlan
 from flash_mask_cute.cpu.forward import NEG_INF, flash_attn_fwd_cpu
 from flash_mask_cute.mask_prep.mask_bits import NOT_STORED, Asked, StoreBits
 
@@ -34,16 +27,9 @@ _is_capturing: Callable[[], bool] = getattr(
 _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
-Launch: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, Extras, Masks | None], tuple[Tensor, Tensor | None]
-]
-
-
-class KernelLaunch:
-    """Runs a compiled kernel on the current stream, after what stores bits for it if anything does.
-
-    resolved: the call as the kernel sees it.
-    """
+class KernelForward:
+    """Runs a compiled kernel on the current stream, after what stores mask bits for it if anything
+    does."""
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
@@ -53,39 +39,37 @@ class KernelLaunch:
 
     def __init__(
         self,
-        resolved: ResolvedFwd,
-        function: Callable[..., Any],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
+        plan: ExecutionPlan,
+        function: Callable[..., None],
         store_bits: StoreBits | None = None,
     ) -> None:
         self._function = function
         self._store_bits = store_bits
-        self._has_aux = bool(resolved.problem.aux)
-        self._index = q.get_device()
-        self._out_shape = resolved.out_shape
-        self._is_out_like_q = (
-            q.is_contiguous() and q.shape == resolved.out_shape and tma_strides(q) is None
-        )
+        self._has_aux = bool(plan.problem.aux)
+        self._index = -1 if plan.device.index is None else plan.device.index
+        self._out_shape = plan.out_shape
+        self._is_out_like_q = plan.is_out_like_q
         self._lse_like = None
-        if resolved.problem.needs_lse:
-            self._lse_like = _float_on(q.device).expand(resolved.lse_shape)
-        _, self._scale = split_scale(resolved.softmax_scale)
-        self._window_left = resolved.window_left
-        self._window_right = resolved.window_right
-        self._softcap = resolved.softcap if resolved.problem.has_softcap else None
+        if plan.problem.needs_lse:
+            self._lse_like = _float_on(plan.device).expand(plan.lse_shape)
+        _, self._scale = split_scale(plan.softmax_scale)
+        self._window_left = plan.window_left
+        self._window_right = plan.window_right
+        self._softcap = plan.softcap if plan.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
-            resolved.problem, resolved.choice.tiles, resolved.shapes, resolved.block_size
+            plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
         )
-        of_inputs = resolved.input_conversions(q, k, v).values()
-        self._conversions = any_or_none(*of_inputs, output_conversion(out))
+        conversions = plan.conversions
+        self._conversions = any_or_none(
+            *(conversions[name] for name in ("q", "k", "v", "learnable_sink", "out"))
+        )
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
+        self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, lse_low = extras
+        (
+            q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *_
+        ) = tensors  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
             out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
@@ -99,7 +83,7 @@ class KernelLaunch:
         index = self._index
         if index >= 0 and index != current_device():
             with torch.cuda.device(index):
-                return self(q, k, v, extras._replace(out=out, lse=lse), masks)
+                return self(tensors._replace(out=out, lse=lse), masks)
         if self._conversions is not None:
             q, k, v, sink, out = convert((q, k, v, sink, out), self._conversions)
         lists = aux_tensors = columns = block_size = bits = None
@@ -111,7 +95,7 @@ class KernelLaunch:
         if store_bits is not None:
             asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
-        for stored, part, found in NOT_STORED if store_bits is None else store_bits.parts(q, asked):
+        for stored, part, found in NOT_STORED if store_bits is None else store_bits(q, asked):
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             self._function(
@@ -125,75 +109,93 @@ class KernelLaunch:
         return result
 
 
-class EmptyLaunch:
+class EmptyForward:
     """Fills the outputs of a problem without keys or without queries."""
 
-    def __init__(self, resolved: ResolvedFwd) -> None:
-        self._resolved = resolved
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self._new_outputs = NewOutputs(plan)
+        self._has_batch = plan.shapes.batch > 0
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
+        self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        out, lse = self._resolved.outputs(q, extras)
+        out, lse = self._new_outputs(tensors)
         out.zero_()
-        if extras.lse_low is not None:
-            extras.lse_low.zero_()
+        if tensors.lse_low is not None:
+            tensors.lse_low.zero_()
         if lse is None:
             return out, lse
-        if extras.learnable_sink is None or self._resolved.shapes.batch == 0:
+        if tensors.learnable_sink is None or not self._has_batch:
             lse.fill_(NEG_INF)
             return out, lse
         lse_by_row = lse.transpose(-1, -2)
-        lse_by_row.copy_(extras.learnable_sink)
-        if extras.seqused_q is not None:
-            unused = unused_rows(lse_by_row, extras.cu_seqlens_q, extras.seqused_q)
+        lse_by_row.copy_(tensors.learnable_sink)
+        if tensors.seqused_q is not None:
+            unused = unused_rows(lse_by_row, tensors.cu_seqlens_q, tensors.seqused_q)
             lse_by_row.masked_fill_(unused[..., None], NEG_INF)
         return out, lse
 
 
-class CpuLaunch:
+class CpuForward:
     """Computes on CPU tensors, walking the tiles of the kernel's configuration."""
 
-    def __init__(self, resolved: ResolvedFwd, masks: ResolvedMasks) -> None:
-        self._resolved = resolved
-        self._masks = masks
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self._plan = plan
+        self._new_outputs = NewOutputs(plan)
 
     @torch.no_grad()
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
+        self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        call = self._resolved
-        out, lse = call.outputs(q, extras)
+        plan, x = self._plan, tensors
+        out, lse = self._new_outputs(x)
         # rows that no sequence uses, which the path leaves alone
         out.zero_()
         if lse is not None:
             lse.fill_(NEG_INF)
-        if extras.lse_low is not None:
-            extras.lse_low.zero_()
+        if x.lse_low is not None:
+            x.lse_low.zero_()
+        tile_m, tile_n = plan.walk_tile
         flash_attn_fwd_cpu(
-            q,
-            k,
-            v,
-            softmax_scale=call.softmax_scale,
-            window_left=call.window_left,
-            window_right=0 if call.problem.is_causal else call.window_right,
-            softcap=call.softcap,
-            learnable_sink=extras.learnable_sink,
-            cu_seqlens_q=extras.cu_seqlens_q,
-            cu_seqlens_k=extras.cu_seqlens_k,
-            seqused_q=extras.seqused_q,
-            seqused_k=extras.seqused_k,
-            seqlen_q=call.shapes.seqlen_q,
-            seqlen_k=call.shapes.seqlen_k,
-            pack_gqa=call.problem.packed_heads,
-            tile_m=call.choice.tiles.walk_m,
-            tile_n=call.choice.tiles.tile_n,
+            x.q,
+            x.k,
+            x.v,
+            softmax_scale=plan.softmax_scale,
+            window_left=plan.window_left,
+            window_right=0 if plan.problem.is_causal else plan.window_right,
+            softcap=plan.softcap,
+            learnable_sink=x.learnable_sink,
+            cu_seqlens_q=x.cu_seqlens_q,
+            cu_seqlens_k=x.cu_seqlens_k,
+            seqused_q=x.seqused_q,
+            seqused_k=x.seqused_k,
+            seqlen_q=plan.shapes.seqlen_q,
+            seqlen_k=plan.shapes.seqlen_k,
+            pack_gqa=plan.problem.packed_heads,
+            tile_m=tile_m,
+            tile_n=tile_n,
             out=out,
             lse=lse,
-            lse_low=extras.lse_low,
-            **self._masks._asdict(),
-            skip_blocks=call.choice.tiles.skip_blocks,
+            lse_low=x.lse_low,
+            **plan.masks._asdict(),
+            skip_blocks=plan.choice.tiles.skip_blocks,
         )
+        return out, lse
+
+
+class NewOutputs:
+    """The caller's out and lse, or new ones that hold anything."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self.out_shape = plan.out_shape
+        self.lse_shape = plan.lse_shape if plan.problem.needs_lse else None
+
+    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+        q, out, lse = tensors.q, tensors.out, tensors.lse
+        if out is None:
+            out = q.new_empty(self.out_shape)
+        if lse is None and self.lse_shape is not None:
+            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         return out, lse
 
 
@@ -251,6 +253,3 @@ def unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tens
     owner = torch.searchsorted(cu_seqlens_q[1:].long(), row, right=True)
     owner = owner.clamp_(max=len(seqused_q) - 1)
     return row - cu_seqlens_q[owner] >= seqused_q[owner]
-
-
-# -- the key of a launch ------------------------------------------------------------------------

@@ -1,49 +1,37 @@
-"""A backward call with everything resolved that its metadata decide, like `launch` for the forward.
+"""A backward with everything decided that metadata decide, as `prepared` for the forward.
 
-On a GPU a launch is three kernels: statistics of the query rows, the main one, and the conversion
-of dQ; and a fourth one where new gradients are packed. What they share lives in scratch memory that
-each call allocates.
+On a GPU it is three kernels: statistics of the query rows, the main one, and the conversion of dQ;
+and a fourth one where new gradients are packed. What they share lies in scratch memory that each
+call allocates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, Masks
-from flash_mask_cute.call.copies import (
-    any_or_none,
-    convert,
-    input_conversion,
-    new_gradient,
-    output_conversion,
-    split_scale,
-)
+from flash_mask_cute.call.arguments import Masks, Tensors
+from flash_mask_cute.call.copies import any_or_none, convert, new_gradient, split_scale
 from flash_mask_cute.call.kernels_bwd import (
     BwdKernels,
     num_row_blocks,
     num_stats,
     stats_words,
 )
-from flash_mask_cute.call.masks import BwdMaskArguments, ResolvedMasks
+from flash_mask_cute.call.masks import MaskArguments
+from flash_mask_cute.call.plan import ExecutionPlan
 from flash_mask_cute.call.prepared import count_writing, current_device, tile_counter, unused_rows
-from flash_mask_cute.call.resolve import ResolvedBwd
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
 from flash_mask_cute.mask_prep.mask_bits import Asked, StoreBits
 
-Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
-BwdLaunch: TypeAlias = Callable[[BwdOperands, BwdExtras, Masks | None], Gradients]
+_CONVERTED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "learnable_sink")
 
 
-class BwdKernelLaunch:
-    """Runs the compiled kernels on the current stream, after what stores bits for them if anything
-    does.
-
-    resolved: the call as the main kernel sees it.
-    """
+class KernelBackward:
+    """Runs the compiled kernels on the current stream, after what stores mask bits for them if
+    anything does."""
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
@@ -53,13 +41,12 @@ class BwdKernelLaunch:
 
     def __init__(
         self,
-        resolved: ResolvedBwd,
+        plan: ExecutionPlan,
         kernels: BwdKernels,
-        operands: BwdOperands,
-        extras: BwdExtras,
         store_bits: StoreBits | None = None,
     ) -> None:
-        choice, problem, shapes = resolved.choice, resolved.problem, resolved.shapes
+        choice, problem, shapes, facts = plan.bwd_choice, plan.problem, plan.shapes, plan.gradients
+        assert facts is not None
         tile_m = choice.tiles.tile_m
         row_blocks = num_row_blocks(
             shapes.total_q if problem.varlen_q else shapes.seqlen_q,
@@ -74,37 +61,32 @@ class BwdKernelLaunch:
         self._stats_shape = shapes.heads_q, row_blocks, words
         self._reads_query_early = problem.may_empty_rows
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
-        self._parts_shape = (shapes.heads_q, row_blocks) if resolved.sink_dtype else None
-        self._tails = resolved.tails
+        self._parts_shape = (shapes.heads_q, row_blocks) if facts.sink_dtype else None
+        self._tails = facts.tails
         self._clears_dq = choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
-        factor, self._scale = split_scale(resolved.softmax_scale)
-        # the main kernel sees q * factor, and sums dS K only
-        self._scale_dq = resolved.softmax_scale
-        self._window_left = resolved.window_left
-        self._window_right = resolved.window_right
-        self._softcap = resolved.softcap if problem.has_softcap else None
-        self._mask_arguments = BwdMaskArguments(problem, choice.walk_n, resolved.block_size)
-        q, *others, _ = operands
-        self._conversions = any_or_none(
-            input_conversion(q, factor),
-            *map(input_conversion, others),
-            *map(output_conversion, extras[6:9]),
-            resolved.sink_conversion,
+        _, self._scale = split_scale(plan.softmax_scale)
+        # the main kernel sees q times a factor of the scale, and sums dS K only
+        self._scale_dq = plan.softmax_scale
+        self._window_left = plan.window_left
+        self._window_right = plan.window_right
+        self._softcap = plan.softcap if problem.has_softcap else None
+        self._mask_arguments = MaskArguments(
+            plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
         )
+        self._conversions = any_or_none(*(plan.conversions[name] for name in _CONVERTED))
 
     def __call__(
-        self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
-    ) -> Gradients:
-        q, k, v, out, dout, lse = operands
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (
+            q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            dout, dlse, dq, dk, dv, dsink, daux,
+        ) = tensors  # fmt: skip
         index = q.get_device()
         if index >= 0 and index != current_device():
             with torch.cuda.device(index):
-                return self(operands, extras, masks)
-        (
-            sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsink,
-            lse_low, daux,
-        ) = extras  # fmt: skip
+                return self(tensors, masks)
         if dq is None:
             dq = new_gradient(q)
         else:
@@ -127,12 +109,12 @@ class BwdKernelLaunch:
             )
         aux_tensors = columns = bits = parts = None
         if masks is not None:
-            aux_tensors, columns, bits = self._mask_arguments(masks, cu_seqlens_k)
+            _, aux_tensors, columns, _, bits = self._mask_arguments(masks, cu_seqlens_k)
         stored = None
         if self._store_bits is not None:
             asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             # the only part
-            stored, _, found = next(self._store_bits.parts(q, asked))
+            stored, _, found = next(self._store_bits(q, asked))
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
@@ -175,87 +157,98 @@ class BwdKernelLaunch:
         return result
 
 
-class BwdEmptyLaunch:
+class EmptyBackward:
     """Fills the gradients of a problem without keys or without queries."""
 
-    def __init__(self, resolved: ResolvedBwd) -> None:
-        self._resolved = resolved
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self._has_batch = plan.shapes.batch > 0
 
     @torch.no_grad()
     def __call__(
-        self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
-    ) -> Gradients:
-        dq, dk, dv = (
-            x.new_zeros(x.shape) if given is None else given.zero_()
-            for x, given in zip(operands[:3], extras[6:9], strict=True)
-        )
-        if extras.dsink is not None:
-            extras.dsink.copy_(self._sink_gradient(operands, extras))
-        if extras.daux is not None:
-            _write_aux_gradients(extras.daux, {})
-        return dq, dk, dv
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = tensors
+        if x.dsink is not None:
+            x.dsink.copy_(self._sink_gradient(x))
+        if x.daux is not None:
+            _write_aux_gradients(x.daux, {})
+        return _zeros(x.q, x.dq), _zeros(x.k, x.dk), _zeros(x.v, x.dv)
 
-    def _sink_gradient(self, operands: BwdOperands, extras: BwdExtras) -> Tensor:
+    def _sink_gradient(self, tensors: Tensors) -> Tensor:
         """Without keys the sink is all there is: out is 0, and lse the sink."""
-        lse_by_row = operands.lse.transpose(-1, -2)
-        if extras.dlse is None or self._resolved.shapes.batch == 0:
+        x = tensors
+        assert x.lse is not None
+        lse_by_row = x.lse.transpose(-1, -2)
+        if x.dlse is None or not self._has_batch:
             return lse_by_row.new_zeros(lse_by_row.shape[-1:])
         seen = lse_by_row > -torch.inf
-        if extras.cu_seqlens_q is not None:
+        if x.cu_seqlens_q is not None:
             row = torch.arange(seen.shape[0], device=seen.device)
-            seen = seen & (row < extras.cu_seqlens_q[-1])[:, None]
-        if extras.seqused_q is not None:
-            unused = unused_rows(lse_by_row, extras.cu_seqlens_q, extras.seqused_q)
+            seen = seen & (row < x.cu_seqlens_q[-1])[:, None]
+        if x.seqused_q is not None:
+            unused = unused_rows(lse_by_row, x.cu_seqlens_q, x.seqused_q)
             seen = seen & ~unused[..., None]
-        terms = torch.where(seen, extras.dlse.transpose(-1, -2), 0.0)
+        terms = torch.where(seen, x.dlse.transpose(-1, -2), 0.0)
         return terms.flatten(0, -2).sum(dim=0)
 
 
-class BwdCpuLaunch:
+class CpuBackward:
     """Computes on CPU tensors, walking the tiles of the kernel's configuration."""
 
-    def __init__(self, resolved: ResolvedBwd, masks: ResolvedMasks) -> None:
-        self._resolved = resolved
-        self._masks = masks
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self._plan = plan
 
     @torch.no_grad()
     def __call__(
-        self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
-    ) -> Gradients:
-        call = self._resolved
-        daux = extras.daux or ()
-        aux_sums = _aux_sums(daux, call.problem.wants_aux, torch.float64)
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        plan, x = self._plan, tensors
+        assert plan.gradients is not None
+        assert x.out is not None and x.dout is not None and x.lse is not None
+        daux = x.daux or ()
+        aux_sums = _aux_sums(daux, plan.problem.wants_aux, torch.float64)
+        tiles = plan.bwd_choice.tiles
         dq, dk, dv, dsink = flash_attn_bwd_cpu(
-            *operands,
-            softmax_scale=call.softmax_scale,
-            window_left=call.window_left,
-            window_right=0 if call.problem.is_causal else call.window_right,
-            softcap=call.softcap,
-            learnable_sink=extras.learnable_sink,
-            cu_seqlens_q=extras.cu_seqlens_q,
-            cu_seqlens_k=extras.cu_seqlens_k,
-            seqused_q=extras.seqused_q,
-            seqused_k=extras.seqused_k,
-            seqlen_q=call.shapes.seqlen_q,
-            seqlen_k=call.shapes.seqlen_k,
+            x.q,
+            x.k,
+            x.v,
+            x.out,
+            x.dout,
+            x.lse,
+            softmax_scale=plan.softmax_scale,
+            window_left=plan.window_left,
+            window_right=0 if plan.problem.is_causal else plan.window_right,
+            softcap=plan.softcap,
+            learnable_sink=x.learnable_sink,
+            cu_seqlens_q=x.cu_seqlens_q,
+            cu_seqlens_k=x.cu_seqlens_k,
+            seqused_q=x.seqused_q,
+            seqused_k=x.seqused_k,
+            seqlen_q=plan.shapes.seqlen_q,
+            seqlen_k=plan.shapes.seqlen_k,
             pack_gqa=1,
-            tile_m=call.choice.tiles.tile_m,
-            tile_n=call.choice.tile_n,
-            dlse=extras.dlse,
-            lse_low=extras.lse_low,
-            score_mod_bwd=call.score_mod_bwd,
+            tile_m=tiles.tile_m,
+            tile_n=plan.bwd_choice.tile_n,
+            dlse=x.dlse,
+            lse_low=x.lse_low,
+            score_mod_bwd=plan.gradients.score_mod_bwd,
             aux_sums=aux_sums,
-            **self._masks._asdict(),
-            skip_blocks=call.choice.tiles.skip_blocks,
+            **plan.masks._asdict(),
+            skip_blocks=tiles.skip_blocks,
         )
-        if extras.dsink is not None and dsink is not None:
-            extras.dsink.copy_(dsink)
+        if x.dsink is not None and dsink is not None:
+            x.dsink.copy_(dsink)
         _write_aux_gradients(daux, aux_sums)
-        dq, dk, dv = (
-            new if given is None else given.copy_(new)
-            for new, given in zip((dq, dk, dv), extras[6:9], strict=True)
-        )
-        return dq, dk, dv
+        return _written(dq, x.dq), _written(dk, x.dk), _written(dv, x.dv)
+
+
+def _zeros(like: Tensor, given: Tensor | None) -> Tensor:
+    return like.new_zeros(like.shape) if given is None else given.zero_()
+
+
+def _written(new: Tensor, given: Tensor | None) -> Tensor:
+    """The new gradient, or the caller's tensor with it."""
+    return new if given is None else given.copy_(new)
 
 
 def _aux_sums(

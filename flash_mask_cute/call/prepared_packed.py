@@ -7,42 +7,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, Extras, Masks
-from flash_mask_cute.call.packed import by_documents, packed_operands, rows_of, with_gradients
-from flash_mask_cute.call.prepared import Launch
-from flash_mask_cute.call.prepared_bwd import BwdLaunch, Gradients
+from flash_mask_cute.call.arguments import Masks, PreparedBwd, PreparedFwd, Tensors
+from flash_mask_cute.call.packed import as_rows, as_rows_bwd, by_documents, rows_of, with_gradients
 
 
-class PackedLaunch:
-    """Runs the launch of a packed batch on tensors of a dense one.
+class PackedForward:
+    """Runs the prepared call of a packed batch on tensors of a dense one.
 
-    needs_lse: whether the launch makes LSE. by_mask: the documents of the mask are the sequences;
-    otherwise the launch finds out itself where they begin.
+    needs_lse: whether that makes LSE. by_mask: the documents of the mask are the sequences;
+    otherwise the packed call finds out itself where they begin.
     """
 
-    __slots__ = ("_by_mask", "_needs_lse", "launch")
+    __slots__ = ("_by_mask", "_needs_lse", "inner")
 
-    def __init__(self, launch: Launch, needs_lse: bool, by_mask: bool) -> None:
-        self.launch = launch
+    def __init__(self, inner: PreparedFwd, needs_lse: bool, by_mask: bool) -> None:
+        self.inner = inner
         self._needs_lse = needs_lse
         self._by_mask = by_mask
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Masks | None = None
+        self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        q = tensors.q
         batch, seqlen, heads, _ = q.shape
         # results of their own: autograd refuses to have a view changed in place
-        out, lse = extras.out, extras.lse
+        out, lse = tensors.out, tensors.lse
         if out is None:
-            out = q.new_empty((batch, seqlen, heads, v.shape[-1]))
+            out = q.new_empty((batch, seqlen, heads, tensors.v.shape[-1]))
         if lse is None and self._needs_lse:
             lse = q.new_empty((batch, heads, seqlen), dtype=torch.float32)
         # rows of several sequences do not follow each other in lse
         by_head: Any = None if lse is None or batch > 1 else lse[0]
-        packed = extras._replace(out=rows_of(out), lse=by_head)
+        packed = as_rows(tensors)._replace(out=rows_of(out), lse=by_head)
         if self._by_mask:
             packed, masks = by_documents(packed, masks, batch)
-        _, by_head = self.launch(rows_of(q), rows_of(k), rows_of(v), packed, masks)
+        _, by_head = self.inner(packed, masks)
         if lse is not None and batch > 1:
             # a kernel would not ask in which mode the caller made it
             with torch.inference_mode():
@@ -50,21 +49,21 @@ class PackedLaunch:
         return out, lse
 
 
-class PackedBwdLaunch:
-    """As `PackedLaunch`, for a backward."""
+class PackedBackward:
+    """As `PackedForward`, for a backward."""
 
-    __slots__ = ("_by_mask", "launch")
+    __slots__ = ("_by_mask", "inner")
 
-    def __init__(self, launch: BwdLaunch, by_mask: bool) -> None:
-        self.launch = launch
+    def __init__(self, inner: PreparedBwd, by_mask: bool) -> None:
+        self.inner = inner
         self._by_mask = by_mask
 
     def __call__(
-        self, operands: BwdOperands, extras: BwdExtras, masks: Masks | None = None
-    ) -> Gradients:
-        extras = with_gradients(operands, extras)
-        gradients: Any = extras[6:9]
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = with_gradients(tensors)
+        gradients: Any = tensors.dq, tensors.dk, tensors.dv
         if self._by_mask:
-            extras, masks = by_documents(extras, masks, operands.q.shape[0])
-        self.launch(*packed_operands(operands, extras), masks)
+            tensors, masks = by_documents(tensors, masks, tensors.q.shape[0])
+        self.inner(as_rows_bwd(tensors), masks)
         return gradients

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_mask_cute.limits import OPEN_WINDOW
-from flash_mask_cute.runtime.dtypes import dtype_name
 
 
 class FwdShapes(NamedTuple):
@@ -130,40 +129,6 @@ class AttentionProblem:
         that hides any."""
         masks = replace(self, score_mod=None).mask_kind
         return (self.has_softcap or self.score_functions) and masks == "causal"
-
-    @staticmethod
-    def of(
-        q: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        is_causal: bool,
-        window_left: int | None,
-        window_right: int | None,
-        softcap: float,
-        learnable_sink: torch.Tensor | None,
-        cu_seqlens_q: torch.Tensor | None,
-        cu_seqlens_k: torch.Tensor | None,
-        seqused_q: torch.Tensor | None,
-        seqused_k: torch.Tensor | None,
-        needs_lse: bool,
-    ) -> AttentionProblem:
-        """The problem, not packed yet and without masks other than causal and window, of arguments
-        that were checked; window sides are those that `fold_window` returned."""
-        return AttentionProblem(
-            dtype=dtype_name(q.dtype),
-            head_dim=q.shape[-1],
-            head_dim_v=v.shape[-1],
-            is_causal=is_causal,
-            has_window_left=window_left is not None,
-            has_window_right=window_right is not None,
-            varlen_q=cu_seqlens_q is not None,
-            varlen_k=cu_seqlens_k is not None,
-            has_seqused_q=seqused_q is not None,
-            has_seqused_k=seqused_k is not None,
-            has_softcap=softcap != 0,
-            sink_dtype=None if learnable_sink is None else dtype_name(sink_dtype(learnable_sink)),
-            needs_lse=needs_lse,
-        )
 
 
 def may_empty_rows(

@@ -1,4 +1,4 @@
-"""Tile shapes by head dimension and mask, as data. The first row that a problem fits is used.
+"""Tile shapes by head dimension and mask, as data. The first row whose conditions hold is used.
 
 The rows of Hopper for head dimensions 64, 128 and 256 were measured on an H200
 (docs/measured_facts.md), the others follow from what fits. Nothing on Blackwell was measured.
@@ -6,7 +6,36 @@ The rows of Hopper for head dimensions 64, 128 and 256 were measured on an H200
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+
+class CallFacts(NamedTuple):
+    """What conditions of rows are about.
+
+    mask_kind: of the `AttentionProblem`. window: keys that a query sees at most, if its window is
+    closed on both sides. functions_under_causal: see the problem. block_size: of block lists that
+    the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
+    order (deterministic).
+    """
+
+    head_dim: int
+    head_dim_v: int
+    mask_kind: str
+    seqlen_q: int = 0
+    seqlen_k: int = 0
+    window: int | None = None
+    functions_under_causal: bool = False
+    block_size: tuple[int, int] | None = None
+    may_pair: bool = True
+    is_ordered: bool = False
+
+
+class Condition(NamedTuple):
+    """What a row asks of a call, in words and as a test."""
+
+    text: str
+    holds: Callable[[CallFacts], bool]
 
 
 class FwdRow(NamedTuple):
@@ -17,7 +46,7 @@ class FwdRow(NamedTuple):
     queries and keys. cta_pair: a pair of CTAs, with a tile each, walks over the keys together.
     for_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
     then reads the lists as they are, and no block is cut but by its own mask. Not where a mask_mod
-    has answered before: its bits are of tiles of any size.
+    was evaluated before: its bits are of tiles of any size.
     for_functions: only where functions are computed of scores that causal masking alone hides.
     """
 
@@ -36,6 +65,35 @@ class FwdRow(NamedTuple):
     cta_pair: bool = False
     for_lists: bool = False
     for_functions: bool = False
+
+    def conditions(self) -> Iterator[Condition]:
+        yield from _dims_up_to(self.max_dim, self.max_dim_v)
+        if self.masks:
+            yield Condition(" or ".join(self.masks), lambda call: call.mask_kind in self.masks)
+        if self.min_seqlen_q:
+            yield Condition(
+                f"seqlen_q >= {self.min_seqlen_q}", lambda call: call.seqlen_q >= self.min_seqlen_q
+            )
+        if self.min_seqlen_k:
+            yield _keys_at_least(self.min_seqlen_k)
+        if self.max_window is not None:
+            most = self.max_window
+            yield Condition(
+                f"window <= {most}", lambda call: call.window is not None and call.window <= most
+            )
+        if self.for_functions:
+            yield Condition("functions of scores, causal", lambda call: call.functions_under_causal)
+        if self.for_lists:
+            yield Condition(
+                f"blocks of a multiple of {self.tile_m} x {self.tile_n}",
+                lambda call: (
+                    call.block_size is not None
+                    and call.block_size[0] % (self.tile_m * (1 + self.cta_pair)) == 0
+                    and call.block_size[1] % self.tile_n == 0
+                ),
+            )
+        if self.cta_pair:
+            yield Condition("CTAs may form pairs", lambda call: call.may_pair)
 
 
 class BwdRow(NamedTuple):
@@ -61,6 +119,44 @@ class BwdRow(NamedTuple):
     above_dim: int = 0
     clears_dq: bool = False
     cta_pair: bool = False
+
+    def conditions(self) -> Iterator[Condition]:
+        yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
+        if self.masks is not None:
+            kinds = self.masks
+            yield Condition(f"masks {'/'.join(kinds)}", lambda call: call.mask_kind in kinds)
+        if self.min_seqlen_k:
+            yield _keys_at_least(self.min_seqlen_k)
+        if self.clears_dq:
+            yield Condition("sums without an order", lambda call: not call.is_ordered)
+        if self.cta_pair:
+            yield Condition("scores that nothing modifies", lambda call: call.may_pair)
+
+
+def _dims_up_to(max_dim: int, max_dim_v: int, above_dim: int = 0) -> Iterator[Condition]:
+    text = f"head_dim <= {max_dim}"
+    yield Condition(
+        f"{above_dim} < {text}" if above_dim else text,
+        lambda call: above_dim < call.head_dim <= max_dim,
+    )
+    yield Condition(f"head_dim_v <= {max_dim_v}", lambda call: call.head_dim_v <= max_dim_v)
+
+
+def _keys_at_least(least: int) -> Condition:
+    return Condition(f"seqlen_k >= {least}", lambda call: call.seqlen_k >= least)
+
+
+Row = TypeVar("Row", FwdRow, BwdRow)
+
+
+def rows_for(rows: tuple[Row, ...], call: CallFacts) -> Iterator[Row]:
+    """The rows that a call may use, the best one first."""
+    return (row for row in rows if all(condition.holds(call) for condition in row.conditions()))
+
+
+def describe_conditions(row: FwdRow | BwdRow) -> str:
+    """What a row is for, in words."""
+    return ", ".join(condition.text for condition in row.conditions())
 
 
 SM90_FWD = (

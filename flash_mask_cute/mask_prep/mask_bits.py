@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def compile_store(
 
     asked: block bits (visible, full, block_q, block_k) and aux_tensors (a tuple), None for what the
     problem does not have; window: its left and its right side; part: a pair (`StoredArgs`). `meta`:
-    relies_on_batch, relies_on_head, and what `compile_object` tells.
+    what `compile_object` tells.
     """
     identity = callable_key(mask_mod)
     return cache.get(
@@ -117,10 +117,7 @@ def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) 
         scratch = (fake_tensors.strided(rank) for rank in (4, 4, 2))
         arguments += [fake_tensors.int32_vector(True), *scratch, *asked, cutlass.Int32(0)]
     arguments += [fake_tensors.int32_pair(), fake_tensors.stream()]
-    function, meta = compile_object(store, arguments, options_of(target))
-    assert store.reliance is not None
-    relies_on = {f"relies_on_{name}": uses for name, uses in store.reliance._asdict().items()}
-    return Compiled(function, {**meta, **relies_on})
+    return compile_object(store, arguments, options_of(target))
 
 
 def stored_tiles(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
@@ -167,12 +164,10 @@ class Stored(NamedTuple):
 NOT_STORED = ((None, None, None),)
 
 
-class StoreBits(Protocol):
-    """A `bit_store.Storing`."""
-
-    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
-        """Answers for one launch after the other, on q's device, which is the current one. Those of
-        a part are not to be read after the next one was asked for."""
+# what `compile_store` made
+StoreFunction: TypeAlias = Callable[..., None]
+# `parts` of a `Storing` with its function
+StoreBits: TypeAlias = Callable[[Tensor, Asked], Iterator[Stored]]
 
 
 WORD_BYTES = 4
@@ -183,17 +178,22 @@ Window: TypeAlias = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class _TileStoring:
-    """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). function: see
-    `compile_store`; window: what it is told."""
+    """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). store: what
+    `compile_store` compiles for it; window: what that is told."""
 
     shape: tuple[int, int, int, int, int]
-    function: Callable[..., None]
+    store: StoreProblem
     window: Window
 
     @property
     def num_bytes(self) -> int:
         """Of tiles and states."""
         return (torch.Size(self.shape).numel() + torch.Size(self.shape[:3]).numel()) * WORD_BYTES
+
+    def parts(self, function: StoreFunction, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """Bits for one launch after the other, on q's device, which is the current one. Those of a
+        part are not to be read after the next one was asked for."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -211,14 +211,14 @@ class BitStoring(_TileStoring):
     def num_parts(self) -> int:
         return -(-self.blocks // self.shape[1])
 
-    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
-        """See `StoreBits`."""
+    def parts(self, function: StoreFunction, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """See `_TileStoring.parts`."""
         entries, most, *inner = self.shape
         for first in range(0, self.blocks, most):
             part = first, min(most, self.blocks - first)
             stored = _new_stored(q, (entries, part[1], *inner))
             of_call = asked.block_bits, asked.aux_tensors, *self.window
-            self.function(stored, *self.seqlens, *of_call, part)
+            function(stored, *self.seqlens, *of_call, part)
             yield Stored(stored, part)
             # so that the next part has its memory
             del stored
@@ -234,12 +234,12 @@ class SequenceStoring(_TileStoring):
     batch: int
     num_parts = 1
 
-    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
-        """See `StoreBits`."""
+    def parts(self, function: StoreFunction, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """See `_TileStoring.parts`."""
         places = q.new_empty((self.batch, 2), dtype=torch.int32)
         stored, part = (*_new_stored(q, self.shape), places), (0, self.shape[2])
         of_call = asked.block_bits, asked.aux_tensors, *self.window
-        self.function(stored, *asked.cu_seqlens, *of_call, part)
+        function(stored, *asked.cu_seqlens, *of_call, part)
         yield Stored(stored, part)
 
 
@@ -263,9 +263,9 @@ class DocumentStoring(_TileStoring):
     def num_parts(self) -> int:
         return -(-self.entries * self.tiles // self.step)
 
-    def parts(self, q: Tensor, asked: Asked) -> Iterator[Stored]:
-        """See `StoreBits`; and tells where the documents begin. Parts share their memory; the last
-        ones are empty, unless all is one document."""
+    def parts(self, function: StoreFunction, q: Tensor, asked: Asked) -> Iterator[Stored]:
+        """See `_TileStoring.parts`; and tells where the documents begin. Parts share their memory;
+        the last ones are empty, unless all is one document."""
         slots = num_slots(self.seqlen)
         num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
         places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
@@ -278,7 +278,7 @@ class DocumentStoring(_TileStoring):
         of_all = cu_seqlens, spans, bounds, begins, *of_call, self.tiles
         for first in range(0, self.entries * self.tiles, self.step):
             part = first, self.step
-            self.function(stored, *of_all, part)
+            function(stored, *of_all, part)
             yield Stored(stored, part, cu_seqlens)
 
 

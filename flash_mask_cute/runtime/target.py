@@ -9,7 +9,6 @@ import torch
 
 H200_SMS = 132
 B200_SMS = 148
-HOPPER, BLACKWELL = "Hopper", "Blackwell"
 # what the compiler is told, by compute capability, and how many SMs the usual device has
 ARCHS = {
     (9, 0): ("sm_90a", H200_SMS),
@@ -24,11 +23,6 @@ class Target:
 
     arch: str
     num_sms: int
-
-    @property
-    def family(self) -> str:
-        """Whose kernels run on it: HOPPER or BLACKWELL."""
-        return HOPPER if self.arch == "sm_90a" else BLACKWELL
 
     @staticmethod
     def named(arch: str) -> Target:

@@ -10,6 +10,6 @@ from flash_mask_cute import interface
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Takes the place of every kernel that the public call would launch."""
     recorder = Recorder()
-    monkeypatch.setattr(interface, "_launches", {})
+    monkeypatch.setattr(interface, "_prepared_fwd", {})
     monkeypatch.setattr(interface, "prepare_fwd", recorder.prepare)
     return recorder

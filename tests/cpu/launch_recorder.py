@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_mask_cute.call import resolve
-from flash_mask_cute.call.arguments import Extras, FwdOperands, Masks, Settings
-from flash_mask_cute.call.prepared import KernelLaunch
-from flash_mask_cute.call.resolve import ResolvedFwd
+from flash_mask_cute.call.arguments import AttentionCall
+from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.call.prepared import KernelForward
+from flash_mask_cute.runtime.target import Target
 
 
 class Recorder:
-    """Stands for the compiled kernel. `prepared` holds what each miss resolved to."""
+    """Stands for the compiled kernel, which evaluates all masks itself. `prepared` holds the plan
+    of each miss."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.prepared: list[ResolvedFwd] = []
+        self.prepared: list[ExecutionPlan] = []
 
     def __call__(self, *args: Any) -> None:
         self.calls.append(args)
 
-    def prepare(
-        self, operands: FwdOperands, extras: Extras, masks: Masks, settings: Settings
-    ) -> KernelLaunch:
-        resolved, _ = resolve.resolve_fwd(operands, extras, masks, settings)
-        self.prepared.append(resolved)
-        return KernelLaunch(resolved, self, *operands, extras.out)
+    def prepare(self, call: AttentionCall) -> KernelForward:
+        planned = plan(call, Target.default())
+        planned = planned.without_bits or planned
+        self.prepared.append(planned)
+        return KernelForward(planned, self)
 
     def given(self, call: int = -1) -> dict[str, Any]:
         """The mask arguments of a kernel call by name."""

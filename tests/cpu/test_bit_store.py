@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cutlass.cute as cute
@@ -14,24 +15,20 @@ from support import Case, make_inputs
 
 from flash_mask_cute import explain
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.call import plan
-from flash_mask_cute.call.arguments import BwdOperands, FwdOperands, bundle, bundle_bwd
+from flash_mask_cute.call import mask_bits_plan
+from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.kernels_bwd import BwdKernels
-from flash_mask_cute.call.plan import choose_bwd_storing, choose_storing
-from flash_mask_cute.call.prepared import KernelLaunch
-from flash_mask_cute.call.prepared_bwd import BwdKernelLaunch
-from flash_mask_cute.call.resolve import resolve_bwd, resolve_fwd
-from flash_mask_cute.mask_prep.mask_bits import (
-    BitTiles,
-    SequenceStoring,
-    StoreProblem,
-    compile_store,
-)
+from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.call.prepared import KernelForward
+from flash_mask_cute.call.prepared_bwd import KernelBackward
+from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.mask_prep.mask_bits import SequenceStoring
+from flash_mask_cute.mods.traits import find_reliance
+from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
 INT32 = "int32"
-TILES = BitTiles.of_queries(128, 128)
 
 
 def causal(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -109,20 +106,21 @@ def by_head_in_a_loop(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 def test_what_a_callable_relies_on(mask_mod: Any, rank: int, batch: bool, head: bool) -> None:
     """Seen in its operations; what is used for nothing counts as used."""
     aux = ((INT32, rank),) if rank else ()
-    meta = compile_store(mask_mod, StoreProblem(TILES, aux, has_bits=False), TARGET).meta
-    assert (meta["relies_on_batch"], meta["relies_on_head"]) == (batch, head)
+    problem = AttentionProblem("bfloat16", 64, 64, mask_mod=callable_key(mask_mod), aux=aux)
+    assert find_reliance(mask_mod, problem) == (batch, head)
 
 
-def choose(case: Case, **more: Any) -> tuple[Any, Any]:
-    """What `choose_storing` makes of a call."""
+def call_of(case: Case, **more: Any) -> AttentionCall:
     inputs = make_inputs(case)
-    extras, masks, settings = bundle(inputs.keywords | more)
-    resolved, resolved_masks = resolve_fwd(
-        FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings
-    )
-    call, storing = choose_storing(resolved, resolved_masks, TARGET)
-    assert (storing is None) == (call is resolved)
-    return call, storing
+    operands = inputs.q, inputs.k, inputs.v
+    return AttentionCall.of(Direction.FORWARD, *operands, **(inputs.keywords | more))
+
+
+def choose(case: Case, **more: Any) -> tuple[ExecutionPlan, Any]:
+    """The plan of a forward, and how it stores mask bits."""
+    planned = plan(call_of(case, **more), TARGET)
+    assert (planned.mask_bits is None) == (planned.without_bits is None)
+    return planned, planned.mask_bits
 
 
 def test_bits_of_one_entry_or_of_all() -> None:
@@ -141,16 +139,16 @@ def test_bits_of_one_entry_or_of_all() -> None:
     assert storing is not None and storing.shape == (3, 3, 2, 128, 4)
 
 
-def choose_bwd(case: Case) -> tuple[Any, Any, BwdOperands, Any]:
-    """What `choose_bwd_storing` makes of the backward of a call, and the call."""
+def choose_bwd(case: Case) -> tuple[Any, Any, AttentionCall]:
+    """The plan of the backward of a call, how it stores mask bits, and the call."""
     inputs = make_inputs(case)
     out = torch.zeros_like(inputs.q[..., : case.head_dim_v])
     lse = torch.zeros(out.shape[:-1]).transpose(-1, -2)
-    operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out.clone(), lse)
+    operands = inputs.q, inputs.k, inputs.v, out, out.clone(), lse
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
-    extras, masks, settings = bundle_bwd(keywords)
-    resolved, resolved_masks = resolve_bwd(operands, extras, masks, settings)
-    return *choose_bwd_storing(resolved, resolved_masks, TARGET), operands, (extras, masks)
+    call = AttentionCall.of(Direction.BACKWARD, *operands, **keywords)
+    planned = plan(call, TARGET)
+    return planned, planned.mask_bits, call
 
 
 def test_bits_of_a_backward_are_by_key() -> None:
@@ -198,14 +196,14 @@ def one_list(block: int) -> BlockSparseTensorsTorch:
 def test_what_the_backward_passes_on() -> None:
     """Stored answers, and nothing else of the callable and the lists."""
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
-    call, storing, operands, others = choose_bwd(case)
+    planned, storing, call = choose_bwd(case)
     assert storing is not None
-    assert (call.problem.has_bits, call.problem.mask_mod) == (False, None)
+    assert (planned.problem.has_bits, planned.problem.mask_mod) == (False, None)
     stored: list[tuple[Any, ...]] = []
     main: list[tuple[Any, ...]] = []
-    told = replace(storing, function=lambda *args: stored.append(args))
+    store = partial(storing.parts, lambda *args: stored.append(args))
     kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
-    BwdKernelLaunch(call, kernels, operands, others[0], told)(operands, *others)
+    KernelBackward(planned, kernels, store)(call.tensors, call.masks)
     (((tiles, states), *_, logical, aux, left, right, part),) = stored
     assert left is right is None
     assert (tiles.shape[:3], states.shape) == ((1, 4, 2), (1, 4, 2))
@@ -242,30 +240,27 @@ def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     most = -(-377 * call.shapes.seqlen_k // 128**2) + 3 + 3 + 3
     assert storing.shape == (1, 1, most, 128, 4) and storing.batch == 3
     calls: list[tuple[Any, ...]] = []
-    told = replace(storing, function=lambda *args: calls.append(args))
-    inputs = make_inputs(case)
-    extras, masks, _ = bundle(inputs.keywords)
+    given = call_of(case)
     main = Recorder()
-    KernelLaunch(call, main, inputs.q, inputs.k, inputs.v, None, told)(
-        inputs.q, inputs.k, inputs.v, extras, masks
-    )
+    store = partial(storing.parts, lambda *args: calls.append(args))
+    KernelForward(call, main, store)(given.tensors, given.masks)
     (((tiles, states, places), starts_q, starts_k, logical, aux, _, _, part),) = calls
     assert tiles.shape[:3] == states.shape and places.shape == (3, 2)
-    assert starts_q is extras.cu_seqlens_q and starts_k is extras.cu_seqlens_k
+    assert starts_q is given.tensors.cu_seqlens_q and starts_k is given.tensors.cu_seqlens_k
     assert logical is None and len(aux) == 1
     assert main.given()["stored"][2] is places and main.given()["part"] == part == (0, most)
     assert main.calls[0][6] is starts_q and main.calls[0][7] is starts_k
 
     rows, keys = call.shapes.total_q, call.shapes.seqlen_k
     for most, fits in ((4 * rows * keys, True), (rows * keys - 1, False)):
-        monkeypatch.setattr(plan, "MAX_PAIRS", most)
+        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most)
         assert (choose(case)[1] is not None) == fits
         assert (choose_bwd(case)[1] is not None) == fits
     # sequences so short that most of each tile is empty
     lengths = {"lengths_q": (9,) * 40, "lengths_k": (9,) * 40, "heads_q": 4, "heads_kv": 4}
     short = Case("short", mask_mod="documents", **lengths)
     for most, fits in ((360 * 360, False), (360 * 360 * 10, True)):
-        monkeypatch.setattr(plan, "MAX_PAIRS", most)
+        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most)
         assert (choose(short)[1] is not None) == fits
     monkeypatch.undo()
     wide = replace(case, head_dim=256, head_dim_v=256)
@@ -283,19 +278,19 @@ def test_there_must_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all entries, where they differ."""
     same = Case("same", 3, 300, 200, 4, 4, mask_mod="checks")
     told = Case("told", 3, 300, 200, 4, 4, mask_mod="documents")
-    monkeypatch.setattr(plan, "MIN_TILES", 10**9)
+    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 10**9)
     pairs, both = 300 * 200, (True, True)
     for most, fits in ((3 * pairs, both), (pairs, (True, False)), (pairs - 1, (False, False))):
-        monkeypatch.setattr(plan, "MAX_PAIRS", most)
+        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most)
         assert tuple(choose(case)[1] is not None for case in (same, told)) == fits
 
 
 def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all heads, as many rows at a time as there is room for, if these keep the SMs busy."""
     case = Case("long", 1, 1500, 1000, 4, 4, mask_mod="checks")
-    monkeypatch.setattr(plan, "MAX_PAIRS", 600 * 1000)
+    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 600 * 1000)
     for least, fits in ((16 / TARGET.num_sms, True), (17 / TARGET.num_sms, False)):
-        monkeypatch.setattr(plan, "MIN_TILES", least)
+        monkeypatch.setattr(mask_bits_plan, "MIN_TILES", least)
         _, storing = choose(case)
         assert (storing is not None) == fits
         if storing is not None:
@@ -303,25 +298,23 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (storing.shape[1], storing.blocks) == (4, 12)
             assert storing.num_parts == 3
             assert storing.num_bytes == 4 * 8 * (2048 + 4)
-    monkeypatch.setattr(plan, "MIN_TILES", 0)
+    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
     assert choose_bwd(case)[1] is None
-    monkeypatch.setattr(plan, "MAX_PAIRS", 127 * 1000)
+    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 127 * 1000)
     assert choose(case)[1] is None, "no block fits"
 
 
 def test_launches_of_parts() -> None:
     """Each gets the bits of its rows, the last one those that are left."""
-    inputs = make_inputs(Case("long", 1, 1100, 300, 4, 4, mask_mod="checks"))
-    call, storing = choose(inputs.case)
+    case = Case("long", 1, 1100, 300, 4, 4, mask_mod="checks")
+    call, storing = choose(case)
     assert storing is not None and storing.blocks == 9
     stored: list[tuple[Any, ...]] = []
     shape = (1, 4, *storing.shape[2:])
-    told = replace(storing, shape=shape, function=lambda *args: stored.append(args))
+    store = partial(replace(storing, shape=shape).parts, lambda *args: stored.append(args))
     main = Recorder()
-    extras, masks, _ = bundle(inputs.keywords)
-    KernelLaunch(call, main, inputs.q, inputs.k, inputs.v, None, told)(
-        inputs.q, inputs.k, inputs.v, extras, masks
-    )
+    of_call = call_of(case)
+    KernelForward(call, main, store)(of_call.tensors, of_call.masks)
     for i in range(2):
         assert [args[0][i].shape[1] for args in stored] == [4, 4, 1]
     given = [main.given(i) for i in range(3)]
@@ -332,8 +325,8 @@ def test_launches_of_parts() -> None:
 
 
 def test_a_part_has_the_memory_of_the_one_before() -> None:
-    inputs = make_inputs(Case("long", 1, 1100, 300, 4, 4, mask_mod="checks"))
-    call, storing = choose(inputs.case)
+    case = Case("long", 1, 1100, 300, 4, 4, mask_mod="checks")
+    call, storing = choose(case)
     assert storing is not None
     earlier: list[Any] = []
 
@@ -341,11 +334,9 @@ def test_a_part_has_the_memory_of_the_one_before() -> None:
         assert all(tiles() is None for tiles in earlier)
         earlier.append(weakref.ref(stored[0]))
 
-    told = replace(storing, shape=(1, 4, *storing.shape[2:]), function=store)
-    extras, masks, _ = bundle(inputs.keywords)
-    KernelLaunch(call, lambda *args: None, inputs.q, inputs.k, inputs.v, None, told)(
-        inputs.q, inputs.k, inputs.v, extras, masks
-    )
+    parts = partial(replace(storing, shape=(1, 4, *storing.shape[2:])).parts, store)
+    of_call = call_of(case)
+    KernelForward(call, lambda *args: None, parts)(of_call.tensors, of_call.masks)
     assert len(earlier) == 3
 
 
@@ -363,22 +354,19 @@ def test_the_attention_kernel_knows_no_callable() -> None:
 def test_what_the_launch_passes_on() -> None:
     """The storing kernel gets what the callable reads and the lists, the other one answers."""
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
-    inputs = make_inputs(case)
     call, storing = choose(case)
     assert storing is not None
     stored: list[tuple[Any, ...]] = []
     attention = Recorder()
-    told = replace(storing, function=lambda *args: stored.append(args))
-    extras, masks, _ = bundle(inputs.keywords)
-    KernelLaunch(call, attention, inputs.q, inputs.k, inputs.v, None, told)(
-        inputs.q, inputs.k, inputs.v, extras, masks
-    )
+    store = partial(storing.parts, lambda *args: stored.append(args))
+    of_call = call_of(case)
+    KernelForward(call, attention, store)(of_call.tensors, of_call.masks)
     ((tiles, states), seqlen_q, seqlen_k, logical, aux, *_), *others = stored
     assert not others
     assert (tiles.shape, states.shape) == ((1, 2, 2, 128, 4), (1, 2, 2))
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (tiles, states))
     assert (seqlen_q, seqlen_k, logical[2:]) == (200, 200, (48, 80))
-    assert len(aux) == len(inputs.keywords["aux_tensors"])
+    assert len(aux) == len(of_call.masks.aux_tensors or ())
     given = attention.given()
     assert given["stored"][0] is tiles and given["stored"][1] is states
     assert all(given[name] is None for name in ("aux", "bits", "lists"))

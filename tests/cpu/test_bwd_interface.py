@@ -17,13 +17,20 @@ from torch import Tensor
 
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, retile_lists
-from flash_mask_cute.call import arguments as call_arguments
-from flash_mask_cute.call import prepare, resolve
-from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, BwdSettings, Masks
+from flash_mask_cute.call import plan as plan_module
+from flash_mask_cute.call import prepare
+from flash_mask_cute.call.arguments import (
+    AttentionCall,
+    Direction,
+    Masks,
+    Options,
+    Tensors,
+    keywords_of,
+)
 from flash_mask_cute.call.config import BwdConfig, select_bwd_config
 from flash_mask_cute.call.kernels_bwd import BwdKernels
-from flash_mask_cute.call.prepared_bwd import BwdEmptyLaunch, BwdKernelLaunch
-from flash_mask_cute.call.resolve import ResolvedBwd
+from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.call.prepared_bwd import EmptyBackward, KernelBackward
 from flash_mask_cute.call.validate import check_bwd_inputs
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -163,18 +170,18 @@ def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int, packed:
         keywords["cu_seqlens_k"] = torch.arange(batch + 1, dtype=torch.int32) * seqlen_k
     out, lse = _flash_attn_fwd(q, k, k, **keywords)
     assert lse is not None
-    operands = BwdOperands(q, k, k, out, torch.randn_like(out), lse)
+    operands = q, k, k, out, torch.randn_like(out), lse
     keywords["dlse"] = torch.randn_like(lse)
     expected_dsink = torch.full((4,), NAN)
     expected = _flash_attn_bwd(*operands, **keywords, dsink=expected_dsink)
-    extras, masks, settings = call_arguments.bundle_bwd(keywords | {"dsink": torch.full((4,), NAN)})
-    resolved, _ = resolve.resolve_bwd(operands, extras, masks, settings)
-    assert resolved.shapes.is_empty or (packed and batch and seqlen_k)
-    found = BwdEmptyLaunch(resolved)(operands, extras)
+    dsink = torch.full((4,), NAN)
+    call = AttentionCall.of(Direction.BACKWARD, *operands, **keywords, dsink=dsink)
+    planned = plan(call)
+    assert planned.shapes.is_empty or (packed and batch and seqlen_k)
+    found = EmptyBackward(planned)(call.tensors)
     for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape and (x == 0).all() and (y == 0).all()
-    assert extras.dsink is not None
-    torch.testing.assert_close(extras.dsink, expected_dsink)
+    torch.testing.assert_close(dsink, expected_dsink)
     assert (expected_dsink != 0).any() == bool(batch and seqlen_q)
 
 
@@ -278,7 +285,7 @@ def test_refusal_names_argument_and_value(name: str, monkeypatch: pytest.MonkeyP
     def fail(*args: Any) -> None:
         raise AssertionError("something was prepared")
 
-    monkeypatch.setattr(prepare, "BwdCpuLaunch", fail)
+    monkeypatch.setattr(prepare, "CpuBackward", fail)
     change, error, said = REFUSALS[name]
     with pytest.raises(error) as caught:
         _flash_attn_bwd(**(arguments() | change))
@@ -372,21 +379,22 @@ def test_refused_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorder:
-    """Stands for the compiled kernels. `prepared` holds what each miss resolved to."""
+    """Stands for the compiled kernels, which evaluate all masks themselves. `prepared` holds the
+    plan of each miss."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.prepared: list[ResolvedBwd] = []
+        self.prepared: list[ExecutionPlan] = []
 
-    def prepare(
-        self, operands: BwdOperands, extras: BwdExtras, masks: Masks, settings: BwdSettings
-    ) -> BwdKernelLaunch:
-        resolved, _ = resolve.resolve_bwd(operands, extras, masks, settings)
-        self.prepared.append(resolved)
+    def prepare(self, call: AttentionCall) -> KernelBackward:
+        planned = plan(call, Target.default())
+        planned = planned.without_bits or planned
+        self.prepared.append(planned)
         kernels = BwdKernels._make(map(self._kernel, BwdKernels._fields))
-        if not any(resolved.tails):
+        assert planned.gradients is not None
+        if not any(planned.gradients.tails):
             kernels = kernels._replace(clear_tails=None)
-        return BwdKernelLaunch(resolved, kernels, operands, extras)
+        return KernelBackward(planned, kernels)
 
     def _kernel(self, name: str) -> Callable[..., None]:
         return lambda *args: self.calls.append((name, args))
@@ -402,7 +410,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(interface, "_bwd_launches", {})
+    monkeypatch.setattr(interface, "_prepared_bwd", {})
     monkeypatch.setattr(interface, "prepare_bwd", recorder.prepare)
     return recorder
 
@@ -413,22 +421,24 @@ def call(**change: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_settings_have_the_defaults_of_the_call() -> None:
     parameters = dict(list(inspect.signature(_flash_attn_bwd).parameters.items())[6:])
-    defaults = BwdExtras._field_defaults | Masks._field_defaults | BwdSettings._field_defaults
-    assert {name: parameter.default for name, parameter in parameters.items()} == defaults
+    defaults = Tensors._field_defaults | Masks._field_defaults | Options._field_defaults
+    names = set(keywords_of(Direction.BACKWARD)) - {"q", "k", "v", "out", "dout", "lse"}
+    found = {name: parameter.default for name, parameter in parameters.items()}
+    assert found == {name: defaults[name] for name in names}
 
 
 def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positional bundles: a distinct value for each keyword must come out under its name."""
-    names = [*BwdExtras._fields, *Masks._fields, *BwdSettings._fields]
+    names = keywords_of(Direction.BACKWARD)
     given = {name: object() for name in names if name != "config"} | arguments()
     found: dict[str, object] = {}
 
-    def prepare(*bundles: Any) -> Any:
-        found.update({name: x for bundle in bundles for name, x in bundle._asdict().items()})
+    def prepare(call: AttentionCall) -> Any:
+        found.update(call.arguments(), config=call.options.config)
         return lambda *args: None
 
     monkeypatch.setattr(interface, "prepare_bwd", prepare)
-    monkeypatch.setattr(interface, "_remember", lambda *args: None)
+    monkeypatch.setattr(interface, "_keep", lambda *args: None)
     config = BwdConfig(tile_m=64)
     _flash_attn_bwd(**given, config=config)
     assert found.keys() == given.keys() | {"config"}
@@ -571,9 +581,9 @@ def test_a_warm_call_is_one_look_up(recorder: Recorder, monkeypatch: pytest.Monk
             return super().get(key, default)
 
     launches = Counting()
-    monkeypatch.setattr(interface, "_bwd_launches", launches)
+    monkeypatch.setattr(interface, "_prepared_bwd", launches)
     call(causal=True)
-    monkeypatch.setattr(resolve, "check_bwd_inputs", None)
+    monkeypatch.setattr(plan_module, "check_bwd_inputs", None)
     monkeypatch.setattr(interface, "prepare_bwd", None)
     fresh = arguments()
     dq, dk, dv = _flash_attn_bwd(**fresh, causal=True)
@@ -744,7 +754,8 @@ def test_a_sink_of_float64(recorder: Recorder) -> None:
     call(learnable_sink=sink, dsink=torch.empty_like(sink))
     before = recorder.last()[0]
     assert before[7].dtype == FP32 and torch.equal(before[7], sink.float())
-    assert recorder.prepared[0].sink_dtype == "float32"
+    gradients = recorder.prepared[0].gradients
+    assert gradients is not None and gradients.sink_dtype == "float32"
 
 
 # -- configuration and code ---------------------------------------------------------------------
@@ -789,9 +800,9 @@ def test_what_a_call_says_of_its_scores_decides_on_pairs() -> None:
     def takes_pairs(**more: Any) -> bool:
         inputs = make_inputs(Case("wide", 1, 20, 30, 1, 1, head_dim=256, causal=True, **more))
         out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
-        operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out, lse)
-        bundles = call_arguments.bundle_bwd(bwd_keywords(inputs))
-        return resolve.resolve_bwd(operands, *bundles)[0].choice.tiles.cta_pair
+        operands = inputs.q, inputs.k, inputs.v, out, out, lse
+        call = AttentionCall.of(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
+        return plan(call).bwd_choice.tiles.cta_pair
 
     assert takes_pairs() and takes_pairs(column="stepped1") and takes_pairs(sink=BF16)
     assert not takes_pairs(softcap=15.0) and not takes_pairs(score_mod="scale")

@@ -19,6 +19,7 @@ from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
 
 from bench.codegen import count_sass, disassembly
+from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.config import FwdConfig, FwdTiles, select_fwd_config
 from flash_mask_cute.call.kernels import NO_MODS, build_fwd, compile_fwd
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
@@ -66,7 +67,7 @@ def build_text(
         shapes_of(problem),
         override=override,
         block_size=block_size,
-        family=target.family,
+        spec=arch_spec(target),
     )
     options = f"--keep-cubin --dump-dir={folder}"
     with compile_lock(), compiler_keeps(options):
@@ -272,7 +273,7 @@ def test_compiles_well_for_the_second_blackwell(row: FwdRow) -> None:
     """Of sm_103a disassemblers may know nothing."""
     fields = {} if row.cta_pair else {"is_causal": True, "varlen_k": True}
     problem = AttentionProblem("float16", row.max_dim, row.max_dim_v, **fields)
-    tiles = select_fwd_config(problem, shapes_of(problem), family=B300.family).tiles
+    tiles = select_fwd_config(problem, shapes_of(problem), spec=arch_spec(B300)).tiles
     assert tiles.cta_pair == row.cta_pair
     with compile_lock():
         meta = build_fwd(problem, tiles, B300).meta
@@ -350,7 +351,7 @@ def runs(places: list[int], gap: int) -> list[tuple[int, int]]:
 
 def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> None:
     """A B300 computes exponentials at twice the rate of a B200."""
-    tiles = select_fwd_config(PLAIN, shapes_of(PLAIN), family=B200.family).tiles
+    tiles = select_fwd_config(PLAIN, shapes_of(PLAIN), spec=arch_spec(B200)).tiles
     exponentials = []
     for target in (B200, B300):
         with compile_lock(), compiler_keeps(f"--keep-ptx --dump-dir={tmp_path}"):

@@ -12,12 +12,11 @@ from support import BF16, Case, make_inputs
 from test_bwd_interface import bwd_keywords
 
 from flash_mask_cute import compile_count
-from flash_mask_cute.call import arguments as call_arguments
-from flash_mask_cute.call import resolve
-from flash_mask_cute.call.arguments import BwdOperands
+from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.config import select_bwd_config
 from flash_mask_cute.call.kernels import NO_MODS
 from flash_mask_cute.call.kernels_bwd import BwdKernels, build_bwd, compile_bwd
+from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
 from flash_mask_cute.runtime.cache import CompileCache, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
@@ -118,11 +117,15 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
     def kernels_of(case: Case) -> BwdKernels:
         inputs = make_inputs(case)
         out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
-        extras, masks, settings = call_arguments.bundle_bwd(bwd_keywords(inputs))
-        operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out, lse)
-        call, _ = resolve.resolve_bwd(operands, extras, masks, settings)
-        problem, has_dlse, sink = call.problem, call.has_dlse, call.sink_dtype
-        return compile_bwd(problem, call.choice, TARGET, Mods(), has_dlse, sink, call.tails, cache)
+        operands = inputs.q, inputs.k, inputs.v, out, out, lse
+        call = AttentionCall.of(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
+        planned = plan(call, TARGET)
+        facts = planned.gradients
+        assert facts is not None
+        of_facts = facts.has_dlse, facts.sink_dtype, facts.tails
+        return compile_bwd(
+            planned.problem, planned.bwd_choice, TARGET, Mods(), *of_facts, cache=cache
+        )
 
     first = Case("first", 1, 60, 70, 4, 2, causal=True, window_left=20, sink=BF16)
     before = compile_count()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from flash_mask_cute.call.arch import SM100
 from flash_mask_cute.call.config import (
     BwdConfig,
     FwdChoice,
@@ -14,7 +15,6 @@ from flash_mask_cute.call.config import (
 )
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tables import SM90_FWD, SM100_FWD, FwdRow
-from flash_mask_cute.runtime.target import BLACKWELL
 
 HEAD_DIMS = range(8, 257, 8)
 
@@ -62,7 +62,7 @@ def test_rows_for_blackwell(row: FwdRow) -> None:
     is_causal = "full" not in row.masks
     problem = AttentionProblem("bfloat16", row.max_dim, row.max_dim_v, is_causal=is_causal)
     shapes = FwdShapes(1, 300, 300, 300, 300, 64, 2, row.max_dim, row.max_dim_v)
-    choice = select_fwd_config(problem, shapes, True, family=BLACKWELL)
+    choice = select_fwd_config(problem, shapes, True, spec=SM100)
     assert (choice.tiles.tile_m, choice.tiles.tile_n) == (256, 128)
     assert choice.tiles.num_stages == row.num_stages
     assert choice.tiles.stages_q == row.stages_q
@@ -91,7 +91,7 @@ def test_other_head_dims_are_refused_on_blackwell(dims: tuple[int, int]) -> None
     shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, *dims)
     message = f"64/64, 96/96, 128/128, 192/128, got {dims[0]}/{dims[1]}"
     with pytest.raises(NotImplementedError, match=message):
-        select_fwd_config(AttentionProblem("bfloat16", *dims), shapes, family=BLACKWELL)
+        select_fwd_config(AttentionProblem("bfloat16", *dims), shapes, spec=SM100)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_what_cannot_run_on_blackwell_is_named(override: FwdConfig, message: str
     shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, 128, 128)
     with pytest.raises(ValueError, match=message):
         select_fwd_config(
-            AttentionProblem("bfloat16", 128, 128), shapes, override=override, family=BLACKWELL
+            AttentionProblem("bfloat16", 128, 128), shapes, override=override, spec=SM100
         )
 
 
@@ -132,7 +132,7 @@ def test_pairs_of_ctas_on_blackwell(
     problem = replace(AttentionProblem("bfloat16", 128, 128), **fields)
     dims = problem.head_dim, problem.head_dim_v
     shapes = FwdShapes(1, seqlen_q, 300, seqlen_q, 300, 2, 2, *dims)
-    choice = select_fwd_config(problem, shapes, override=override, family=BLACKWELL)
+    choice = select_fwd_config(problem, shapes, override=override, spec=SM100)
     assert choice.tiles.cta_pair is expected
     assert choice.tiles.walk_m == (512 if expected else 256)
     assert choice.tiles.nest_in((256, 128)) is not expected
@@ -147,9 +147,9 @@ def test_heads_that_do_not_divide_a_warp_are_not_packed_on_blackwell() -> None:
     shapes = FwdShapes(1, 64, 300, 64, 300, 64, 1, 128, 128)
     problem = AttentionProblem("bfloat16", 128, 128)
     assert select_fwd_config(problem, shapes).packed_heads == 64
-    assert select_fwd_config(problem, shapes, family=BLACKWELL).packed_heads == 1
+    assert select_fwd_config(problem, shapes, spec=SM100).packed_heads == 1
     with pytest.raises(NotImplementedError, match="divides 32, got 64"):
-        select_fwd_config(problem, shapes, True, family=BLACKWELL)
+        select_fwd_config(problem, shapes, True, spec=SM100)
 
 
 def test_every_pair_of_head_dims_has_tiles_that_run() -> None:

@@ -171,7 +171,7 @@ def test_a_call_for_another_gpu_copies_once(
     """A sign that is taken twice would be none."""
     q, k, v = (normal(*SHAPE) for _ in range(3))
     _flash_attn_fwd(q, k, v, softmax_scale=-1.0)
-    (launch,) = interface._launches.values()
+    (launch,) = interface._prepared_fwd.values()
     devices = [0, 1]
     monkeypatch.setattr(launch, "_index", 1)
     monkeypatch.setattr(host_launch, "current_device", lambda: devices.pop(0))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +11,14 @@ from support import Case, make_inputs
 from torch import Tensor
 
 from flash_mask_cute import explain
-from flash_mask_cute.call import arguments as call_arguments
-from flash_mask_cute.call import plan, prepare, resolve
-from flash_mask_cute.call.arguments import BwdExtras, BwdOperands, Extras, FwdOperands, bundle
+from flash_mask_cute.call import mask_bits_plan
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Tensors
 from flash_mask_cute.call.packed import rows_follow
-from flash_mask_cute.call.plan import choose_storing
-from flash_mask_cute.call.prepared import KernelLaunch
-from flash_mask_cute.call.prepared_bwd import BwdKernelLaunch
-from flash_mask_cute.call.prepared_packed import PackedBwdLaunch, PackedLaunch
-from flash_mask_cute.call.resolve import resolve_fwd
+from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
+from flash_mask_cute.call.prepared import KernelForward
+from flash_mask_cute.call.prepared_bwd import KernelBackward
+from flash_mask_cute.call.prepared_packed import PackedBackward, PackedForward
 from flash_mask_cute.mask_prep.documents import num_slots
 from flash_mask_cute.mask_prep.mask_bits import BitStoring, BitTiles, DocumentStoring, most_tiles
 from flash_mask_cute.runtime.target import Target
@@ -28,11 +27,23 @@ TARGET = Target.default()
 DOCUMENTS = Case("documents", 2, 700, 700, 4, 2, mask_mod="documents")
 
 
-def choose(case: Case, can_pack: bool = True) -> tuple[Any, Any]:
+def call_of(case: Case, **more: Any) -> AttentionCall:
     inputs = make_inputs(case)
-    extras, masks, settings = bundle(inputs.keywords)
-    call = resolve_fwd(FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings)
-    return choose_storing(*call, TARGET, can_pack)
+    keywords = inputs.keywords | more
+    q = keywords.pop("q", inputs.q)
+    return AttentionCall.of(Direction.FORWARD, q, inputs.k, inputs.v, **keywords)
+
+
+def apart(case: Case) -> Tensor:
+    """A query whose rows of an entry do not follow those of the one before."""
+    q = make_inputs(case).q
+    return torch.cat([q, q], dim=1)[:, : case.seqlen_q]
+
+
+def choose(case: Case, **more: Any) -> tuple[ExecutionPlan, Any]:
+    """The plan of a forward, and how it stores mask bits."""
+    planned = plan(call_of(case, **more), TARGET)
+    return planned, planned.mask_bits
 
 
 @pytest.mark.usefixtures("documents_packed")
@@ -85,23 +96,23 @@ def test_what_is_not_packed(case: Case) -> None:
 def test_small_calls_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 x 4 x 5 blocks of 128 queries."""
     for least, packs in ((40 / TARGET.num_sms, True), (41 / TARGET.num_sms, False)):
-        monkeypatch.setattr(plan, "MIN_TILES_PACKED", least)
+        monkeypatch.setattr(mask_bits_plan, "MIN_TILES_PACKED", least)
         assert isinstance(choose(DOCUMENTS)[1], DocumentStoring) == packs
-        assert isinstance(choose(DOCUMENTS, can_pack=False)[1], BitStoring)
+        assert isinstance(choose(DOCUMENTS, q=apart(DOCUMENTS))[1], BitStoring)
 
 
 @pytest.mark.usefixtures("documents_packed")
 def test_documents_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many tiles as there is room for, of any documents, and the rest of a block's."""
-    monkeypatch.setattr(plan, "MIN_TILES", 0)
-    monkeypatch.setattr(plan, "MAX_PAIRS", 2 * 400 * 700)
+    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
+    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 2 * 400 * 700)
     _, storing = choose(DOCUMENTS)
     assert isinstance(storing, DocumentStoring)
     # 560000 / (128 * 128) is 34.2
     assert (storing.tiles, storing.step, storing.shape[2]) == (44, 34, 34 + 6)
     assert storing.num_parts == 3
     launch, calls, call = recorded(DOCUMENTS)
-    launch(*call)
+    launch(call.tensors, call.masks)
     stores, mains = calls[::2], calls[1::2]
     # a kernel's last one is lse_low
     assert [x[-1] for x in stores] == [x[-2] for x in mains] == [(0, 34), (34, 34), (68, 34)]
@@ -109,7 +120,8 @@ def test_documents_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(3):
         assert len({x[0][i].data_ptr() for x in (*stores, *((x[-3],) for x in mains))}) == 1
     assert len({x[1].data_ptr() for x in stores} | {x[6].data_ptr() for x in mains}) == 1
-    told = explain(*call[:3], mask_mod=call[4].mask_mod, aux_tensors=call[4].aux_tensors)
+    x, masks = call.tensors, call.masks
+    told = explain(x.q, x.k, x.v, mask_mod=masks.mask_mod, aux_tensors=masks.aux_tensors)
     assert "for each of 3 parts" in told.masks and "packed sequences" in told.masks
 
 
@@ -121,29 +133,24 @@ def test_rows_that_follow_each_other() -> None:
     assert rows_follow(torch.zeros(3, 10, 3, 4, 8)[:, :, 1])
 
 
-def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], Any]:
-    """The launch of a forward whose kernels note their arguments, these, and a call."""
-    inputs = make_inputs(case)
-    extras, masks, settings = bundle(inputs.keywords | more)
-    resolved, resolved_masks = resolve_fwd(
-        FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings
-    )
-    call, storing = choose_storing(resolved, resolved_masks, TARGET, True)
+def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], AttentionCall]:
+    """The prepared forward whose kernels note their arguments, these, and a call."""
+    call = call_of(case, **more)
+    planned = plan(call, TARGET)
+    assert planned.mask_bits is not None
     calls: list[tuple[Any, ...]] = []
 
     def note(*args: Any) -> None:
         calls.append(args)
 
-    told = replace(storing, function=note)
-    rows = (x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v))
-    launch = PackedLaunch(KernelLaunch(call, note, *rows, None, told), True, by_mask=False)
-    return launch, calls, (inputs.q, inputs.k, inputs.v, extras, masks)
+    inner = KernelForward(planned, note, partial(planned.mask_bits.parts, note))
+    return PackedForward(inner, True, by_mask=False), calls, call
 
 
 @pytest.mark.usefixtures("documents_packed")
 def test_what_a_forward_passes_on() -> None:
     launch, calls, call = recorded(DOCUMENTS)
-    out, lse = launch(*call)
+    out, lse = launch(call.tensors, call.masks)
     (stored, cu_seqlens, spans, bounds, begins, logical, aux, _, _, most, part), main = calls
     assert part == (0, 88) and most == 44
     tiles, states, places = stored
@@ -152,7 +159,7 @@ def test_what_a_forward_passes_on() -> None:
     assert cu_seqlens.shape == (5,) and logical is None and len(aux) == 1
     q, _, _, rows, lse_rows = main[:5]
     assert (q.shape, rows.shape, lse_rows.shape) == ((1400, 4, 128), (1400, 4, 128), (4, 1400))
-    assert q.data_ptr() == call[0].data_ptr() and out.data_ptr() == rows.data_ptr()
+    assert q.data_ptr() == call.tensors.q.data_ptr() and out.data_ptr() == rows.data_ptr()
     assert main[6] is main[7] is cu_seqlens
     assert main[-3] is stored and main[-2] is part and main[-1] is None
     assert (out.shape, lse.shape) == ((2, 700, 4, 128), (2, 4, 700))
@@ -164,7 +171,7 @@ def test_what_a_forward_passes_on() -> None:
 def test_a_forward_writes_where_it_is_told() -> None:
     given = torch.zeros(2, 700, 4, 128, dtype=torch.bfloat16), torch.zeros(2, 4, 700)
     launch, calls, call = recorded(DOCUMENTS, out=given[0], lse=given[1])
-    out, lse = launch(*call)
+    out, lse = launch(call.tensors, call.masks)
     assert out is given[0] and lse is given[1]
     assert calls[1][3].data_ptr() == out.data_ptr()
     of_kernel = calls[1][4].view(4, 2, 700).transpose(0, 1).contiguous()
@@ -178,62 +185,57 @@ def test_what_a_backward_passes_on() -> None:
     q, k, v, out, dq = (torch.randn(batch, seqlen, heads, 64).bfloat16() for _ in range(5))
     lse, dlse = torch.randn(batch, heads, seqlen), torch.randn(batch, heads, seqlen)
     dout = torch.ones(batch, 1, heads, 64).bfloat16().expand(-1, seqlen, -1, -1)
-    operands = BwdOperands(q, k, v, out, dout, lse)
-    seen: list[Any] = []
+    tensors = Tensors(q, k, v, out, lse, dout=dout, dlse=dlse, dq=dq)
+    seen: list[Tensors] = []
 
-    def launch(operands: BwdOperands, extras: BwdExtras, masks: Any) -> tuple[Tensor, ...]:
-        seen.extend((operands, extras))
-        return extras[6:9]
+    def run(tensors: Tensors, masks: Any) -> Any:
+        seen.append(tensors)
+        return tensors.dq, tensors.dk, tensors.dv
 
-    packed: Any = PackedBwdLaunch(cast(Any, launch), by_mask=False)
-    gradients = packed(operands, BwdExtras(dlse=dlse, dq=dq))
+    gradients = PackedBackward(run, by_mask=False)(tensors)
     assert gradients[0] is dq and all(x.shape == q.shape for x in gradients)
-    given, extras = seen
-    assert all(x.shape == (batch * seqlen, heads, 64) for x in given[:5])
-    assert [x.data_ptr() for x in given[:4]] == [x.data_ptr() for x in operands[:4]]
-    assert given.dout.is_contiguous()
-    assert [x.data_ptr() for x in extras[6:9]] == [x.data_ptr() for x in gradients]
-    for packed_rows, rows in ((given.lse, lse), (extras.dlse, dlse)):
+    (given,) = seen
+    assert given.dout is not None and given.dout.is_contiguous()
+    views = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+    assert all(getattr(given, name).shape == (batch * seqlen, heads, 64) for name in views)
+    for name in ("q", "k", "v", "out"):
+        assert getattr(given, name).data_ptr() == getattr(tensors, name).data_ptr()
+    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        assert getattr(given, name).data_ptr() == gradient.data_ptr()
+    for packed_rows, rows in ((given.lse, lse), (given.dlse, dlse)):
+        assert packed_rows is not None
         assert torch.equal(packed_rows.view(heads, batch, seqlen).transpose(0, 1), rows)
 
 
 @pytest.mark.usefixtures("documents_packed")
 def test_launches_of_a_call_and_of_its_backward() -> None:
     """Packed where rows follow each other; explain says so."""
+    assert isinstance(prepare_fwd(call_of(DOCUMENTS), TARGET), PackedForward)
+    scattered = apart(DOCUMENTS)
+    assert isinstance(prepare_fwd(call_of(DOCUMENTS, q=scattered), TARGET), KernelForward)
+
     inputs = make_inputs(DOCUMENTS)
-    extras, masks, settings = bundle(inputs.keywords)
-    call = resolve_fwd(FwdOperands(inputs.q, inputs.k, inputs.v), extras, masks, settings)
-    launch = prepare.kernel_launch(*call, TARGET, FwdOperands(inputs.q, inputs.k, inputs.v), None)
-    assert isinstance(launch, PackedLaunch)
-    apart = torch.cat([inputs.q, inputs.q], dim=1)[:, :700]
-    launch = prepare.kernel_launch(*call, TARGET, FwdOperands(apart, inputs.k, inputs.v), None)
-    assert isinstance(launch, KernelLaunch)
-
     q, k, v = inputs.q, inputs.k, inputs.v
-    operands = BwdOperands(q, k, v, q.clone(), q.clone(), torch.zeros(2, 4, 700))
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
-    bwd_extras, masks, bwd_settings = call_arguments.bundle_bwd(keywords)
-    bwd_call = resolve.resolve_bwd(operands, bwd_extras, masks, bwd_settings)
-    bwd = prepare.bwd_kernel_launch(*bwd_call, TARGET, operands, bwd_extras)
-    assert isinstance(bwd, PackedBwdLaunch) and isinstance(bwd.launch, BwdKernelLaunch)
+    operands = q, k, v, q.clone(), q.clone(), torch.zeros(2, 4, 700)
+    bwd = prepare_bwd(AttentionCall.of(Direction.BACKWARD, *operands, **keywords), TARGET)
+    assert isinstance(bwd, PackedBackward) and isinstance(bwd.inner, KernelBackward)
 
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
     told = explain(q, k, v, **keywords)
     assert "documents that its answers tell of are packed sequences" in told.masks
     assert "the CPU path packs no documents" in told.note and told.work_tiles == 2 * 4 * 6
-    assert "packed" not in explain(apart, k, v, **keywords).masks
+    assert "packed" not in explain(scattered, k, v, **keywords).masks
 
 
-def test_extras_are_those_of_the_call() -> None:
-    """What a packed launch does not see as rows is passed on."""
-    seen: list[Extras] = []
+def test_what_has_no_rows_is_that_of_the_call() -> None:
+    seen: list[Tensors] = []
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, extras: Extras, masks: Any) -> tuple[Tensor, None]:
-        seen.append(extras)
-        return q, None
+    def run(tensors: Tensors, masks: Any) -> tuple[Tensor, None]:
+        seen.append(tensors)
+        return tensors.q, None
 
-    packed: Any = PackedLaunch(cast(Any, launch), False, by_mask=False)
     q, sink = torch.zeros(2, 5, 4, 8), torch.zeros(4)
-    out, lse = packed(q, q, q, Extras(learnable_sink=sink))
+    packed = PackedForward(run, False, by_mask=False)
+    out, lse = packed(Tensors(q, q, q, learnable_sink=sink))
     assert out.shape == q.shape and lse is None
     assert seen[0].learnable_sink is sink

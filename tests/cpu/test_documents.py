@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import Masks
 from flash_mask_cute.call.lookup import mask_key
 from flash_mask_cute.call.packed import holds_documents
-from flash_mask_cute.call.prepared import KernelLaunch
-from flash_mask_cute.call.prepared_packed import PackedBwdLaunch, PackedLaunch
+from flash_mask_cute.call.plan import ExecutionPlan
+from flash_mask_cute.call.prepared import KernelForward
+from flash_mask_cute.call.prepared_packed import PackedBackward, PackedForward
 from flash_mask_cute.functional import flash_attn_func, flashmask_attention
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.limits import MAX_PACKED_SEQLEN
@@ -206,8 +208,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         monkeypatch.setattr(passes, name, watched)
         monkeypatch.setattr(launch, "__call__", packed)
 
-    watch("_flash_attn_fwd", PackedLaunch)
-    watch("_flash_attn_bwd", PackedBwdLaunch)
+    watch("_flash_attn_fwd", PackedForward)
+    watch("_flash_attn_bwd", PackedBackward)
     return seen
 
 
@@ -309,20 +311,22 @@ def test_a_kept_launch_follows_the_mask_of_its_call(
 ) -> None:
     """With kernels that only note their arguments."""
     noted: list[tuple[Any, ...]] = []
-    prepared: list[KernelLaunch] = []
+    prepared: list[KernelForward] = []
 
     def note(*args: Any) -> None:
         noted.append(args)
 
-    def kernel_launch(resolved: Any, _: Any, __: Any, operands: Any, out: Any) -> KernelLaunch:
-        prepared.append(KernelLaunch(resolved, note, *operands, out))
-        return prepared[-1]
+    class Noting(KernelForward):
+        __slots__ = ()
 
-    prepared_for = prepare.prepare_fwd
-    target = Target.default()
-    monkeypatch.setattr(interface, "prepare_fwd", lambda *given: prepared_for(*given[:4], target))
-    monkeypatch.setattr(prepare, "kernel_launch", kernel_launch)
-    monkeypatch.setattr(interface, "_launches", {})
+        def __init__(self, plan: ExecutionPlan, _: Any, store_bits: Any) -> None:
+            super().__init__(plan, note, store_bits)
+            prepared.append(self)
+
+    for_hopper = partial(prepare.prepare_fwd, target=Target.default())
+    monkeypatch.setattr(interface, "prepare_fwd", for_hopper)
+    monkeypatch.setattr(prepare, "KernelForward", Noting)
+    monkeypatch.setattr(interface, "_prepared_fwd", {})
     q, k, v = (torch.zeros(batch, 1300, heads, 64).bfloat16() for heads in (2, 1, 1))
     for lengths in ([700, 600], [900, 400], [600, 700]):
         mask = builders.causal_document(lengths)

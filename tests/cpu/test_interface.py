@@ -16,11 +16,18 @@ from torch import Tensor
 import flash_mask_cute
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.call import arguments as call_arguments
-from flash_mask_cute.call import prepare, resolve
-from flash_mask_cute.call.arguments import Extras, FwdOperands, Masks, Settings
+from flash_mask_cute.call import prepare
+from flash_mask_cute.call.arguments import (
+    AttentionCall,
+    Direction,
+    Masks,
+    Options,
+    Tensors,
+    keywords_of,
+)
 from flash_mask_cute.call.explain import Explanation
-from flash_mask_cute.call.prepared import EmptyLaunch
+from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.prepared import EmptyForward
 from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
 
 NEG_INF = float("-inf")
@@ -43,25 +50,28 @@ def int32(*values: int) -> Tensor:
 
 def test_settings_have_the_defaults_of_the_call() -> None:
     parameters = dict(list(inspect.signature(_flash_attn_fwd).parameters.items())[3:])
-    defaults = Extras._field_defaults | Masks._field_defaults | Settings._field_defaults
-    assert {name: parameter.default for name, parameter in parameters.items()} == defaults
+    defaults = Tensors._field_defaults | Masks._field_defaults | Options._field_defaults
+    names = keywords_of(Direction.FORWARD)[3:]
+    found = {name: parameter.default for name, parameter in parameters.items()}
+    assert found == {name: defaults[name] for name in names}
 
 
 def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positional bundles: a distinct value for each keyword must come out under its name."""
-    names = [*Extras._fields, *Masks._fields, *Settings._fields]
+    names = keywords_of(Direction.FORWARD)[3:]
     given = {name: object() for name in names if name != "config"}
     found: dict[str, object] = {}
 
-    def prepare(*args: Any) -> Any:
-        found.update({name: x for bundle in args[1:] for name, x in bundle._asdict().items()})
+    def prepare(call: AttentionCall) -> Any:
+        found.update(call.arguments(), config=call.options.config)
         return lambda *args: (None, None)
 
     monkeypatch.setattr(interface, "prepare_fwd", prepare)
-    monkeypatch.setattr(interface, "_remember", lambda *args: None)
+    monkeypatch.setattr(interface, "_keep", lambda *args: None)
     config = FwdConfig(tile_n=64)
     _flash_attn_fwd(*qkv(), config=config, **given)  # type: ignore[arg-type]
-    assert found == given | {"config": config}
+    assert found.keys() == given.keys() | {"q", "k", "v", "config"}
+    assert all(found[name] is x for name, x in given.items()) and found["config"] is config
 
 
 def test_without_lse() -> None:
@@ -142,7 +152,7 @@ def test_errors_come_before_anything_runs(
     def fail(*args: Any) -> None:
         raise AssertionError("something was prepared")
 
-    monkeypatch.setattr(prepare, "CpuLaunch", fail)
+    monkeypatch.setattr(prepare, "CpuForward", fail)
     q, k, v = qkv(heads=6)
     with pytest.raises(error, match=said):
         _flash_attn_fwd(q, k[:, :, :2], v[:, :, :2], **change)
@@ -332,11 +342,11 @@ def test_a_misaligned_output_never_hits(recorder: Recorder) -> None:
 
 
 def test_launches_do_not_pile_up(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "_MAX_LAUNCHES", 4)
+    monkeypatch.setattr(interface, "_MAX_KEPT", 4)
     tensors = qkv()
     for scale in range(1, 10):
         _flash_attn_fwd(*tensors, softmax_scale=scale)
-        assert 1 <= len(interface._launches) <= 4
+        assert 1 <= len(interface._prepared_fwd) <= 4
 
 
 def test_extents_of_one_get_strides_that_tma_takes(recorder: Recorder) -> None:
@@ -364,10 +374,10 @@ def test_empty_launch(packed: bool, sink: bool) -> None:
     if packed:
         q, k = q.flatten(0, 1), k.flatten(0, 1)
         keywords |= {"cu_seqlens_q": int32(0, 3, 7, 11), "cu_seqlens_k": int32(0, 0, 0, 0)}
-    extras, masks, settings = call_arguments.bundle(keywords)
-    resolved, _ = resolve.resolve_fwd(FwdOperands(q, k, k), extras, masks, settings)
-    assert resolved.shapes.is_empty
-    out, lse = EmptyLaunch(resolved)(q, k, k, extras)
+    call = AttentionCall.of(Direction.FORWARD, q, k, k, **keywords)
+    planned = plan(call)
+    assert planned.shapes.is_empty
+    out, lse = EmptyForward(planned)(call.tensors)
     expected_out, expected_lse = _flash_attn_fwd(q, k, k, **keywords)
     assert lse is not None and expected_lse is not None
     assert torch.equal(out, expected_out)

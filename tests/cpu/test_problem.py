@@ -9,25 +9,17 @@ import torch
 from support import BF16, FP16, FP32
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.problem import AttentionProblem, fold_window
 from flash_mask_cute.limits import OPEN_WINDOW
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 
-def problem_of(q: torch.Tensor, v: torch.Tensor, **changes: Any) -> AttentionProblem:
-    arguments: dict[str, Any] = {
-        "is_causal": False,
-        "window_left": None,
-        "window_right": None,
-        "softcap": 0.0,
-        "learnable_sink": None,
-        "cu_seqlens_q": None,
-        "cu_seqlens_k": None,
-        "seqused_q": None,
-        "seqused_k": None,
-        "needs_lse": True,
-    }
-    return AttentionProblem.of(q, v, **(arguments | changes))
+def problem_of(q: torch.Tensor, v: torch.Tensor, **keywords: Any) -> AttentionProblem:
+    """Of a forward with these arguments, whose heads are not packed."""
+    k = v.new_zeros((*v.shape[:-1], q.shape[-1]))
+    return plan(AttentionCall.of(Direction.FORWARD, q, k, v, pack_gqa=False, **keywords)).problem
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -39,30 +31,33 @@ def test_plain_problem() -> None:
     assert found == AttentionProblem("bfloat16", 64, 48)
 
 
-VECTOR = torch.zeros(3, dtype=torch.int32)
+LENGTHS = torch.tensor([3, 2], dtype=torch.int32)
+STARTS_Q, STARTS_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5], [0, 4, 9]))
 
 
 @pytest.mark.parametrize(
-    ("changes", "field", "value"),
+    ("keywords", "field", "value"),
     [
-        ({"is_causal": True}, "is_causal", True),
-        ({"window_left": 0}, "has_window_left", True),
-        ({"window_right": 0}, "has_window_right", True),
+        ({"causal": True}, "is_causal", True),
+        ({"window_size_left": 0}, "has_window_left", True),
+        ({"window_size_right": 0}, "has_window_right", True),
         ({"softcap": 0.5}, "has_softcap", True),
         ({"learnable_sink": tensor(4)}, "sink_dtype", "bfloat16"),
         ({"learnable_sink": tensor(4, dtype=FP32)}, "sink_dtype", "float32"),
-        ({"cu_seqlens_q": VECTOR}, "varlen_q", True),
-        ({"cu_seqlens_k": VECTOR}, "varlen_k", True),
-        ({"seqused_q": VECTOR}, "has_seqused_q", True),
-        ({"seqused_k": VECTOR}, "has_seqused_k", True),
-        ({"needs_lse": False}, "needs_lse", False),
+        ({"cu_seqlens_q": STARTS_Q}, "varlen_q", True),
+        ({"cu_seqlens_k": STARTS_K}, "varlen_k", True),
+        ({"seqused_q": LENGTHS}, "has_seqused_q", True),
+        ({"seqused_k": LENGTHS}, "has_seqused_k", True),
+        ({"return_lse": False}, "needs_lse", False),
     ],
 )
 def test_each_feature_changes_its_field_only(
-    changes: dict[str, Any], field: str, value: object
+    keywords: dict[str, Any], field: str, value: object
 ) -> None:
     plain = problem_of(tensor(2, 5, 4, 64), tensor(2, 9, 2, 48))
-    found = problem_of(tensor(2, 5, 4, 64), tensor(2, 9, 2, 48), **changes)
+    q = tensor(*((5,) if "cu_seqlens_q" in keywords else (2, 5)), 4, 64)
+    v = tensor(*((9,) if "cu_seqlens_k" in keywords else (2, 9)), 2, 48)
+    found = problem_of(q, v, **keywords)
     assert found == dataclasses.replace(plain, **{field: value})
     assert hash(found) != hash(plain)
 
@@ -98,10 +93,18 @@ def test_masks_are_no_simple_case(name: str) -> None:
 
 def test_sizes_and_values_do_not_change_it() -> None:
     first = problem_of(
-        tensor(2, 5, 4, 64), tensor(2, 9, 2, 64), window_left=3, softcap=2.0, seqused_k=VECTOR
+        tensor(2, 5, 4, 64),
+        tensor(2, 9, 2, 64),
+        window_size_left=3,
+        softcap=2.0,
+        seqused_k=LENGTHS,
     )
     second = problem_of(
-        tensor(7, 8, 6, 64), tensor(7, 1, 1, 64), window_left=9, softcap=30.0, seqused_k=VECTOR + 1
+        tensor(2, 8, 6, 64),
+        tensor(2, 4, 1, 64),
+        window_size_left=9,
+        softcap=30.0,
+        seqused_k=LENGTHS + 1,
     )
     assert first == second
     assert hash(first) == hash(second)
@@ -109,7 +112,7 @@ def test_sizes_and_values_do_not_change_it() -> None:
 
 def test_dtype_and_head_dims_change_it() -> None:
     kinds = {
-        problem_of(tensor(1, 1, 1, d, dtype=dtype), tensor(1, 1, 1, dv))
+        problem_of(tensor(1, 1, 1, d, dtype=dtype), tensor(1, 1, 1, dv, dtype=dtype))
         for d, dv, dtype in ((64, 64, BF16), (64, 64, FP16), (72, 64, BF16), (64, 72, BF16))
     }
     assert len(kinds) == 4

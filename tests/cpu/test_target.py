@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from flash_mask_cute import interface
-from flash_mask_cute.runtime.target import BLACKWELL, HOPPER, Target, _of_index
+from flash_mask_cute.call.arch import arch_spec
+from flash_mask_cute.runtime.target import Target, _of_index
 
 
 def device(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> torch.device:
@@ -20,20 +21,20 @@ def device(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> torch.dev
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch", "family"),
+    ("capability", "arch", "name"),
     [
-        ((9, 0), "sm_90a", HOPPER),
-        ((10, 0), "sm_100a", BLACKWELL),
-        ((10, 3), "sm_103a", BLACKWELL),
+        ((9, 0), "sm_90a", "Hopper"),
+        ((10, 0), "sm_100a", "Blackwell"),
+        ((10, 3), "sm_103a", "Blackwell"),
     ],
 )
 def test_devices_with_kernels(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str, family: str
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str, name: str
 ) -> None:
     target = Target.of(device(monkeypatch, *capability))
     assert target == Target(arch, num_sms=7)
-    assert target.family == family
-    assert Target.named(arch).family == family
+    assert arch_spec(target).name == name
+    assert arch_spec(Target.named(arch)).name == name
     _of_index.cache_clear()
 
 

@@ -262,7 +262,7 @@ BACKWARD = [x for x in of_backward() if x not in ("score_mod", "block_sparse_ten
 @pytest.fixture
 def bwd_recorder(monkeypatch: pytest.MonkeyPatch) -> BwdRecorder:
     recorder = BwdRecorder()
-    monkeypatch.setattr(interface, "_bwd_launches", {})
+    monkeypatch.setattr(interface, "_prepared_bwd", {})
     monkeypatch.setattr(interface, "prepare_bwd", recorder.prepare)
     return recorder
 

@@ -13,7 +13,8 @@ from test_examples import ROOT, load
 from torch import Tensor
 
 from flash_mask_cute.call import validate
-from flash_mask_cute.call.resolve import ResolvedFwd
+from flash_mask_cute.call.arguments import Tensors
+from flash_mask_cute.call.prepared import NewOutputs
 
 TASKS = ("sft", "dpo")
 SMALL = ("--device", "cpu", "--layers", "2", "--hidden", "64", "--steps", "10")
@@ -123,10 +124,11 @@ def test_curves_differ_by_the_rounding_of_lse_only(
     dense = curves(training, "--dtype", "float64", "--attention", "sdpa")
     assert distance(training, curves(training, "--dtype", "float64"), dense) < 3e-6
 
-    def outputs(resolved: ResolvedFwd, q: Tensor, extras: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty(resolved.out_shape), q.new_empty(resolved.lse_shape)
+    def outputs(of_plan: NewOutputs, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        assert of_plan.lse_shape is not None
+        return tensors.q.new_empty(of_plan.out_shape), tensors.q.new_empty(of_plan.lse_shape)
 
-    monkeypatch.setattr(ResolvedFwd, "outputs", outputs)
+    monkeypatch.setattr(NewOutputs, "__call__", outputs)
     monkeypatch.setattr(validate, "check_fp32", lambda *_: None)
     assert distance(training, curves(training, "--dtype", "float64"), dense) < 1e-9
 

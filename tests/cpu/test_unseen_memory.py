@@ -22,9 +22,8 @@ from unseen_memory import (
 )
 
 from flash_mask_cute import flash_attn_func
-from flash_mask_cute.call import arguments as call_arguments
-from flash_mask_cute.call import resolve
-from flash_mask_cute.call.arguments import BwdOperands
+from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.problem import AttentionProblem, may_empty_rows
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -64,7 +63,7 @@ def check_gradients(hostile: Hostile) -> None:
     sink, dsink = keywords["learnable_sink"], None
     if sink is not None:
         dsink = keywords["dsink"] = torch.empty_like(sink)
-    operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, hostile.dout, lse)
+    operands = inputs.q, inputs.k, inputs.v, out, hostile.dout, lse
     gradients = _flash_attn_bwd(*operands, dlse=hostile.dlse, **keywords)
     hostile.assert_close(dict(zip(NAMES, gradients, strict=True)) | {"dsink": dsink})
 
@@ -144,13 +143,14 @@ def test_calls_whose_masks_may_empty_rows(
 def backward_problem(inputs: Inputs) -> AttentionProblem:
     out, lse = torch.zeros_like(inputs.q), torch.zeros(*inputs.q.shape[0:3:2], inputs.q.shape[1])
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
-    extras, masks, settings = call_arguments.bundle_bwd(keywords)
-    operands = BwdOperands(inputs.q, inputs.k, inputs.v, out, out, lse)
-    resolved, _ = resolve.resolve_bwd(operands, extras, masks, settings)
+    operands = inputs.q, inputs.k, inputs.v, out, out, lse
+    planned = plan(AttentionCall.of(Direction.BACKWARD, *operands, **keywords))
+    assert planned.gradients is not None
     # the sink tells the kernel before which rows see nothing, and nothing else
     has_sink = inputs.case.sink is not None
-    assert (resolved.sink_dtype == "float32") == (has_sink and resolved.problem.may_empty_rows)
-    return resolved.problem
+    sink_dtype = planned.gradients.sink_dtype
+    assert (sink_dtype == "float32") == (has_sink and planned.problem.may_empty_rows)
+    return planned.problem
 
 
 @each_empty

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import ColumnMask, interface
-from flash_mask_cute.call.prepared_packed import PackedBwdLaunch
+from flash_mask_cute.call.prepared_packed import PackedBackward
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
@@ -119,7 +119,7 @@ def test_masks_against_oracle(case: Case) -> None:
 def test_documents_that_answers_tell_of(case: Case) -> None:
     inputs = make_inputs(case, "cuda")
     check(inputs)
-    assert any(isinstance(x, PackedBwdLaunch) for x in interface._bwd_launches.values())
+    assert any(isinstance(x, PackedBackward) for x in interface._prepared_bwd.values())
     results = forward(inputs)
     dout, dlse = make_output_gradients(inputs)
     first, *others = (backward(inputs, results, dout, dlse, deterministic=True) for _ in range(5))

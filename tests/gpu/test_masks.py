@@ -28,8 +28,8 @@ from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import ColumnMask, builders, interface
-from flash_mask_cute.call import plan
-from flash_mask_cute.call.prepared_packed import PackedLaunch
+from flash_mask_cute.call import mask_bits_plan
+from flash_mask_cute.call.prepared_packed import PackedForward
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +67,7 @@ def test_skipping_changes_no_bit(case: Case) -> None:
 def test_documents_that_answers_tell_of(case: Case) -> None:
     inputs = make_inputs(case, "cuda")
     check(inputs)
-    assert any(isinstance(x, PackedLaunch) for x in interface._launches.values())
+    assert any(isinstance(x, PackedForward) for x in interface._prepared_fwd.values())
     visiting = forward(inputs, config={"skip_blocks": False})
     assert torch.equal(visiting[0], forward(inputs)[0])
 
@@ -81,12 +81,13 @@ def test_documents_in_parts(head_dim: int, causal: bool, monkeypatch: pytest.Mon
     inputs = make_inputs(case, "cuda")
     whole = forward(inputs)
     for pairs in (2 * 3000 * 400, 2 * 3000 * 1500):
-        monkeypatch.setattr(plan, "MIN_TILES", 0)
-        monkeypatch.setattr(plan, "MAX_PAIRS", pairs)
-        monkeypatch.setattr(interface, "_launches", {})
+        monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
+        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", pairs)
+        monkeypatch.setattr(interface, "_prepared_fwd", {})
         parts = forward(inputs)
-        (launch,) = interface._launches.values()
-        assert isinstance(launch, PackedLaunch) and launch.launch._store_bits.num_parts > 1
+        (launch,) = interface._prepared_fwd.values()
+        assert isinstance(launch, PackedForward)
+        assert launch.inner._store_bits.func.__self__.num_parts > 1
         for x, y in zip(whole, parts, strict=True):
             assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 

@@ -21,7 +21,7 @@ from flash_mask_cute import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
-from flash_mask_cute.call import plan
+from flash_mask_cute.call import mask_bits_plan
 from flash_mask_cute.utils import scalar_to_ssa
 
 # so many heads that answers of a mask_mod are stored
@@ -134,7 +134,7 @@ def calls(d: int) -> dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]:
 
 def main() -> None:
     torch.manual_seed(0)
-    plan.MIN_TILES_PACKED = 0
+    mask_bits_plan.MIN_TILES_PACKED = 0
     for d in map(int, sys.argv[1:] or (64, 128, 256)):
         for name, call in calls(d).items():
             out, wanted = call()

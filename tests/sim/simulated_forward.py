@@ -8,7 +8,7 @@ from typing import Any
 from support import Inputs, assert_close_to_oracle
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import NO_MASKS, FwdOperands, bundle
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
 from flash_mask_cute.call.prepare import prepare_fwd
 from flash_mask_cute.runtime.target import Target
 
@@ -20,10 +20,10 @@ DELAY_SEEDS = (None, 1, 2)
 
 def launch_on_simulator(inputs: Inputs, arch: str, **more: Any) -> tuple[Tensor, Tensor]:
     """Run the kernel for tensors on the CPU."""
-    extras, masks, settings = bundle(inputs.keywords | more)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    launch = prepare_fwd(FwdOperands(q, k, v), extras, masks, settings, Target(arch, num_sms=SMS))
-    out, lse = launch(q, k, v, extras, None if masks == NO_MASKS else masks)
+    keywords = inputs.keywords | more
+    call = AttentionCall.of(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
+    prepared = prepare_fwd(call, Target(arch, num_sms=SMS))
+    out, lse = prepared(call.tensors, None if call.masks == NO_MASKS else call.masks)
     assert lse is not None
     return out, lse
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
-from flash_mask_cute.call.arguments import BwdOperands, FwdOperands, bundle, bundle_bwd
-from flash_mask_cute.call.plan import choose_bwd_storing, choose_storing
-from flash_mask_cute.call.prepare import bwd_kernel_launch, kernel_launch
-from flash_mask_cute.call.resolve import resolve_bwd, resolve_fwd
+from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
-from flash_mask_cute.mask_prep.mask_bits import Asked, BitStoring
+from flash_mask_cute.mask_prep.mask_bits import Asked, BitStoring, compile_store
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
@@ -67,16 +66,25 @@ def masked(**more: Any) -> dict[str, Any]:
 
 def fwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
-    extras, masks, settings = bundle(masked(**more))
-    call = resolve_fwd(FwdOperands(q, q, q), extras, masks, settings, TARGET)
-    return choose_storing(*call, TARGET)[1]
+    return stored_bits(AttentionCall.of(Direction.FORWARD, q, q, q, **masked(**more)))
 
 
 def bwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
-    operands = BwdOperands(q, q, q, q, q, torch.zeros(1, HEADS, SEQLEN))
-    extras, masks, settings = bundle_bwd(masked(**more))
-    return choose_bwd_storing(*resolve_bwd(operands, extras, masks, settings, TARGET), TARGET)[1]
+    operands = q, q, q, q, q, torch.zeros(1, HEADS, SEQLEN)
+    return stored_bits(AttentionCall.of(Direction.BACKWARD, *operands, **masked(**more)))
+
+
+def stored_bits(call: AttentionCall) -> BitStoring | None:
+    mask_bits = plan(call, TARGET).mask_bits
+    assert mask_bits is None or isinstance(mask_bits, BitStoring)
+    return mask_bits
+
+
+def store(storing: BitStoring, asked: Asked) -> Any:
+    """Tiles and states, by the kernel that is compiled for them."""
+    function = compile_store(same_document, storing.store, TARGET).function
+    return next(storing.parts(function, IDS, asked)).arguments
 
 
 def run(simulator: ModuleType, launches: int, call: Callable[[], Any]) -> Any:
@@ -118,7 +126,7 @@ def test_tiles_outside_of_the_band_are_not_asked_about(
     storing = choose(head_dim, **given)
     assert storing is not None
     asked = Asked((IDS,), None)
-    _, found = run(simulator, 1, lambda: next(storing.parts(IDS, asked)).arguments)
+    _, found = run(simulator, 1, lambda: store(storing, asked))
     at, (tile_m, tile_n) = torch.arange(SEQLEN), tile
     in_band = sees_by_band(at[:, None], at)
     num_outside = 0
@@ -160,9 +168,7 @@ def test_states_of_tiles(
     storing = choose(head_dim, **more)
     assert storing is not None
     bits = None if lists is None else tuple(block_bits(lists))
-    tiles, found = run(
-        simulator, 1, lambda: next(storing.parts(IDS, Asked((IDS,), bits))).arguments
-    )
+    tiles, found = run(simulator, 1, lambda: store(storing, Asked((IDS,), bits)))
     sees, (tile_m, tile_n) = dense(states), tile
     assert found.shape == tiles.shape[:3] == (1, -(-SEQLEN // tile_m), -(-SEQLEN // tile_n))
     kinds = set()
@@ -183,11 +189,10 @@ def test_a_forward_does_not_visit_what_is_hidden(simulator: ModuleType, head_dim
     q, k, v = (torch.randn(1, 512, HEADS, head_dim).bfloat16() for _ in range(3))
     ids = (torch.arange(512) >= end).int()
     v[:, 256:] = float("nan")
-    extras, masks, settings = bundle({"mask_mod": same_document, "aux_tensors": [ids]})
-    operands = FwdOperands(q, k, v)
-    call, call_masks = resolve_fwd(operands, extras, masks, settings, TARGET)
-    launch = kernel_launch(call, call_masks, TARGET, operands, out=None)
-    out, _ = run(simulator, 2, lambda: launch(q, k, v, extras, masks))
+    keywords = {"mask_mod": same_document, "aux_tensors": [ids]}
+    call = AttentionCall.of(Direction.FORWARD, q, k, v, **keywords)
+    prepared = prepare_fwd(call, TARGET)
+    out, _ = run(simulator, 2, lambda: prepared(call.tensors, call.masks))
     assert out[:, :end].isfinite().all() and out[:, end:].isnan().all()
 
 
@@ -201,12 +206,11 @@ def test_a_backward_does_not_visit_what_is_hidden(
     ids = (torch.arange(256) >= 128).int()
     dout[:, 128:] = float("nan")
     lse = torch.full((1, HEADS, 256), 6.0)
-    operands = BwdOperands(q, k, v, torch.zeros_like(q), dout, lse)
+    operands = q, k, v, torch.zeros_like(q), dout, lse
     keywords = {"mask_mod": same_document, "aux_tensors": [ids], "deterministic": deterministic}
-    extras, masks, settings = bundle_bwd(keywords)
-    call, call_masks = resolve_bwd(operands, extras, masks, settings, TARGET)
-    launch = bwd_kernel_launch(call, call_masks, TARGET, operands, extras)
-    dq, dk, dv = run(simulator, 4, lambda: launch(operands, extras, masks))
+    call = AttentionCall.of(Direction.BACKWARD, *operands, **keywords)
+    prepared = prepare_bwd(call, TARGET)
+    dq, dk, dv = run(simulator, 4, lambda: prepared(call.tensors, call.masks))
     for gradient in (dq, dk, dv):
         assert gradient[:, :128].isfinite().all()
     assert dv[:, 128:].isnan().all()

@@ -12,13 +12,19 @@ from simulated_forward import launch_on_simulator, run_sim
 from support import DOCUMENT_CASES, Case, Inputs, make_inputs
 from torch import Tensor
 
-from flash_mask_cute.call import plan
-from flash_mask_cute.call.arguments import BwdOperands, FwdOperands, bundle, bundle_bwd
-from flash_mask_cute.call.plan import choose_bwd_storing, choose_storing
-from flash_mask_cute.call.resolve import resolve_bwd, resolve_fwd
+from flash_mask_cute.call import mask_bits_plan
+from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.plan import plan
 from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
 from flash_mask_cute.mask_prep.documents import num_slots
-from flash_mask_cute.mask_prep.mask_bits import Asked, BitTiles, DocumentStoring, most_tiles
+from flash_mask_cute.mask_prep.mask_bits import (
+    Asked,
+    BitTiles,
+    DocumentStoring,
+    Stored,
+    compile_store,
+    most_tiles,
+)
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
@@ -63,14 +69,16 @@ def tiles_of(tile: tuple[int, int]) -> int:
 def storing_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: Any) -> Any:
     keywords = {"mask_mod": mod, "aux_tensors": [aux], **more}
     q = torch.zeros(BATCH, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
-    if direction == "forward":
-        extras, masks, settings = bundle(keywords)
-        call = resolve_fwd(FwdOperands(q, q, q), extras, masks, settings, TARGET)
-        return choose_storing(*call, TARGET, can_pack=True)[1]
-    operands = BwdOperands(q, q, q, q, q, torch.zeros(BATCH, HEADS, SEQLEN))
-    extras, masks, settings = bundle_bwd(keywords)
-    call = resolve_bwd(operands, extras, masks, settings, TARGET)
-    return choose_bwd_storing(*call, TARGET, can_pack=True)[1]
+    operands = (q, q, q)
+    if direction == "backward":
+        operands += (q, q, torch.zeros(BATCH, HEADS, SEQLEN))
+    return plan(AttentionCall.of(Direction(direction), *operands, **keywords), TARGET).mask_bits
+
+
+def store(storing: DocumentStoring, mod: Any, aux: Tensor) -> Stored:
+    """The first part of the bits, by the kernels that are compiled for them."""
+    function = compile_store(mod, storing.store, TARGET).function
+    return next(storing.parts(function, aux, Asked((aux,), None)))
 
 
 @pytest.mark.parametrize("entries", [1, 2])
@@ -83,11 +91,13 @@ def test_states_of_the_tiles_of_documents(
 ) -> None:
     """By the pairs of which each tile consists."""
     ids = ids_of(entries)
-    storing = storing_of(direction, head_dim, (same_for_all, same_document)[entries - 1], ids)
+    mod = (same_for_all, same_document)[entries - 1]
+    storing = storing_of(direction, head_dim, mod, ids)
     assert isinstance(storing, DocumentStoring) and storing.entries == entries
     simulator.OPTIONS["delay"] = 1
     simulator.RESULTS.clear()
-    (_, states, places), _, cu_seqlens = next(storing.parts(ids, Asked((ids,), None)))
+    (_, states, places), _, cu_seqlens = store(storing, mod, ids)
+    assert cu_seqlens is not None
     (result,) = simulator.RESULTS
     assert not result["warnings"]
     starts = cu_seqlens.tolist()
@@ -122,7 +132,8 @@ def test_causal_masking_hides_later_keys(simulator: ModuleType, causal: bool) ->
     lengths = torch.tensor(LENGTHS[1])
     ends = torch.repeat_interleave(lengths.cumsum(0), lengths).int()
     storing = storing_of("forward", 64, until_the_end, ends, causal=causal)
-    (_, _, cu_seqlens) = next(storing.parts(ends, Asked((ends,), None)))
+    cu_seqlens = store(storing, until_the_end, ends).cu_seqlens
+    assert cu_seqlens is not None
     begins = {0, LENGTHS[1][0]} if causal else {0}
     assert {x % SEQLEN for x in cu_seqlens.tolist()} == begins
 
@@ -147,9 +158,9 @@ def test_parts_of_documents(
     )
     inputs = Inputs(Case("parts"), q, k, v, {"mask_mod": mod, "aux_tensors": [ids]})
     whole = launch_on_simulator(inputs, "sm_90a")
-    monkeypatch.setattr(plan, "MIN_TILES", 0)
+    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
     for most in (20, 40):
-        monkeypatch.setattr(plan, "MAX_PAIRS", most * tile_m * tile_n)
+        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most * tile_m * tile_n)
         for seed in (None, 1):
             simulator.OPTIONS.pop("delay", None)
             if seed is not None:

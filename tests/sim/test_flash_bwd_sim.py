@@ -39,9 +39,9 @@ from unseen_memory import (
 
 from flash_mask_cute import functional
 from flash_mask_cute.autograd import passes
-from flash_mask_cute.call.arguments import NO_MASKS, BwdOperands, bundle_bwd
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
 from flash_mask_cute.call.prepare import prepare_bwd
-from flash_mask_cute.call.prepared_packed import PackedBwdLaunch
+from flash_mask_cute.call.prepared_packed import PackedBackward
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.target import Target
 
@@ -101,14 +101,14 @@ def launch_on_simulator(
     dsink = None
     if inputs.case.sink is not None:
         dsink = keywords["dsink"] = torch.empty_like(keywords["learnable_sink"])
-    dq, dk, dv = launch(BwdOperands(q, k, v, out, dout, lse), keywords | more)
+    dq, dk, dv = launch((q, k, v, out, dout, lse), keywords | more)
     return {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
 
 
-def launch(operands: BwdOperands, keywords: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    extras, masks, settings = bundle_bwd(keywords)
-    prepared = prepare_bwd(operands, extras, masks, settings, Target("sm_90a", num_sms=SMS))
-    return prepared(operands, extras, None if masks == NO_MASKS else masks)
+def launch(operands: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    call = AttentionCall.of(Direction.BACKWARD, *operands, **keywords)
+    prepared = prepare_bwd(call, Target("sm_90a", num_sms=SMS))
+    return prepared(call.tensors, None if call.masks == NO_MASKS else call.masks)
 
 
 def run_sim(
@@ -178,14 +178,12 @@ def test_documents_of_a_mask(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     """As packed sequences, many of them empty, by the public function."""
-    packed = calls_of(PackedBwdLaunch, monkeypatch)
+    packed = calls_of(PackedBackward, monkeypatch)
     inputs = make_inputs(case)
     dout, _ = make_output_gradients(inputs)
     mask = ColumnMask(inputs.keywords["startend_row_indices"], case.causal, documents=True)
     assert len(mask.split(case.batch).cu_seqlens.unique()) > case.batch + 1
-    monkeypatch.setattr(
-        passes, "_flash_attn_bwd", lambda *args, **more: launch(BwdOperands(*args), more)
-    )
+    monkeypatch.setattr(passes, "_flash_attn_bwd", lambda *args, **more: launch(args, more))
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     options = {"causal": case.causal, "deterministic": not case.causal}
     out = functional.flash_attn_func(*leaves, startend_row_indices=mask, **options)
@@ -201,12 +199,10 @@ def test_documents_of_a_mask(
 
 def test_padding_behind_documents(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As packed sequences, by autograd; the forward is the CPU's."""
-    packed = calls_of(PackedBwdLaunch, monkeypatch)
+    packed = calls_of(PackedBackward, monkeypatch)
     hostile = with_empty(padded_documents(), NAN)
     given = hostile.inputs
-    monkeypatch.setattr(
-        passes, "_flash_attn_bwd", lambda *args, **more: launch(BwdOperands(*args), more)
-    )
+    monkeypatch.setattr(passes, "_flash_attn_bwd", lambda *args, **more: launch(args, more))
     leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
     out = functional.flash_attn_func(*leaves, **given.mask_keywords, causal=True)
     simulator.OPTIONS["delay"] = 1
@@ -376,7 +372,7 @@ def test_packed_rows_of_no_sequence(simulator: ModuleType) -> None:
     q, k, v = (torch.cat([x, tail]) for x in (inputs.q, inputs.k, inputs.v))
     dout, _ = make_output_gradients(inputs)
     out, lse = inputs.reference
-    operands = BwdOperands(
+    operands = (
         q, k, v, torch.cat([out.to(BF16), tail]), torch.cat([dout, tail]),
         torch.cat([lse.float(), torch.full((1, 9), float("nan"))], dim=1),
     )  # fmt: skip
@@ -419,7 +415,7 @@ def test_what_other_sequences_hold_does_not_matter(
         x[of_poisoned_k] = float("nan")
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
     simulator.OPTIONS.pop("delay", None)
-    operands = BwdOperands(q, k, v, out, dout_, lse.mT)
+    operands = q, k, v, out, dout_, lse.mT
     dq, dk, dv = launch(operands, keywords | {"dlse": dlse_.mT})
     expected = reference_gradients(inputs, dout, dlse)
     dq[of_poisoned_q] = expected["dq"][of_poisoned_q].to(BF16)

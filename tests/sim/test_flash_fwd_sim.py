@@ -34,8 +34,8 @@ from torch import Tensor
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.call import plan
-from flash_mask_cute.call.prepared_packed import PackedLaunch
+from flash_mask_cute.call import mask_bits_plan
+from flash_mask_cute.call.prepared_packed import PackedForward
 from flash_mask_cute.call.tables import SM90_FWD, FwdRow
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -122,7 +122,7 @@ def test_documents_of_a_mask(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     """As packed sequences, many of them empty."""
-    packed = calls_of(PackedLaunch, monkeypatch)
+    packed = calls_of(PackedForward, monkeypatch)
     inputs = make_inputs(case)
     mask = ColumnMask(inputs.keywords["startend_row_indices"], case.causal, documents=True)
     assert len(mask.split(case.batch).cu_seqlens.unique()) > case.batch + 1
@@ -148,8 +148,8 @@ def test_answers_stored_by_parts_of_the_queries(
     inputs = make_inputs(STORED_CASES[position])
     case = inputs.case
     entries = case.batch if case.mask_mod == "documents" else 1
-    monkeypatch.setattr(plan, "MAX_PAIRS", entries * case.seqlen_k * 192)
-    monkeypatch.setattr(plan, "MIN_TILES", 0)
+    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", entries * case.seqlen_k * 192)
+    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
     run_sim(simulator, inputs, seeds=((1,), (None,))[position % 2])
     tile_m = 192 if case.head_dim == 64 else 128
     assert len(simulator.RESULTS) == 2 * -(-case.seqlen_q // tile_m)

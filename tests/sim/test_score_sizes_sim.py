@@ -13,8 +13,6 @@ from support import BF16, FP16, FP32, Case, lse_tolerance
 from test_flash_bwd_sim import launch
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 
-from flash_mask_cute.call.arguments import BwdOperands
-
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
 ARCH = "sm_90a"
@@ -86,7 +84,7 @@ def check_both_ways(simulator: ModuleType, given: TrainedInputs, seed: int | Non
     if not given.wants_aux:
         more.pop("daux")
     simulator.RESULTS.clear()
-    dq, dk, dv = launch(BwdOperands(inputs.q, inputs.k, inputs.v, out, dout, lse), keywords | more)
+    dq, dk, dv = launch((inputs.q, inputs.k, inputs.v, out, dout, lse), keywords | more)
     for result in simulator.RESULTS:
         assert not result["warnings"], result
     gradients = {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
