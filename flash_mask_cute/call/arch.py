@@ -1,0 +1,142 @@
+"""What each architecture has. The only module of the host that tells architectures apart."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flash_mask_cute.call.tables import SM90_BWD, SM90_FWD, SM100_FWD, BwdRow, FwdRow
+from flash_mask_cute.runtime.target import Target
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """The attention kernel of one direction.
+
+    class_name, cache_name: its names for readers and in the compile cache. load_class, load_plan:
+    its class, and that of its plan (`FwdPlan`, `BwdPlan`); they import device code, so they are
+    called when a kernel or a configuration is needed.
+    """
+
+    class_name: str
+    cache_name: str
+    load_class: Callable[[], Any]
+    load_plan: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class ForwardKernel(AttentionKernel):
+    """rows: of tiles. packed_rows: query rows that leave together, which packed heads must fill
+    evenly: a warpgroup's or a warp's. exact_dims: it takes the head dimensions of the rows only."""
+
+    rows: tuple[FwdRow, ...]
+    packed_rows: int
+    exact_dims: bool = False
+
+
+@dataclass(frozen=True)
+class BackwardKernel(AttentionKernel):
+    """rows: of tiles."""
+
+    rows: tuple[BwdRow, ...]
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """What runs on an architecture.
+
+    name: of its family, for messages. backward: None if there is none. reads_mask_bits: its kernels
+    read the bits of a mask_mod that was evaluated before attention.
+    """
+
+    name: str
+    forward: ForwardKernel
+    backward: BackwardKernel | None
+    reads_mask_bits: bool
+
+
+def _forward_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
+
+    return FlashAttentionForwardSm90
+
+
+def _forward_plan_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan
+
+    return FwdPlan
+
+
+def _backward_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
+
+    return FlashAttentionBackwardSm90
+
+
+def _backward_plan_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
+
+    return BwdPlan
+
+
+def _forward_sm100(fast_exp: bool) -> Any:
+    from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
+
+    return functools.partial(FlashAttentionForwardSm100, fast_exp=fast_exp)
+
+
+def _forward_plan_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_fwd_plan import FwdPlan
+
+    return FwdPlan
+
+
+SM90_BACKWARD = BackwardKernel(
+    "FlashAttentionBackwardSm90",
+    "flash_bwd_sm90",
+    _backward_sm90,
+    _backward_plan_sm90,
+    SM90_BWD,
+)
+SM90 = ArchSpec(
+    "Hopper",
+    ForwardKernel(
+        "FlashAttentionForwardSm90",
+        "flash_fwd_sm90",
+        _forward_sm90,
+        _forward_plan_sm90,
+        SM90_FWD,
+        packed_rows=64,
+    ),
+    SM90_BACKWARD,
+    reads_mask_bits=True,
+)
+
+
+def _blackwell(fast_exp: bool) -> ArchSpec:
+    """fast_exp: the device computes exponentials at twice the rate of 10.0."""
+    return ArchSpec(
+        "Blackwell",
+        ForwardKernel(
+            "FlashAttentionForwardSm100",
+            "flash_fwd_sm100",
+            functools.partial(_forward_sm100, fast_exp),
+            _forward_plan_sm100,
+            SM100_FWD,
+            packed_rows=32,
+            exact_dims=True,
+        ),
+        backward=None,
+        reads_mask_bits=False,
+    )
+
+
+SM100, SM103 = _blackwell(fast_exp=False), _blackwell(fast_exp=True)
+_SPECS = {"sm_90a": SM90, "sm_100a": SM100, "sm_103a": SM103}
+
+
+def arch_spec(target: Target) -> ArchSpec:
+    """What runs on a target."""
+    return _SPECS[target.arch]
