@@ -90,10 +90,8 @@ def _flash_attn_fwd(
     one more logit per head, without a value; kernels read one of float64 as float32. softmax_scale,
     a number of any sign or a 0-dim CPU tensor, is head_dim ** -0.5 by default.
 
-    q, k and v may have any strides and start anywhere. On a GPU what kernels cannot read is copied
-    in each call (`explain` lists it): a last stride other than 1, others that are no positive
-    multiple of 16 bytes, data that do not start at one. q is also copied where softmax_scale is not
-    positive.
+    q, k and v may have any strides and start anywhere. On a GPU what kernels cannot read by TMA is
+    copied in each call, and q where softmax_scale is not positive; `explain` lists it.
 
     startend_row_indices: int32 (batch or 1, heads, seqlen_k, n) with heads 1, heads_kv or heads_q
     and n 1, 2 or 4, the rows that each key hides, as `ColumnMask` tells; with cu_seqlens_k
@@ -103,22 +101,17 @@ def _flash_attn_fwd(
     said to hold documents may be computed as packed sequences.
     score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> score, after softcap, and
     mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean: CuTe callables on one-element
-    `cute.TensorSSA`, positions inside the sequence and query heads, compiled into the kernel. What
-    they reach (closures, globals) is looked up in every call, and what changed compiles anew.
-    aux_tensors: tensors of 1 to 4 dimensions, any strides, bool, uint8, uint32, int8, int16, int32,
-    int64, float32, bfloat16 or float16, that both may index; on the CPU an index outside one is an
-    IndexError.
+    `cute.TensorSSA`, positions inside the sequence and query heads, compiled into the kernel
+    (docs/mods.md). aux_tensors: tensors of 1 to 4 dimensions, any strides, bool, uint8, uint32,
+    int8, int16, int32, int64, float32, bfloat16 or float16, that both may index.
     block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
     returned, or a torch `BlockMask` together with its mask as mask_mod. A block in no list is
     hidden, a full one visible without asking mask_mod; in the others mask_mod decides, and without
     one they are visible. Blocks count from the start of a sequence; where lengths vary, the lists
     cover max_seqlen_q and max_seqlen_k.
-    q_start: where in the mask the queries stand that startend_row_indices and block lists count.
-    None: the mask has a row for each query of the call, no more, or the call is refused; where a
-    mask does not tell its rows (a tensor), a call with fewer queries than keys is refused. 0: query
-    0 of the call is row 0 of the mask, which may have more rows. causal and the window are aligned
-    by the lengths in either case, and mods get the query's number in the call. Others are not
-    supported yet.
+    q_start: the row of startend_row_indices and of block lists that query 0 of the call is. None:
+    the mask has a row for each query, or the call is refused (docs/masks.md). 0: row 0 of a mask
+    that may have more. causal, window and mods count by the call's lengths in either case.
 
     out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
     (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
@@ -131,9 +124,8 @@ def _flash_attn_fwd(
     out, lse and lse_low, where given, must not share memory with q, k, v and each other. On a GPU
     rows of out start at multiples of 16 bytes.
 
-    pack_gqa: query heads of a KV head share tiles (None: where queries are few). Not supported with
-    block lists, nor with column intervals that differ between these heads. config: a `FwdConfig`,
-    or a mapping of some of its fields, instead of the table's.
+    pack_gqa: query heads of a KV head share tiles (None: where queries are few), but for block
+    lists and column intervals by query head. config: a `FwdConfig`, or some of its fields.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
