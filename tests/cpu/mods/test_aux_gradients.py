@@ -39,7 +39,7 @@ from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TorchCall = Callable[..., Any]
 
 SMALL: dict[str, Any] = {"head_dim": 16, "dtype": FP64}

@@ -10,7 +10,7 @@ import pytest
 
 from flash_mask_cute.runtime.packages import tells_what_to_install
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # {blocked} cannot be found, {call} is made.
 PROGRAM = """
 import sys, traceback

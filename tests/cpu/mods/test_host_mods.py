@@ -214,7 +214,7 @@ def test_aux_tensors_that_are_refused(aux: Tensor, error: type[Exception], text:
 
 def test_import_does_not_load_the_compiler() -> None:
     program = "import sys, flash_mask_cute.mods.on_cpu; sys.exit('cutlass' in sys.modules)"
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     assert subprocess.run([sys.executable, "-c", program], cwd=root).returncode == 0
 
 

@@ -181,5 +181,5 @@ def test_import_loads_neither_torch_nor_the_compiler() -> None:
         "import sys, flash_mask_cute.rules.intervals;"
         "sys.exit(bool({'torch', 'cutlass'} & sys.modules.keys()))"
     )
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     assert subprocess.run([sys.executable, "-c", program], cwd=root).returncode == 0

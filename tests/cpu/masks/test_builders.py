@@ -567,7 +567,7 @@ def test_from_dense_takes_a_square_as_it_is() -> None:
 
 def sketches() -> dict[str, list[str]]:
     """The masks drawn in the gallery by the call above each: rows such as "xx.."."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "mask_gallery.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "mask_gallery.md").read_text()
     found = {}
     for block in re.findall(r"```\n(.*?)```", page, flags=re.DOTALL):
         first, *rows = block.splitlines()
