@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from cases import BF16, FP32, MASK_CASES, QUICK_CASES, Case
 from gradient_oracle import assert_gradients_close, make_output_gradients
+from inputs import Inputs, make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
-from support import BF16, FP32, MASK_CASES, QUICK_CASES, Case, Inputs, make_inputs
 from test_validate import OnCuda
 from torch import Tensor
 

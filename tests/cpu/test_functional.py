@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases import BF16, FP32, FP64, Case
 from gradient_oracle import assert_gradients_close, make_output_gradients
+from inputs import Inputs, make_inputs
 from launch_recorder import Recorder
-from support import BF16, FP32, FP64, Case, Inputs, assert_close_to_oracle, make_inputs
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask

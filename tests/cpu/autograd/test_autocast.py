@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import BF16, FP16, FP32, FP64
+from cases import BF16, FP16, FP32, FP64
 from test_functional import int32, qkv, rows_below
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention

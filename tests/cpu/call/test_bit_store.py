@@ -9,8 +9,9 @@ from typing import Any
 import cutlass.cute as cute
 import pytest
 import torch
+from cases import Case
+from inputs import make_inputs
 from launch_recorder import Recorder
-from support import Case, make_inputs
 
 from flash_mask_cute import explain
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch

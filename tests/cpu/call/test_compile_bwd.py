@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import BF16, Case
+from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
-from support import BF16, Case, make_inputs
 from test_bwd_interface import bwd_keywords
 
 from flash_mask_cute import compile_count

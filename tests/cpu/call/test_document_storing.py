@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support import Case, make_inputs
+from cases import Case
+from inputs import make_inputs
 from torch import Tensor
 
 from flash_mask_cute import explain

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import BF16, FP16, FP32
+from cases import BF16, FP16, FP32
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.call.problem import AttentionProblem, fold_window

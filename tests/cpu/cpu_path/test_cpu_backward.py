@@ -8,21 +8,12 @@ from typing import Any
 import mask_cases
 import pytest
 import torch
+from cases import BF16, FP16, FP32, FP64, MASK_CASES, QUICK_CASES, Case
 from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
+from inputs import Inputs, make_inputs
 from mask_cases import ScoreRecipe
+from oracle import reference_attention
 from random_cases import random_case, random_mask_case
-from support import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    MASK_CASES,
-    QUICK_CASES,
-    Case,
-    Inputs,
-    make_inputs,
-    reference_attention,
-)
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo

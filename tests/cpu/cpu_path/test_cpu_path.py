@@ -6,20 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import BF16, FP32, FP64, MASK_CASES, QUICK_CASES, Case
+from guarded_outputs import GuardedOutputs
+from inputs import Inputs, make_inputs
+from oracle import reference_attention
 from random_cases import random_case, random_mask_case
-from support import (
-    BF16,
-    FP32,
-    FP64,
-    MASK_CASES,
-    QUICK_CASES,
-    Case,
-    GuardedOutputs,
-    Inputs,
-    assert_close_to_oracle,
-    make_inputs,
-    reference_attention,
-)
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo

@@ -12,8 +12,8 @@ from typing import Any
 import cutlass.cute as cute
 import pytest
 import torch
+from cases import BF16, FP32, FP64, Case
 from gradient_oracle import assert_gradients_close, make_output_gradients
-from support import BF16, FP32, FP64, Case
 from test_compile import check_code
 from test_functional import OPERATORS, RTOL, Arguments
 from torch import Tensor

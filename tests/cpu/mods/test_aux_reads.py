@@ -12,8 +12,9 @@ import cutlass.cute as cute
 import pytest
 import torch
 from aux_dtypes import CASES, make_all_dtypes, make_aux_tensors, plain_inputs, visible_of
+from cases import Case
 from gradient_oracle import make_output_gradients
-from support import Case, assert_close_to_oracle
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 from trained_mods import assert_aux_gradients_close
 

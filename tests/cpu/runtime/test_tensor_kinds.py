@@ -12,8 +12,8 @@ import cutlass
 import pytest
 import torch
 import torch.distributed as dist
+from cases import BF16, FP64
 from launch_recorder import Recorder
-from support import BF16, FP64
 from test_bwd_interface import Recorder as BwdRecorder
 from test_functional import int32, qkv, rows_below
 from torch import Tensor
