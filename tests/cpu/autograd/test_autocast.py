@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64
-from test_functional import int32, qkv, rows_below
+from functional_calls import int32, qkv, rows_below
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -16,13 +15,9 @@ from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_a
 from flash_mask_cute.autograd import passes
 from flash_mask_cute.interface import _flash_attn_fwd
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 DTYPES = (BF16, FP16, FP32, FP64)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -8,14 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_bench import (  # noqa: F401 (the fixture is for all tests here)
-    ODD,
-    SMALL,
-    masked,
-    one_thread,
-    rate_row,
-    small,
-)
+from small_cases import ODD, SMALL, masked, rate_row, small
 
 import bench
 from bench import (

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 import post_mods
 import pytest
 import torch
+from compiled_code import check_code
 from cutlass._mlir_helpers import op
 from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
@@ -130,17 +131,6 @@ SPILLED_FAR_FROM_0 = 256
 # what they count blocks with. Nothing is spilled where a row's sum is checked before the next row's
 # exponentials, and most masks take 1 % longer (docs/measured_facts.md, 2026-11-22).
 SPILLED_BY_PAINTERS = 256
-
-
-def check_code(
-    facts: str, meta: dict[str, Any], counts: dict[str, int], most_spilled: int = 0
-) -> None:
-    """Nothing spilled, nothing that ptxas warns of, and shared memory that there is."""
-    assert meta["spill_bytes"] <= most_spilled, facts
-    assert not meta["warnings"], facts
-    assert meta["smem_bytes"] <= 232448, facts
-    if counts and not most_spilled:
-        assert "LDL" not in counts and "STL" not in counts, facts
 
 
 def most_spilled_at(problem: AttentionProblem) -> int:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bwd_calls import bwd_keywords
 from cases import BF16, Case
 from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
-from test_bwd_interface import bwd_keywords
 
 from flash_mask_cute import compile_count
 from flash_mask_cute.call import arguments as call_arguments

@@ -13,9 +13,9 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cases import BF16, FP32, FP64, Case
+from compiled_code import check_code
+from functional_calls import OPERATORS, RTOL, Arguments
 from gradient_oracle import assert_gradients_close, make_output_gradients
-from test_compile import check_code
-from test_functional import OPERATORS, RTOL, Arguments
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trained_mods import (

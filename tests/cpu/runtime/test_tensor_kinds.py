@@ -5,7 +5,7 @@ A kernel would read what lies at their address, so each argument is asked for, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BF16, FP64
+from functional_calls import int32, qkv, rows_below
 from launch_recorder import Recorder
 from test_bwd_interface import Recorder as BwdRecorder
-from test_functional import int32, qkv, rows_below
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._vmap_internals import _vmap
@@ -36,6 +36,8 @@ from flash_mask_cute import (
 from flash_mask_cute.call.validate import refuse_transforms
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.utils import scalar_to_ssa
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 SEQLEN = 24
 
@@ -74,12 +76,6 @@ class Opaque(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C._DisableTorchDispatch():
             return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
 
 
 # -- operators for subclasses -------------------------------------------------------------------
