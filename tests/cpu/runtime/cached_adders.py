@@ -61,7 +61,7 @@ class Builder:
         return build
 
 
-def get(cache: CompileCache, build: Callable[[], Compiled], **change: Any) -> Compiled:
+def get_adder(cache: CompileCache, build: Callable[[], Compiled], **change: Any) -> Compiled:
     arguments: dict[str, Any] = {
         "name": "adder",
         "key": {"addend": 1},

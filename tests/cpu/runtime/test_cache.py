@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cached_adders import META, OPTIONS, Builder, apply, entry_of, files_of, get
+from cached_adders import META, OPTIONS, Builder, apply, entry_of, files_of, get_adder
 
 from flash_mask_cute.runtime import cache as cache_module
 from flash_mask_cute.runtime.cache import CompileCache, Compiled, compile_count
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.usefixtures("no_surprising_warnings")
 def test_memory_then_disk(tmp_path: Path, builder: Builder) -> None:
     cache = CompileCache(tmp_path)
     before = compile_count()
-    built = get(cache, builder())
+    built = get_adder(cache, builder())
     assert apply(built) == 1 and built.meta == META
-    assert get(cache, builder()) is built
+    assert get_adder(cache, builder()) is built
     assert files_of(tmp_path) == [".json", ".o"]
 
     cache.clear_memory()
-    loaded = get(cache, builder())
+    loaded = get_adder(cache, builder())
     assert loaded is not built and apply(loaded) == 1 and loaded.meta == META
-    assert apply(get(CompileCache(tmp_path), builder())) == 1
+    assert apply(get_adder(CompileCache(tmp_path), builder())) == 1
     assert builder.calls == 1 and compile_count() == before + 1
 
 
@@ -45,15 +45,15 @@ def test_kernels_are_exported_too(tmp_path: Path, kernels: Any) -> None:
         calls.append(1)
         return Compiled(kernels.compile_fill(), {})
 
-    get(CompileCache(tmp_path), build)
-    loaded = get(CompileCache(tmp_path), build)
+    get_adder(CompileCache(tmp_path), build)
+    loaded = get_adder(CompileCache(tmp_path), build)
     assert len(calls) == 1
     with pytest.raises(ValueError, match="device_type=cuda"):
         loaded.function(np.zeros(32, dtype=np.int32), 1)
 
 
 def test_files_are_private(tmp_path: Path, builder: Builder) -> None:
-    get(CompileCache(tmp_path / "new" / "cache"), builder())
+    get_adder(CompileCache(tmp_path / "new" / "cache"), builder())
     folder = tmp_path / "new" / "cache"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "v1").stat().st_mode & 0o777 == 0o700
@@ -77,17 +77,17 @@ def test_every_part_of_the_key_counts(
     tmp_path: Path, builder: Builder, change: dict[str, Any]
 ) -> None:
     cache = CompileCache(tmp_path)
-    get(cache, builder(1))
-    other = get(cache, builder(2), **change)
+    get_adder(cache, builder(1))
+    other = get_adder(cache, builder(2), **change)
     assert apply(other) == 2 and builder.calls == 2
-    assert apply(get(cache, builder())) == 1 and builder.calls == 2
+    assert apply(get_adder(cache, builder())) == 1 and builder.calls == 2
     again = CompileCache(tmp_path)
-    assert apply(get(again, builder(), **change)) == 2 and builder.calls == 2
+    assert apply(get_adder(again, builder(), **change)) == 2 and builder.calls == 2
 
 
 def test_order_of_the_key_does_not_count(tmp_path: Path, builder: Builder) -> None:
-    get(CompileCache(tmp_path), builder(), key={"a": 1, "b": (2, 3)})
-    get(CompileCache(tmp_path), builder(), key={"b": [2, 3], "a": 1})
+    get_adder(CompileCache(tmp_path), builder(), key={"a": 1, "b": (2, 3)})
+    get_adder(CompileCache(tmp_path), builder(), key={"b": [2, 3], "a": 1})
     assert builder.calls == 1
 
 
@@ -96,7 +96,7 @@ def test_sources_versions_and_environment_count(
 ) -> None:
     def misses() -> bool:
         before = builder.calls
-        get(CompileCache(tmp_path), builder())
+        get_adder(CompileCache(tmp_path), builder())
         return builder.calls > before
 
     assert misses() and not misses()
@@ -162,19 +162,19 @@ def test_token_spares_the_key(tmp_path: Path, builder: Builder) -> None:
         made.append(1)
         return {"addend": 1}
 
-    first = get(cache, builder(), key=key, token=("adder", 1))
-    assert get(cache, builder(), key=key, token=("adder", 1)) is first
+    first = get_adder(cache, builder(), key=key, token=("adder", 1))
+    assert get_adder(cache, builder(), key=key, token=("adder", 1)) is first
     assert len(made) == 1
-    assert get(cache, builder(), key=lambda: {"addend": 2}, token=("adder", 2)) is not first
+    assert get_adder(cache, builder(), key=lambda: {"addend": 2}, token=("adder", 2)) is not first
     # The files know the key, not the token.
-    get(CompileCache(tmp_path), builder(), key={"addend": 1})
+    get_adder(CompileCache(tmp_path), builder(), key={"addend": 1})
     assert builder.calls == 2
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, float("nan")])
 def test_keys_that_are_not_json(tmp_path: Path, builder: Builder, value: object) -> None:
     with pytest.raises((TypeError, ValueError)):
-        get(CompileCache(tmp_path), builder(), key={"x": value})
+        get_adder(CompileCache(tmp_path), builder(), key={"x": value})
     assert builder.calls == 0
 
 
@@ -186,10 +186,10 @@ def test_errors_of_the_builder_reach_the_caller(tmp_path: Path, builder: Builder
 
     before = compile_count()
     with pytest.raises(ZeroDivisionError, match="from the builder"):
-        get(cache, fail)
+        get_adder(cache, fail)
     assert compile_count() == before
     assert files_of(tmp_path) == []  # no lock is left behind
-    assert apply(get(cache, builder())) == 1
+    assert apply(get_adder(cache, builder())) == 1
 
 
 # -- damaged and foreign entries ----------------------------------------------------------------
@@ -259,34 +259,34 @@ def _symbolic_link(folder: Path) -> None:
 def test_damaged_entry_is_rebuilt(
     tmp_path: Path, builder: Builder, damage: Callable[[Path], None]
 ) -> None:
-    get(CompileCache(tmp_path), builder())
+    get_adder(CompileCache(tmp_path), builder())
     damage(tmp_path)
-    assert apply(get(CompileCache(tmp_path), builder())) == 1
+    assert apply(get_adder(CompileCache(tmp_path), builder())) == 1
     assert builder.calls == 2
     assert files_of(tmp_path) == [".json", ".o"] and not entry_of(tmp_path, ".o").is_symlink()
-    assert apply(get(CompileCache(tmp_path), builder())) == 1
+    assert apply(get_adder(CompileCache(tmp_path), builder())) == 1
     assert builder.calls == 2
 
 
 def test_entries_of_another_user_are_not_loaded(
     tmp_path: Path, builder: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    get(CompileCache(tmp_path), builder())
+    get_adder(CompileCache(tmp_path), builder())
     me = os.geteuid()
     answers = iter([me])  # the folder is mine, the files are not
     monkeypatch.setattr(os, "geteuid", lambda: next(answers, me + 1))
-    get(CompileCache(tmp_path), builder())
+    get_adder(CompileCache(tmp_path), builder())
     assert builder.calls == 2
 
 
 def test_folder_of_another_user_is_not_used(
     tmp_path: Path, builder: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    get(CompileCache(tmp_path), builder())
+    get_adder(CompileCache(tmp_path), builder())
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     with pytest.warns(RuntimeWarning, match="belongs to the current user"):
-        get(CompileCache(tmp_path), builder())
+        get_adder(CompileCache(tmp_path), builder())
     assert builder.calls == 2
 
 
@@ -294,7 +294,7 @@ def test_folder_that_others_can_write_is_not_used(tmp_path: Path, builder: Build
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1").chmod(0o777)
     with pytest.warns(RuntimeWarning, match="written by other users .mode 777"):
-        assert apply(get(CompileCache(tmp_path), builder())) == 1
+        assert apply(get_adder(CompileCache(tmp_path), builder())) == 1
     assert files_of(tmp_path) == []
 
 
@@ -305,17 +305,17 @@ def test_directory_that_cannot_be_made(tmp_path: Path, builder: Builder) -> None
     (tmp_path / "file").write_text("")
     cache = CompileCache(tmp_path / "file" / "cache")
     with pytest.warns(RuntimeWarning, match="FLASH_MASK_CUTE_CACHE_DIR") as caught:
-        assert apply(get(cache, builder(1))) == 1
-        assert apply(get(cache, builder(2), key={"addend": 2})) == 2
+        assert apply(get_adder(cache, builder(1))) == 1
+        assert apply(get_adder(cache, builder(2), key={"addend": 2})) == 2
     assert len(caught) == 1  # one warning, however many kernels
-    assert apply(get(cache, builder())) == 1 and builder.calls == 2
+    assert apply(get_adder(cache, builder())) == 1 and builder.calls == 2
 
 
 def test_read_only_directory(
     tmp_path: Path, builder: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is there is used, the rest is compiled. (Root may write anywhere: hence the patch.)"""
-    get(CompileCache(tmp_path), builder())
+    get_adder(CompileCache(tmp_path), builder())
     really_open = os.open
 
     def read_only(path: Any, flags: int, *rest: Any, **options: Any) -> int:
@@ -325,9 +325,9 @@ def test_read_only_directory(
 
     monkeypatch.setattr(os, "open", read_only)
     cache = CompileCache(tmp_path)
-    assert apply(get(cache, builder())) == 1 and builder.calls == 1
+    assert apply(get_adder(cache, builder())) == 1 and builder.calls == 1
     with pytest.warns(RuntimeWarning, match="Read-only file system"):
-        assert apply(get(cache, builder(2), key={"addend": 2})) == 2
+        assert apply(get_adder(cache, builder(2), key={"addend": 2})) == 2
     assert files_of(tmp_path) == [".json", ".o"]
 
 
@@ -335,7 +335,7 @@ def test_read_only_directory(
 def test_directory_without_write_permission(tmp_path: Path, builder: Builder) -> None:
     (tmp_path / "v1").mkdir(mode=0o500)
     with pytest.warns(RuntimeWarning, match="Permission denied"):
-        assert apply(get(CompileCache(tmp_path), builder())) == 1
+        assert apply(get_adder(CompileCache(tmp_path), builder())) == 1
 
 
 def test_full_disk(tmp_path: Path, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +345,7 @@ def test_full_disk(tmp_path: Path, builder: Builder, monkeypatch: pytest.MonkeyP
     cache = CompileCache(tmp_path)
     monkeypatch.setattr(os, "replace", no_space)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
-        kernels = [get(cache, builder(n), key={"addend": n}) for n in (1, 2)]
+        kernels = [get_adder(cache, builder(n), key={"addend": n}) for n in (1, 2)]
     assert [apply(kernel) for kernel in kernels] == [1, 2]
     assert files_of(tmp_path) == []
 
@@ -355,7 +355,7 @@ def test_errors_of_the_export_reach_the_caller(tmp_path: Path) -> None:
         return Compiled(lambda x, n: x.fill(7), {})
 
     with pytest.warns(RuntimeWarning), pytest.raises(AttributeError, match="export_to_c"):
-        get(CompileCache(tmp_path), build)
+        get_adder(CompileCache(tmp_path), build)
     assert files_of(tmp_path) == []
 
 
@@ -367,8 +367,8 @@ def test_disabled_by_the_environment(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     cache = CompileCache()
-    assert get(cache, builder()) is get(cache, builder())
-    assert apply(get(CompileCache(), builder())) == 1
+    assert get_adder(cache, builder()) is get_adder(cache, builder())
+    assert apply(get_adder(CompileCache(), builder())) == 1
     assert builder.calls == 2 and list(tmp_path.iterdir()) == []
 
 
@@ -393,7 +393,7 @@ def test_location(
     monkeypatch.setenv("HOME", str(tmp_path))
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value.format(tmp_path))
-    get(CompileCache(), builder())
+    get_adder(CompileCache(), builder())
     assert files_of(tmp_path / expected) == [".json", ".o"]
 
 
@@ -402,7 +402,7 @@ def test_location(
 
 def test_least_recently_used_entries_go_first(tmp_path: Path, builder: Builder) -> None:
     def get(number: int, cache: CompileCache) -> None:
-        get(cache, builder(), key={"number": number})
+        get_adder(cache, builder(), key={"number": number})
 
     unlimited = CompileCache(tmp_path)
     for number in range(3):
@@ -428,7 +428,7 @@ def test_the_new_entry_is_kept_and_leftovers_go(tmp_path: Path, builder: Builder
     for path, age in ((old, 7200), (fresh, 60)):
         path.write_bytes(b"x")
         os.utime(path, (time.time() - age,) * 2)
-    get(CompileCache(tmp_path, max_bytes=0), builder())
+    get_adder(CompileCache(tmp_path, max_bytes=0), builder())
     assert not old.exists() and fresh.exists()
-    get(CompileCache(tmp_path), builder())
+    get_adder(CompileCache(tmp_path), builder())
     assert builder.calls == 1

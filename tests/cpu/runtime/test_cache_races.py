@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached_adders import KERNEL, META, Builder, apply, entry_of, files_of, get
+from cached_adders import KERNEL, META, Builder, apply, entry_of, files_of, get_adder
 
 from flash_mask_cute.runtime import cache as cache_module
 from flash_mask_cute.runtime.cache import CompileCache, Compiled, compile_count, compile_lock
@@ -35,7 +35,9 @@ def test_threads_build_once(tmp_path: Path, adders: Callable[[int], Any]) -> Non
         time.sleep(0.1)
         return Compiled(adders(1), META)
 
-    threads = [threading.Thread(target=lambda: results.append(get(cache, build))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append(get_adder(cache, build))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -57,7 +59,7 @@ def test_builds_of_different_keys_do_not_overlap(tmp_path: Path) -> None:
 
     def run(number: int) -> None:
         with pytest.raises(LookupError):
-            get(cache, build, key={"number": number})
+            get_adder(cache, build, key={"number": number})
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(5)]
     for thread in threads:
@@ -69,7 +71,7 @@ def test_builds_of_different_keys_do_not_overlap(tmp_path: Path) -> None:
 
 def test_hits_do_not_wait_for_a_compile(tmp_path: Path, builder: Builder) -> None:
     cache = CompileCache(tmp_path)
-    first = get(cache, builder())
+    first = get_adder(cache, builder())
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -82,7 +84,7 @@ def test_hits_do_not_wait_for_a_compile(tmp_path: Path, builder: Builder) -> Non
     try:
         assert held.wait(30)
         found = []
-        reader = threading.Thread(target=lambda: found.append(get(cache, builder())))
+        reader = threading.Thread(target=lambda: found.append(get_adder(cache, builder())))
         reader.start()
         reader.join(10)
         assert found == [first]
@@ -95,16 +97,16 @@ def test_builders_may_use_the_cache(tmp_path: Path, builder: Builder) -> None:
     cache = CompileCache(tmp_path)
 
     def outer() -> Compiled:
-        get(cache, builder(2), key={"addend": 2})
+        get_adder(cache, builder(2), key={"addend": 2})
         return builder(1)()
 
-    assert apply(get(cache, outer)) == 1
-    assert apply(get(cache, builder(), key={"addend": 2})) == 2
+    assert apply(get_adder(cache, outer)) == 1
+    assert apply(get_adder(cache, builder(), key={"addend": 2})) == 2
     assert builder.calls == 2 and files_of(tmp_path) == [".json", ".json", ".o", ".o"]
 
 
 def test_lock_held_too_long(tmp_path: Path, builder: Builder) -> None:
-    get(CompileCache(tmp_path), builder())
+    get_adder(CompileCache(tmp_path), builder())
     stem = entry_of(tmp_path, ".o").with_suffix("")
     for path in list((tmp_path / "v1").iterdir()):
         path.unlink()
@@ -112,9 +114,9 @@ def test_lock_held_too_long(tmp_path: Path, builder: Builder) -> None:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.warns(RuntimeWarning, match=r"held for more than 0\.1 s"):
             cache = CompileCache(tmp_path, lock_timeout_s=0.1)
-            assert apply(get(cache, builder())) == 1
+            assert apply(get_adder(cache, builder())) == 1
         assert builder.calls == 2 and files_of(tmp_path) == [".lock"]
-    get(CompileCache(tmp_path), builder())  # a lock file without a holder is no obstacle
+    get_adder(CompileCache(tmp_path), builder())  # a lock file without a holder is no obstacle
     assert builder.calls == 3 and files_of(tmp_path) == [".json", ".o"]
 
 
@@ -197,7 +199,7 @@ def test_racing_processes_compile_once(tmp_path: Path) -> None:
 
 
 def test_forked_child_has_a_fresh_lock(tmp_path: Path, builder: Builder) -> None:
-    get(CompileCache(tmp_path), builder())
+    get_adder(CompileCache(tmp_path), builder())
     assert compile_count() > 0
     held, done = threading.Event(), threading.Event()
 
