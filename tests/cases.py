@@ -90,7 +90,6 @@ class Case:
 
 
 SELF = (1, 63, 0, 129, 255)
-
 DOCS = (17, 1000, 3, 511, 2049, 128, 1, 391)
 
 # Neighbours share what decides the generated code (dtype, head dims, group, layout, mask kind),
@@ -224,7 +223,6 @@ CASES = (
     Case("d160-causal", 1, 255, 255, head_dim=160, causal=True, tier="full"),
     Case("d248-dv184-gqa2-packed", 1, 129, 255, 4, 2, 248, 184, pack_gqa=True, tier="full"),
 )
-
 QUICK_CASES = tuple(case for case in CASES if case.tier == "quick")
 
 # Column intervals, block lists and callables, which compose with each other and with the rest.

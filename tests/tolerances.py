@@ -14,7 +14,6 @@ from torch import Tensor
 # scale < 1e-4; an exponential, by 2^-22 of itself (hardware) or 1e-4 (polynomial of degree 3).
 # It stays below 1e-3 so that losing one of a thousand equal keys shows.
 LSE_ATOL = 6e-4
-
 # tanh.approx.f32 is off by at most this much of its value (PTX ISA).
 TANH_APPROX = 2.0**-10.987
 
