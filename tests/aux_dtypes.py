@@ -1,6 +1,6 @@
 """Callables that read aux tensors of every integer dtype and of bool, and what they mean in torch.
 
-As in `support`, nothing here uses the package, and the CuTe texts import the compiler when they are
+As in `oracle`, nothing here uses the package, and the CuTe texts import the compiler when they are
 traced. The last aux tensor is trained.
 """
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from support import Case, Inputs, make_inputs
+from cases import Case
+from inputs import Inputs, make_inputs
 from torch import Tensor
 from trained_mods import TrainedInputs
 

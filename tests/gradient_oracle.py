@@ -1,6 +1,6 @@
 """Gradients in float64, and the error bound that every test of a backward uses.
 
-As in `support`, nothing here uses the package.
+As in `oracle`, nothing here uses the package.
 """
 
 from __future__ import annotations
@@ -8,18 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from support import (
-    FP64,
-    GARBAGE,
-    NEG_INF,
-    Head,
-    Inputs,
-    OneSequence,
-    Rule,
-    eager_sequence,
-    rule_of,
-    sequences,
-)
+from cases import FP64
+from inputs import GARBAGE, Inputs
+from oracle import NEG_INF, Head, OneSequence, Rule, eager_sequence, rule_of, sequences
 from torch import Tensor
 
 # What a gradient's unit is at least, up to MANY queries, and in proportion to more of them: an

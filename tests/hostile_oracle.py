@@ -1,6 +1,6 @@
 """What a hostile call should give, in float64, dense and by autograd, and how close it has to be.
 
-As in `support`, nothing here uses the package: visible pairs come from `HostileCall.visible`.
+As in `oracle`, nothing here uses the package: visible pairs come from `HostileCall.visible`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from cases import FP64
 from gradient_oracle import FLUSHED
+from oracle import NEG_INF, sequences
 from random_hostile import HostileCall
-from support import FP64, NEG_INF, TANH_APPROX, sequences
+from tolerances import TANH_APPROX
 from torch import Tensor
 
 # slopes of a soft cap on a GPU are held to the bound of one of this size, if they are smaller

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from cases import BF16, FP16, FP32, FP64, Case
 from mask_cases import COLUMNS, MASK_MODS, SCORE_MODS
-from support import BF16, FP16, FP32, FP64, Case
 
 FUZZ_BATCH = 3
 FUZZ_LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 255, 257, 383, 500, 641)

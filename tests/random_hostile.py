@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from cases import BF16, FP16, FP32, FP64
 from mask_cases import (
     COLUMNS,
     FULL,
@@ -25,7 +26,6 @@ from mask_cases import (
     make_columns,
     states_of,
 )
-from support import BF16, FP16, FP32, FP64
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 

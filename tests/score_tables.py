@@ -1,6 +1,6 @@
 """Tables of numbers of any size that a score_mod adds to scores, as additive masks are ported.
 
-As in `support`, nothing here uses the package. A score is what fp32 makes of the scaled product and
+As in `oracle`, nothing here uses the package. A score is what fp32 makes of the scaled product and
 the number, and the oracle is the float64 softmax of that.
 """
 
@@ -11,7 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from support import BF16, FP32, NEG_INF, Case, DenseMasks, make_inputs
+from cases import BF16, FP32, Case
+from dense_masks import DenseMasks
+from inputs import make_inputs
+from oracle import NEG_INF
 from torch import Tensor
 from trained_mods import TrainedInputs, TrainedMasks, TrainedRecipe
 

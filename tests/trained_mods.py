@@ -1,6 +1,6 @@
 """Score modifiers whose aux tensors are trained, and the gradients of these in float64.
 
-As in `support`, nothing here uses the package, and the CuTe texts import the compiler when they are
+As in `oracle`, nothing here uses the package, and the CuTe texts import the compiler when they are
 traced. The trained tensors come last among the aux tensors of a call, after that of a mask_mod.
 """
 
@@ -11,23 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
+from cases import BF16, FP16, FP32, FP64, Case
+from dense_masks import DenseMasks
+from inputs import Inputs, make_inputs
 from mask_cases import Extents
-from support import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    NEG_INF,
-    TANH_APPROX,
-    Case,
-    DenseMasks,
-    Head,
-    Inputs,
-    OneSequence,
-    make_inputs,
-    rule_of,
-    sequences,
-)
+from oracle import NEG_INF, Head, OneSequence, rule_of, sequences
+from tolerances import TANH_APPROX
 from torch import Tensor
 
 REACH = 16

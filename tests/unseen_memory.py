@@ -8,18 +8,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from cases import COLUMN_DOCUMENT_CASES, FP16, FP32, Case
 from gradient_oracle import assert_gradients_close, make_output_gradients
-from support import (
-    COLUMN_DOCUMENT_CASES,
-    FP16,
-    FP32,
-    Case,
-    Inputs,
-    OneSequence,
-    make_inputs,
-    rule_of,
-    sequences,
-)
+from inputs import Inputs, make_inputs
+from oracle import OneSequence, rule_of, sequences
 from torch import Tensor
 
 from flash_mask_cute.masks.column_mask import ColumnMask

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 from launch_recorder import Recorder
 
 from flash_mask_cute import interface
@@ -13,3 +16,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(interface, "_prepared_fwd", {})
     monkeypatch.setattr(interface, "prepare_fwd", recorder.prepare)
     return recorder
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """What torch.compile remembers of other tests decides nothing in this one."""
+    torch._dynamo.reset()
+    yield

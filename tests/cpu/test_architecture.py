@@ -16,6 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "flash_mask_cute"
 MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))
 MAX_LINES = 800
+TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+MAX_TEST_LINES = 700
+# Folders of tests/cpu that are named unlike the folder of the package whose tests they have.
+TEST_FOLDERS = {"bench": "bench", "cpu_path": f"{PACKAGE}/cpu"}
 
 # Arithmetic on ints, device values or tensors, which every layer may use.
 INDEX_RULES = ("block_info", "seqlen_info", "rules.band", "rules.intervals", "limits")
@@ -257,6 +261,22 @@ def test_habits_of_the_package(path: Path) -> None:
     used = set(calls(path))
     assert "print" not in used
     assert not {"os.environ", "os.getenv"} & used or name_in_package(path) == "runtime.cache"
+
+
+def test_files_of_tests_are_short_and_found_by_their_names() -> None:
+    """pytest puts their folders on the path, so that a name tells one file, and no other module."""
+    long = [path for path in TESTS if len(path.read_text().splitlines()) > MAX_TEST_LINES]
+    assert not long, f"more than {MAX_TEST_LINES} lines: {long}"
+    names = [path.stem for path in TESTS]
+    assert sorted(set(names)) == sorted(names), "two files have the same name"
+    assert not sys.stdlib_module_names & set(names)
+
+
+def test_folders_of_cpu_tests_are_those_of_the_package() -> None:
+    folders = [path.name for path in (ROOT / "tests" / "cpu").iterdir() if any(path.glob("*.py"))]
+    assert "call" in folders
+    homes = [ROOT / TEST_FOLDERS.get(name, f"{PACKAGE}/{name}") for name in folders]
+    assert all(home.is_dir() for home in homes), homes
 
 
 INDEX = ROOT / "docs" / "README.md"

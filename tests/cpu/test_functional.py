@@ -1,19 +1,33 @@
-"""Gradients, torch.compile and checkpointing through the public functions, on CPU tensors."""
+"""Gradients and checkpointing through the public functions, on CPU tensors."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from cases import BF16, FP64, Case
+from functional_calls import (
+    FEATURES,
+    NEG_INF,
+    OPERATORS,
+    RTOL,
+    Arguments,
+    by_id,
+    eager_results,
+    inputs_of,
+    int32,
+    qkv,
+    rows_below,
+    run,
+)
 from gradient_oracle import assert_gradients_close, make_output_gradients
+from inputs import make_inputs
 from launch_recorder import Recorder
-from support import BF16, FP32, FP64, Case, Inputs, assert_close_to_oracle, make_inputs
+from tolerances import assert_close_to_oracle
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -22,143 +36,14 @@ from torch.utils.checkpoint import (
 )
 
 import flash_mask_cute
-from flash_mask_cute import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flashmask_attention,
-    functional,
-)
-from flash_mask_cute.autograd import mod_names, passes, torch_ops
+from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention, functional
+from flash_mask_cute.autograd import passes, torch_ops
 from flash_mask_cute.autograd.arguments import LENGTHS
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_fwd
 from flash_mask_cute.masks import column_mask
 from flash_mask_cute.masks.column_mask import ColumnMask
 
-OPERATORS = torch.ops.flash_mask_cute
-NEG_INF = float("-inf")
-# lse is float32, as is what a score_mod computes: 2^-24 of a score moves its exponential so much
-RTOL = 5e-5
-
-SMALL: dict[str, Any] = {"head_dim": 16, "dtype": FP64}
-FEATURES = (
-    Case("full-gqa2", 2, 9, 13, 4, 2, **SMALL),
-    Case("causal-empty-rows", 1, 13, 9, causal=True, **SMALL),
-    Case("window-softcap-sink", 1, 12, 15, window_left=4, window_right=2, softcap=3.0, sink=FP32,
-         **SMALL),
-    Case("scale-dv8", 1, 7, 11, head_dim_v=8, softmax_scale=0.7, **SMALL),
-    Case("scale-0-sink-fp64", 1, 9, 13, causal=True, softmax_scale=0.0, sink=FP64, **SMALL),
-    Case("scale-negative-shifted", 1, 13, 17, softmax_scale=-0.4, window_left=9, window_right=-3,
-         softcap=3.0, strided="unreadable", **SMALL),
-    Case("packed", lengths_q=(5, 0, 7), lengths_k=(6, 3, 9), causal=True, sink=FP32, **SMALL),
-    Case("packed-used", lengths_q=(5, 8), lengths_k=(6, 9), seqused_q=(3, 8), seqused_k=(6, 5),
-         **SMALL),
-    Case("columns1-causal", 2, 20, 24, 2, 1, causal=True, column="random1", **SMALL),
-    Case("columns2-q", 1, 20, 24, 2, 1, column="random2", column_heads="q", **SMALL),
-    Case("columns4", 1, 20, 24, column="random4", **SMALL),
-    Case("columns-packed", lengths_q=(9, 5), lengths_k=(12, 4), causal=True, column="random1",
-         **SMALL),
-    Case("mask_mod-aux", 1, 20, 20, mask_mod="documents", **SMALL),
-    Case("blocks-mask_mod", 1, 40, 40, mask_mod="checks", blocks=(16, 16), **SMALL),
-    Case("blocks-alone", 1, 40, 24, blocks=(16, 16), **SMALL),
-    Case("score_mod", 1, 12, 15, causal=True, softcap=4.0, score_mod="scale", **SMALL),
-    Case("score_mod-aux", 1, 12, 15, score_mod="t5", **SMALL),
-    Case("everything-packed", heads_q=4, heads_kv=2, lengths_q=(20, 11), lengths_k=(24, 17),
-         causal=True, window_left=18, softcap=5.0, sink=FP32, column="random1", column_heads="kv",
-         mask_mod="checks", score_mod="t5", blocks=(16, 16), **SMALL),
-)  # fmt: skip
-by_id = pytest.mark.parametrize("case", FEATURES, ids=lambda case: case.id)
-
-
-class Arguments(NamedTuple):
-    """A call of a public function: `function(*operands, **keywords)`, a sink among the operands."""
-
-    function: Callable[..., Any]
-    operands: dict[str, Tensor]
-    keywords: dict[str, Any]
-
-    @staticmethod
-    def of(inputs: Inputs, **more: Any) -> Arguments:
-        keywords = inputs.keywords | {"return_lse": True} | more
-        window = keywords.pop("window_size_left"), keywords.pop("window_size_right")
-        keywords["window_size"] = tuple(-1 if side is None else side for side in window)
-        if "block_sparse_tensors_torch" in keywords:
-            keywords["block_sparse_tensors"] = keywords.pop("block_sparse_tensors_torch")
-        sink = keywords.pop("learnable_sink")
-        operands = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "learnable_sink": sink}
-        is_dense = all(keywords.get(name) is None for name in LENGTHS)
-        if is_dense:
-            for name in LENGTHS:
-                keywords.pop(name, None)
-        return Arguments(
-            flash_attn_func if is_dense else flash_attn_varlen_func,
-            {name: x for name, x in operands.items() if x is not None},
-            keywords,
-        )
-
-    def leaves(self) -> Arguments:
-        """With operands of their own that require gradients."""
-        operands = {
-            name: torch.empty_like(x).copy_(x).requires_grad_() for name, x in self.operands.items()
-        }
-        return self._replace(operands=operands)
-
-    def __call__(self) -> Any:
-        return self.function(**self.operands, **self.keywords)
-
-
-class Results(NamedTuple):
-    """What a call returns, and its gradients for gradients that `make_output_gradients` made."""
-
-    out: Tensor
-    lse: Tensor
-    gradients: dict[str, Tensor | None]
-
-    def assert_equal(self, other: Results) -> None:
-        torch.testing.assert_close(self, other, rtol=0, atol=0, equal_nan=False)
-
-
-def run(inputs: Inputs, arguments: Arguments, call: Callable[..., Any] | None = None) -> Results:
-    """call: what to call instead of the function, with its arguments."""
-    leaves = arguments.leaves()
-    out, lse = (call or leaves.function)(**leaves.operands, **leaves.keywords)
-    torch.autograd.backward((out, lse), make_output_gradients(inputs))
-    gradients = {f"d{name}": x.grad for name, x in leaves.operands.items()}
-    gradients["dsink"] = gradients.pop("dlearnable_sink", None)
-    return Results(out.detach(), lse.detach(), gradients)
-
-
-@lru_cache
-def inputs_of(case: Case) -> Inputs:
-    return make_inputs(case)
-
-
-@lru_cache
-def eager_results(case: Case) -> Results:
-    inputs = inputs_of(case)
-    return run(inputs, Arguments.of(inputs))
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-
-
-def qkv(
-    *, batch: int = 1, seqlen: int = 12, heads: int = 2, dim: int = 16, dtype: torch.dtype = FP64
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(batch, seqlen, heads, dim, generator=generator) for _ in range(3))
-    return tuple(x.to(dtype).requires_grad_() for x in (q, k, v))  # type: ignore[return-value]
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def rows_below(limit: int, keys: int) -> Tensor:
-    """Causal column intervals: each key hides the queries from `limit` on."""
-    return torch.full((1, 1, keys, 1), limit, dtype=torch.int32)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 # -- gradients ----------------------------------------------------------------------------------
@@ -559,312 +444,6 @@ def test_saved_tensors_elsewhere() -> None:
     inputs, arguments = (x := inputs_of(FEATURES[-1])), Arguments.of(x)
     with torch.autograd.graph.save_on_cpu():
         run(inputs, arguments).assert_equal(eager_results(FEATURES[-1]))
-
-
-# -- torch.compile ------------------------------------------------------------------------------
-
-
-@by_id
-def test_compiled_equals_eager(case: Case) -> None:
-    inputs = inputs_of(case)
-    arguments = Arguments.of(inputs)
-    compiled = torch.compile(arguments.function, fullgraph=True, backend="aot_eager")
-    run(inputs, arguments, compiled).assert_equal(eager_results(case))
-
-
-def test_a_scale_in_a_tensor() -> None:
-    """It is read once: what it holds when the backward runs does not matter."""
-    q, k, v = (x.requires_grad_() for x in qkv())
-    expected = flash_attn_func(q, k, v, -0.3, window_size=(5, -2))
-    wanted = torch.autograd.grad(expected.sin().sum(), (q, k, v))
-    for call in (flash_attn_func, torch.compile(flash_attn_func, backend="aot_eager")):
-        scale = torch.tensor(-0.3, dtype=FP64)
-        out = call(q, k, v, scale, window_size=(5, -2))
-        scale.fill_(7.0)
-        assert torch.equal(out, expected)
-        gradients = torch.autograd.grad(out.sin().sum(), (q, k, v))
-        assert all(torch.equal(x, y) for x, y in zip(gradients, wanted, strict=True))
-
-
-def test_compiled_masks_follow_their_contents() -> None:
-    """Lists and columns are inputs of the graph: nothing of the first call's is remembered."""
-    q, k, v = qkv(seqlen=40)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def call(columns: Tensor, counts: Tensor, blocks: Tensor) -> Tensor:
-        lists = flash_mask_cute.BlockSparseTensorsTorch(counts, blocks, block_size=(20, 20))
-        return flash_attn_func(
-            q, k, v, causal=True, startend_row_indices=columns + 1, block_sparse_tensors=lists
-        )
-
-    blocks = int32(0, 1, 0, 1).view(1, 1, 2, 2)
-    for limit, counts in ((30, (1, 2)), (20, (1, 2)), (20, (1, 1)), (30, (0, 2))):
-        columns, cnt = rows_below(limit, 40), int32(*counts).view(1, 1, 2)
-        lists = flash_mask_cute.BlockSparseTensorsTorch(cnt, blocks, block_size=(20, 20))
-        expected = flash_attn_func(
-            q, k, v, causal=True, startend_row_indices=columns + 1, block_sparse_tensors=lists
-        )
-        assert torch.equal(call(columns, cnt, blocks), expected), (limit, counts)
-
-
-def test_operators_hand_lists_over_under_no_known_identity(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A compiled graph may write other lists into the same tensors, which torch does not count."""
-    q, k, v = qkv(seqlen=40)
-    given = int32(1, 2).view(1, 1, 2), int32(0, 1, 0, 1).view(1, 1, 2, 2)
-    lists = flash_mask_cute.BlockSparseTensorsTorch(*given, block_size=(20, 20))
-    found: list[Any] = []
-    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
-        half = getattr(passes, name)
-
-        def watch(*args: Any, half: Any = half, **keywords: Any) -> Any:
-            found.append(keywords["block_sparse_tensors_torch"])
-            return half(*args, **keywords)
-
-        monkeypatch.setattr(passes, name, watch)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_func(q, k, v, block_sparse_tensors=lists)
-
-    torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v).sum().backward()
-    call(q, k, v).sum().backward()
-    assert len(found) == 4
-    for seen, is_eager in zip(found, (False, False, True, True), strict=True):
-        assert seen.block_size == (20, 20)
-        for tensor, original in zip(seen[:2], given, strict=True):
-            assert tensor.data_ptr() == original.data_ptr()
-            assert (tensor is original) == is_eager
-
-
-def test_a_column_mask_made_in_the_graph() -> None:
-    q, k, v = qkv()
-
-    def call(limit: Tensor) -> Tensor:
-        indices = rows_below(0, 12) + limit
-        return flash_attn_func(q, k, v, startend_row_indices=ColumnMask(indices, True))
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for limit in (int32(9), int32(5)):
-        assert torch.equal(compiled(limit), call(limit))
-
-
-def test_one_graph_serves_all_lengths() -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(flash_attn_func, fullgraph=True, backend=backend, dynamic=True)
-    for seqlen in (12, 20, 40):
-        q, k, v = (x.detach() for x in qkv(batch=seqlen // 4, seqlen=seqlen))
-        mask = ColumnMask(rows_below(seqlen - 3, seqlen), True)
-        assert torch.equal(
-            compiled(q, k, v, startend_row_indices=mask),
-            flash_attn_func(q, k, v, startend_row_indices=mask),
-        )
-    assert len(graphs) == 1
-
-
-def test_windows_may_be_symbols() -> None:
-    """As in traces with dynamic shapes."""
-    q = torch.randn(1, 12, 2, 8)
-
-    def attend(x: Tensor) -> Tensor:
-        out: Tensor = flash_attn_func(x, x, x, window_size=(x.shape[1] // 4, None))
-        return out
-
-    traced = make_fx(attend, tracing_mode="symbolic")(q)
-    torch.testing.assert_close(traced(q), attend(q))
-    exported = torch.export.export(_Calls(attend), (q,), strict=False).module()
-    torch.testing.assert_close(exported(q), attend(q))
-
-
-def test_a_wrong_value_is_named_by_a_compiled_call() -> None:
-    torch._dynamo.reset()
-    q = torch.randn(1, 12, 2, 8)
-    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
-    assert (compiled(q, q, q, window_size=(-2, 0)) == 0).all()
-    with pytest.raises(ValueError, match="softcap.*got -2"):
-        compiled(q, q, q, softcap=-2.0)
-
-
-class _Calls(torch.nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self._function(*args)
-
-
-def test_export() -> None:
-    q, k, v = (x.detach() for x in qkv())
-
-    class Layer(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return flash_attn_func(q, k, v, causal=True, return_lse=True)
-
-    exported = torch.export.export(Layer(), (q, k, v)).module()
-    for found, expected in zip(exported(q, k, v), Layer()(q, k, v), strict=True):
-        assert torch.equal(found, expected)
-
-
-# -- operators ----------------------------------------------------------------------------------
-
-CHECKED = [case for case in FEATURES if case.id in (
-    "window-softcap-sink", "columns-packed", "mask_mod-aux", "blocks-mask_mod", "everything-packed",
-)]  # fmt: skip
-
-
-def operator_arguments(case: Case) -> dict[str, tuple[Any, ...]]:
-    """The arguments of each operator in a call with gradients."""
-    found: dict[str, tuple[Any, ...]] = {}
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func.namespace == "flash_mask_cute":
-                found[func._opname] = args
-            return func(*args, **(kwargs or {}))
-
-    inputs = inputs_of(case)
-    with Watch():
-        run(inputs, Arguments.of(inputs)).assert_equal(eager_results(case))
-    return found
-
-
-@pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.id)
-def test_opcheck(case: Case) -> None:
-    arguments = operator_arguments(case)
-    assert ("column_bounds" in arguments) == (case.column is not None)
-    for name, given in arguments.items():
-        detached = [x.detach() if isinstance(x, Tensor) else x for x in given]
-        if name == "attention_fwd":
-            for x in detached[:4]:
-                if x is not None:
-                    x.requires_grad_()
-        torch.library.opcheck(getattr(OPERATORS, name).default, tuple(detached))
-
-
-def test_operators_know_shapes_of_any_strides() -> None:
-    """What a transposed q and a packed one give, without computing."""
-    from torch._subclasses import FakeTensorMode
-
-    inputs = make_inputs(Case("fake", 1, 9, 12, head_dim=16, dtype=FP64, strided="transposed"))
-    with FakeTensorMode() as mode:
-        q, k, v = (mode.from_tensor(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-        out, lse = flash_attn_func(q, k, v, return_lse=True)
-        grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
-    real_out, real_lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v)
-    for fake, real in ((out, real_out), (lse, real_lse)):
-        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-    real_grads = run(inputs, Arguments.of(inputs)).gradients
-    for fake, name in zip(grads, ("dq", "dk", "dv"), strict=True):
-        real = real_grads[name]
-        assert real is not None and (fake.shape, fake.dtype) == (real.shape, real.dtype)
-
-
-# -- callables as names -------------------------------------------------------------------------
-
-
-def make_mod(factor: float) -> tuple[Callable[..., Any], Callable[[float], None]]:
-    """A score_mod that multiplies, and what changes its factor."""
-
-    def mod(score: Any, b: Any, h: Any, i: Any, j: Any, aux: Any) -> Any:
-        return score * factor
-
-    def change(value: float) -> None:
-        nonlocal factor
-        factor = value
-
-    return mod, change
-
-
-class Scaling:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, score: Any, b: Any, h: Any, i: Any, j: Any, aux: Any) -> Any:
-        return score * self.factor
-
-    def method(self, score: Any, b: Any, h: Any, i: Any, j: Any, aux: Any) -> Any:
-        return score * self.factor
-
-
-def test_names_of_callables() -> None:
-    name_of = mod_names.optional_name
-    (first, change), (second, _) = make_mod(2.0), make_mod(2.0)
-    name = name_of(first)
-    assert name is not None and name_of(None) is None
-    assert name_of(first) == name
-    assert name_of(second) != name
-    change(3.0)
-    assert name_of(first) != name
-    change(2.0)
-    assert name_of(first) == name
-    assert mod_names.optional_mod(name) is first
-    scaling = Scaling(2.0)
-    assert name_of(scaling.method) == name_of(scaling.method) != name_of(Scaling(2.0).method)
-    with pytest.raises(RuntimeError, match="no callable is known as 'py3:0#0'"):
-        mod_names.optional_mod("py3:0#0")
-    with pytest.raises(TypeError, match="tensor"):
-        held = torch.ones(2)
-        name_of(lambda score, *_: score * held)
-
-
-@pytest.mark.parametrize("kind", ["function", "object", "method", "made in the graph"])
-def test_compiled_callables(kind: str) -> None:
-    q, k, v = qkv()
-    scaling = Scaling(2.0)
-    mods: dict[str, Callable[[], Any]] = {
-        "function": lambda: MOD,
-        "object": lambda: scaling,
-        "method": lambda: scaling.method,
-        "made in the graph": lambda: lambda score, *_: score * 2.0,
-    }
-    MOD = make_mod(2.0)[0]
-    get = mods[kind]
-    expected = flash_attn_func(q, k, v, score_mod=MOD)
-
-    def call() -> Tensor:
-        return flash_attn_func(q, k, v, score_mod=get())
-
-    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(), expected)
-
-
-@pytest.mark.parametrize("kind", ["closure", "object", "method"])
-def test_each_callable_has_a_graph(kind: str) -> None:
-    """Also where all have the same code."""
-    q, k, v = qkv()
-    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
-    results = []
-    for factor in (2.0, 3.0):
-        mod: Callable[..., Any] = Scaling(factor)
-        if kind == "closure":
-            mod = make_mod(factor)[0]
-        elif kind == "method":
-            mod = Scaling(factor).method
-        results.append(compiled(q, k, v, score_mod=mod))
-        assert torch.equal(results[-1], flash_attn_func(q, k, v, score_mod=mod))
-    assert (results[0] != results[1]).any()
-
-
-def test_a_compiled_call_follows_its_callable() -> None:
-    """As an eager call does, where a closure changes after the graph was made."""
-    q, k, v = qkv()
-    mod, change = make_mod(2.0)
-    compiled = torch.compile(
-        lambda: flash_attn_func(q, k, v, score_mod=mod), fullgraph=True, backend="aot_eager"
-    )
-    results = []
-    for factor in (2.0, 3.0):
-        change(factor)
-        results.append(compiled())
-        assert torch.equal(results[-1], flash_attn_func(q, k, v, score_mod=mod))
-    assert (results[0] != results[1]).any()
 
 
 def test_exports() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import cutlass.cute as cute
 import pytest
 import torch
-from test_functional import int32, qkv, rows_below
+from functional_calls import int32, qkv, rows_below
 from torch.autograd import forward_ad
 
 from flash_mask_cute import (
@@ -19,8 +19,8 @@ from flash_mask_cute import (
 )
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_second_derivatives_are_refused() -> None:
-    torch._dynamo.reset()
     q, k, v = qkv()
     out = flash_attn_func(q, k, v)
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)

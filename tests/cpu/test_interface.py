@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from cases import BF16, FP32, FP64, Case
+from inputs import make_inputs
 from launch_recorder import Recorder
 from mask_cases import MASK_MODS
-from support import BF16, FP32, FP64, Case, assert_close_to_oracle, make_inputs
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 import flash_mask_cute

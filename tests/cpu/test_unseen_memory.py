@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import FP32, Case, Inputs, assert_close_to_oracle, make_inputs
+from cases import FP32, Case
+from inputs import Inputs, make_inputs
+from tolerances import assert_close_to_oracle
 from unseen_memory import (
     EMPTY_CASES,
     UNUSED_CASES,

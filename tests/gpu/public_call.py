@@ -1,11 +1,13 @@
-"""The public call on a GPU for the inputs of `support`, and what every such call must keep to."""
+"""The public call on a GPU for `inputs.Inputs`, and what every such call must keep to."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from support import GuardedOutputs, Inputs, assert_close_to_oracle
+from guarded_outputs import GuardedOutputs
+from inputs import Inputs
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.interface import _flash_attn_fwd

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from random_cases import random_case, random_mask_case
-from support import (
+from cases import (
     BF16,
     CASES,
     DOCUMENT_CASES,
@@ -20,10 +18,11 @@ from support import (
     STORED_CASES,
     STORED_VARLEN_CASES,
     Case,
-    GuardedOutputs,
-    Inputs,
-    make_inputs,
 )
+from gradient_oracle import assert_gradients_close, make_output_gradients
+from guarded_outputs import GuardedOutputs
+from inputs import Inputs, make_inputs
+from random_cases import random_case, random_mask_case
 from torch import Tensor
 
 import flash_mask_cute

@@ -5,19 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import BF16, CASES, FP32, Case
+from guarded_outputs import GuardedOutputs
+from inputs import Inputs, make_growing_inputs, make_inputs
 from public_call import check, check_replay, forward
 from random_cases import random_case
-from support import (
-    BF16,
-    CASES,
-    FP32,
-    Case,
-    GuardedOutputs,
-    Inputs,
-    assert_close_to_oracle,
-    make_growing_inputs,
-    make_inputs,
-)
+from tolerances import assert_close_to_oracle
 
 import flash_mask_cute
 from flash_mask_cute.interface import _flash_attn_fwd

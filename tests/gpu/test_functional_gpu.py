@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from cases import BF16, FP32, FP64, Case
 from gradient_oracle import assert_gradients_close, make_output_gradients
-from support import BF16, FP32, FP64, Case, Inputs, assert_close_to_oracle, make_inputs
+from inputs import Inputs, make_inputs
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint

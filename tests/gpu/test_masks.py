@@ -10,20 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import BF16, DOCUMENT_CASES, MASK_CASES, STORED_CASES, STORED_VARLEN_CASES, Case
+from inputs import Inputs, make_inputs
 from mask_cases import CAUSAL_OFFSET, MASK_MODS
 from public_call import check, check_replay, forward
 from random_cases import random_mask_case
-from support import (
-    BF16,
-    DOCUMENT_CASES,
-    MASK_CASES,
-    STORED_CASES,
-    STORED_VARLEN_CASES,
-    Case,
-    Inputs,
-    assert_close_to_oracle,
-    make_inputs,
-)
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 import flash_mask_cute

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import Case, assert_close_to_oracle, make_inputs
+from cases import Case
+from inputs import make_inputs
+from tolerances import assert_close_to_oracle
 
 pytestmark = pytest.mark.gpu
 

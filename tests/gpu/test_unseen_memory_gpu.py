@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import Case
+from inputs import Inputs, make_inputs
 from public_call import forward
-from support import Case, Inputs, assert_close_to_oracle, make_inputs
 from test_flash_bwd import backward
+from tolerances import assert_close_to_oracle
 from unseen_memory import (
     EMPTY_CASES,
     UNUSED_CASES,

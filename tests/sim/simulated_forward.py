@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from support import Inputs, assert_close_to_oracle
+from inputs import Inputs
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction

@@ -12,9 +12,9 @@ import aux_dtypes
 import pytest
 import torch
 from aux_dtypes import CASES, make_all_dtypes, plain_inputs, visible_of
+from cases import Case
 from gradient_oracle import make_output_gradients
 from simulated_forward import run_sim
-from support import Case
 from trained_mods import assert_aux_gradients_close
 
 # as the software GPU is, so that these tests run on either

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Case
 from gradient_oracle import make_output_gradients
-from support import Case
 from test_flash_bwd_sim import DELAY_SEEDS, run_sim
 from trained_mods import TRAINED_CASES, assert_aux_gradients_close, make_trained
 

@@ -16,7 +16,9 @@ from typing import NamedTuple
 import pytest
 import simulated_forward
 import torch
-from support import Case, DenseMasks, Inputs, make_inputs
+from cases import Case
+from dense_masks import DenseMasks
+from inputs import Inputs, make_inputs
 from torch import Tensor
 
 from flash_mask_cute import ColumnMask, builders

@@ -213,6 +213,61 @@ def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
     return num_stats * tile_m + (has_marks * -(-tile_m // 128) * 4)
 
 
+class GivenRows(NamedTuple):
+    """What the preprocess reads of each row: (..., heads, head_dim_v) or (..., heads)."""
+
+    o: Tensor
+    do: Tensor
+    lse: Tensor
+    dlse: Tensor
+    low: Tensor
+
+
+def expected_statistics(
+    seqs: Sequences, tile_m: int, given: GivenRows, sink: Tensor, any_size: bool
+) -> tuple[Tensor, Tensor]:
+    """Statistics (heads, blocks, 2 or 3, tile_m) and parts of dsink (heads, blocks) in float64."""
+    blocks = seqs.num_blocks(tile_m)
+    expected = torch.zeros(HEADS, blocks, 2 + any_size, tile_m, dtype=torch.float64)
+    expected[:, :, 0] = INF
+    parts = torch.zeros(HEADS, blocks, dtype=torch.float64)
+    for block, b, rows in seqs.blocks(tile_m):
+        rows = slice(rows.start, min(rows.stop, seqs.used_of(b)))
+        if rows.start >= rows.stop:
+            continue
+        o, do, lse, dlse, low = (seqs.of(x, b)[rows].double() for x in given)
+        reference = torch.where((lse.abs() >= 1024) & lse.isfinite(), lse, 0.0)
+        delta = torch.where(lse == -INF, 0.0, (o * do).sum(-1) - dlse)
+        kept = torch.where(lse == -INF, INF, lse)
+        if any_size:
+            kept = (kept - reference) + low
+            expected[:, block, 2, : delta.shape[0]] = reference.mT
+        expected[:, block, 0, : delta.shape[0]] = kept.mT / math.log(2)
+        expected[:, block, 1, : delta.shape[0]] = delta.mT
+        parts[:, block] = -((sink.double() - kept).exp() * delta).sum(0)
+    return expected, parts
+
+
+def spoil_rows_that_see_nothing(
+    seqs: Sequences, tile_m: int, q: Tensor, do: Tensor, lse: Tensor
+) -> Tensor:
+    """Writes into q and do, and returns which rows (heads, blocks, tile_m) are to be marked.
+
+    Every second row that sees nothing is finite, but for the first column of Q in some.
+    """
+    hostile = torch.zeros(HEADS, seqs.num_blocks(tile_m), tile_m, dtype=torch.bool)
+    for block, b, rows in seqs.blocks(tile_m):
+        for row in range(rows.start, min(rows.stop, seqs.used_of(b))):
+            if row % 14 == 3:
+                seqs.of(do, b)[row] = 1.0
+            if row % 5 == 3:
+                seqs.of(q, b)[row, :, 0] = NAN
+            q_, do_, lse_ = (seqs.of(x, b)[row] for x in (q, do, lse))
+            is_finite = q_.isfinite().all(-1) & do_.isfinite().all(-1)
+            hostile[:, block, row - rows.start] = (lse_ == -INF) & ~is_finite
+    return hostile
+
+
 def check_preprocess(
     simulator: ModuleType,
     seqs: Sequences,
@@ -260,37 +315,14 @@ def check_preprocess(
         zeroed = torch.empty(HEADS, blocks, tile_m * tile_cols(head_dim_v, tile_m))
     parts = torch.empty(HEADS, blocks)
 
-    expected = torch.zeros(HEADS, blocks, 2 + any_size, tile_m, dtype=torch.float64)
-    expected[:, :, 0] = INF
-    expected_parts = torch.zeros(HEADS, blocks, dtype=torch.float64)
-    for block, b, rows in seqs.blocks(tile_m):
-        rows = slice(rows.start, min(rows.stop, seqs.used_of(b)))
-        if rows.start >= rows.stop:
-            continue
-        o_, do_, lse_, dlse_, low_ = (seqs.of(x, b)[rows].double() for x in (o, do, lse, dlse, low))
-        reference = torch.where((lse_.abs() >= 1024) & lse_.isfinite(), lse_, 0.0)
-        delta = torch.where(lse_ == -INF, 0.0, (o_ * do_).sum(-1) - dlse_)
-        kept = torch.where(lse_ == -INF, INF, lse_)
-        if any_size:
-            kept = (kept - reference) + low_
-            expected[:, block, 2, : delta.shape[0]] = reference.mT
-        expected[:, block, 0, : delta.shape[0]] = kept.mT / math.log(2)
-        expected[:, block, 1, : delta.shape[0]] = delta.mT
-        expected_parts[:, block] = -((sink.double() - kept).exp() * delta).sum(0)
+    expected, expected_parts = expected_statistics(
+        seqs, tile_m, GivenRows(o, do, lse, dlse, low), sink, any_size
+    )
     of_sequences = [block for block, _, _ in seqs.blocks(tile_m)]
-    q, hostile = None, torch.zeros(HEADS, blocks, tile_m, dtype=torch.bool)
+    q, hostile = None, torch.zeros(0)
     if marked_dim is not None:
         q = draw(*seqs.extents(), HEADS, marked_dim).to(dtype)
-        for block, b, rows in seqs.blocks(tile_m):
-            # every second row that sees nothing is finite, but for the first column of Q in some
-            for row in range(rows.start, min(rows.stop, seqs.used_of(b))):
-                if row % 14 == 3:
-                    seqs.of(do, b)[row] = 1.0
-                if row % 5 == 3:
-                    seqs.of(q, b)[row, :, 0] = NAN
-                q_, do_, lse_ = (seqs.of(x, b)[row] for x in (q, do, lse))
-                is_finite = q_.isfinite().all(-1) & do_.isfinite().all(-1)
-                hostile[:, block, row - rows.start] = (lse_ == -INF) & ~is_finite
+        hostile = spoil_rows_that_see_nothing(seqs, tile_m, q, do, lse)
 
     flags = has_dlse, sink_dtype, clears, marked_dim, any_size
     extras = Extras(seqs.is_packed, seqs.used is not None, *flags)

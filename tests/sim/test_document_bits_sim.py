@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DOCUMENT_CASES, Case
+from inputs import Inputs, make_inputs
 from simulated_forward import launch_on_simulator, run_sim
-from support import DOCUMENT_CASES, Case, Inputs, make_inputs
 from torch import Tensor
 
 from flash_mask_cute.call import mask_bits_plan

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
-from support import (
+from cases import (
     BF16,
     COLUMN_DOCUMENT_CASES,
     DOCUMENT_CASES,
@@ -20,10 +19,10 @@ from support import (
     STORED_CASES,
     STORED_VARLEN_CASES,
     Case,
-    Inputs,
-    calls_of,
-    make_inputs,
 )
+from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
+from inputs import Inputs, make_inputs
+from recording import calls_of
 from torch import Tensor
 from unseen_memory import (
     EMPTY_CASES,

@@ -12,9 +12,7 @@ import mask_cases
 import pytest
 import simulated_forward
 import torch
-from mask_cases import Extents, MaskRecipe, ScoreRecipe
-from simulated_forward import DELAY_SEEDS
-from support import (
+from cases import (
     BF16,
     COLUMN_DOCUMENT_CASES,
     FP16,
@@ -24,12 +22,12 @@ from support import (
     STORED_CASES,
     STORED_VARLEN_CASES,
     Case,
-    Inputs,
-    assert_close_to_oracle,
-    calls_of,
-    make_growing_inputs,
-    make_inputs,
 )
+from inputs import Inputs, make_growing_inputs, make_inputs
+from mask_cases import Extents, MaskRecipe, ScoreRecipe
+from recording import calls_of
+from simulated_forward import DELAY_SEEDS
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 

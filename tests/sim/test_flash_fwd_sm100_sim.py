@@ -9,17 +9,9 @@ import mask_cases
 import pytest
 import simulated_forward
 import torch
-from support import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    MASK_CASES,
-    Case,
-    assert_close_to_oracle,
-    make_growing_inputs,
-    make_inputs,
-)
+from cases import BF16, FP16, FP32, FP64, MASK_CASES, Case
+from inputs import make_growing_inputs, make_inputs
+from tolerances import assert_close_to_oracle
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
 from flash_mask_cute import builders

@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
+from cases import Case
 from example_modules import ROOT, load_example
 from gradient_oracle import assert_gradients_close, make_output_gradients
-from support import Case, make_inputs
+from inputs import make_inputs
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 

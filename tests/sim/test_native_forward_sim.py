@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Case
+from dense_masks import DenseMasks
 from example_modules import ROOT, load_example
-from support import Case, DenseMasks, Inputs, assert_close_to_oracle, make_inputs
+from inputs import Inputs, make_inputs
+from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute import compute_block_sparsity

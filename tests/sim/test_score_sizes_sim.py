@@ -6,11 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from cases import BF16, FP16, FP32, Case
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from score_tables import TABLES, make_tabled
 from simulated_forward import launch_on_simulator, run_sim
-from support import BF16, FP16, FP32, Case, lse_tolerance
 from test_flash_bwd_sim import launch
+from tolerances import lse_tolerance
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]

@@ -6,9 +6,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from cases import FP16, FP32, Case
 from score_tables import TABLES, make_tabled
 from simulated_forward import launch_on_simulator, run_sim
-from support import FP16, FP32, Case, lse_tolerance
+from tolerances import lse_tolerance
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 

@@ -17,6 +17,8 @@ import test_document_split_sim
 import test_flash_bwd_sim
 import test_key_block_bounds_sim
 import test_slow_roles_sm100_sim
+from cases import Case
+from inputs import make_inputs
 from simulated_forward import run_sim
 from slow_roles import (
     ISLANDS,
@@ -27,7 +29,6 @@ from slow_roles import (
     launched,
     with_each_role_slow,
 )
-from support import Case, make_inputs
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 

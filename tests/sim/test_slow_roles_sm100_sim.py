@@ -6,9 +6,10 @@ from functools import partial
 from types import ModuleType
 
 import pytest
+from cases import Case
+from inputs import make_inputs
 from simulated_forward import run_sim
 from slow_roles import ISLANDS, SEED, Slowed, add_islands, with_each_role_slow
-from support import Case, make_inputs
 
 ARCH = "sm_100a"
 

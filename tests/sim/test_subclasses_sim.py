@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Case
+from inputs import Inputs, make_inputs
 from simulated_forward import launch_on_simulator
-from support import Case, Inputs, make_inputs
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 

@@ -1,0 +1,391 @@
+"""When the answers of a mask_mod are stored for all heads, and what the launch passes on then."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import cutlass.cute as cute
+import pytest
+import torch
+from cases import Case
+from inputs import make_inputs
+from launch_recorder import Recorder
+
+from flash_mask_cute import explain
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.call import mask_bits_plan
+from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.kernels_bwd import BwdKernels
+from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.call.prepared import KernelForward
+from flash_mask_cute.call.prepared_bwd import KernelBackward
+from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.mask_prep.mask_bits import SequenceStoring
+from flash_mask_cute.mods.traits import find_reliance
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.target import Target
+
+TARGET = Target.default()
+INT32 = "int32"
+
+
+def causal(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return k <= q
+
+
+def by_batch(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return aux[0][b[0], q[0]] == aux[0][b[0], k[0]]
+
+
+def by_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return q < aux[0][h[0], k[0]]
+
+
+def by_parity_of_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return ((q + h) % 2 == 0) & (b >= 0)
+
+
+def by_many_powers_of_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    for _ in range(60):
+        h = h * h
+    return q + h > k
+
+
+def idly_by_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    _ = h + 1
+    return k <= q
+
+
+def unaware(*arguments: Any) -> Any:
+    return arguments[3] <= arguments[2]
+
+
+def passes_all_on(*arguments: Any) -> Any:
+    return by_parity_of_head(*arguments)
+
+
+@cute.jit
+def branches(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return k[0] <= q[0] if q[0] > 3 else k[0] > q[0]
+
+
+@cute.jit
+def by_head_in_a_branch(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    answer = k[0] <= q[0]
+    if q[0] > 3:
+        answer = k[0] <= h[0]
+    return answer
+
+
+@cute.jit
+def by_head_in_a_loop(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    reach = q[0]
+    for _ in range(h[0]):
+        reach += 1
+    return k[0] <= reach
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "rank", "batch", "head"),
+    [
+        (causal, 0, False, False),
+        (unaware, 0, False, False),
+        (branches, 0, False, False),
+        (by_batch, 2, True, False),
+        (by_head, 2, False, True),
+        (by_parity_of_head, 0, True, True),
+        (passes_all_on, 0, True, True),
+        (by_head_in_a_branch, 0, False, True),
+        (by_head_in_a_loop, 0, False, True),
+        (by_many_powers_of_head, 0, False, True),
+        (idly_by_head, 0, False, True),
+    ],
+)
+def test_what_a_callable_relies_on(mask_mod: Any, rank: int, batch: bool, head: bool) -> None:
+    """Seen in its operations; what is used for nothing counts as used."""
+    aux = ((INT32, rank),) if rank else ()
+    problem = AttentionProblem("bfloat16", 64, 64, mask_mod=callable_key(mask_mod), aux=aux)
+    assert find_reliance(mask_mod, problem) == (batch, head)
+
+
+def call_of(case: Case, **more: Any) -> AttentionCall:
+    inputs = make_inputs(case)
+    operands = inputs.q, inputs.k, inputs.v
+    return AttentionCall.of(Direction.FORWARD, *operands, **(inputs.keywords | more))
+
+
+def choose(case: Case, **more: Any) -> tuple[ExecutionPlan, Any]:
+    """The plan of a forward, and how it stores mask bits."""
+    planned = plan(call_of(case, **more), TARGET)
+    assert (planned.mask_bits is None) == (planned.without_bits is None)
+    return planned, planned.mask_bits
+
+
+def test_bits_of_one_entry_or_of_all() -> None:
+    """One entry serves all unless the callable, or a list, tells them apart."""
+    _, storing = choose(Case("same", 3, 300, 200, 4, 4, mask_mod="checks"))
+    assert storing is not None and storing.shape == (1, 3, 2, 128, 4)
+    assert storing.num_bytes == 3 * 2 * (2048 + 4)
+    _, storing = choose(Case("told", 3, 300, 200, 4, 4, mask_mod="documents"))
+    assert storing is not None and storing.shape == (3, 3, 2, 128, 4)
+    lists = BlockSparseTensorsTorch(
+        torch.zeros(3, 1, 3, dtype=torch.int32), torch.zeros(3, 1, 3, 2, dtype=torch.int32)
+    )
+    _, storing = choose(
+        Case("lists", 3, 300, 200, 4, 4, mask_mod="checks"), block_sparse_tensors_torch=lists
+    )
+    assert storing is not None and storing.shape == (3, 3, 2, 128, 4)
+
+
+def choose_bwd(case: Case) -> tuple[Any, Any, AttentionCall]:
+    """The plan of the backward of a call, how it stores mask bits, and the call."""
+    inputs = make_inputs(case)
+    out = torch.zeros_like(inputs.q[..., : case.head_dim_v])
+    lse = torch.zeros(out.shape[:-1]).transpose(-1, -2)
+    operands = inputs.q, inputs.k, inputs.v, out, out.clone(), lse
+    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    call = AttentionCall.of(Direction.BACKWARD, *operands, **keywords)
+    planned = plan(call, TARGET)
+    return planned, planned.mask_bits, call
+
+
+def test_bits_of_a_backward_are_by_key() -> None:
+    """As many as of a forward: words that have 16 of them are stored two to a word."""
+    call, storing, *_ = choose_bwd(Case("d128", 3, 300, 200, 4, 4, mask_mod="documents"))
+    assert (call.choice.tiles.tile_m, call.choice.tile_n) == (64, 128)
+    assert storing is not None and storing.shape == (3, 5, 2, 128, 2)
+    call, storing, *_ = choose_bwd(Case("head", 3, 300, 200, 4, 4, mask_mod="eviction"))
+    assert storing is None and call.problem.mask_mod is not None
+
+
+def test_tiles_are_those_of_a_kernel_that_reads() -> None:
+    """At d=64 a kernel that asks has smaller ones, and so has one that only reads lists."""
+    blocks = {"block_sparse_tensors_torch": one_list(128)}
+    case = Case("reads", 1, 384, 384, 4, 4, head_dim=64, mask_mod="checks")
+    for keywords in ({}, blocks):
+        call, storing = choose(case, **keywords)
+        assert (call.choice.tiles.tile_m, call.choice.tiles.tile_n) == (192, 128)
+        assert storing is not None and storing.shape == (1, 2, 3, 192, 4)
+    for asks in (replace(case, mask_mod="eviction"), replace(case, mask_mod=None)):
+        call, storing = choose(asks, **blocks)
+        assert storing is None and call.choice.tiles.tile_m == 128
+    call, storing, *_ = choose_bwd(case)
+    assert storing is not None and call.choice.tiles.tile_m == 128
+    call, storing, *_ = choose_bwd(replace(case, mask_mod="eviction"))
+    assert storing is None and call.choice.tiles.tile_m == 64
+
+
+def test_explain_says_what_the_cpu_path_walks_instead() -> None:
+    q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
+    told = explain(q, q, q, mask_mod=causal)
+    assert told.tiles.tile_m == 192
+    assert told.note == "the CPU path asks mask_mod itself, over tiles of 128 x 128"
+    assert explain(q, q, q, mask_mod=by_parity_of_head).note == ""
+
+
+def one_list(block: int) -> BlockSparseTensorsTorch:
+    """Partial blocks of 384 x 384 scores, all of them."""
+    num = 384 // block
+    counts = torch.full((1, 1, num), num, dtype=torch.int32)
+    indices = torch.arange(num, dtype=torch.int32).expand(1, 1, num, num).contiguous()
+    return BlockSparseTensorsTorch(counts, indices, block_size=(block, block))
+
+
+def test_what_the_backward_passes_on() -> None:
+    """Stored answers, and nothing else of the callable and the lists."""
+    case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
+    planned, storing, call = choose_bwd(case)
+    assert storing is not None
+    assert (planned.problem.has_bits, planned.problem.mask_mod) == (False, None)
+    stored: list[tuple[Any, ...]] = []
+    main: list[tuple[Any, ...]] = []
+    store = partial(storing.parts, lambda *args: stored.append(args))
+    kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
+    KernelBackward(planned, kernels, store)(call.tensors, call.masks)
+    (((tiles, states), *_, logical, aux, left, right, part),) = stored
+    assert left is right is None
+    assert (tiles.shape[:3], states.shape) == ((1, 4, 2), (1, 4, 2))
+    assert (part, logical[2:], len(aux)) == ((0, 4), (48, 80), 1)
+    ((*_, aux_tensors, _, _, _, logical_of_main, _, stored_of_main),) = main
+    assert stored_of_main[0] is tiles and stored_of_main[1] is states
+    assert (aux_tensors, logical_of_main) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("few-heads", 1, 200, 200, 3, 3, mask_mod="checks"),
+        Case("packed", 1, 100, 200, 8, 2, mask_mod="checks", pack_gqa=True),
+        Case("varlen-k", seqlen_q=200, lengths_k=(200,), heads_q=4, mask_mod="checks"),
+        Case("varlen-by-head", lengths_q=(9,), lengths_k=(9,), heads_q=4, mask_mod="eviction"),
+        Case("used", 1, 200, 200, 4, 4, seqused_k=(100,), mask_mod="checks"),
+        Case("by-head", 1, 200, 200, 4, 4, mask_mod="eviction"),
+        Case("no-mask", 1, 200, 200, 4, 4, causal=True),
+    ],
+    ids=lambda case: case.id,
+)
+def test_where_nothing_is_stored(case: Case) -> None:
+    assert choose(case)[1] is None
+
+
+def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles for all sequences, each with a row of blocks that it may share with none."""
+    lengths = {"lengths_q": (300, 0, 77), "lengths_k": (200, 9, 140), "heads_q": 4, "heads_kv": 4}
+    case = Case("varlen", mask_mod="documents", **lengths)
+    call, storing = choose(case)
+    assert isinstance(storing, SequenceStoring) and call.problem.reads_bits
+    # of the pairs, the queries, the keys and the sequences
+    most = -(-377 * call.shapes.seqlen_k // 128**2) + 3 + 3 + 3
+    assert storing.shape == (1, 1, most, 128, 4) and storing.batch == 3
+    calls: list[tuple[Any, ...]] = []
+    given = call_of(case)
+    main = Recorder()
+    store = partial(storing.parts, lambda *args: calls.append(args))
+    KernelForward(call, main, store)(given.tensors, given.masks)
+    (((tiles, states, places), starts_q, starts_k, logical, aux, _, _, part),) = calls
+    assert tiles.shape[:3] == states.shape and places.shape == (3, 2)
+    assert starts_q is given.tensors.cu_seqlens_q and starts_k is given.tensors.cu_seqlens_k
+    assert logical is None and len(aux) == 1
+    assert main.given()["stored"][2] is places and main.given()["part"] == part == (0, most)
+    assert main.calls[0][6] is starts_q and main.calls[0][7] is starts_k
+
+    rows, keys = call.shapes.total_q, call.shapes.seqlen_k
+    for most, fits in ((4 * rows * keys, True), (rows * keys - 1, False)):
+        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most)
+        assert (choose(case)[1] is not None) == fits
+        assert (choose_bwd(case)[1] is not None) == fits
+    # sequences so short that most of each tile is empty
+    lengths = {"lengths_q": (9,) * 40, "lengths_k": (9,) * 40, "heads_q": 4, "heads_kv": 4}
+    short = Case("short", mask_mod="documents", **lengths)
+    for most, fits in ((360 * 360, False), (360 * 360 * 10, True)):
+        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most)
+        assert (choose(short)[1] is not None) == fits
+    monkeypatch.undo()
+    wide = replace(case, head_dim=256, head_dim_v=256)
+    assert choose_bwd(wide)[0].choice.tiles.cta_pair and choose_bwd(wide)[1] is None
+
+
+def test_lists_by_head_are_asked_in_the_kernel() -> None:
+    counts = torch.zeros(1, 4, 2, dtype=torch.int32)
+    lists = BlockSparseTensorsTorch(counts, counts[..., None].repeat(1, 1, 1, 2))
+    case = Case("lists", 1, 200, 200, 4, 4, mask_mod="checks")
+    assert choose(case, block_sparse_tensors_torch=lists)[1] is None
+
+
+def test_there_must_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all entries, where they differ."""
+    same = Case("same", 3, 300, 200, 4, 4, mask_mod="checks")
+    told = Case("told", 3, 300, 200, 4, 4, mask_mod="documents")
+    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 10**9)
+    pairs, both = 300 * 200, (True, True)
+    for most, fits in ((3 * pairs, both), (pairs, (True, False)), (pairs - 1, (False, False))):
+        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most)
+        assert tuple(choose(case)[1] is not None for case in (same, told)) == fits
+
+
+def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all heads, as many rows at a time as there is room for, if these keep the SMs busy."""
+    case = Case("long", 1, 1500, 1000, 4, 4, mask_mod="checks")
+    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 600 * 1000)
+    for least, fits in ((16 / TARGET.num_sms, True), (17 / TARGET.num_sms, False)):
+        monkeypatch.setattr(mask_bits_plan, "MIN_TILES", least)
+        _, storing = choose(case)
+        assert (storing is not None) == fits
+        if storing is not None:
+            # 12 blocks of 128, of which four fit
+            assert (storing.shape[1], storing.blocks) == (4, 12)
+            assert storing.num_parts == 3
+            assert storing.num_bytes == 4 * 8 * (2048 + 4)
+    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
+    assert choose_bwd(case)[1] is None
+    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 127 * 1000)
+    assert choose(case)[1] is None, "no block fits"
+
+
+def test_launches_of_parts() -> None:
+    """Each gets the bits of its rows, the last one those that are left."""
+    case = Case("long", 1, 1100, 300, 4, 4, mask_mod="checks")
+    call, storing = choose(case)
+    assert storing is not None and storing.blocks == 9
+    stored: list[tuple[Any, ...]] = []
+    shape = (1, 4, *storing.shape[2:])
+    store = partial(replace(storing, shape=shape).parts, lambda *args: stored.append(args))
+    main = Recorder()
+    of_call = call_of(case)
+    KernelForward(call, main, store)(of_call.tensors, of_call.masks)
+    for i in range(2):
+        assert [args[0][i].shape[1] for args in stored] == [4, 4, 1]
+    given = [main.given(i) for i in range(3)]
+    assert all(x["stored"][1] is args[0][1] for x, args in zip(given, stored, strict=True))
+    assert [args[-1] for args in stored] == [(0, 4), (4, 4), (8, 1)]
+    assert [x["part"] for x in given] == [(0, 4), (4, 4), (8, 1)]
+    assert main.calls[0][3] is main.calls[2][3], "one output"
+
+
+def test_a_part_has_the_memory_of_the_one_before() -> None:
+    case = Case("long", 1, 1100, 300, 4, 4, mask_mod="checks")
+    call, storing = choose(case)
+    assert storing is not None
+    earlier: list[Any] = []
+
+    def store(stored: tuple[torch.Tensor, torch.Tensor], *_: Any) -> None:
+        assert all(tiles() is None for tiles in earlier)
+        earlier.append(weakref.ref(stored[0]))
+
+    parts = partial(replace(storing, shape=(1, 4, *storing.shape[2:])).parts, store)
+    of_call = call_of(case)
+    KernelForward(call, lambda *args: None, parts)(of_call.tensors, of_call.masks)
+    assert len(earlier) == 3
+
+
+def test_the_attention_kernel_knows_no_callable() -> None:
+    case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
+    call, _ = choose(case)
+    problem = call.problem
+    assert problem.reads_bits and not (problem.has_lists or problem.has_bits)
+    assert (problem.mask_mod, problem.aux) == (None, ())
+    biased = Case("biased", 1, 200, 200, 4, 4, mask_mod="documents", score_mod="head_bias")
+    call, _ = choose(biased)
+    assert call.problem.aux, "the score_mod may read them"
+
+
+def test_what_the_launch_passes_on() -> None:
+    """The storing kernel gets what the callable reads and the lists, the other one answers."""
+    case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
+    call, storing = choose(case)
+    assert storing is not None
+    stored: list[tuple[Any, ...]] = []
+    attention = Recorder()
+    store = partial(storing.parts, lambda *args: stored.append(args))
+    of_call = call_of(case)
+    KernelForward(call, attention, store)(of_call.tensors, of_call.masks)
+    ((tiles, states), seqlen_q, seqlen_k, logical, aux, *_), *others = stored
+    assert not others
+    assert (tiles.shape, states.shape) == ((1, 2, 2, 128, 4), (1, 2, 2))
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (tiles, states))
+    assert (seqlen_q, seqlen_k, logical[2:]) == (200, 200, (48, 80))
+    assert len(aux) == len(of_call.masks.aux_tensors or ())
+    given = attention.given()
+    assert given["stored"][0] is tiles and given["stored"][1] is states
+    assert all(given[name] is None for name in ("aux", "bits", "lists"))
+
+
+def test_explain_tells_of_it() -> None:
+    q, k, v = (torch.randn(1, 300, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    found = explain(q, k, v, mask_mod=causal)
+    assert "mask_mod is asked once for all heads, into 18456 bytes (" in str(found)
+    found = explain(q, k, v, mask_mod=causal, block_sparse_tensors_torch=one_list(128))
+    assert "block lists of 128 x 128, taken as bits;" in str(found)
+    found = explain(q, k, v, mask_mod=by_parity_of_head)
+    assert "asked once" not in str(found)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 300)], ids=["no-keys", "no-batch"])
+def test_explain_of_nothing(shape: tuple[int, int]) -> None:
+    q, k = (torch.zeros(shape[0], n, 4, 64, dtype=torch.bfloat16) for n in (300, shape[1]))
+    ids = torch.zeros(max(shape[0], 1), 300, dtype=torch.int32)
+    for mod, aux in ((causal, None), (by_batch, [ids])):
+        assert "nothing is launched" in explain(q, k, k, mask_mod=mod, aux_tensors=aux).note

@@ -1,0 +1,157 @@
+"""The compiled backward: registers, spills, shared memory, and what compiles it anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bwd_calls import bwd_keywords
+from cases import BF16, Case
+from inputs import make_inputs
+from mask_cases import MASK_MODS, SCORE_MODS
+
+from flash_mask_cute import compile_count
+from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.config import select_bwd_config
+from flash_mask_cute.call.kernels import NO_MODS
+from flash_mask_cute.call.kernels_bwd import BwdKernels, build_bwd, compile_bwd
+from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
+from flash_mask_cute.runtime.cache import CompileCache, compile_lock
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.target import Target
+
+TARGET = Target.default()
+PLAIN = AttentionProblem("bfloat16", 128, 128, needs_lse=False)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal-32k": {"is_causal": True},
+    "window": {"has_window_left": True, "has_window_right": True},
+    "causal-more-queries": {"is_causal": True, "may_empty_rows": True},
+    "varlen-causal": {"varlen_q": True, "varlen_k": True, "is_causal": True},
+    "dense-seqused": {"has_seqused_q": True, "has_seqused_k": True, "is_causal": True},
+    "seqused": {"varlen_q": True, "has_seqused_q": True, "has_seqused_k": True},
+    "softcap": {"has_softcap": True},
+    "columns-2": {"intervals": (2, False)},
+    "columns-1-causal-bits": {"intervals": (1, True), "is_causal": True, "has_bits": True},
+    "mask-aux": {"mask_mod": "documents", "aux": (("int32", 2),)},
+    "score": {"score_mod": "alibi", "is_causal": True},
+    "d64-fp16-causal": {"dtype": "float16", "head_dim": 64, "head_dim_v": 64, "is_causal": True},
+    "deterministic-window": {"deterministic": True, "has_window_left": True, "is_causal": True},
+    "d72-dv40": {"head_dim": 72, "head_dim_v": 40},
+    "d192-dv128-causal": {"head_dim": 192, "is_causal": True},
+    "d192": {"head_dim": 192, "head_dim_v": 192},
+    "d256": {"head_dim": 256, "head_dim_v": 256},
+    "d256-causal-columns-1-softcap": {
+        "head_dim": 256,
+        "head_dim_v": 256,
+        "intervals": (1, True),
+        "is_causal": True,
+        "has_softcap": True,
+    },
+    "d256-varlen-columns-2": {
+        "head_dim": 256,
+        "head_dim_v": 256,
+        "intervals": (2, True),
+        "is_causal": True,
+        "varlen_q": True,
+        "varlen_k": True,
+    },
+    "d256-mask-bits": {
+        "head_dim": 256,
+        "head_dim_v": 256,
+        "mask_mod": "documents",
+        "aux": (("int32", 2),),
+        "has_bits": True,
+    },
+    "d256-window-deterministic": {
+        "head_dim": 256,
+        "head_dim_v": 256,
+        "has_window_left": True,
+        "is_causal": True,
+        "deterministic": True,
+    },
+}
+# Keys of a sequence; 0 for the others.
+SEQLENS_K = {"causal-32k": 32768}
+# Bytes; the others have none.
+# Painters, where values leave them 24 registers, once a block that is cut.
+SPILLS = {"columns-1-causal-bits": 16}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiles_well(name: str) -> None:
+    fields = dict(VARIANTS[name])
+    mods = NO_MODS
+    for kind, table in (("score_mod", SCORE_MODS), ("mask_mod", MASK_MODS)):
+        if kind in fields:
+            mods = mods._replace(**{kind: table[fields[kind]].cute})
+            fields[kind] = callable_key(getattr(mods, kind))
+    problem = replace(PLAIN, **fields)
+    as_called = may_empty_rows(problem, (0, 0), (None, None))
+    problem = replace(problem, may_empty_rows=problem.may_empty_rows or as_called)
+    choice = select_bwd_config(
+        *(problem.head_dim, problem.head_dim_v, problem.mask_kind),
+        seqlen_k=SEQLENS_K.get(name, 0),
+        deterministic=problem.deterministic,
+        modifier=problem.score_modifier,
+    )
+    in_pairs = problem.head_dim > 192 and not (problem.has_softcap or problem.deterministic)
+    assert choice.tiles.cta_pair == in_pairs
+    assert choice.tiles.clears_dq == (name in SEQLENS_K or in_pairs)
+    with compile_lock():
+        meta = build_bwd(problem, choice, TARGET, mods).meta
+    facts = f"{name}: {meta}"
+    assert meta["registers"], facts
+    assert meta["spill_bytes"] <= SPILLS.get(name, 0), facts
+    assert not meta["warnings"], facts
+    assert meta["smem_bytes"] == choice.smem_bytes <= 232448, facts
+
+
+def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
+    """Sizes are not part of a problem, and equal problems compile once."""
+    cache = CompileCache(tmp_path)
+
+    def kernels_of(case: Case) -> BwdKernels:
+        inputs = make_inputs(case)
+        out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
+        operands = inputs.q, inputs.k, inputs.v, out, out, lse
+        call = AttentionCall.of(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
+        planned = plan(call, TARGET)
+        facts = planned.gradients
+        assert facts is not None
+        of_facts = facts.has_dlse, facts.sink_dtype, facts.tails
+        return compile_bwd(
+            planned.problem, planned.bwd_choice, TARGET, Mods(), *of_facts, cache=cache
+        )
+
+    first = Case("first", 1, 60, 70, 4, 2, causal=True, window_left=20, sink=BF16)
+    before = compile_count()
+    kernels = kernels_of(first)
+    assert compile_count() == before + 3
+    for other in (
+        replace(first, id="lengths", seqlen_q=130, seqlen_k=300),
+        replace(first, id="batch", batch=3),
+        replace(first, id="heads", heads_q=3, heads_kv=1),
+        replace(first, id="window", window_left=5, softmax_scale=0.2),
+        replace(first, id="equal tensors", strided="transposed"),
+    ):
+        assert kernels_of(other) == kernels, other.id
+    assert compile_count() == before + 3
+    # what the kernels around the main one do not depend on compiles the main one only
+    assert kernels_of(replace(first, causal=False))[::2] == kernels[::2]
+    assert compile_count() == before + 4
+    # new gradients of packed sequences are cleared by one more
+    packed = replace(first, id="packed", lengths_q=(30, 7), lengths_k=(20, 50))
+    assert kernels.clear_tails is None and kernels_of(packed).clear_tails is not None
+    assert compile_count() == before + 8
+
+
+def test_public_paths() -> None:
+    from flash_mask_cute import flash_bwd
+    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
+
+    assert flash_bwd.FlashAttentionBackwardSm90 is FlashAttentionBackwardSm90

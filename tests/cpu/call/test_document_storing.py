@@ -1,0 +1,242 @@
+"""Calls whose mask_mod answers by documents: which are packed, and how their tensors are seen."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from inputs import make_inputs
+from torch import Tensor
+
+from flash_mask_cute import explain
+from flash_mask_cute.call import mask_bits_plan
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Tensors
+from flash_mask_cute.call.packed import rows_follow
+from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
+from flash_mask_cute.call.prepared import KernelForward
+from flash_mask_cute.call.prepared_bwd import KernelBackward
+from flash_mask_cute.call.prepared_packed import PackedBackward, PackedForward
+from flash_mask_cute.mask_prep.documents import num_slots
+from flash_mask_cute.mask_prep.mask_bits import BitStoring, BitTiles, DocumentStoring, most_tiles
+from flash_mask_cute.runtime.target import Target
+
+TARGET = Target.default()
+DOCUMENTS = Case("documents", 2, 700, 700, 4, 2, mask_mod="documents")
+
+
+def call_of(case: Case, **more: Any) -> AttentionCall:
+    inputs = make_inputs(case)
+    keywords = inputs.keywords | more
+    q = keywords.pop("q", inputs.q)
+    return AttentionCall.of(Direction.FORWARD, q, inputs.k, inputs.v, **keywords)
+
+
+def apart(case: Case) -> Tensor:
+    """A query whose rows of an entry do not follow those of the one before."""
+    q = make_inputs(case).q
+    return torch.cat([q, q], dim=1)[:, : case.seqlen_q]
+
+
+def choose(case: Case, **more: Any) -> tuple[ExecutionPlan, Any]:
+    """The plan of a forward, and how it stores mask bits."""
+    planned = plan(call_of(case, **more), TARGET)
+    return planned, planned.mask_bits
+
+
+@pytest.mark.usefixtures("documents_packed")
+def test_a_call_is_packed_by_slots() -> None:
+    """Two sequences for 700 tokens; a table of tiles for each entry, or one for all."""
+    call, storing = choose(DOCUMENTS)
+    assert isinstance(storing, DocumentStoring)
+    assert (storing.entries, storing.batch, storing.seqlen) == (2, 2, 700)
+    # 700 * 700 / (128 * 128) is 29.9, 700 / 128 is 5.5
+    assert storing.shape == (1, 1, 2 * (30 + 6 + 6 + 2), 128, 4)
+    shapes, problem = call.shapes, call.problem
+    assert (shapes.batch, shapes.seqlen_q, shapes.total_q, shapes.total_k) == (4, 700, 1400, 1400)
+    assert problem.varlen_q and problem.varlen_k and problem.reads_bits
+    assert (call.out_shape, call.lse_shape) == ((1400, 4, 128), (4, 1400))
+    _, storing = choose(Case("same", 3, 700, 700, 4, 4, mask_mod="checks"))
+    assert isinstance(storing, DocumentStoring) and storing.entries == 1
+
+
+@pytest.mark.usefixtures("documents_packed")
+@pytest.mark.parametrize("tile", [(128, 128), (192, 80), (64, 128)])
+def test_there_is_room_for_the_tiles_of_any_documents(tile: tuple[int, int]) -> None:
+    tile_m, tile_n = tile
+    generator = torch.Generator().manual_seed(5)
+    for seqlen in (513, 1024, 1300, 4096):
+        slots = num_slots(seqlen)
+        tiles = BitTiles.of_queries(*tile)
+        most = most_tiles(tiles, seqlen * seqlen, seqlen, seqlen, slots)
+        for _ in range(200):
+            cuts = torch.randint(0, seqlen + 1, (slots - 1,), generator=generator)
+            starts = torch.tensor([0, *cuts.sort().values.tolist(), seqlen])
+            lengths = starts.diff()
+            assert int((-(-lengths // tile_m) * -(-lengths // tile_n)).sum()) <= most
+
+
+@pytest.mark.usefixtures("documents_packed")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("short", 1, 512, 512, 4, 4, mask_mod="documents"),
+        Case("cross", 1, 700, 800, 4, 4, mask_mod="documents"),
+        Case("score_mod", 1, 700, 700, 4, 4, mask_mod="documents", score_mod="alibi"),
+        Case("columns", 1, 700, 700, 4, 4, mask_mod="documents", column="documents2"),
+    ],
+    ids=lambda case: case.id,
+)
+def test_what_is_not_packed(case: Case) -> None:
+    assert isinstance(choose(case)[1], BitStoring)
+
+
+def test_small_calls_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 x 4 x 5 blocks of 128 queries."""
+    for least, packs in ((40 / TARGET.num_sms, True), (41 / TARGET.num_sms, False)):
+        monkeypatch.setattr(mask_bits_plan, "MIN_TILES_PACKED", least)
+        assert isinstance(choose(DOCUMENTS)[1], DocumentStoring) == packs
+        assert isinstance(choose(DOCUMENTS, q=apart(DOCUMENTS))[1], BitStoring)
+
+
+@pytest.mark.usefixtures("documents_packed")
+def test_documents_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many tiles as there is room for, of any documents, and the rest of a block's."""
+    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
+    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 2 * 400 * 700)
+    _, storing = choose(DOCUMENTS)
+    assert isinstance(storing, DocumentStoring)
+    # 560000 / (128 * 128) is 34.2
+    assert (storing.tiles, storing.step, storing.shape[2]) == (44, 34, 34 + 6)
+    assert storing.num_parts == 3
+    launch, calls, call = recorded(DOCUMENTS)
+    launch(call.tensors, call.masks)
+    stores, mains = calls[::2], calls[1::2]
+    # a kernel's last one is lse_low
+    assert [x[-1] for x in stores] == [x[-2] for x in mains] == [(0, 34), (34, 34), (68, 34)]
+    assert all(x[-2] == 44 for x in stores)
+    for i in range(3):
+        assert len({x[0][i].data_ptr() for x in (*stores, *((x[-3],) for x in mains))}) == 1
+    assert len({x[1].data_ptr() for x in stores} | {x[6].data_ptr() for x in mains}) == 1
+    x, masks = call.tensors, call.masks
+    told = explain(x.q, x.k, x.v, mask_mod=masks.mask_mod, aux_tensors=masks.aux_tensors)
+    assert "for each of 3 parts" in told.masks and "packed sequences" in told.masks
+
+
+def test_rows_that_follow_each_other() -> None:
+    x = torch.zeros(3, 10, 4, 8)
+    assert rows_follow(x, None, x[:1, :4], x[..., :2])
+    assert not rows_follow(x[:, :4])
+    assert not rows_follow(x, x.transpose(0, 1))
+    assert rows_follow(torch.zeros(3, 10, 3, 4, 8)[:, :, 1])
+
+
+def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], AttentionCall]:
+    """The prepared forward whose kernels note their arguments, these, and a call."""
+    call = call_of(case, **more)
+    planned = plan(call, TARGET)
+    assert planned.mask_bits is not None
+    calls: list[tuple[Any, ...]] = []
+
+    def note(*args: Any) -> None:
+        calls.append(args)
+
+    inner = KernelForward(planned, note, partial(planned.mask_bits.parts, note))
+    return PackedForward(inner, True, by_mask=False), calls, call
+
+
+@pytest.mark.usefixtures("documents_packed")
+def test_what_a_forward_passes_on() -> None:
+    launch, calls, call = recorded(DOCUMENTS)
+    out, lse = launch(call.tensors, call.masks)
+    (stored, cu_seqlens, spans, bounds, begins, logical, aux, _, _, most, part), main = calls
+    assert part == (0, 88) and most == 44
+    tiles, states, places = stored
+    assert tiles.shape[:3] == states.shape and places.shape == (4, 2)
+    assert (spans.shape, bounds.shape, begins.shape) == ((2, 1, 700, 2), (2, 1, 4, 6), (2, 2))
+    assert cu_seqlens.shape == (5,) and logical is None and len(aux) == 1
+    q, _, _, rows, lse_rows = main[:5]
+    assert (q.shape, rows.shape, lse_rows.shape) == ((1400, 4, 128), (1400, 4, 128), (4, 1400))
+    assert q.data_ptr() == call.tensors.q.data_ptr() and out.data_ptr() == rows.data_ptr()
+    assert main[6] is main[7] is cu_seqlens
+    assert main[-3] is stored and main[-2] is part and main[-1] is None
+    assert (out.shape, lse.shape) == ((2, 700, 4, 128), (2, 4, 700))
+    by_sequence = lse_rows.view(4, 2, 700).transpose(0, 1)
+    assert torch.equal(lse.view(torch.int32), by_sequence.contiguous().view(torch.int32))
+
+
+@pytest.mark.usefixtures("documents_packed")
+def test_a_forward_writes_where_it_is_told() -> None:
+    given = torch.zeros(2, 700, 4, 128, dtype=torch.bfloat16), torch.zeros(2, 4, 700)
+    launch, calls, call = recorded(DOCUMENTS, out=given[0], lse=given[1])
+    out, lse = launch(call.tensors, call.masks)
+    assert out is given[0] and lse is given[1]
+    assert calls[1][3].data_ptr() == out.data_ptr()
+    of_kernel = calls[1][4].view(4, 2, 700).transpose(0, 1).contiguous()
+    assert torch.equal(lse.view(torch.int32), of_kernel.view(torch.int32))
+
+
+@pytest.mark.usefixtures("documents_packed")
+def test_what_a_backward_passes_on() -> None:
+    """Views of all but lse, dlse, and a dout whose rows do not follow each other."""
+    batch, seqlen, heads = 2, 700, 4
+    q, k, v, out, dq = (torch.randn(batch, seqlen, heads, 64).bfloat16() for _ in range(5))
+    lse, dlse = torch.randn(batch, heads, seqlen), torch.randn(batch, heads, seqlen)
+    dout = torch.ones(batch, 1, heads, 64).bfloat16().expand(-1, seqlen, -1, -1)
+    tensors = Tensors(q, k, v, out, lse, dout=dout, dlse=dlse, dq=dq)
+    seen: list[Tensors] = []
+
+    def run(tensors: Tensors, masks: Any) -> Any:
+        seen.append(tensors)
+        return tensors.dq, tensors.dk, tensors.dv
+
+    gradients = PackedBackward(run, by_mask=False)(tensors)
+    assert gradients[0] is dq and all(x.shape == q.shape for x in gradients)
+    (given,) = seen
+    assert given.dout is not None and given.dout.is_contiguous()
+    views = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+    assert all(getattr(given, name).shape == (batch * seqlen, heads, 64) for name in views)
+    for name in ("q", "k", "v", "out"):
+        assert getattr(given, name).data_ptr() == getattr(tensors, name).data_ptr()
+    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        assert getattr(given, name).data_ptr() == gradient.data_ptr()
+    for packed_rows, rows in ((given.lse, lse), (given.dlse, dlse)):
+        assert packed_rows is not None
+        assert torch.equal(packed_rows.view(heads, batch, seqlen).transpose(0, 1), rows)
+
+
+@pytest.mark.usefixtures("documents_packed")
+def test_launches_of_a_call_and_of_its_backward() -> None:
+    """Packed where rows follow each other; explain says so."""
+    assert isinstance(prepare_fwd(call_of(DOCUMENTS), TARGET), PackedForward)
+    scattered = apart(DOCUMENTS)
+    assert isinstance(prepare_fwd(call_of(DOCUMENTS, q=scattered), TARGET), KernelForward)
+
+    inputs = make_inputs(DOCUMENTS)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    operands = q, k, v, q.clone(), q.clone(), torch.zeros(2, 4, 700)
+    bwd = prepare_bwd(AttentionCall.of(Direction.BACKWARD, *operands, **keywords), TARGET)
+    assert isinstance(bwd, PackedBackward) and isinstance(bwd.inner, KernelBackward)
+
+    told = explain(q, k, v, **keywords)
+    assert "documents that its answers tell of are packed sequences" in told.masks
+    assert "the CPU path packs no documents" in told.note and told.work_tiles == 2 * 4 * 6
+    assert "packed" not in explain(scattered, k, v, **keywords).masks
+
+
+def test_what_has_no_rows_is_that_of_the_call() -> None:
+    seen: list[Tensors] = []
+
+    def run(tensors: Tensors, masks: Any) -> tuple[Tensor, None]:
+        seen.append(tensors)
+        return tensors.q, None
+
+    q, sink = torch.zeros(2, 5, 4, 8), torch.zeros(4)
+    packed = PackedForward(run, False, by_mask=False)
+    out, lse = packed(Tensors(q, q, q, learnable_sink=sink))
+    assert out.shape == q.shape and lse is None
+    assert seen[0].learnable_sink is sink

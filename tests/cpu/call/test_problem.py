@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from cases import BF16, FP16, FP32
+
+from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.problem import AttentionProblem, fold_window
+from flash_mask_cute.limits import OPEN_WINDOW
+from flash_mask_cute.seqlen_info import SeqlenInfoQK
+
+
+def problem_of(q: torch.Tensor, v: torch.Tensor, **keywords: Any) -> AttentionProblem:
+    """Of a forward with these arguments, whose heads are not packed."""
+    k = v.new_zeros((*v.shape[:-1], q.shape[-1]))
+    return plan(AttentionCall.of(Direction.FORWARD, q, k, v, pack_gqa=False, **keywords)).problem
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def test_plain_problem() -> None:
+    found = problem_of(tensor(2, 5, 4, 64), tensor(2, 9, 2, 48))
+    assert found == AttentionProblem("bfloat16", 64, 48)
+
+
+LENGTHS = torch.tensor([3, 2], dtype=torch.int32)
+STARTS_Q, STARTS_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5], [0, 4, 9]))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "field", "value"),
+    [
+        ({"causal": True}, "is_causal", True),
+        ({"window_size_left": 0}, "has_window_left", True),
+        ({"window_size_right": 0}, "has_window_right", True),
+        ({"softcap": 0.5}, "has_softcap", True),
+        ({"learnable_sink": tensor(4)}, "sink_dtype", "bfloat16"),
+        ({"learnable_sink": tensor(4, dtype=FP32)}, "sink_dtype", "float32"),
+        ({"cu_seqlens_q": STARTS_Q}, "varlen_q", True),
+        ({"cu_seqlens_k": STARTS_K}, "varlen_k", True),
+        ({"seqused_q": LENGTHS}, "has_seqused_q", True),
+        ({"seqused_k": LENGTHS}, "has_seqused_k", True),
+        ({"return_lse": False}, "needs_lse", False),
+    ],
+)
+def test_each_feature_changes_its_field_only(
+    keywords: dict[str, Any], field: str, value: object
+) -> None:
+    plain = problem_of(tensor(2, 5, 4, 64), tensor(2, 9, 2, 48))
+    q = tensor(*((5,) if "cu_seqlens_q" in keywords else (2, 5)), 4, 64)
+    v = tensor(*((9,) if "cu_seqlens_k" in keywords else (2, 9)), 2, 48)
+    found = problem_of(q, v, **keywords)
+    assert found == dataclasses.replace(plain, **{field: value})
+    assert hash(found) != hash(plain)
+
+
+def test_intervals_that_take_much_painting() -> None:
+    for intervals, more, kind in (
+        ((1, True), {}, "other"),
+        ((2, False), {}, "edges"),
+        ((1, True), {"has_lists": True}, "edges"),
+        ((1, True), {"has_bits": True}, "edges"),
+        ((2, True), {"score_mod": "py3.11:abc"}, "score_mod"),
+    ):
+        problem = AttentionProblem("bfloat16", 64, 64, is_causal=True, intervals=intervals, **more)
+        assert problem.mask_kind == kind
+
+
+MASK_FIELDS: dict[str, tuple[Any, str]] = {
+    "intervals": ((2, True), "edges"),
+    "score_mod": ("py3.11:abc", "score_mod"),
+    "mask_mod": ("py3.11:abc", "mask_mod"),
+    "has_lists": (True, "other"),
+}
+
+
+@pytest.mark.parametrize("name", MASK_FIELDS)
+def test_masks_are_no_simple_case(name: str) -> None:
+    plain = AttentionProblem("bfloat16", 64, 64, is_causal=True)
+    value, kind = MASK_FIELDS[name]
+    masked = dataclasses.replace(plain, **{name: value})
+    assert (plain.mask_kind, masked.mask_kind) == ("causal", kind)
+    assert hash(plain) != hash(masked)
+
+
+def test_sizes_and_values_do_not_change_it() -> None:
+    first = problem_of(
+        tensor(2, 5, 4, 64),
+        tensor(2, 9, 2, 64),
+        window_size_left=3,
+        softcap=2.0,
+        seqused_k=LENGTHS,
+    )
+    second = problem_of(
+        tensor(2, 8, 6, 64),
+        tensor(2, 4, 1, 64),
+        window_size_left=9,
+        softcap=30.0,
+        seqused_k=LENGTHS + 1,
+    )
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+def test_dtype_and_head_dims_change_it() -> None:
+    kinds = {
+        problem_of(tensor(1, 1, 1, d, dtype=dtype), tensor(1, 1, 1, dv, dtype=dtype))
+        for d, dv, dtype in ((64, 64, BF16), (64, 64, FP16), (72, 64, BF16), (64, 72, BF16))
+    }
+    assert len(kinds) == 4
+
+
+# a band that no sequence reaches
+NOTHING = False, None, -OPEN_WINDOW
+
+
+@pytest.mark.parametrize(
+    ("causal", "left", "right", "expected"),
+    [
+        (False, None, None, (False, None, None)),
+        (False, 3, 4, (False, 3, 4)),
+        (False, 0, 0, (False, 0, 0)),
+        (True, None, None, (True, None, None)),
+        (True, 3, None, (True, 3, None)),
+        (True, 3, 0, (True, 3, None)),  # the nearer right edge is causal's
+        (True, None, 9, (True, None, None)),
+        (True, 30, -9, (False, 30, -9)),  # and here the window's
+        (True, None, -2, (False, None, -2)),
+        (False, OPEN_WINDOW, OPEN_WINDOW, (False, None, None)),
+        (False, OPEN_WINDOW - 1, 2**40, (False, OPEN_WINDOW - 1, None)),
+        (True, OPEN_WINDOW, -(2**40), (False, None, -OPEN_WINDOW)),
+        (False, -5, 5, (False, -5, 5)),
+        # nothing is left
+        (False, -5, 4, NOTHING),
+        (True, -5, 40, NOTHING),
+        (True, -5, None, NOTHING),
+        (False, 3, -4, NOTHING),
+        (False, -(2**40), None, NOTHING),
+        (False, -(2**40), 2**40, NOTHING),
+    ],
+)
+def test_window_folding(
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    expected: tuple[bool, int | None, int | None],
+) -> None:
+    assert fold_window(causal, left, right) == expected
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(9, 9), (4, 11), (11, 4), (1, 7), (7, 1)])
+def test_folded_windows_hide_the_same(seqlen_q: int, seqlen_k: int) -> None:
+    """Against the rule, score by score, and which tiles are visited in both directions."""
+    sides = (None, *range(-13, 14), OPEN_WINDOW, -OPEN_WINDOW, 2**40, -(2**40))
+    row, key = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+    ahead = key - (row + seqlen_k - seqlen_q)
+    seqlen = SeqlenInfoQK.create(0, seqlen_q, seqlen_k)
+    for causal, left, right in product((False, True), sides, sides):
+        seen = torch.ones_like(ahead, dtype=torch.bool)
+        if causal:
+            seen &= ahead <= 0
+        if left is not None:
+            seen &= ahead >= -left
+        if right is not None:
+            seen &= ahead <= right
+        is_causal, *window = fold_window(causal, left, right)
+        is_local = window != [None, None]
+        info = BlockInfo(3, 2, is_causal, is_local, False, *window)
+        lo, hi = info.band(seqlen).k_range(row)
+        told = (lo <= key) & (key < hi) & torch.ones_like(seen)
+        assert torch.equal(told, seen), (causal, left, right)
+        tiles = torch.nn.functional.pad(seen, (0, -seqlen_k % 2, 0, -seqlen_q % 3))
+        tiles = tiles.unflatten(1, (-1, 2)).unflatten(0, (-1, 3)).any(3).any(1)
+        for visited, of_block in ((tiles, "n"), (tiles.T, "m")):
+            for block, wanted in enumerate(visited):
+                found = getattr(info, f"get_{of_block}_block_min_max")(seqlen, block)
+                assert list(range(*found)) == wanted.nonzero().flatten().tolist()
