@@ -28,6 +28,7 @@ from flash_mask_cute.mask_prep.mask_bits import (
     compile_store,
     most_tiles,
 )
+from flash_mask_cute.mods.traits import find_reliance
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.target import HOPPER, Target
 
@@ -82,10 +83,9 @@ def choose_storing(
 ) -> tuple[ResolvedFwd, Storing | None]:
     """The call as its attention kernel has to see it, and how bits are stored for it, or None.
 
-    A kernel that reads answers may have other tiles than one that asks. Compiles the callable where
-    that is needed to know.
+    A kernel that reads answers may have other tiles than one that asks.
     """
-    if _choose_fwd(resolved, masks, target, can_pack=False) is None:
+    if not _shares_answers(resolved.problem, resolved.shapes, masks, target):
         return resolved, None
     reading = resolved.with_choice(resolved.choose(_reading(resolved.problem)))
     storing = _choose_fwd(reading, masks, target, can_pack)
@@ -115,7 +115,7 @@ def choose_bwd_storing(
     resolved: ResolvedBwd, masks: ResolvedMasks, target: Target, can_pack: bool = False
 ) -> tuple[ResolvedBwd, Storing | None]:
     """As `choose_storing`, for a backward."""
-    if _choose_bwd(resolved, masks, target, can_pack=False) is None:
+    if not _shares_answers(resolved.problem, resolved.shapes, masks, target):
         return resolved, None
     of_attention = _reading(resolved.problem)
     reading = replace(resolved, choice=resolved.choose(of_attention.mask_kind))
@@ -163,6 +163,23 @@ def _packed(shapes: FwdShapes, problem: AttentionProblem) -> tuple[FwdShapes, At
     return shapes, replace(problem, varlen_q=True, varlen_k=True)
 
 
+def _shares_answers(
+    problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks, target: Target
+) -> bool:
+    """Whether all heads of a call may read the same answers, if there is room for these."""
+    lists = masks.block_lists
+    return (
+        masks.mask_mod is not None
+        and target.family == HOPPER
+        and shapes.heads_q >= MIN_HEADS
+        and problem.packed_heads == 1
+        and not (problem.has_seqused_q or problem.has_seqused_k)
+        and problem.varlen_q == problem.varlen_k
+        and (lists is None or lists.mask_block_cnt.shape[1] == 1)
+        and not find_reliance(masks.mask_mod, problem).head
+    )
+
+
 def _choose(
     problem: AttentionProblem,
     shapes: FwdShapes,
@@ -172,18 +189,9 @@ def _choose(
     target: Target,
     can_pack: bool,
 ) -> Storing | None:
-    lists = masks.block_lists
-    if (
-        masks.mask_mod is None
-        or target.family != HOPPER
-        or shapes.heads_q < MIN_HEADS
-        or problem.packed_heads > 1
-        or problem.has_seqused_q
-        or problem.has_seqused_k
-        or problem.varlen_q != problem.varlen_k
-        or (lists is not None and lists.mask_block_cnt.shape[1] > 1)
-    ):
-        return None
+    """How answers are stored that all heads share; None where there is no room for them."""
+    mask_mod, lists = masks.mask_mod, masks.block_lists
+    assert mask_mod is not None
     store = StoreProblem(
         tiles,
         problem.aux,
@@ -193,14 +201,9 @@ def _choose(
         has_window_right=problem.has_window_right,
     )
     if problem.varlen_q:
-        return _choose_for_sequences(shapes, masks.mask_mod, store, window, target)
-    if _blocks_of_launch(1, shapes, tiles, target) is None:
-        return None
-    compiled = compile_store(masks.mask_mod, store, target)
-    if compiled.meta["relies_on_head"]:
-        return None
+        return _choose_for_sequences(shapes, mask_mod, store, window, target)
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
-    entries = shapes.batch if compiled.meta["relies_on_batch"] or lists_differ else 1
+    entries = shapes.batch if lists_differ or find_reliance(mask_mod, problem).batch else 1
     blocks = _num_blocks(shapes, tiles)
     of_launch = _blocks_of_launch(entries, shapes, tiles, target)
     if of_launch is None:
@@ -213,9 +216,10 @@ def _choose(
         if of_launch < blocks:
             step = MAX_PAIRS // (tiles.tile_m * tiles.tile_n)
             room = step + -(-seqlen // tiles.tile_n)
-        compiled = compile_store(masks.mask_mod, replace(store, form="documents"), target)
+        compiled = compile_store(mask_mod, replace(store, form="documents"), target)
         extents = entries, shapes.batch, seqlen, most, step
         return DocumentStoring((1, 1, room, *lines), compiled.function, window, *extents)
+    compiled = compile_store(mask_mod, store, target)
     shape = (entries, of_launch, -(-shapes.seqlen_k // tiles.tile_n), *lines)
     seqlens = shapes.seqlen_q, shapes.seqlen_k
     return BitStoring(shape, compiled.function, window, blocks, seqlens)
@@ -235,8 +239,6 @@ def _choose_for_sequences(
     if pairs > MAX_PAIRS or most * tiles.tile_m * tiles.tile_n > 2 * MAX_PAIRS:
         return None
     compiled = compile_store(mask_mod, replace(store, form="sequences"), target)
-    if compiled.meta["relies_on_head"]:
-        return None
     shape = (1, 1, most, tiles.lines, tiles.words)
     return SequenceStoring(shape, compiled.function, window, shapes.batch)
 

@@ -76,7 +76,7 @@ def compile_store(
 
     asked: block bits (visible, full, block_q, block_k) and aux_tensors (a tuple), None for what the
     problem does not have; window: its left and its right side; part: a pair (`StoredArgs`). `meta`:
-    relies_on_batch, relies_on_head, and what `compile_object` tells.
+    what `compile_object` tells.
     """
     identity = callable_key(mask_mod)
     return cache.get(
@@ -117,10 +117,7 @@ def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) 
         scratch = (fake_tensors.strided(rank) for rank in (4, 4, 2))
         arguments += [fake_tensors.int32_vector(True), *scratch, *asked, cutlass.Int32(0)]
     arguments += [fake_tensors.int32_pair(), fake_tensors.stream()]
-    function, meta = compile_object(store, arguments, options_of(target))
-    assert store.reliance is not None
-    relies_on = {f"relies_on_{name}": uses for name, uses in store.reliance._asdict().items()}
-    return Compiled(function, {**meta, **relies_on})
+    return compile_object(store, arguments, options_of(target))
 
 
 def stored_tiles(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:

@@ -16,7 +16,6 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
 from flash_mask_cute.mask_prep.mask_bits_kernel import BitStore, Place, QueryBitStore
 from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceBitStore
-from flash_mask_cute.mods.calling import Reliance
 from flash_mask_cute.rules.bit_tile import ALL, WORD
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs
 
@@ -27,7 +26,7 @@ SPANS_TILE = 128
 class DocumentBitStore:
     """Finds documents, and fills a `StoredArgs` of them; to be passed to `cute.compile`.
 
-    :param store: for the tiles of the attention kernel; its `reliance` is known afterwards
+    :param store: for the tiles of the attention kernel
     :param slot, bounds_tile: see `DocumentSplit`
     """
 
@@ -35,10 +34,6 @@ class DocumentBitStore:
         self.spans = KeySpans(store)
         self.split = DocumentSplit(KeySpans.NUM_VECTORS, False, slot, bounds_tile)
         self.sequences = SequenceBitStore(store, are_parts=True)
-
-    @property
-    def reliance(self) -> Reliance | None:
-        return self.sequences.reliance
 
     @cute.jit
     def __call__(

@@ -22,7 +22,6 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.mods.calling import Reliance, find_reliance
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.backward_mask import KeyWalks
 from flash_mask_cute.rules.bit_tile import WORD, Columns
@@ -68,9 +67,8 @@ class Place(NamedTuple):
 class BitStore:
     """Fills a `StoredArgs`; its subclasses are to be passed to `cute.compile`.
 
-    `reliance`, known after it was compiled: what the callable uses. The answers are of use only
-    where that is not the head; where it is not the batch entry either, those of one entry serve
-    all.
+    The answers are of use only where the callable does not use the head (`mods.traits`); where it
+    does not use the batch entry either, those of one entry serve all.
 
     :param mask_mod: the user's callable (`mods/calling.py`)
     :param tile_m, tile_n: query rows and keys of a tile of the attention kernel
@@ -99,7 +97,6 @@ class BitStore:
         self.has_aux_tensors = has_aux_tensors
         self.is_causal = is_causal
         self.is_local = is_local
-        self.reliance: Reliance | None = None
 
     @cute.jit
     def __call__(
@@ -169,9 +166,6 @@ class BitStore:
         share = Share.create(warp_idx, num_warps, lines, self.columns)
         sSeen = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(num_warps))
 
-        self.reliance = find_reliance(
-            self.mask_mod, place.entry, place.any_head, *place.tile[1:], masks.aux_tensors
-        )
         rules = self.rules_of(masks)
         is_listed, asks = self.judge(rules, place)
         seen = cutlass.select_(is_listed, Int32(VISIBLE), Int32(HIDDEN))

@@ -13,7 +13,6 @@ from cutlass import Int32, const_expr
 
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.mask_prep.mask_bits_kernel import BitStore, Place
-from flash_mask_cute.mods.calling import Reliance
 from flash_mask_cute.rules.mask_rules import MaskArgs, StoredArgs
 
 # CTAs that fill tiles, more than an SM holds of them times the SMs of any GPU
@@ -23,7 +22,7 @@ MAX_CTAS = 1 << 13
 class SequenceBitStore:
     """Fills a `StoredArgs` with places; to be passed to `cute.compile`.
 
-    :param store: for the tiles of the attention kernel; its `reliance` is known afterwards
+    :param store: for the tiles of the attention kernel
     :param are_parts: sequences are parts of the entries that the callable knows, and each entry has
         as many of them; otherwise each is an entry
     """
@@ -31,10 +30,6 @@ class SequenceBitStore:
     def __init__(self, store: BitStore, are_parts: bool):
         self.store = store
         self.are_parts = are_parts
-
-    @property
-    def reliance(self) -> Reliance | None:
-        return self.store.reliance
 
     @cute.jit
     def __call__(

@@ -214,28 +214,29 @@ class Reliance(NamedTuple):
     batch: bool
     head: bool
 
+    @staticmethod
+    def of(
+        mask_mod: Callable[..., Any],
+        batch_idx: Int32,
+        head_idx: Int32,
+        q_idx: Int32,
+        kv_idx: Int32,
+        aux_tensors: Any,
+    ) -> "Reliance":
+        """What a callable uses of its arguments, seen in the operations that a call of it leaves.
 
-def find_reliance(
-    mask_mod: Callable[..., Any],
-    batch_idx: Int32,
-    head_idx: Int32,
-    q_idx: Int32,
-    kv_idx: Int32,
-    aux_tensors: Any,
-) -> Reliance:
-    """What a callable uses of its arguments, seen in the operations that a call of it leaves.
-
-    Called while a kernel is traced, with numbers that are not constants. An argument counts as used
-    if any operation of the callable takes it, whether the answer depends on that or not; what is
-    called independent is so. The operations are traced for nothing and left to the compiler.
-    """
-    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
-    # what there is of an argument before the call is all that the callable can get hold of
-    watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:2]]
-    before = [ir_analysis.count_uses(values) for values in watched]
-    _ask("mask_mod", mask_mod, (), indices, aux_tensors)
-    after = (ir_analysis.count_uses(values) for values in watched)
-    return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
+        Called while a function is traced, with numbers that are not constants. An argument counts
+        as used if any operation of the callable takes it, whether the answer depends on that or
+        not; what is called independent is so. The operations are taken out again.
+        """
+        with ir_analysis.draft():
+            indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+            # what there is of an argument before the call is all that the callable can get hold of
+            watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:2]]
+            before = [ir_analysis.count_uses(values) for values in watched]
+            _ask("mask_mod", mask_mod, (), indices, aux_tensors)
+            after = [ir_analysis.count_uses(values) for values in watched]
+        return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
 
 
 def _elements(kind: str, mod: Callable[..., Any], result: Any, width: int) -> list[Any]:

@@ -1,44 +1,66 @@
-"""What tiles depend on of a score_mod, which only tracing it tells."""
+"""What only tracing a callable tells, and has to be known before a kernel is chosen.
+
+A callable is traced alone, in a function for the host that is never run. That takes some 20 ms,
+once for a callable and what its aux tensors are. Of one that cannot be traced nothing is claimed:
+whoever compiles a kernel with it says why it cannot.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.packages import tells_what_to_install
 
+if TYPE_CHECKING:
+    from flash_mask_cute.mods.calling import Reliance
 
-class HasScoreMod(Protocol):
+
+class HasScoreMod(fake_tensors.HasAux, Protocol):
     """A problem with `score_mod` and `aux`, as in `AttentionProblem`."""
 
     @property
     def score_mod(self) -> str | None: ...
 
+
+class HasMaskMod(fake_tensors.HasAux, Protocol):
+    """A problem with `mask_mod` and `aux`, as in `AttentionProblem`."""
+
     @property
-    def aux(self) -> tuple[tuple[str, int], ...]: ...
+    def mask_mod(self) -> str | None: ...
 
 
-_known: dict[tuple[str | None, tuple[tuple[str, int], ...]], bool] = {}
+# a `callable_key`, and `AttentionProblem.aux`
+_Key: TypeAlias = tuple[str | None, tuple[tuple[str, int], ...]]
+
+_functions: dict[_Key, bool] = {}
+_reliance: dict[_Key, Reliance] = {}
 
 
 def computes_functions(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
     """Whether the score_mod of a problem computes tanh, exp2 or the like of a score
-    (`core.mods.ScoreModTraits`).
-
-    It is traced to find out, in some 20 ms, once for a callable and what its aux tensors are. One
-    that cannot be traced does not: whoever compiles it says why it cannot.
-    """
+    (`mods.calling.ScoreModTraits`). One that cannot be traced does not."""
     key = problem.score_mod, problem.aux
-    if key not in _known:
+    if key not in _functions:
         with compile_lock():
-            _known[key] = _trace(score_mod, problem)
-    return _known[key]
+            _functions[key] = _trace_score_mod(score_mod, problem)
+    return _functions[key]
+
+
+def find_reliance(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Reliance:
+    """Whether the mask_mod of a problem uses the batch entry and the head that it is asked about
+    (`mods.calling.Reliance`). One that cannot be traced uses both."""
+    key = problem.mask_mod, problem.aux
+    if key not in _reliance:
+        with compile_lock():
+            _reliance[key] = _trace_mask_mod(mask_mod, problem)
+    return _reliance[key]
 
 
 @tells_what_to_install()
-def _trace(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
+def _trace_score_mod(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
     import cutlass.cute as cute
 
     from flash_mask_cute.mods.calling import ScoreModTraits
@@ -54,3 +76,24 @@ def _trace(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
     except Exception:
         return False
     return any(found)
+
+
+@tells_what_to_install()
+def _trace_mask_mod(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Reliance:
+    import cutlass.cute as cute
+
+    from flash_mask_cute.mods.calling import Reliance
+
+    found: list[Reliance] = []
+
+    @cute.jit
+    def ask(aux_tensors: Any, batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> None:
+        found.append(Reliance.of(mask_mod, batch_idx, head_idx, q_idx, kv_idx, aux_tensors))
+
+    places = *fake_tensors.int32_pair(), *fake_tensors.int32_pair()
+    try:
+        cute.compile(ask, fake_tensors.aux_tensors(problem), *places, no_jit_engine=True)
+    except Exception:
+        return Reliance(batch=True, head=True)
+    (reliance,) = found
+    return reliance

@@ -125,8 +125,8 @@ def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(mod)
         return True
 
-    monkeypatch.setattr(traits, "_known", {})
-    monkeypatch.setattr(traits, "_trace", trace)
+    monkeypatch.setattr(traits, "_functions", {})
+    monkeypatch.setattr(traits, "_trace_score_mod", trace)
     for name in ("float32", "float32", "bfloat16"):
         problem = replace(PROBLEM, score_mod=callable_key(_biased), aux=((name, 2),))
         assert computes_functions(_biased, problem)
