@@ -7,6 +7,7 @@ whoever compiles a kernel with it says why it cannot.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -61,39 +62,34 @@ def find_reliance(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Reliance
 
 @tells_what_to_install()
 def _trace_score_mod(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
-    import cutlass.cute as cute
-
     from flash_mask_cute.mods.calling import ScoreModTraits
 
     found: list[bool] = []
 
-    @cute.jit
     def ask(aux_tensors: Any) -> None:
         found.append(ScoreModTraits.of(score_mod, aux_tensors).computes_functions)
 
-    try:
-        cute.compile(ask, fake_tensors.aux_tensors(problem), no_jit_engine=True)
-    except Exception:
-        return False
+    _trace(ask, fake_tensors.aux_tensors(problem))
     return any(found)
 
 
 @tells_what_to_install()
 def _trace_mask_mod(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Reliance:
-    import cutlass.cute as cute
-
     from flash_mask_cute.mods.calling import Reliance
 
     found: list[Reliance] = []
 
-    @cute.jit
     def ask(aux_tensors: Any, batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> None:
         found.append(Reliance.of(mask_mod, batch_idx, head_idx, q_idx, kv_idx, aux_tensors))
 
     places = *fake_tensors.int32_pair(), *fake_tensors.int32_pair()
-    try:
-        cute.compile(ask, fake_tensors.aux_tensors(problem), *places, no_jit_engine=True)
-    except Exception:
-        return Reliance(batch=True, head=True)
-    (reliance,) = found
-    return reliance
+    _trace(ask, fake_tensors.aux_tensors(problem), *places)
+    return found[0] if found else Reliance(batch=True, head=True)
+
+
+def _trace(ask: Callable[..., None], *arguments: Any) -> None:
+    """Trace a function for the host. What it keeps tells whether it came to its end."""
+    import cutlass.cute as cute
+
+    with contextlib.suppress(Exception):
+        cute.compile(cute.jit(ask), *arguments, no_jit_engine=True)
