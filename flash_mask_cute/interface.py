@@ -117,12 +117,10 @@ def _flash_attn_fwd(
     (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
     sees nothing has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
 
-    A score_mod may return any finite number, such as the -1e30 of an additive mask: out and lse are
-    those of its fp32 scores, lse to its own last bit. lse_low, like lse and only beside a
-    score_mod, gets what rounding takes from lse, for the backward.
-
-    out, lse and lse_low, where given, must not share memory with q, k, v and each other. On a GPU
-    rows of out start at multiples of 16 bytes.
+    A score_mod may return any finite number, such as the -1e30 of an additive mask. lse_low, like
+    lse and only beside a score_mod, gets what rounding takes from lse, for the backward. out, lse
+    and lse_low, where given, must not share memory with q, k, v and each other; on a GPU rows of
+    out start at multiples of 16 bytes.
 
     pack_gqa: query heads of a KV head share tiles (None: where queries are few), but for block
     lists and column intervals by query head. config: a `FwdConfig`, or some of its fields.

@@ -1,7 +1,7 @@
-"""Argument checks of the public calls, but for those of block lists (`block_sparsity`).
+"""Argument checks of the public calls, but for those of lengths (`lengths`), and of block lists
+(`block_sparsity`).
 
-The checks look at metadata only. Contents of `cu_seqlens_*` and `seqused_*` are checked when they
-are CPU tensors; a CUDA tensor is never read, so no check waits for the device.
+The checks look at metadata only.
 
 TypeError means a wrong type or dtype, ValueError a wrong shape, value, device or memory layout,
 NotImplementedError an argument that the library knows and does not support yet. Every message names
@@ -19,9 +19,9 @@ import torch
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
 from flash_mask_cute.call import axis_order
+from flash_mask_cute.call.lengths import Side, check_lengths
 from flash_mask_cute.call.mask_extents import CallExtents, check_q_start
 from flash_mask_cute.call.problem import FwdShapes
-from flash_mask_cute.limits import MAX_PACKED_SEQLEN
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
 from flash_mask_cute.mods.signature import as_callable, check_mod
@@ -100,63 +100,11 @@ def check_fwd_inputs(
     """
     check_unsupported(num_splits, page_table)
     check_q_start(q_start)
-    check_tensor("q", q)
-    check_tensor("k", k)
-    check_tensor("v", v)
-    device = q.device
-    _check_dtype_of_q(q.dtype, device)
-    _check_like_q("k", k, q.dtype, device)
-    _check_like_q("v", v, q.dtype, device)
-    shape_q, shape_k, shape_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    _check_rank("q", shape_q, cu_seqlens_q, "cu_seqlens_q")
-    _check_rank("k", shape_k, cu_seqlens_k, "cu_seqlens_k")
-    _check_rank("v", shape_v, cu_seqlens_k, "cu_seqlens_k")
-    heads_q, head_dim = shape_q[-2:]
-    heads_kv, head_dim_v = shape_v[-2:]
-    _check_k_and_v(head_dim, shape_k, shape_v)
-    _check_heads(heads_q, heads_kv, shape_k)
-    _check_head_dim("head_dim", "q", head_dim)
-    _check_head_dim("head_dim_v", "v", head_dim_v)
-    axis_order.warn_once(q=shape_q, k=shape_k)
-
-    if cu_seqlens_q is not None:
-        _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, device)
-    if cu_seqlens_k is not None:
-        _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, device)
-    batch = shape_q[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    batch_k = shape_k[0] if cu_seqlens_k is None else len(cu_seqlens_k) - 1
-    if batch != batch_k:
-        source_q = "the shape of q" if cu_seqlens_q is None else "cu_seqlens_q"
-        source_k = "the shape of k" if cu_seqlens_k is None else "cu_seqlens_k"
-        raise ValueError(
-            f"batch of q and k must be equal, got {batch} from {source_q} and {batch_k} from "
-            f"{source_k}"
-        )
-
-    if max_seqlen_q is not None:
-        _check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    if max_seqlen_k is not None:
-        _check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    if seqused_q is not None:
-        _check_seqused("seqused_q", seqused_q, batch, device)
-    if seqused_k is not None:
-        _check_seqused("seqused_k", seqused_k, batch, device)
-    seqlen_q, total_q = _extents(shape_q, cu_seqlens_q, max_seqlen_q)
-    seqlen_k, total_k = _extents(shape_k, cu_seqlens_k, max_seqlen_k)
-    if device.type == "cuda":
-        _check_packed_seqlen("q", cu_seqlens_q, seqlen_q)
-        _check_packed_seqlen("k", cu_seqlens_k, seqlen_k)
-    else:
-        _check_lengths("q", shape_q, cu_seqlens_q, seqused_q, max_seqlen_q)
-        _check_lengths("k", shape_k, cu_seqlens_k, seqused_k, max_seqlen_k)
-
-    if softmax_scale is not None:
-        check_real("softmax_scale", softmax_scale)
-        if not abs(softmax_scale) <= _LARGEST_SCALE:
-            raise ValueError(
-                f"softmax_scale must be finite, and at most {_LARGEST_SCALE} in magnitude, got "
-                f"{softmax_scale}"
-            )
+    _check_operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    queries = Side("q", tuple(q.shape), q.device, cu_seqlens_q, seqused_q, max_seqlen_q)
+    keys = Side("k", tuple(k.shape), k.device, cu_seqlens_k, seqused_k, max_seqlen_k)
+    shapes = check_lengths(queries, keys, head_dim_v=v.shape[-1])
+    _check_softmax_scale(softmax_scale)
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
     if pack_gqa is not None:
@@ -165,41 +113,31 @@ def check_fwd_inputs(
         _check_window("window_size_left", window_size_left)
     if window_size_right is not None:
         _check_window("window_size_right", window_size_right)
-    check_finite("softcap", softcap)
-    if softcap < 0:
-        raise ValueError(f"softcap must be 0 (off) or positive, got {softcap}")
+    _check_softcap(softcap)
     if learnable_sink is not None:
-        _check_learnable_sink(learnable_sink, heads_q, device)
+        _check_learnable_sink(learnable_sink, shapes.heads_q, q.device)
     check_mod("score_mod", score_mod)
     check_mod("mask_mod", mask_mod)
     if aux_tensors is not None:
-        _check_aux_tensors(aux_tensors, device, score_mod, mask_mod)
+        _check_aux_tensors(aux_tensors, q.device, score_mod, mask_mod)
     extents = CallExtents(
-        batch, seqlen_q, seqlen_k, total_q, total_k, cu_seqlens_q is not None,
-        cu_seqlens_k is not None, q_start,
-    )  # fmt: skip
+        batch=shapes.batch,
+        seqlen_q=shapes.seqlen_q,
+        seqlen_k=shapes.seqlen_k,
+        total_q=shapes.total_q,
+        total_k=shapes.total_k,
+        packs_q=queries.is_packed,
+        packs_k=keys.is_packed,
+        q_start=q_start,
+    )
     if block_sparse_tensors_torch is not None:
         _check_block_lists(block_sparse_tensors_torch, mask_mod)
         extents.check_lists(from_block_mask(block_sparse_tensors_torch).seqlens)
     if startend_row_indices is not None:
-        keys = (batch, shape_k[1]) if cu_seqlens_k is None else (1, total_k)
-        _check_columns(startend_row_indices, causal, keys, heads_kv, heads_q, device)
+        _check_columns(startend_row_indices, causal, keys.rows, shapes, q.device)
         extents.check_columns(startend_row_indices)
-    if out is not None:
-        _check_output("out", out, (*shape_q[:-1], head_dim_v), "the shape of q with head_dim_v", q)
-        check_apart("out", out, {"q": q, "k": k, "v": v})
-    lse_shape = (batch, heads_q, seqlen_q) if cu_seqlens_q is None else (heads_q, total_q)
-    others = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
-    if lse is not None:
-        _check_lse("lse", lse, lse_shape, device)
-        check_apart("lse", lse, others)
-    if lse_low is not None:
-        _check_wants_low(lse_low, score_mod)
-        _check_lse("lse_low", lse_low, lse_shape, device)
-        check_apart("lse_low", lse_low, others | ({} if lse is None else {"lse": lse}))
-    return FwdShapes(
-        batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v
-    )
+    _check_outputs(q, k, v, shapes, out, lse, lse_low, score_mod)
+    return shapes
 
 
 def check_bwd_inputs(
@@ -372,6 +310,76 @@ def _only_warns(reason: str) -> bool:
     return True
 
 
+def _check_operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+) -> None:
+    """Check what q, k and v are, and that their heads and head dimensions go together."""
+    check_tensor("q", q)
+    check_tensor("k", k)
+    check_tensor("v", v)
+    _check_dtype_of_q(q.dtype, q.device)
+    _check_like_q("k", k, q.dtype, q.device)
+    _check_like_q("v", v, q.dtype, q.device)
+    shape_q, shape_k, shape_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    _check_rank("q", shape_q, cu_seqlens_q, "cu_seqlens_q")
+    _check_rank("k", shape_k, cu_seqlens_k, "cu_seqlens_k")
+    _check_rank("v", shape_v, cu_seqlens_k, "cu_seqlens_k")
+    _check_k_and_v(shape_q[-1], shape_k, shape_v)
+    _check_heads(shape_q[-2], shape_v[-2], shape_k)
+    _check_head_dim("head_dim", "q", shape_q[-1])
+    _check_head_dim("head_dim_v", "v", shape_v[-1])
+    axis_order.warn_once(q=shape_q, k=shape_k)
+
+
+def _check_outputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shapes: FwdShapes,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    lse_low: torch.Tensor | None,
+    score_mod: object,
+) -> None:
+    """Check what the caller wants written, and that none of it overlaps what is read."""
+    others = {"q": q, "k": k, "v": v}
+    if out is not None:
+        out_shape = (*q.shape[:-1], shapes.head_dim_v)
+        _check_output("out", out, out_shape, "the shape of q with head_dim_v", q)
+        check_apart("out", out, others)
+        others["out"] = out
+    lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    if lse is not None:
+        _check_lse("lse", lse, lse_shape, q.device)
+        check_apart("lse", lse, others)
+        others["lse"] = lse
+    if lse_low is not None:
+        _check_wants_low(lse_low, score_mod)
+        _check_lse("lse_low", lse_low, lse_shape, q.device)
+        check_apart("lse_low", lse_low, others)
+
+
+def _check_softmax_scale(softmax_scale: float | None) -> None:
+    if softmax_scale is None:
+        return
+    check_real("softmax_scale", softmax_scale)
+    if not abs(softmax_scale) <= _LARGEST_SCALE:
+        raise ValueError(
+            f"softmax_scale must be finite, and at most {_LARGEST_SCALE} in magnitude, got "
+            f"{softmax_scale}"
+        )
+
+
+def _check_softcap(softcap: float) -> None:
+    check_finite("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap must be 0 (off) or positive, got {softcap}")
+
+
 def _check_dtype_of_q(dtype: torch.dtype, device: torch.device) -> None:
     supported = _DTYPES.get(device.type)
     if supported is None:
@@ -433,107 +441,6 @@ def _check_head_dim(name: str, tensor_name: str, value: int) -> None:
         )
 
 
-def _check_index_vector(name: str, value: object, device: torch.device) -> None:
-    """Check what cu_seqlens and seqused have in common: int32, 1-D, contiguous, on `device`."""
-    check_tensor(name, value)
-    assert isinstance(value, torch.Tensor)
-    if value.dtype != torch.int32:
-        raise TypeError(f"{name} must have dtype int32, got {value.dtype}")
-    if value.dim() != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {tuple(value.shape)}")
-    check_device(name, value, device)
-    if not value.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got stride {value.stride(0)}")
-
-
-def _check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
-    _check_index_vector(name, value, device)
-    if len(value) == 0:
-        raise ValueError(f"{name} must have shape (batch + 1,), got (0,)")
-
-
-def _check_seqused(name: str, value: torch.Tensor, batch: int, device: torch.device) -> None:
-    _check_index_vector(name, value, device)
-    if len(value) != batch:
-        raise ValueError(f"{name} must have shape (batch,) = ({batch},), got ({len(value)},)")
-
-
-def _extents(
-    shape: tuple[int, ...], cu_seqlens: torch.Tensor | None, max_seqlen: int | None
-) -> tuple[int, int]:
-    """Return the bound on one sequence's length, and the rows of all sequences together."""
-    if cu_seqlens is None:
-        return shape[1], shape[0] * shape[1]
-    total = shape[0]
-    return (total if max_seqlen is None else int(max_seqlen)), total
-
-
-def _check_packed_seqlen(side: str, cu_seqlens: torch.Tensor | None, seqlen: int) -> None:
-    """Refuse packed sequences that may be longer than TMA's view of one (`tma.ragged_rows`)."""
-    if cu_seqlens is not None and seqlen > MAX_PACKED_SEQLEN:
-        raise NotImplementedError(
-            f"packed sequences of more than {MAX_PACKED_SEQLEN} rows are not supported, got "
-            f"{seqlen} rows in {side}; if every sequence is shorter, give max_seqlen_{side}"
-        )
-
-
-def _check_lengths(
-    side: str,
-    shape: tuple[int, ...],
-    cu_seqlens: torch.Tensor | None,
-    seqused: torch.Tensor | None,
-    max_seqlen: int | None,
-) -> None:
-    """Check the contents of CPU length vectors of one side (q or k) against each other."""
-    if cu_seqlens is None and seqused is None:
-        return
-    if cu_seqlens is None:
-        slots = [shape[1]] * shape[0]
-    else:
-        slots = _slot_lengths(f"cu_seqlens_{side}", cu_seqlens.tolist(), shape[0])
-    used = slots
-    if seqused is not None:
-        used = seqused.tolist()
-        for index, (length, slot) in enumerate(zip(used, slots, strict=True)):
-            if not 0 <= length <= slot:
-                raise ValueError(
-                    f"seqused_{side} must lie between 0 and the length of its slot, got {length} "
-                    f"for sequence {index} of length {slot}"
-                )
-    if cu_seqlens is not None and max_seqlen is not None and max_seqlen < max(used, default=0):
-        raise ValueError(
-            f"max_seqlen_{side} must not be smaller than the longest sequence ({max(used)}), got "
-            f"{max_seqlen}"
-        )
-
-
-def _slot_lengths(name: str, offsets: list[int], total: int) -> list[int]:
-    if offsets[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {offsets[0]}")
-    lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
-    for index, length in enumerate(lengths):
-        if length < 0:
-            raise ValueError(
-                f"{name} must not decrease, got {offsets[index]} followed by {offsets[index + 1]} "
-                f"at position {index + 1}"
-            )
-    if offsets[-1] > total:
-        raise ValueError(
-            f"{name} must not end beyond the packed tensor of {total} rows, got {offsets[-1]}"
-        )
-    return lengths
-
-
-def _check_max_seqlen(name: str, value: object) -> None:
-    if isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"{name} must be a Python int, got {brief(value)}; compute it on the host when the "
-            f"batch is built, because reading it here would wait for the device"
-        )
-    if check_int(name, value, "an int >= 0 or None") < 0:
-        raise ValueError(f"{name} must be an int >= 0 or None, got {value}")
-
-
 def _check_window(name: str, value: object) -> None:
     if check_int(name, value, "an int or None (no limit on that side)") == -1:
         raise ValueError(
@@ -584,8 +491,7 @@ def _check_columns(
     value: object,
     causal: bool,
     keys: tuple[int, int],
-    heads_kv: int,
-    heads_q: int,
+    shapes: FwdShapes,
     device: torch.device,
 ) -> None:
     """keys: batch entries and keys that the tensor must have."""
@@ -602,10 +508,10 @@ def _check_columns(
             f"{name} must have {batch if batch == 1 else f'1 or {batch}'} batch entries and "
             f"{num_keys} keys, got shape {shape}"
         )
-    if shape[1] not in (1, heads_kv, heads_q):
+    if shape[1] not in (1, shapes.heads_kv, shapes.heads_q):
         raise ValueError(
-            f"{name} must have 1, heads_kv ({heads_kv}) or heads_q ({heads_q}) heads, got shape "
-            f"{shape}"
+            f"{name} must have 1, heads_kv ({shapes.heads_kv}) or heads_q ({shapes.heads_q}) "
+            f"heads, got shape {shape}"
         )
     check_device(name, tensor, device)
 

@@ -1,8 +1,8 @@
 """Backward attention on CPU tensors: the tiles that a kernel walks, one by one, in float64.
 
-Key blocks outside, query blocks inside: the transpose of the walk of `cpu_path`, which also says
-which scores count. As there, a tile that the walk leaves out is not looked at, so a wrong walk or a
-wrong classification gives wrong gradients without a GPU.
+Key blocks outside, query blocks inside: the transpose of the forward's walk (`tiles.py`), which
+also says which scores count. As there, a tile that the walk leaves out is not looked at, so a wrong
+walk or a wrong classification gives wrong gradients without a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.cpu.forward import (
+from flash_mask_cute.cpu.tiles import (
     NEG_INF,
     SequenceWalk,
     Tile,
@@ -121,12 +121,8 @@ def flash_attn_bwd_cpu(
     )
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     dsink = q.new_zeros(q.shape[-2:-1], dtype=torch.float64)
+    chain = None if score_mod is None else _chain_of(score_mod, score_mod_bwd, aux_sums)
     for walk in walks:
-        chain: Callable[..., tuple[Tensor, _PullBack]] | None = None
-        if score_mod is not None and score_mod_bwd is not None:
-            chain = partial(_modify_and_ask, score_mod, score_mod_bwd)
-        elif score_mod is not None:
-            chain = partial(_modify_and_differentiate, score_mod, aux_sums)
         sink = walk.rows_of_sink(learnable_sink)
         rows = _Rows.create(
             walk.rows_of_q(q),
@@ -148,8 +144,7 @@ def flash_attn_bwd_cpu(
         dk[walk.slot_k] = from_rows(dk_rows, 1).to(dk.dtype)
         dv[walk.slot_k] = from_rows(dv_rows, 1).to(dv.dtype)
         if sink is not None:
-            of_rows = torch.exp((sink - rows.lse) - rows.lse_low) * rows.delta
-            dsink -= from_rows(of_rows, pack_gqa).sum(dim=0)
+            dsink += from_rows(rows.sink_gradient(sink), pack_gqa).sum(dim=0)
     return dq, dk, dv, None if learnable_sink is None else dsink.to(learnable_sink.dtype)
 
 
@@ -192,6 +187,10 @@ class _Rows(NamedTuple):
         low = torch.zeros_like(lse) if lse_low is None else lse_low.masked_fill(empty, 0.0)
         return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), low, delta.masked_fill(empty, 0.0))
 
+    def sink_gradient(self, sink: Tensor) -> Tensor:
+        """What each row adds to the gradient of its head's sink, (heads_kv, lanes, rows) both."""
+        return -torch.exp((sink - self.lse) - self.lse_low) * self.delta
+
 
 def _sequence_gradients(
     of_rows: _Rows,
@@ -228,6 +227,17 @@ def _sequence_gradients(
             dk[..., keys, :] += (dscores.mT @ q).sum(dim=1, keepdim=True)
             dv[..., keys, :] += (probabilities.mT @ dout).sum(dim=1, keepdim=True)
     return dq, dk, dv
+
+
+def _chain_of(
+    score_mod: Callable[..., Any],
+    score_mod_bwd: Callable[..., Any] | None,
+    aux_sums: Mapping[int, Tensor] | None,
+) -> Callable[..., tuple[Tensor, _PullBack]]:
+    """Modified scores of one head and the way back, by the user's derivative or by our own."""
+    if score_mod_bwd is not None:
+        return partial(_modify_and_ask, score_mod, score_mod_bwd)
+    return partial(_modify_and_differentiate, score_mod, aux_sums)
 
 
 def _chain_tile(

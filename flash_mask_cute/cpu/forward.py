@@ -1,37 +1,30 @@
 """Forward attention on CPU tensors: the tiles that the GPU kernel walks, one by one, in float64.
 
-The walk is the kernel's own: `BlockInfo`, the classification of column intervals by their smallest
-and largest values, the block lists. A tile that these leave out is not looked at here either, and
-one that a mask is said not to cut is not masked by it, so a wrong walk or a wrong classification
-gives a wrong answer without a GPU. `score_mod` and `mask_mod` are the user's own, compiled for the
-host. All heads of a batch entry take a step together, but for those that the tile is hidden from.
+`tiles.py` says which tiles these are and which of their scores count. `score_mod` is the user's
+own, compiled for the host. All heads of a batch entry take a step together, but for those that the
+tile is hidden from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.block_info import BlockInfo
-from flash_mask_cute.block_sparsity import (
-    ABSENT,
-    FULL,
-    PARTIAL,
-    BlockSparseTensorsTorch,
-    ceil_div,
-    dense_states,
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.cpu.tiles import (
+    NEG_INF,
+    SequenceWalk,
+    Tile,
+    from_rows,
+    heads_in_tile,
+    sequence_walks,
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.mods.on_cpu import eval_mask_mod, eval_score_mod
-from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.seqlen_info import SeqlenInfoQK
-
-NEG_INF = float("-inf")
+from flash_mask_cute.mods.on_cpu import eval_score_mod
 
 
 def flash_attn_fwd_cpu(
@@ -124,213 +117,6 @@ def flash_attn_fwd_cpu(
                 target[walk.slot_q] = from_rows(values, pack_gqa).to(target.dtype)
 
 
-class Tile(NamedTuple):
-    """One score tile, its ranges cut off where the sequence ends.
-
-    rows are those of `pack` interleaved heads, queries the positions that they touch.
-    """
-
-    m_block: int
-    n_block: int
-    rows: range
-    queries: range
-    keys: range
-    pack: int
-
-
-class _Mask(Protocol):
-    """A mask of one batch entry, read by tile and by score.
-
-    Heads are query heads; one entry stands for all of them.
-    """
-
-    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """(hidden, cut), bool (heads | 1,): whether it hides all of the tile, or some of it."""
-
-    def visible(self, tile: Tile, heads: Tensor) -> Tensor:
-        """Bool (heads | 1, queries, keys). What it says of a head that `heads`, bool (heads_q,),
-        does not have is not used."""
-
-
-@dataclass(frozen=True)
-class SequenceWalk:
-    """The tiles of one batch entry: in which order, which scores they hold, which of these count.
-
-    slot_*: index of the used tokens in a tensor of q's or k's layout. Rows of a head group are laid
-    out as (heads_kv, lanes, rows), see `to_rows`.
-    """
-
-    batch_idx: int
-    block_info: BlockInfo
-    seqlen_info: SeqlenInfoQK
-    masks: list[_Mask]
-    softmax_scale: float
-    softcap: float
-    heads_q: int
-    heads_kv: int
-    slot_q: Any
-    slot_k: Any
-    skip_blocks: bool
-
-    @property
-    def pack(self) -> int:
-        return self.block_info.qhead_per_kvhead_packgqa
-
-    @property
-    def num_m_blocks(self) -> int:
-        return ceil_div(self.seqlen_info.seqlen_q * self.pack, self.block_info.tile_m)
-
-    @property
-    def num_n_blocks(self) -> int:
-        return ceil_div(self.seqlen_info.seqlen_k, self.block_info.tile_n)
-
-    def n_blocks(self, m_block: int) -> range:
-        """The key blocks that a query block visits."""
-        if not self.skip_blocks:
-            return range(self.num_n_blocks)
-        return range(*self.block_info.get_n_block_min_max(self.seqlen_info, m_block))
-
-    def m_blocks(self, n_block: int) -> range:
-        """The query blocks that a key block visits."""
-        if not self.skip_blocks:
-            return range(self.num_m_blocks)
-        return range(*self.block_info.get_m_block_min_max(self.seqlen_info, n_block))
-
-    def rows(self, m_block: int) -> slice:
-        last = self.seqlen_info.seqlen_q * self.pack
-        return _cut_off(m_block, self.block_info.tile_m, last)
-
-    def keys(self, n_block: int) -> slice:
-        return _cut_off(n_block, self.block_info.tile_n, self.seqlen_info.seqlen_k)
-
-    def tile(self, m_block: int, n_block: int) -> Tile:
-        rows, keys = self.rows(m_block), self.keys(n_block)
-        return Tile(
-            m_block,
-            n_block,
-            range(rows.start, rows.stop),
-            range(rows.start // self.pack, ceil_div(rows.stop, self.pack)),
-            range(keys.start, keys.stop),
-            self.pack,
-        )
-
-    def rows_of_q(self, x: Tensor) -> Tensor:
-        """Of a tensor laid out like q, with or without its last mode: float64, by rows."""
-        return to_rows(x[self.slot_q].double(), self.heads_kv, self.pack)
-
-    def rows_of_k(self, x: Tensor) -> Tensor:
-        """Of a tensor laid out like k: float64 (heads_kv, 1, seqlen_k, .)."""
-        return to_rows(x[self.slot_k].double(), self.heads_kv, 1)
-
-    def rows_of_sink(self, sink: Tensor | None) -> Tensor | None:
-        """One logit per query head, for each row."""
-        if sink is None:
-            return None
-        by_query = sink.double().expand(self.seqlen_info.seqlen_q, -1)
-        return to_rows(by_query, self.heads_kv, self.pack)
-
-    def capped_scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Scores of one tile after scale and softcap."""
-        scores = q @ k.mT * self.softmax_scale
-        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
-
-    def visible(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Which heads have anything to see in a tile, bool (heads_q,), and what they see, bool
-        (heads_kv, lanes, rows, keys).
-
-        A mask is evaluated only for the heads that it cuts the tile for.
-        """
-        heads = torch.ones(self.heads_q, dtype=torch.bool, device="cpu")
-        cuts = [heads for _ in self.masks]
-        if self.skip_blocks:
-            for i, mask in enumerate(self.masks):
-                hidden, cuts[i] = mask.classify(tile)
-                heads = heads & ~hidden
-        visible = heads[:, None, None]
-        for mask, cut in zip(self.masks, cuts, strict=True):
-            asked = heads & cut
-            if asked.any():
-                visible = visible & (mask.visible(tile, asked) | ~asked[:, None, None])
-        by_query = visible.expand(-1, len(tile.queries), len(tile.keys)).movedim(1, 0)
-        first = tile.rows.start - tile.queries.start * tile.pack
-        by_row = to_rows(by_query, self.heads_kv, tile.pack)
-        return heads, by_row[:, :, first : first + len(tile.rows)]
-
-
-def sequence_walks(
-    q: Tensor,
-    *,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    seqlen_q: int,
-    seqlen_k: int,
-    heads_kv: int,
-    pack_gqa: int,
-    tile_m: int,
-    tile_n: int,
-    mask_mod: Callable[..., Any] | None,
-    aux_tensors: Sequence[Tensor] | None,
-    column_mask: ColumnMask | None,
-    block_lists: BlockSparseTensorsTorch | None,
-    skip_blocks: bool,
-) -> Iterator[SequenceWalk]:
-    """The walk of each batch entry; arguments as in `flash_attn_fwd_cpu`."""
-    if column_mask is not None and column_mask.causal:
-        window_right = 0 if window_right is None else min(window_right, 0)
-    block_info = BlockInfo(
-        tile_m,
-        tile_n,
-        is_local=True,
-        window_size_left=window_left,
-        window_size_right=window_right,
-        qhead_per_kvhead_packgqa=pack_gqa,
-    )
-    bounds = None if column_mask is None else column_mask.bounds(tile_n, cu_seqlens_k)
-    states = None if block_lists is None else dense_states(block_lists)
-    lengths = [
-        None if x is None else x.tolist()
-        for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    ]
-    for batch_idx in range(q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1):
-        seqlen_info = SeqlenInfoQK.create(batch_idx, seqlen_q, seqlen_k, *lengths)
-        masks: list[_Mask] = [_BandMask(block_info, seqlen_info)]
-        if column_mask is not None and bounds is not None:
-            masks.append(
-                _ColumnIntervals.create(
-                    column_mask, bounds, batch_idx, seqlen_info, tile_n, q.shape[-2]
-                )
-            )
-        if block_lists is not None or mask_mod is not None:
-            masks.append(
-                _ListsAndMod(
-                    None if states is None else _of_batch(states, batch_idx),
-                    None if block_lists is None else block_lists.block_size,
-                    mask_mod,
-                    aux_tensors,
-                    batch_idx,
-                )
-            )
-        yield SequenceWalk(
-            batch_idx,
-            block_info,
-            seqlen_info,
-            masks,
-            softmax_scale,
-            softcap,
-            q.shape[-2],
-            heads_kv,
-            _slot(batch_idx, seqlen_info.offset_q, seqlen_info.seqlen_q, cu_seqlens_q),
-            _slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, cu_seqlens_k),
-            skip_blocks,
-        )
-
-
 def _attend_sequence(
     q: Tensor,
     k: Tensor,
@@ -400,136 +186,6 @@ def _modify(
         )
 
 
-class HeadInTile(NamedTuple):
-    """Where the scores of one query head lie in a tile, and their positions, int32."""
-
-    head_idx: int
-    lane: int
-    rows: slice
-    q_idx: Tensor
-    k_idx: Tensor
-
-    def part(self, scores: Tensor) -> Tensor:
-        """View (queries, keys) of the scores (heads_kv, lanes, rows, keys) of the tile."""
-        heads_kv_idx, lane = divmod(self.lane, scores.shape[1])
-        return scores[heads_kv_idx, lane, self.rows]
-
-
-def heads_in_tile(tile: Tile, heads: Tensor) -> Iterator[HeadInTile]:
-    """Of the query heads that `heads`, bool (heads_q,), has."""
-    k_idx = _int32(tile.keys)
-    for head_idx in heads.nonzero().flatten().tolist():
-        lane, head_in_lane = divmod(head_idx, tile.pack)
-        rows = slice((head_in_lane - tile.rows.start) % tile.pack, None, tile.pack)
-        yield HeadInTile(head_idx, lane, rows, _int32(tile.rows[rows]) // tile.pack, k_idx)
-
-
-@dataclass(frozen=True)
-class _BandMask:
-    """Causal and window. Which tiles they hide is the walk's own range."""
-
-    block_info: BlockInfo
-    seqlen_info: SeqlenInfoQK
-
-    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        info, seqlen = self.block_info, self.seqlen_info
-        cut = tile.n_block >= info.get_n_block_min_causal_local_mask(seqlen, tile.m_block, 0)
-        if info.window_size_left is not None:
-            cut |= tile.n_block < info.get_n_block_min_before_local_mask(seqlen, tile.m_block, 0)
-        return torch.tensor([False], device="cpu"), torch.tensor([cut], device="cpu")
-
-    def visible(self, tile: Tile, heads: Tensor) -> Tensor:
-        k_idx = _int32(tile.keys)
-        lo, hi = self.block_info.band(self.seqlen_info).k_range(_int32(tile.queries)[:, None])
-        return ((lo <= k_idx) & (k_idx < hi))[None]
-
-
-@dataclass(frozen=True)
-class _ColumnIntervals:
-    """columns (heads_q, seqlen_k, n), bounds (heads_q, 2n, blocks) of one sequence."""
-
-    intervals: Intervals
-    columns: Tensor
-    bounds: Tensor
-    seqlen_q: int
-
-    @staticmethod
-    def create(
-        mask: ColumnMask,
-        bounds: Tensor,
-        batch_idx: int,
-        seqlen_info: SeqlenInfoQK,
-        tile_n: int,
-        heads_q: int,
-    ) -> _ColumnIntervals:
-        columns = _of_batch(mask.startend_row_indices, batch_idx)
-        bounds = _of_batch(bounds, batch_idx)
-        if seqlen_info.has_cu_seqlens_k:
-            columns = columns[:, seqlen_info.offset_k :]
-            bounds = bounds[..., seqlen_info.offset_k // tile_n + batch_idx :]
-        return _ColumnIntervals(
-            Intervals(mask.num_vectors, mask.causal),
-            columns.repeat_interleave(heads_q // columns.shape[0], dim=0),
-            bounds.repeat_interleave(heads_q // columns.shape[0], dim=0),
-            seqlen_info.seqlen_q,
-        )
-
-    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        bounds = self.bounds[..., tile.n_block].unbind(-1)
-        return self.intervals.classify(bounds, tile.queries.start, tile.queries.stop, self.seqlen_q)
-
-    def visible(self, tile: Tile, heads: Tensor) -> Tensor:
-        q_idx = _int32(tile.queries)[:, None]
-        columns = self.columns[:, None, tile.keys.start : tile.keys.stop].unbind(-1)
-        visible = torch.ones((1, 1, 1), dtype=torch.bool, device="cpu")
-        for start, end in self.intervals.hidden_rows(columns, self.seqlen_q):
-            visible = visible & ((q_idx < start) | (q_idx >= end))
-        return visible
-
-
-@dataclass(frozen=True)
-class _ListsAndMod:
-    """Block lists and mask_mod, at least one of them, which together say what a block shows.
-
-    states (heads | 1, num_q_blocks, num_k_blocks) is that of `dense_states` for one batch entry, in
-    blocks of block_size scores; None: all are partial.
-    """
-
-    states: Tensor | None
-    block_size: tuple[int, int] | None
-    mask_mod: Callable[..., Any] | None
-    aux_tensors: Sequence[Tensor] | None
-    batch_idx: int
-
-    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        if self.states is None or self.block_size is None:
-            return torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
-        block_q, block_k = self.block_size
-        states = self.states[
-            :,
-            tile.queries.start // block_q : ceil_div(tile.queries.stop, block_q),
-            tile.keys.start // block_k : ceil_div(tile.keys.stop, block_k),
-        ].flatten(1)
-        cutting = states == ABSENT if self.mask_mod is None else states != FULL
-        return (states == ABSENT).all(dim=1), cutting.any(dim=1)
-
-    def visible(self, tile: Tile, heads: Tensor) -> Tensor:
-        q_idx, k_idx = _int32(tile.queries), _int32(tile.keys)
-        states = torch.full((1, len(q_idx), len(k_idx)), PARTIAL, device="cpu")
-        if self.states is not None and self.block_size is not None:
-            q_block, k_block = q_idx // self.block_size[0], k_idx // self.block_size[1]
-            states = self.states[:, q_block[:, None], k_block]
-        if self.mask_mod is None:
-            return states != ABSENT
-        visible = (states == FULL).repeat(len(heads) // len(states), 1, 1)
-        is_partial = (states == PARTIAL).expand_as(visible)
-        for head_idx in heads.nonzero().flatten().tolist():
-            visible[head_idx] |= is_partial[head_idx] & eval_mask_mod(
-                self.mask_mod, self.aux_tensors, self.batch_idx, head_idx, q_idx, k_idx
-            )
-        return visible
-
-
 class _OnlineSoftmax:
     """Maximum, sum and output so far of the rows of a query tile. Hidden scores are -inf."""
 
@@ -565,37 +221,3 @@ class _OnlineSoftmax:
         low = ((largest - lse.float()) + log_total).masked_fill(lse == NEG_INF, 0.0)
         out = self.acc * factor[..., None] / total[..., None]
         return out.masked_fill(self.row_sum[..., None] == 0, 0.0), lse, low
-
-
-def _of_batch(x: Tensor, batch_idx: int) -> Tensor:
-    """Of a tensor that may have one batch entry for all."""
-    return x[min(batch_idx, x.shape[0] - 1)]
-
-
-def _int32(positions: range) -> Tensor:
-    return torch.arange(
-        positions.start, positions.stop, positions.step, dtype=torch.int32, device="cpu"
-    )
-
-
-def _cut_off(block: int, size: int, end: int) -> slice:
-    return slice(block * size, min((block + 1) * size, end))
-
-
-def _slot(batch_idx: int, offset: int, length: int, cu_seqlens: Tensor | None) -> Any:
-    """Index of the used tokens of a batch entry in a tensor of either layout."""
-    return (batch_idx, slice(length)) if cu_seqlens is None else slice(offset, offset + length)
-
-
-def to_rows(x: Tensor, heads_kv: int, pack: int) -> Tensor:
-    """(seqlen, heads, ...) to (heads_kv, lanes, rows, ...): heads of a KV head are interleaved as
-    rows, `pack` at a time; each such set of heads is a lane."""
-    lanes = x.shape[1] // (heads_kv * pack)
-    by_head = x.reshape(x.shape[0], heads_kv, lanes, pack, *x.shape[2:])
-    return by_head.movedim(0, 2).flatten(2, 3)
-
-
-def from_rows(x: Tensor, pack: int) -> Tensor:
-    """The inverse of `to_rows`."""
-    by_head = x.unflatten(2, (x.shape[2] // pack, pack))
-    return by_head.movedim(2, 0).flatten(1, 3)

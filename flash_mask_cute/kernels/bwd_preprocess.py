@@ -56,6 +56,20 @@ class BlockRows(NamedTuple):
     """How many of those are in use (seqused_q); may be negative."""
 
 
+class LseOfRow(NamedTuple):
+    """Of a row in use: its LSE, what rounding has taken from that, and the gradient by it. Of
+    another row: -inf, 0 and 0."""
+
+    lse: Float32
+    low: Float32 | None
+    """None: not given."""
+    dlse: Float32
+
+    @property
+    def sees_something(self) -> Boolean:
+        return self.lse != -Float32.inf
+
+
 @cute.jit
 def rows_of(block: Int32, lengths: Lengths, tile_m: cutlass.Constexpr) -> BlockRows:
     """The rows of a row block. All lanes of a warp must ask for the same one."""
@@ -248,8 +262,6 @@ class BwdPreprocess:
                 mTurns[head_idx, block] = Int32(0)
         if const_expr(mSink is not None):
             sink = mSink[head_idx].to(Float32)
-        # where delta of the thread's row is, behind LSE
-        behind = thread + self.tile_m
         if const_expr(mQ is not None):
             marks = marks_of(
                 mStats[head_idx, block, None], self.tile_m, 3 if self.has_reference else 2
@@ -257,21 +269,13 @@ class BwdPreprocess:
         rows = rows_of(block, lengths, self.tile_m)
         sink_part = Float32(0.0)
         if rows.in_slot > 0:
-            lse = -Float32.inf
-            lse_low = Float32(0.0)
-            dlse = Float32(0.0)
-            if thread < rows.in_use:
-                lse = self._row_value(mLSE, head_idx, rows, thread)
-                if const_expr(mLSELow is not None):
-                    lse_low = self._row_value(mLSELow, head_idx, rows, thread)
-                if const_expr(mdLSE is not None):
-                    dlse = self._row_value(mdLSE, head_idx, rows, thread)
+            of_row = self._read_lse(mLSE, mLSELow, mdLSE, head_idx, rows, thread)
             gO = rows_of_head(mO, head_idx, rows)
             if const_expr(mQ is not None):
-                is_empty = lse == -Float32.inf
+                is_empty = of_row.lse == -Float32.inf
                 if const_expr(mSink is not None):
                     # it is looked at more closely below
-                    is_empty = is_empty | _is_near(lse, sink)
+                    is_empty = is_empty | _is_near(of_row.lse, sink)
                 is_empty = is_empty & (thread < rows.in_use)
                 self._store_votes(sEmpty, is_empty, thread)
             self._sum_products(gO, rows_of_head(mdO, head_idx, rows), sDelta, rows, thread)
@@ -283,38 +287,17 @@ class BwdPreprocess:
                     rows_of_head(mdO, head_idx, rows),
                     gO if const_expr(mSink is not None) else None,
                     (sEmpty, sVerdicts),
-                    (lse, dlse),
+                    of_row,
                     thread,
                 )
                 self._store_votes(marks, is_marked, thread)
             if thread < self.padded_rows:
-                sees_something = lse != -Float32.inf
                 # O is 0 in rows that are marked
                 summed = cutlass.select_(is_marked, Float32(0.0), sDelta[thread])
-                delta = cutlass.select_(sees_something, summed - dlse, Float32(0.0))
-                if thread < self.tile_m:
-                    lse_log2 = lse * LOG2_E
-                    if const_expr(self.has_reference):
-                        is_far = sees_something & (cute.math.abs(lse) >= FAR)
-                        own = cutlass.select_(is_far, Float32(0.0), lse)
-                        lse_log2 = (own + lse_low) * LOG2_E
-                        reference = cutlass.select_(is_far, lse, Float32(0.0))
-                        mStats[head_idx, block, behind + self.tile_m] = reference
-                    mStats[head_idx, block, thread] = cutlass.select_(
-                        sees_something, lse_log2, Float32.inf
-                    )
-                    mStats[head_idx, block, behind] = cutlass.select_(
-                        is_marked, Float32(0.0), delta
-                    )
+                delta = cutlass.select_(of_row.sees_something, summed - of_row.dlse, Float32(0.0))
+                self._store_statistics(mStats, head_idx, block, of_row, delta, is_marked, thread)
                 if const_expr(mSink is not None):
-                    exponent = (sink - lse) * LOG2_E
-                    if const_expr(mLSELow is not None):
-                        exponent = (sink - lse - lse_low) * LOG2_E
-                    part = -cute.math.exp2(exponent, fastmath=True) * delta
-                    part = cutlass.select_(sees_something, part, Float32(0.0))
-                    part = cute.arch.warp_reduction_sum(part)
-                    if thread % WARP == 0:
-                        sParts[thread // WARP] = part
+                    self._store_sink_part(sParts, of_row, delta, sink, thread)
             if const_expr(mSink is not None):
                 cute.arch.sync_threads()
                 for i in range_constexpr(self.padded_rows // WARP):
@@ -322,15 +305,77 @@ class BwdPreprocess:
         elif thread < self.tile_m:
             # keys of a sequence without queries visit this block, hidden as it is
             mStats[head_idx, block, thread] = Float32.inf
-            mStats[head_idx, block, behind] = Float32(0.0)
+            mStats[head_idx, block, thread + self.tile_m] = Float32(0.0)
             if const_expr(self.has_reference):
-                mStats[head_idx, block, behind + self.tile_m] = Float32(0.0)
+                mStats[head_idx, block, thread + 2 * self.tile_m] = Float32(0.0)
             if const_expr(mQ is not None):  # noqa: SIM102 (decided while tracing)
                 if thread < self.padded_rows // WARP:
                     marks[thread] = Int32(0)
         if const_expr(mSink is not None):  # noqa: SIM102 (decided while tracing)
             if thread == 0:
                 mSinkParts[head_idx, block] = sink_part
+
+    @cute.jit
+    def _read_lse(
+        self,
+        mLSE: cute.Tensor,
+        mLSELow: cute.Tensor | None,
+        mdLSE: cute.Tensor | None,
+        head_idx: Int32,
+        rows: BlockRows,
+        thread: Int32,
+    ) -> LseOfRow:
+        """Of the thread's row."""
+        lse, low, dlse = -Float32.inf, Float32(0.0), Float32(0.0)
+        if thread < rows.in_use:
+            lse = self._row_value(mLSE, head_idx, rows, thread)
+            if const_expr(mLSELow is not None):
+                low = self._row_value(mLSELow, head_idx, rows, thread)
+            if const_expr(mdLSE is not None):
+                dlse = self._row_value(mdLSE, head_idx, rows, thread)
+        return LseOfRow(lse, low if const_expr(mLSELow is not None) else None, dlse)
+
+    @cute.jit
+    def _store_statistics(
+        self,
+        mStats: cute.Tensor,
+        head_idx: Int32,
+        block: Int32,
+        of_row: LseOfRow,
+        delta: Float32,
+        is_marked: Boolean,
+        thread: Int32,
+    ):
+        """What mStats holds of the thread's row, beside marks: LSE, delta, the reference if any."""
+        if thread < self.tile_m:
+            lse_log2 = of_row.lse * LOG2_E
+            if const_expr(self.has_reference):
+                is_far = of_row.sees_something & (cute.math.abs(of_row.lse) >= FAR)
+                own = cutlass.select_(is_far, Float32(0.0), of_row.lse)
+                low = Float32(0.0) if const_expr(of_row.low is None) else of_row.low
+                lse_log2 = (own + low) * LOG2_E
+                reference = cutlass.select_(is_far, of_row.lse, Float32(0.0))
+                mStats[head_idx, block, thread + 2 * self.tile_m] = reference
+            mStats[head_idx, block, thread] = cutlass.select_(
+                of_row.sees_something, lse_log2, Float32.inf
+            )
+            mStats[head_idx, block, thread + self.tile_m] = cutlass.select_(
+                is_marked, Float32(0.0), delta
+            )
+
+    @cute.jit
+    def _store_sink_part(
+        self, sParts: cute.Tensor, of_row: LseOfRow, delta: Float32, sink: Float32, thread: Int32
+    ):
+        """What the rows of a warp add to the gradient of their head's sink."""
+        exponent = (sink - of_row.lse) * LOG2_E
+        if const_expr(of_row.low is not None):
+            exponent = (sink - of_row.lse - of_row.low) * LOG2_E
+        part = -cute.math.exp2(exponent, fastmath=True) * delta
+        part = cutlass.select_(of_row.sees_something, part, Float32(0.0))
+        part = cute.arch.warp_reduction_sum(part)
+        if thread % WARP == 0:
+            sParts[thread // WARP] = part
 
     def _row_value(
         self, tensor: cute.Tensor, head_idx: Int32, rows: BlockRows, row: Int32
@@ -374,14 +419,14 @@ class BwdPreprocess:
         gdO: cute.Tensor,
         gO: cute.Tensor | None,
         shared: tuple[cute.Tensor, cute.Tensor],
-        statistics: tuple[Float32, Float32],
+        of_row: LseOfRow,
         thread: Int32,
     ) -> Boolean:
         """Whether the thread's row has to be cleared. gO: given where there is a sink.
 
-        shared: sEmpty, which has been written, and sVerdicts; statistics: LSE and dLSE of the row.
+        shared: sEmpty, which has been written, and sVerdicts.
         """
-        (sEmpty, sVerdicts), (lse, dlse) = shared, statistics
+        sEmpty, sVerdicts = shared
         is_marked, any_empty = Boolean(False), sEmpty[0]
         for i in range_constexpr(1, self.padded_rows // WARP):
             any_empty = any_empty | sEmpty[i]
@@ -393,8 +438,8 @@ class BwdPreprocess:
                 is_marked = (verdict & HOSTILE) != 0
                 if const_expr(gO is not None):
                     # LSE may be the sink, and has a gradient then
-                    of_sink = lse != -Float32.inf
-                    is_marked = is_marked | (of_sink & (_is_finite(dlse) == Boolean(False)))
+                    of_sink = of_row.sees_something
+                    is_marked = is_marked | (of_sink & (_is_finite(of_row.dlse) == Boolean(False)))
                     is_marked = is_marked & ((of_sink & ((verdict & SEES) != 0)) == Boolean(False))
                 is_empty = (sEmpty[thread // WARP] >> (thread % WARP)) & 1 != 0
                 is_marked = is_marked & is_empty

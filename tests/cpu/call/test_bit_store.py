@@ -20,11 +20,16 @@ from flash_mask_cute.call import mask_bits_plan
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.kernels_bwd import BwdKernels
 from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.call.prepared import KernelForward
 from flash_mask_cute.call.prepared_bwd import KernelBackward
 from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.mask_prep.mask_bits import SequenceStoring
+from flash_mask_cute.mask_prep import mask_bits
+from flash_mask_cute.mask_prep.documents import SLOT
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, SequenceStoring, StoreProblem
+from flash_mask_cute.mods import traits
 from flash_mask_cute.mods.traits import find_reliance
+from flash_mask_cute.runtime.cache import DIRECTORY_VARIABLE, Compiled
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target
 
@@ -88,6 +93,10 @@ def by_head_in_a_loop(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return k[0] <= reach
 
 
+def problem_of(mask_mod: Any, aux: tuple[tuple[str, int], ...]) -> AttentionProblem:
+    return AttentionProblem("bfloat16", 128, 128, mask_mod=callable_key(mask_mod), aux=aux)
+
+
 @pytest.mark.parametrize(
     ("mask_mod", "rank", "batch", "head"),
     [
@@ -107,8 +116,25 @@ def by_head_in_a_loop(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 def test_what_a_callable_relies_on(mask_mod: Any, rank: int, batch: bool, head: bool) -> None:
     """Seen in its operations; what is used for nothing counts as used."""
     aux = ((INT32, rank),) if rank else ()
-    problem = AttentionProblem("bfloat16", 64, 64, mask_mod=callable_key(mask_mod), aux=aux)
-    assert find_reliance(mask_mod, problem) == (batch, head)
+    assert find_reliance(mask_mod, problem_of(mask_mod, aux)) == (batch, head)
+
+
+def test_a_callable_that_cannot_be_traced_relies_on_all() -> None:
+    assert find_reliance(by_batch, problem_of(by_batch, ())) == (True, True)
+
+
+def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each kind of aux tensors."""
+    traced: list[Any] = []
+    trace = traits._trace_mask_mod
+    monkeypatch.setattr(traits, "_reliance", {})
+    monkeypatch.setattr(
+        traits, "_trace_mask_mod", lambda *args: traced.append(args) or trace(*args)
+    )
+    for dtype in (INT32, INT32, "int64"):
+        found = find_reliance(by_batch, problem_of(by_batch, ((dtype, 2),)))
+        assert found == (True, False)
+    assert len(traced) == 2
 
 
 def call_of(case: Case, **more: Any) -> AttentionCall:
@@ -389,3 +415,55 @@ def test_explain_of_nothing(shape: tuple[int, int]) -> None:
     ids = torch.zeros(max(shape[0], 1), 300, dtype=torch.int32)
     for mod, aux in ((causal, None), (by_batch, [ids])):
         assert "nothing is launched" in explain(q, k, k, mask_mod=mod, aux_tensors=aux).note
+
+
+@pytest.fixture
+def stores_compiled(monkeypatch: pytest.MonkeyPatch) -> list[StoreProblem]:
+    """The problems of the kernels that store answers and are compiled, not found on disk."""
+    compiled: list[StoreProblem] = []
+    build = mask_bits._build
+
+    def record(mask_mod: Any, problem: StoreProblem, target: Target) -> Compiled:
+        compiled.append(problem)
+        return build(mask_mod, problem, target)
+
+    monkeypatch.setenv(DIRECTORY_VARIABLE, "off")
+    monkeypatch.setattr(mask_bits, "_build", record)
+    return compiled
+
+
+def sees(distance: int) -> Any:
+    """A callable that no other test compiles."""
+    return lambda b, h, q, k, aux: k <= q + distance
+
+
+def test_only_the_kernel_that_runs_is_compiled(stores_compiled: list[StoreProblem]) -> None:
+    """At d=64, where attention that asks has other tiles than attention that reads."""
+    q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
+    prepare_fwd(AttentionCall.of(Direction.FORWARD, q, q, q, mask_mod=sees(1001)), TARGET)
+    (problem,) = stores_compiled
+    assert problem.tiles == BitTiles.of_queries(192, 128)
+
+
+def test_no_kernel_is_compiled_to_ask_about_heads(stores_compiled: list[StoreProblem]) -> None:
+    q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
+    by_head = AttentionCall.of(
+        Direction.FORWARD, q, q, q, mask_mod=lambda b, h, q, k, aux: k <= q + h * 1002
+    )
+    prepare_fwd(by_head, TARGET)
+    assert not stores_compiled
+
+
+@pytest.mark.usefixtures("documents_packed")
+def test_by_documents_only_that_kernel_is_compiled(stores_compiled: list[StoreProblem]) -> None:
+    q = torch.zeros(1, 2 * SLOT, 4, 64, dtype=torch.bfloat16)
+    prepare_fwd(AttentionCall.of(Direction.FORWARD, q, q, q, mask_mod=sees(1003)), TARGET)
+    assert [problem.form for problem in stores_compiled] == ["documents"]
+
+
+def test_a_backward_compiles_one_kernel_that_stores(stores_compiled: list[StoreProblem]) -> None:
+    case = Case("once", 1, 384, 384, 4, 4, head_dim=64, mask_mod="checks")
+    mask_bits.CACHE.clear_memory()
+    _, _, call = choose_bwd(case)
+    prepare_bwd(call, TARGET)
+    assert [problem.tiles for problem in stores_compiled] == [BitTiles.of_keys(128, 128)]

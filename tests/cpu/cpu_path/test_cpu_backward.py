@@ -18,9 +18,10 @@ from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.call.problem import fold_window
-from flash_mask_cute.cpu import backward, forward
+from flash_mask_cute.cpu import backward
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
-from flash_mask_cute.cpu.forward import SequenceWalk, Tile, flash_attn_fwd_cpu
+from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
+from flash_mask_cute.cpu.tiles import SequenceWalk, Tile, _ListsAndMod
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.rules.intervals import Intervals
 
@@ -253,7 +254,7 @@ WRONG_VERDICTS = {
 def test_a_wrong_verdict_on_a_tile_is_caught(
     case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = Intervals if case.column else forward._ListsAndMod
+    judge = Intervals if case.column else _ListsAndMod
     right_verdict = judge.classify
 
     def wrong_verdict(*args: Any) -> tuple[Tensor, Tensor]:

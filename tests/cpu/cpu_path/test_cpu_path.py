@@ -18,6 +18,7 @@ from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.call.problem import fold_window
 from flash_mask_cute.cpu import forward
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
+from flash_mask_cute.cpu.tiles import Tile, _ListsAndMod
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.rules.intervals import Intervals
 
@@ -138,7 +139,7 @@ def test_only_tiles_that_show_something_are_scored(
     visited = []
     score_tile = forward._score_tile
 
-    def counted(q: Tensor, k: Tensor, tile: forward.Tile, *args: Any) -> Tensor:
+    def counted(q: Tensor, k: Tensor, tile: Tile, *args: Any) -> Tensor:
         visited.append((tile.m_block, tile.n_block))
         return score_tile(q, k, tile, *args)
 
@@ -239,7 +240,7 @@ def test_a_wrong_verdict_on_a_tile_is_caught(
     case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = make_inputs(case)
-    judge = Intervals if case.column else forward._ListsAndMod
+    judge = Intervals if case.column else _ListsAndMod
     right_verdict = judge.classify
 
     def wrong_verdict(*args: Any) -> tuple[Tensor, Tensor]:
