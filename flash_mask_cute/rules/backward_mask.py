@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.semaphore import NO_TURN
 from flash_mask_cute.core.tile_state import BOTH, VISIBLE
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
@@ -19,8 +20,6 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD, bit_range
 from flash_mask_cute.rules.mask_rules import MaskRules, Share, both
 
-# of a block that no key sees, for which there is nothing to add
-NO_TURN = -1
 # as in `query_walks`; what a callable loads for more queries spills in the painters
 ASKED_AT_ONCE = 2
 # where tiles are staggered, neighbours begin so many blocks apart: an odd number, so that each of a

@@ -24,17 +24,17 @@ from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.row_blocks import MARKS_PER_WORD, marks_of
-from flash_mask_cute.core.walk_ring import Kind
-from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_math import (
-    ScoreChain,
+from flash_mask_cute.core.score_gradients import (
     Statistics,
     has_reference,
     probabilities,
     score_gradients,
 )
+from flash_mask_cute.core.walk_ring import Kind
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.score_chain import ScoreChain
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_plan import (
     NUM_MMA_WARPGROUPS,
     Barrier,
