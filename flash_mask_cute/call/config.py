@@ -9,13 +9,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.call.tables import SM90_BWD, SM90_FWD, SM100_FWD, BwdRow, FwdRow
+from flash_mask_cute.call.tables import (
+    SM90_BWD,
+    SM90_FWD,
+    SM100_BWD,
+    SM100_FWD,
+    BwdRow,
+    FwdRow,
+)
 from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import BLACKWELL, H200_SMS, HOPPER
 
 # query rows that leave together, which packed heads must fill evenly: a warpgroup's, a warp's
 PACKED_ROWS = {HOPPER: 64, BLACKWELL: 32}
 FWD_ROWS = {HOPPER: SM90_FWD, BLACKWELL: SM100_FWD}
+BWD_ROWS = {HOPPER: SM90_BWD, BLACKWELL: SM100_BWD}
 # fewer queries than this leave most of a tile empty unless heads share it
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
@@ -397,14 +405,16 @@ def select_bwd_config(
     deterministic: bool = False,
     modifier: str | None = None,
     num_sms: int = H200_SMS,
+    family: str = HOPPER,
 ) -> BwdChoice:
     """Choose tiles: the first row that takes the head dimensions, the `mask_kind` and the keys of a
     problem, with fewer stages where it does not fit beside the override, or without pairs of CTAs.
 
-    modifier: `AttentionProblem.score_modifier`.
+    modifier: `AttentionProblem.score_modifier`. family: whose kernel is to run (`Target.family`).
 
     Raises:
         ValueError: the override asks for what cannot run.
+        NotImplementedError: no kernel of the family has these head dimensions.
     """
     given = given_fields(override)
     if deterministic and given.get("clears_dq"):
@@ -414,7 +424,7 @@ def select_bwd_config(
         raise ValueError(f"config cta_pair=True is not for {why_alone}")
     rows = [
         r
-        for r in SM90_BWD
+        for r in BWD_ROWS[family]
         if r.above_dim < head_dim <= r.max_dim
         and head_dim_v <= r.max_dim_v
         and (r.masks is None or mask_kind in r.masks)
@@ -422,11 +432,17 @@ def select_bwd_config(
         and not (deterministic and r.clears_dq)
         and not (r.cta_pair and why_alone is not None)
     ]
+    if not rows:
+        largest = max(row.max_dim for row in BWD_ROWS[family])
+        raise NotImplementedError(
+            f"the backward for {family} takes head_dim and head_dim_v up to {largest}, got "
+            f"{head_dim}/{head_dim_v}"
+        )
     # an override may leave no room for pairs of CTAs: then the row behind theirs
     for row in rows[:2] if rows[0].cta_pair else rows[:1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
-            plan = _bwd_plan(head_dim, head_dim_v, tiles, modifier == "score_mod")
+            plan = _bwd_plan(head_dim, head_dim_v, tiles, modifier == "score_mod", family)
             why_not = plan.infeasible()
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
@@ -489,12 +505,18 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
 
 
 @tells_what_to_install()
-def _bwd_plan(head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool) -> Any:
+def _bwd_plan(
+    head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool, family: str
+) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
-    from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
+    plan_type: Any
+    if family == HOPPER:
+        from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan as plan_type
+    else:
+        from flash_mask_cute.sm100.flash_bwd_plan import BwdPlan as plan_type
 
-    return BwdPlan(
+    return plan_type(
         BFloat16,
         head_dim,
         head_dim_v,

@@ -22,9 +22,11 @@ from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import int32_vector, operand, scratch, strided
-from flash_mask_cute.runtime.target import Target
+from flash_mask_cute.runtime.target import BLACKWELL, HOPPER, Target
 
-KERNEL_NAME = "flash_bwd_sm90"
+KERNEL_NAMES = {HOPPER: "flash_bwd_sm90", BLACKWELL: "flash_bwd_sm100"}
+# in which order a kernel leaves the sums of dQ (`BwdPostprocess`)
+ORDERS = {HOPPER: "accumulators", BLACKWELL: "lanes"}
 PREPROCESS_NAME = "bwd_preprocess"
 POSTPROCESS_NAME = "bwd_postprocess"
 CLEAR_TAILS_NAME = "bwd_clear_tails"
@@ -75,7 +77,7 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter before only;
     marked_dim: head_dim, where rows of queries that see nothing are marked. num_stats: statistics
-    of a row (`BwdPlan`).
+    of a row (`BwdPlan`). order: of the sums of dQ; matters after only.
     """
 
     dtype: str
@@ -90,6 +92,7 @@ class RowFacts(NamedTuple):
     marked_dim: int | None = None
     num_stats: int = 2
     has_lse_low: bool = False
+    order: str = ORDERS[HOPPER]
 
 
 _Facts = TypeVar("_Facts", RowFacts, TailFacts)
@@ -136,7 +139,8 @@ def compile_bwd(
     marked_dim = problem.head_dim if problem.may_empty_rows else None
     of_scores = has_dlse, sink_dtype, marked_dim, num_stats(problem), has_lse_low
     before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
-    after = RowFacts(problem.dtype, problem.head_dim, *rows)
+    order = ORDERS[target.family]
+    after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order)
 
     def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
         return cache.get(
@@ -150,7 +154,7 @@ def compile_bwd(
 
     preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess)
     main = cached_attention(
-        KERNEL_NAME,
+        KERNEL_NAMES[target.family],
         problem,
         choice.tiles,
         target,
@@ -173,9 +177,14 @@ def build_bwd(
 ) -> Compiled:
     """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.rules.intervals import Intervals
-    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
 
-    kernel = FlashAttentionBackwardSm90(
+    kernel_type: Any
+    if target.family == HOPPER:
+        from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90 as kernel_type
+    else:
+        from flash_mask_cute.sm100.flash_bwd import FlashAttentionBackwardSm100 as kernel_type
+
+    kernel = kernel_type(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,
@@ -267,6 +276,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.dim,
         facts.tile_m,
         facts.tile_d,
+        facts.order,
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),

@@ -40,7 +40,7 @@ from flash_mask_cute.call.resolve import (
 )
 from flash_mask_cute.call.validate import refuse_transforms
 from flash_mask_cute.mask_prep.mask_bits import DocumentStoring
-from flash_mask_cute.runtime.target import HOPPER, Target
+from flash_mask_cute.runtime.target import Target
 
 
 def prepare_fwd(
@@ -102,10 +102,6 @@ def prepare_bwd(
     if target is None and not q.is_cuda:
         return BwdCpuLaunch(resolved, resolved_masks)
     target = target or Target.of(q.device)
-    if target.family != HOPPER:
-        raise NotImplementedError(
-            f"q is on {q.device}, a Blackwell device; kernels of the backward exist for Hopper only"
-        )
     if resolved.shapes.is_empty:
         return BwdEmptyLaunch(resolved)
     return bwd_kernel_launch(resolved, resolved_masks, target, operands, extras)

@@ -273,6 +273,7 @@ def resolve_bwd(
         deterministic=settings.deterministic,
         modifier=problem.score_modifier,
         num_sms=(target or target_of(q)).num_sms,
+        family=(target or target_of(q)).family,
     )
     resolved = ResolvedBwd(
         shapes,

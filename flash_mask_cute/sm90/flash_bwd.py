@@ -55,6 +55,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.cta import WALK_STAGES
 from flash_mask_cute.core.dq_sums import Scratch
+from flash_mask_cute.core.key_schedule import KeySchedule
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import BwdOperands
 from flash_mask_cute.core.softmax import ScoreScales
@@ -92,10 +93,6 @@ from flash_mask_cute.sm90.warpgroups import (
     mma_warpgroup_idx,
     sync_warpgroup,
 )
-
-# where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
-# walks are as long as the sequence, and if masks may make them shorter
-BLOCKS_APART, BLOCKS_APART_SHORT = 3, 8
 
 
 class BwdScoreArgs(NamedTuple):
@@ -261,55 +258,34 @@ class FlashAttentionBackwardSm90:
         if const_expr(self.plan.cta_pair):
             check_given("softcap", softcap, False)
         plan = self.plan
-        varlen_q = const_expr(mCuSeqlensQ is not None)
         varlen_k = const_expr(mCuSeqlensK is not None)
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
         gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
-        heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
-        heads_kv = mK.shape[1] if varlen_k else mK.shape[2]
-        num_batch = mK.shape[0]
-        if const_expr(varlen_k):
-            num_batch = mCuSeqlensK.shape[0] - 1
-        num_blocks = cute.ceil_div(lengths.seqlen_k, plan.walk_n)
         window = (window_size_left, window_size_right)
         stored = None if const_expr(stored_bits is None) else StoredArgs(*stored_bits)
         masks = MaskArgs.create(
-            self, window, column_tensors, heads_q, None, (), block_bits, aux_tensors, stored
+            self, window, column_tensors, mQ.shape[-2], None, (), block_bits, aux_tensors, stored
         )
-        heads_per_group = Int32(1)
-        if const_expr(self.deterministic):
-            rows = lengths.seqlen_q // num_batch if varlen_q else lengths.seqlen_q
-            row_blocks = cutlass.max(rows // plan.tile_m * (heads_q // heads_kv), 1)
-            apart = self._blocks_apart(masks, varlen_q)
-            heads_per_group = cute.ceil_div(apart * self.num_sms, row_blocks)
-        schedule = ScheduleParams(num_blocks, heads_kv, num_batch, heads_per_group)
-        grid = Int32(self.num_sms // plan.num_ctas)
-        if const_expr(not varlen_k):
-            grid = cutlass.min(grid, num_blocks * heads_kv * num_batch)
+        is_short = self.is_local or masks.may_shorten(self)
+        schedule = KeySchedule.create(
+            lengths, mQ, mK, (plan.tile_m, plan.walk_n), self.num_sms // plan.num_ctas,
+            is_short if self.deterministic else None,
+        )  # fmt: skip
 
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         scratch = Scratch(mStats, mdQaccum, mTurns)
         self.kernel(
-            operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule,
-            heads_q // heads_kv, tile_counter, aux_grads,
+            operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule.params,
+            schedule.group, tile_counter, aux_grads,
         ).launch(
-            grid=(grid * plan.num_ctas, 1, 1),
+            grid=(schedule.grid * plan.num_ctas, 1, 1),
             block=(plan.num_threads, 1, 1),
             cluster=(plan.num_ctas, 1, 1) if plan.cta_pair else None,
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-
-    def _blocks_apart(self, masks: MaskArgs, varlen_q: bool) -> int:
-        is_short = self.is_local or varlen_q or self._may_be_short(masks)
-        return BLOCKS_APART_SHORT if is_short else BLOCKS_APART
-
-    def _may_be_short(self, masks: MaskArgs) -> bool:
-        """Whether intervals, lists or a callable may leave little of a walk."""
-        shorteners = (masks.columns, masks.bits, masks.stored, self.mask_mod)
-        return any(x is not None for x in shorteners)
 
     def _passes_over(self, masks: MaskArgs, scales: ScoreScales) -> bool:
         """Whether a warpgroup passes over blocks of which a mask hides all of its keys.
@@ -319,7 +295,7 @@ class FlashAttentionBackwardSm90:
         can be such a one, whose bits come too late.
         """
         is_plain = self.score_mod is None and scales.cap is None
-        may_hide = self.is_local or self._may_be_short(masks)
+        may_hide = self.is_local or masks.may_shorten(self)
         return not self.plan.shares_keys and is_plain and may_hide
 
     @cute.kernel
@@ -373,13 +349,17 @@ class FlashAttentionBackwardSm90:
                     plan.num_ctas,
                     channels.claims,
                 )
-                rules = self._rules(masks, lengths, group).of_keys(plan.walk_n)
+                rules = KeyWalks.of_launch(
+                    self, wgmma.COLUMNS, masks, lengths, group, plan.cta_pair
+                ).of_keys(plan.walk_n)
                 rings = (channels.ring, channels.walk)
                 plan_walks(scheduler, rules, lengths, *rings, claims_late=True)
             else:
                 painter = warp_idx - Role.PAINT
                 share = Share.create(painter, plan.num_painters, plan.tile_n, wgmma.COLUMNS)
-                rules = self._rules(masks, lengths, group)
+                rules = KeyWalks.of_launch(
+                    self, wgmma.COLUMNS, masks, lengths, group, plan.cta_pair
+                )
                 seen = tiles.seen if passes_over else None
                 paint_walks(
                     rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, seen
@@ -391,14 +371,6 @@ class FlashAttentionBackwardSm90:
         if const_expr(plan.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
             cta_pairs.sync()
-
-    def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
-        # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
-        # apart anyway; where all are long, that was not measured to be of any use.
-        begin_alike = self._may_be_short(masks) and not (self.is_causal or self.is_local)
-        staggers = begin_alike and not (self.deterministic or self.clears_dq)
-        more = group, self.deterministic, self.plan.cta_pair, staggers
-        return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, *more)
 
     # -- mma ------------------------------------------------------------------------------------
 
