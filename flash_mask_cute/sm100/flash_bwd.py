@@ -51,20 +51,18 @@ from flash_mask_cute.core.dq_sums import DqSums, Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads
-from flash_mask_cute.core.score_gradients import Statistics
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
-from flash_mask_cute.core.walk_ring import CHUNK, Block, Kind
+from flash_mask_cute.core.walk_ring import CHUNK, Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
-from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.backward_mask import KeyWalks
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
 from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
-from flash_mask_cute.sm100.flash_bwd_math import keep_rounded, probabilities, score_gradients
+from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
 from flash_mask_cute.sm100.flash_bwd_plan import (
     COMPUTE_REGISTERS,
     COMPUTE_WARPS,
@@ -79,15 +77,11 @@ from flash_mask_cute.sm100.flash_bwd_plan import (
     STORED_ROWS,
     BwdPlan,
     Channels,
-    Products,
     Role,
     Tiles,
 )
-
-# 16-bit values that a thread writes at once
-VECTOR_16_BITS = 8
-# words of a chunk of 32 columns in 16 bits
-CHUNK_WORDS = umma.CHUNK // 2
+from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
+from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
 
 
 class KeyGradients(NamedTuple):
@@ -105,13 +99,6 @@ class BwdScoreArgs(NamedTuple):
     scales: ScoreScales
     aux_tensors: Any
     aux_grads: tuple[cute.Tensor, ...] | None
-
-
-class Blocks(NamedTuple):
-    """Query blocks, and blocks that are cut, so far."""
-
-    number: Int32
-    cuts: Int32
 
 
 class FlashAttentionBackwardSm100:
@@ -185,10 +172,9 @@ class FlashAttentionBackwardSm100:
         reason = self.plan.infeasible()
         if reason is not None:
             raise ValueError(reason)
-        if wants_aux:
-            raise NotImplementedError(
-                "FlashAttentionBackwardSm100 has no gradients of aux tensors, got "
-                f"wants_aux={wants_aux}"
+        if wants_aux and (score_mod is None or score_mod_bwd is not None or deterministic):
+            raise ValueError(
+                f"wants_aux {wants_aux} needs a score_mod, no score_mod_bwd and no fixed order"
             )
         if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
@@ -197,6 +183,7 @@ class FlashAttentionBackwardSm100:
         self.mask_mod = mask_mod
         self.score_mod = score_mod
         self.score_mod_bwd = score_mod_bwd
+        self.wants_aux = wants_aux
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
         self.skip_blocks = skip_blocks
@@ -239,7 +226,7 @@ class FlashAttentionBackwardSm100:
         if const_expr(stored_bits is not None):
             raise NotImplementedError("FlashAttentionBackwardSm100 does not support stored_bits")
         check_given("mTurns", mTurns, not self.clears_dq)
-        check_given("aux_grads", aux_grads, False)
+        check_given("aux_grads", aux_grads, bool(self.wants_aux))
         plan = self.plan
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
@@ -263,6 +250,7 @@ class FlashAttentionBackwardSm100:
             schedule.params,
             schedule.group,
             tile_counter,
+            aux_grads,
         ).launch(
             grid=(schedule.grid, 1, 1),
             block=(plan.num_threads, 1, 1),
@@ -293,6 +281,7 @@ class FlashAttentionBackwardSm100:
         schedule: ScheduleParams,
         group: Int32,
         tile_counter: cute.Tensor | None,
+        aux_grads: tuple[cute.Tensor, ...] | None,
     ):
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -312,7 +301,7 @@ class FlashAttentionBackwardSm100:
 
         if warp_idx < Role.REDUCE:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
-            score_args = BwdScoreArgs(scales, masks.aux_tensors, None)
+            score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
             self.compute(gradients, tiles, channels, lengths, softmax_scale, score_args)
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(REDUCE_REGISTERS)
@@ -323,7 +312,8 @@ class FlashAttentionBackwardSm100:
                 queries = QueryLoads(plan, operands, tiles, channels, scratch.stats, lengths)
                 KeyLoads(plan, operands, tiles, channels, queries, lengths).run()
             elif warp_idx == Role.MMA:
-                self.mma(tiles, channels)
+                products = plan.products(tiles)
+                BlockProducts(plan, bool(self.wants_aux), products, tiles, channels).run()
             elif warp_idx == Role.PLAN:
                 # those whose turn comes first, first
                 scheduler = TileScheduler(
@@ -350,74 +340,6 @@ class FlashAttentionBackwardSm100:
         if warp_idx == Role.MMA:
             plan.group.free()
 
-    # -- mma ------------------------------------------------------------------------------------
-
-    @cute.jit
-    def mma(self, tiles: Tiles, channels: Channels):
-        """Issue the products of every walk; dK and dQ lag one block behind the others."""
-        group = self.plan.group
-        products = self.plan.products(tiles)
-        tile, chunk, number = Int32(0), Int32(0), Int32(0)
-        while channels.ring.wait(tile):
-            first = number
-            step = partial(self._issue_block, products, tiles, channels, tile, first)
-            chunk, number = channels.walk.visit(chunk, number, step)
-            self._issue_gradients(products, channels, number - 1, first)
-            group.commit(channels.sums.barrier(tile))
-            channels.ring.release(tile)
-            tile += 1
-
-    @cute.jit
-    def _issue_block(
-        self, products: Products, tiles: Tiles, channels: Channels, tile, first, number, block
-    ):
-        """S of a block; dK and dQ of the one before; dV and dP of this one."""
-        plan, group = self.plan, self.plan.group
-        channels.q.wait(number)
-        q_tile = products.s_q[None, None, None, channels.q.index(number)]
-        umma.issue(plan.mma_scores(), products.s, products.s_k[None, None, None, 0], q_tile, False)
-        group.commit(channels.s.barrier(number))
-        if number > first:
-            self._issue_gradients(products, channels, number - 1, first)
-        channels.do.wait(number)
-        if number == first:
-            # the sums of the work tile before have been taken
-            channels.sums.acquire(tile)
-        # probabilities are there
-        channels.s.wait_until_released(number)
-        umma.fence_after_wait()
-        do_stage = channels.do.index(number)
-        dv_do = products.dv_do[None, None, None, do_stage]
-        mma = plan.mma_sums(plan.tile_dv)
-        umma.issue_parts(mma, products.dv, products.p, dv_do, number > first)
-        if const_expr(plan.dq_shares):
-            # dQ of the block before has been taken from there
-            channels.dq.acquire(number)
-            umma.fence_after_wait()
-        dp_do = products.dp_do[None, None, None, do_stage]
-        dp_v = products.dp_v[None, None, None, 0]
-        umma.issue(plan.mma_scores(), products.dp, dp_v, dp_do, False)
-        group.commit(channels.dp.barrier(number))
-        group.commit(channels.do.vacancy(number))
-        return number + 1
-
-    @cute.jit
-    def _issue_gradients(self, products: Products, channels: Channels, number, first):
-        """dK and dQ of a block; its Q is released then, which says that keys have been read."""
-        plan, group = self.plan, self.plan.group
-        # dS is there
-        channels.dp.wait_until_released(number)
-        umma.fence_after_wait()
-        dk_q = products.dk_q[None, None, None, channels.q.index(number)]
-        mma = plan.mma_sums(plan.tile_d)
-        umma.issue_parts(mma, products.dk, products.ds, dk_q, number > first)
-        channels.dq.acquire(number)
-        umma.fence_after_wait()
-        dq_ds, dq_k = (x[None, None, None, 0] for x in (products.dq_ds, products.dq_k))
-        umma.issue(plan.mma_dq(), products.dq, dq_ds, dq_k, False)
-        group.commit(channels.dq.barrier(number))
-        group.commit(channels.q.vacancy(number))
-
     # -- compute --------------------------------------------------------------------------------
 
     @cute.jit
@@ -435,7 +357,7 @@ class FlashAttentionBackwardSm100:
         plan = self.plan
         chain = ScoreChain(
             *score_args,
-            (),
+            self.wants_aux,
             self.score_mod,
             self.score_mod_bwd,
             plan.dtype,
@@ -444,11 +366,11 @@ class FlashAttentionBackwardSm100:
             Int32(0),
             half * QUERIES,
         )
+        scores = BlockScores(plan, tiles, channels, chain, half)
         tile, chunk = Int32(0), Int32(0)
         state = Blocks(Int32(0), Int32(0))
         while channels.ring.wait(tile):
-            step = partial(self._visit_block, tiles, channels, chain, half, tile)
-            chunk, state = channels.walk.visit(chunk, state, step)
+            chunk, state = channels.walk.visit(chunk, state, partial(scores.visit, tile))
             channels.sums.wait(tile)
             umma.fence_after_wait()
             work = channels.ring.read(tile)
@@ -466,101 +388,6 @@ class FlashAttentionBackwardSm100:
             channels.ring.release(tile)
             tile += 1
         cute.arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def _visit_block(
-        self, tiles: Tiles, channels: Channels, chain, half, tile, state: Blocks, block: Block
-    ):
-        """P and dS of a query block, masked if something cuts it."""
-        cuts = state.cuts
-        compute = partial(self._compute, tiles, channels, chain, half, tile, state.number, block)
-        channels.q.wait(state.number)
-        if block.kind == Kind.CUT:
-            channels.bits.wait(cuts)
-            key = thread_in_warpgroup()
-            words = tuple(tiles.bits[half * HALVES + w, key] for w in range(HALVES))
-            cute.arch.sync_warp()
-            channels.bits.release(cuts)
-            compute(words)
-            cuts += 1
-        else:
-            compute(None)
-        return Blocks(state.number + 1, cuts)
-
-    def _compute(
-        self, tiles, channels, chain, half, tile, number, block: Block, bits: tuple | None
-    ) -> None:
-        plan, thread = self.plan, thread_in_warpgroup()
-        statistics = self._statistics(tiles, channels.q.index(number), half)
-        first_s, first_dp = (x + half * QUERIES for x in (plan.column_s, plan.column_dp))
-        channels.s.wait(number)
-        umma.fence_after_wait()
-        factors = self._replace_scores(
-            channels, chain, tile, block, first_s, statistics, bits, thread
-        )
-        umma.wait_stores()
-        umma.fence_before_arrival()
-        cute.arch.sync_warp()
-        channels.s.release(number)
-
-        channels.dp.wait(number)
-        umma.fence_after_wait()
-        target = cute.flat_divide(tiles.ds[None, thread, 0], (VECTOR_16_BITS,))
-        for chunk, grads in self._chunks(first_dp, thread):
-            delta = _part(statistics.delta, chunk)
-            score_gradients(grads, factors[chunk], delta)
-            words = keep_rounded(grads, plan.dtype)
-            umma.store_columns(words, first_dp + chunk * CHUNK_WORDS, thread)
-            values = cute.flat_divide(cute.recast_tensor(words, plan.dtype), (VECTOR_16_BITS,))
-            for i in range(umma.CHUNK // VECTOR_16_BITS):
-                place = (half * QUERIES + chunk * umma.CHUNK) // VECTOR_16_BITS + i
-                cute.autovec_copy(values[None, i], target[None, place])
-        umma.wait_stores()
-        umma.fence_before_arrival()
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        channels.dp.release(number)
-        channels.q.release(number)
-
-    def _replace_scores(
-        self, channels, chain, tile, block: Block, first, statistics, bits, thread
-    ) -> list:
-        """Put P in the place of S; returns what dS has for P, by chunks of columns."""
-        factors = []
-        for chunk, scores in self._chunks(first, thread):
-            if bits is not None:
-                bit_tile.hide_unset(scores, (bits[chunk],))
-            probabilities(scores, _part(statistics.lse, chunk), chain.scales.scale_log2)
-            words = keep_rounded(scores, self.plan.dtype)
-            umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
-            factors.append(scores)
-        return factors
-
-    def _chunks(self, first, thread):
-        """Number and values, (1, 32), of the chunks of this thread's columns from `first` on.
-
-        Each is on its way while the one before is at hand.
-        """
-        following = umma.load_columns(first, umma.CHUNK, thread)
-        for chunk in range(QUERIES // umma.CHUNK):
-            umma.wait_loads()
-            values = following
-            umma.fence_after_wait()
-            if chunk + 1 < QUERIES // umma.CHUNK:
-                at = first + (chunk + 1) * umma.CHUNK
-                following = umma.load_columns(at, umma.CHUNK, thread)
-            yield chunk, values
-
-    def _statistics(self, tiles: Tiles, stage: Int32, half) -> Statistics:
-        """Of the queries of a half, in shared memory."""
-        tile_m = self.plan.tile_m
-        row = tiles.stats[None, stage].iterator + half * QUERIES
-        layout = cute.make_layout(QUERIES)
-        numbers = (
-            cute.make_tensor((row + i * tile_m).align(16), layout)
-            for i in range(self.plan.num_stats)
-        )
-        return Statistics(*numbers)
 
     @cute.jit
     def _store_sums(
@@ -651,9 +478,3 @@ class FlashAttentionBackwardSm100:
             channels.out.publish(fill)
             first += parts[i]
         return number + 1
-
-
-def _part(numbers: cute.Tensor, chunk: int) -> cute.Tensor:
-    """A chunk's of statistics."""
-    at = (numbers.iterator + chunk * umma.CHUNK).align(16)
-    return cute.make_tensor(at, cute.make_layout(umma.CHUNK))
