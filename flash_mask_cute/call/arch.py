@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from flash_mask_cute.call.tables import SM90_BWD, SM90_FWD, SM100_FWD, BwdRow, FwdRow
+from flash_mask_cute.call.tables import SM90_BWD, SM90_FWD, SM100_BWD, SM100_FWD, BwdRow, FwdRow
 from flash_mask_cute.runtime.target import Target
+
+DqOrder: TypeAlias = Literal["accumulators", "lanes"]
 
 
 @dataclass(frozen=True)
@@ -38,22 +40,23 @@ class ForwardKernel(AttentionKernel):
 
 @dataclass(frozen=True)
 class BackwardKernel(AttentionKernel):
-    """rows: of tiles."""
+    """rows: of tiles. dq_order: in which order it leaves the sums of dQ (`BwdPostprocess`)."""
 
     rows: tuple[BwdRow, ...]
+    dq_order: DqOrder
 
 
 @dataclass(frozen=True)
 class ArchSpec:
     """What runs on an architecture.
 
-    name: of its family, for messages. backward: None if there is none. reads_mask_bits: its kernels
+    name: of its family, for messages. reads_mask_bits: its kernels
     read the bits of a mask_mod that was evaluated before attention.
     """
 
     name: str
     forward: ForwardKernel
-    backward: BackwardKernel | None
+    backward: BackwardKernel
     reads_mask_bits: bool
 
 
@@ -93,12 +96,25 @@ def _forward_plan_sm100() -> Any:
     return FwdPlan
 
 
+def _backward_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_bwd import FlashAttentionBackwardSm100
+
+    return FlashAttentionBackwardSm100
+
+
+def _backward_plan_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_bwd_plan import BwdPlan
+
+    return BwdPlan
+
+
 SM90_BACKWARD = BackwardKernel(
     "FlashAttentionBackwardSm90",
     "flash_bwd_sm90",
     _backward_sm90,
     _backward_plan_sm90,
     SM90_BWD,
+    "accumulators",
 )
 SM90 = ArchSpec(
     "Hopper",
@@ -128,7 +144,14 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             packed_rows=32,
             exact_dims=True,
         ),
-        backward=None,
+        BackwardKernel(
+            "FlashAttentionBackwardSm100",
+            "flash_bwd_sm100",
+            _backward_sm100,
+            _backward_plan_sm100,
+            SM100_BWD,
+            "lanes",
+        ),
         reads_mask_bits=False,
     )
 

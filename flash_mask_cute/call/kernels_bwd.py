@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
-from flash_mask_cute.call.arch import BackwardKernel, arch_spec
+from flash_mask_cute.call.arch import DqOrder, arch_spec
 from flash_mask_cute.call.config import BwdChoice
 from flash_mask_cute.call.kernels import (
     NO_MODS,
@@ -75,7 +75,7 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter before only;
     marked_dim: head_dim, where rows of queries that see nothing are marked. num_stats: statistics
-    of a row (`BwdPlan`).
+    of a row (`BwdPlan`). order: of the sums of dQ; matters after only.
     """
 
     dtype: str
@@ -90,6 +90,7 @@ class RowFacts(NamedTuple):
     marked_dim: int | None = None
     num_stats: int = 2
     has_lse_low: bool = False
+    order: DqOrder = "accumulators"
 
 
 _Facts = TypeVar("_Facts", RowFacts, TailFacts)
@@ -136,7 +137,8 @@ def compile_bwd(
     marked_dim = problem.head_dim if problem.may_empty_rows else None
     of_scores = has_dlse, sink_dtype, marked_dim, num_stats(problem), has_lse_low
     before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
-    after = RowFacts(problem.dtype, problem.head_dim, *rows)
+    order = arch_spec(target).backward.dq_order
+    after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order)
 
     def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
         return cache.get(
@@ -150,7 +152,7 @@ def compile_bwd(
 
     preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess)
     main = cached_attention(
-        _kernel_of(target).cache_name,
+        arch_spec(target).backward.cache_name,
         problem,
         choice.tiles,
         target,
@@ -165,12 +167,6 @@ def compile_bwd(
     return BwdKernels(preprocess.function, main.function, postprocess.function, clear_tails)
 
 
-def _kernel_of(target: Target) -> BackwardKernel:
-    kernel = arch_spec(target).backward
-    assert kernel is not None, "a plan refuses targets without a backward"
-    return kernel
-
-
 def build_bwd(
     problem: AttentionProblem,
     choice: BwdChoice,
@@ -180,7 +176,7 @@ def build_bwd(
     """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.rules.intervals import Intervals
 
-    kernel = _kernel_of(target).load_class()(
+    kernel = arch_spec(target).backward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,
@@ -272,6 +268,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.dim,
         facts.tile_m,
         facts.tile_d,
+        facts.order,
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from flash_mask_cute.call.arch import SM90_BACKWARD, arch_spec
+from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Tensors
 from flash_mask_cute.call.config import BwdChoice, FwdChoice, select_bwd_config, select_fwd_config
 from flash_mask_cute.call.copies import (
@@ -194,7 +194,6 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
         return replace(chosen, packed=plan(packed, target))
     if chosen.backend is Backend.CPU:
         return chosen
-    _refuse_missing_backward(chosen)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
@@ -345,7 +344,7 @@ def _bwd_chooser(call: AttentionCall, shapes: FwdShapes, target: Target) -> Choo
             deterministic=call.options.deterministic,
             modifier=problem.score_modifier,
             num_sms=target.num_sms,
-            kernel=arch_spec(target).backward or SM90_BACKWARD,
+            kernel=arch_spec(target).backward,
         )
 
     return choose
@@ -366,15 +365,6 @@ def _gradient_facts(
             problem.varlen_k and x.dv is None,
         ),
     )
-
-
-def _refuse_missing_backward(chosen: ExecutionPlan) -> None:
-    spec = arch_spec(chosen.target)
-    if chosen.direction is Direction.BACKWARD and spec.backward is None:
-        raise NotImplementedError(
-            f"q is on {chosen.device}, a {spec.name} device; kernels of the backward exist for "
-            "Hopper only"
-        )
 
 
 def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) -> ExecutionPlan:

@@ -282,3 +282,10 @@ SM90_BWD = (
         "as up to 192; a second query is worth more than a second dO",
     ),
 )
+
+# On Blackwell a block is always 128 queries by 128 keys (docs/backward_sm100.md says why).
+SM100_BWD = (
+    BwdRow(*(64, 64, 128, 2, 2, 1, 0), "two query blocks in flight"),
+    BwdRow(*(96, 96, 128, 2, 2, 1, 0), "two query blocks in flight, and dQ in the columns of dP"),
+    BwdRow(*(128, 128, 128, 2, 1, 1, 0), "what fits beside two blocks of Q"),
+)

@@ -10,6 +10,8 @@ from cutlass import Boolean, Int32
 
 # what the word says where there are no turns
 BEGUN, THERE = 1, 2
+# in place of a turn: there is nothing to add
+NO_TURN = -1
 
 
 @cute.jit

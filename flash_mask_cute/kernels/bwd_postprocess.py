@@ -1,4 +1,4 @@
-"""From the backward's sums of dQ, fp32 in accumulator order, to dQ.
+"""From the backward's sums of dQ, fp32 in the order of who summed them, to dQ.
 
 A CTA takes one row block of one head. It reads the sums in the order in which they lie, so that
 each access of a warp is one piece of memory, and turns them into rows by way of shared memory.
@@ -22,6 +22,8 @@ from flash_mask_cute.kernels.bwd_preprocess import (
 
 THREADS_PER_WARPGROUP = 128
 NUM_WARPGROUPS = 2
+# orders of sums
+BY_ACCUMULATORS, BY_LANES = "accumulators", "lanes"
 ROWS_PER_WARPGROUP = 64
 COLS_PER_GROUP = 8
 # column groups that a thread loads before it waits for one
@@ -34,16 +36,21 @@ PADDING = 8
 class BwdPostprocess:
     """Turns the backward's sums into dQ; to be passed to `cute.compile`.
 
-    Two warpgroups w of four warps v wrote the sums of a row block, each 64 rows of an accumulator
-    with n columns: half of dQ's rows (tile_m 128), or parts of its columns one after the other
-    (tile_m 64, `column_parts`). What lane l has in the columns [8 g, 8 g + 8) of a part lies, from
-    where the part begins, at (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4.
+    In the order of accumulators two warpgroups w of four warps v wrote the sums of a row block,
+    each 64 rows of an accumulator with n columns: half of dQ's rows (tile_m 128), or parts of its
+    columns one after the other (tile_m 64, `column_parts`). What lane l has in the columns
+    [8 g, 8 g + 8) of a part lies, from where the part begins, at
+    (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4.
+
+    In the order of lanes, which are rows, column c of row r lies at
+    (c / 4 * tile_m + r) * 4 + c % 4.
 
     :param dtype: of dQ, 16 bits
     :param head_dim: a multiple of 8, at most accum_cols
     :param tile_m: query rows of a row block: 64 or 128
     :param accum_cols: columns of a row block's sums: 32 or a multiple of 64, or one of 16 where
         tile_m is 128
+    :param order: of the sums, "accumulators" or "lanes"; the latter is for tile_m 128
     :raises ValueError: a size is none of these
     """
 
@@ -53,6 +60,7 @@ class BwdPostprocess:
         head_dim: int,
         tile_m: int,
         accum_cols: int,
+        order: str = BY_ACCUMULATORS,
     ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
@@ -60,7 +68,10 @@ class BwdPostprocess:
             raise ValueError(f"rows of {accum_cols} sums do not fit tile_m={tile_m}")
         if head_dim % VECTOR_16_BITS or not 0 < head_dim <= accum_cols:
             raise ValueError(f"head_dim must be a multiple of 8 up to accum_cols, got {head_dim}")
+        if order not in (BY_ACCUMULATORS, BY_LANES) or (order == BY_LANES and tile_m != 128):
+            raise ValueError(f"order {order!r} of sums does not fit tile_m={tile_m}")
         self.dtype = dtype
+        self.order = order
         self.tile_m = tile_m
         self.accum_cols = accum_cols
         self.vectors_per_row = head_dim // VECTOR_16_BITS
@@ -121,7 +132,11 @@ class BwdPostprocess:
             has_sums = Boolean(True)
             if const_expr(mTurns is not None):
                 has_sums = mTurns[head_idx, block] != 0
-            self._sums_to_rows(mdQaccum[head_idx, block, None], sdQ, scale, thread)
+            sums = mdQaccum[head_idx, block, None]
+            if const_expr(self.order == BY_LANES):
+                self._lanes_to_rows(sums, sdQ, scale, thread)
+            else:
+                self._sums_to_rows(sums, sdQ, scale, thread)
             cute.arch.sync_threads()
             sRows = cute.recast_tensor(sdQ, self.dtype)
             gdQ = rows_of_head(mdQ, head_idx, rows)
@@ -137,6 +152,34 @@ class BwdPostprocess:
                     for i in range_constexpr(cute.size(pairs)):
                         pairs[i] = cutlass.select_(is_sum, pairs[i], Int32(0))
                     cute.autovec_copy(values, vector_of(gdQ[row, None], vector, VECTOR_16_BITS))
+
+    @cute.jit
+    def _lanes_to_rows(self, sums: cute.Tensor, sdQ: cute.Tensor, scale: Float32, thread: Int32):
+        """Scaled and rounded, into sdQ: a thread has a row, and each second group of columns."""
+        row, first = thread % self.tile_m, thread // self.tile_m
+        step = NUM_THREADS // self.tile_m
+        groups = self.accum_cols // VECTOR_32_BITS // step
+        for start in range_constexpr(0, groups, IN_FLIGHT):
+            batch = range(start, min(start + IN_FLIGHT, groups))
+            loaded = []
+            for i in batch:
+                values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
+                source = (i * step + first) * self.tile_m + row
+                cute.autovec_copy(vector_of(sums, source, VECTOR_32_BITS), values)
+                loaded.append(values)
+            for i, values in zip(batch, loaded, strict=True):
+                self._keep_rounded(values, sdQ, scale, row, (i * step + first) * 2, by_row=False)
+
+    def _keep_rounded(self, values, sdQ, scale, row: Int32, pair: Int32, by_row: bool) -> None:
+        """Two pairs of columns beside each other in a row, or, by_row, in rows 8 apart."""
+        rounded = cute.make_rmem_tensor((VECTOR_32_BITS,), self.dtype)
+        rounded.store((values.load() * scale).to(self.dtype))
+        pairs = cute.recast_tensor(rounded, Int32)
+        for i in range(2):
+            if by_row:
+                sdQ[row + 8 * i, pair] = pairs[i]
+            else:
+                sdQ[row, pair + i] = pairs[i]
 
     @cute.jit
     def _sums_to_rows(
@@ -184,8 +227,5 @@ class BwdPostprocess:
                 cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
                 sums.append(values)
             for g, values in zip(batch, sums, strict=True):
-                rounded = cute.make_rmem_tensor((VECTOR_32_BITS,), self.dtype)
-                rounded.store((values.load() * scale).to(self.dtype))
-                pairs = cute.recast_tensor(rounded, Int32)
-                for r in range_constexpr(2):
-                    sdQ[first_row + 8 * r, first_pair + g * (COLS_PER_GROUP // 2)] = pairs[r]
+                pair = first_pair + g * (COLS_PER_GROUP // 2)
+                self._keep_rounded(values, sdQ, scale, first_row, pair, by_row=True)

@@ -12,15 +12,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.semaphore import NO_TURN
 from flash_mask_cute.core.tile_state import BOTH, VISIBLE
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD, bit_range
-from flash_mask_cute.rules.mask_rules import MaskRules, Share, both
+from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD, Columns, bit_range
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskRules, Share, both
 
-# of a block that no key sees, for which there is nothing to add
-NO_TURN = -1
 # as in `query_walks`; what a callable loads for more queries spills in the painters
 ASKED_AT_ONCE = 2
 # where tiles are staggered, neighbours begin so many blocks apart: an odd number, so that each of a
@@ -54,6 +53,25 @@ class KeyWalks(MaskRules):
 
     # a launch has all blocks
     first_block = None
+
+    @classmethod
+    def of_launch(
+        cls,
+        kernel: Any,
+        columns: Columns,
+        masks: MaskArgs,
+        lengths: Lengths,
+        group: Int32,
+        is_part: bool = False,
+    ):
+        """Those of a backward kernel (`MaskedKernel`), which says how dQ is summed: deterministic,
+        clears_dq."""
+        # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
+        # apart anyway; where all are long, that was not measured to be of any use.
+        begin_alike = masks.may_shorten(kernel) and not (kernel.is_causal or kernel.is_local)
+        staggers = begin_alike and not (kernel.deterministic or kernel.clears_dq)
+        more = group, kernel.deterministic, is_part, staggers
+        return cls.of_kernel(kernel, columns, masks, lengths, *more)
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence, keys that are not in use included."""

@@ -181,6 +181,11 @@ class MaskArgs(NamedTuple):
             bits = BitArgs(*block_bits)
         return MaskArgs(*window, columns, lists, bits, aux_tensors, stored)
 
+    def may_shorten(self, kernel: "MaskedKernel") -> bool:
+        """Whether intervals, lists or a callable may leave little of a walk."""
+        shorteners = (self.columns, self.bits, self.stored, kernel.mask_mod)
+        return any(x is not None for x in shorteners)
+
 
 class TileVerdict(NamedTuple):
     """What band and column intervals say about a tile of scores.

@@ -134,6 +134,38 @@ def operand_a(
     return cute.make_tensor(fragment.iterator + 2 * first, fragment.layout)
 
 
+def smem_operand_a(mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
+    """Descriptors of shared memory (rows, k, stages) as operand A: (1, rows, k-steps, stages)."""
+    return mma.make_fragment_A(mma.get_slice(0).partition_A(smem))
+
+
+def smem_operand_b(mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
+    """Descriptors of shared memory (columns, k, stages) as operand B."""
+    return mma.make_fragment_B(mma.get_slice(0).partition_B(smem))
+
+
+def transposed(smem: cute.Tensor) -> cute.Tensor:
+    """The (cols, rows, stages) view of a (rows, cols, stages) tensor."""
+    return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))
+
+
+@cute.jit
+def issue_parts(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    parts: tuple[cute.Tensor, ...],
+    b: cute.Tensor,
+    accumulate: bool | Boolean,
+) -> None:
+    """`issue`, where the k-steps of operand A lie in several places."""
+    mma, k = cute.make_mma_atom(tiled_mma.op), 0
+    for part in parts:
+        for i in cutlass.range_constexpr(cute.size(part, mode=[2])):
+            mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))
+            cute.gemm(mma, acc, part[None, None, i], b[None, None, k], acc)
+            k += 1
+
+
 @cute.jit
 def issue(
     tiled_mma: cute.TiledMma,

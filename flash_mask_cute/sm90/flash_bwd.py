@@ -53,9 +53,11 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import WALK_STAGES
+from flash_mask_cute.core.dq_sums import Scratch
+from flash_mask_cute.core.key_schedule import KeySchedule
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.query_loads import BwdOperands
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.walk_ring import (
@@ -65,13 +67,13 @@ from flash_mask_cute.core.walk_ring import (
     Kind,
 )
 from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules.backward_mask import KeyWalks
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs, check_given
 from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
-from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, Operands, Scratch
-from flash_mask_cute.sm90.flash_bwd_math import ScoreChain
+from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_plan import (
     NUM_MMA_WARPGROUPS,
     Barrier,
@@ -80,23 +82,17 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     Tiles,
 )
 from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, Known, Visit, sync_both
+from flash_mask_cute.sm90.gradient_stores import (
+    KeyGradients,
+    scale,
+    send_gradients,
+    stage_dq,
+)
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
-    send_rows,
     sync_warpgroup,
 )
-
-# where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
-# walks are as long as the sequence, and if masks may make them shorter
-BLOCKS_APART, BLOCKS_APART_SHORT = 3, 8
-
-
-class KeyGradients(NamedTuple):
-    """Each (row, d, head, batch), or (row, d, head) where sequences are packed."""
-
-    dk: cute.Tensor
-    dv: cute.Tensor
 
 
 class BwdScoreArgs(NamedTuple):
@@ -262,55 +258,34 @@ class FlashAttentionBackwardSm90:
         if const_expr(self.plan.cta_pair):
             check_given("softcap", softcap, False)
         plan = self.plan
-        varlen_q = const_expr(mCuSeqlensQ is not None)
         varlen_k = const_expr(mCuSeqlensK is not None)
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
-        operands = self._operands(mQ, mK, mV, mdO, lengths)
+        operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
         gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
-        heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
-        heads_kv = mK.shape[1] if varlen_k else mK.shape[2]
-        num_batch = mK.shape[0]
-        if const_expr(varlen_k):
-            num_batch = mCuSeqlensK.shape[0] - 1
-        num_blocks = cute.ceil_div(lengths.seqlen_k, plan.walk_n)
         window = (window_size_left, window_size_right)
         stored = None if const_expr(stored_bits is None) else StoredArgs(*stored_bits)
         masks = MaskArgs.create(
-            self, window, column_tensors, heads_q, None, (), block_bits, aux_tensors, stored
+            self, window, column_tensors, mQ.shape[-2], None, (), block_bits, aux_tensors, stored
         )
-        heads_per_group = Int32(1)
-        if const_expr(self.deterministic):
-            rows = lengths.seqlen_q // num_batch if varlen_q else lengths.seqlen_q
-            row_blocks = cutlass.max(rows // plan.tile_m * (heads_q // heads_kv), 1)
-            apart = self._blocks_apart(masks, varlen_q)
-            heads_per_group = cute.ceil_div(apart * self.num_sms, row_blocks)
-        schedule = ScheduleParams(num_blocks, heads_kv, num_batch, heads_per_group)
-        grid = Int32(self.num_sms // plan.num_ctas)
-        if const_expr(not varlen_k):
-            grid = cutlass.min(grid, num_blocks * heads_kv * num_batch)
+        is_short = self.is_local or masks.may_shorten(self)
+        schedule = KeySchedule.create(
+            lengths, mQ, mK, (plan.tile_m, plan.walk_n), self.num_sms // plan.num_ctas,
+            is_short if self.deterministic else None,
+        )  # fmt: skip
 
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         scratch = Scratch(mStats, mdQaccum, mTurns)
         self.kernel(
-            operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule,
-            heads_q // heads_kv, tile_counter, aux_grads,
+            operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule.params,
+            schedule.group, tile_counter, aux_grads,
         ).launch(
-            grid=(grid * plan.num_ctas, 1, 1),
+            grid=(schedule.grid * plan.num_ctas, 1, 1),
             block=(plan.num_threads, 1, 1),
             cluster=(plan.num_ctas, 1, 1) if plan.cta_pair else None,
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-
-    def _blocks_apart(self, masks: MaskArgs, varlen_q: bool) -> int:
-        is_short = self.is_local or varlen_q or self._may_be_short(masks)
-        return BLOCKS_APART_SHORT if is_short else BLOCKS_APART
-
-    def _may_be_short(self, masks: MaskArgs) -> bool:
-        """Whether intervals, lists or a callable may leave little of a walk."""
-        shorteners = (masks.columns, masks.bits, masks.stored, self.mask_mod)
-        return any(x is not None for x in shorteners)
 
     def _passes_over(self, masks: MaskArgs, scales: ScoreScales) -> bool:
         """Whether a warpgroup passes over blocks of which a mask hides all of its keys.
@@ -320,35 +295,13 @@ class FlashAttentionBackwardSm90:
         can be such a one, whose bits come too late.
         """
         is_plain = self.score_mod is None and scales.cap is None
-        may_hide = self.is_local or self._may_be_short(masks)
+        may_hide = self.is_local or masks.may_shorten(self)
         return not self.plan.shares_keys and is_plain and may_hide
-
-    def _operands(self, mQ, mK, mV, mdO, lengths: Lengths) -> Operands:
-        plan = self.plan
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        queries = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None
-        keys = lengths.cu_seqlens_k is not None, lengths.seqused_k is not None
-
-        def atom(tensor: cute.Tensor, side: tuple[bool, bool], layout, rows: int, d: int) -> tuple:
-            view = tma.sequence_rows(tensor, *side)
-            return cpasync.make_tiled_tma_atom(load, view, tma.one_stage(layout), ((1, rows), d))
-
-        rows = wgmma.ROWS_PER_WARPGROUP
-        of_peer = ()
-        if plan.cta_pair:
-            of_peer = atom(mK, keys, plan.layout_peer_k(), rows, plan.cols_dq)
-        return Operands(
-            *atom(mQ, queries, plan.layout_q(), plan.tile_m, plan.tile_d),
-            *atom(mdO, queries, plan.layout_do(), plan.tile_m, plan.tile_dv),
-            *atom(mK, keys, plan.layout_k(), rows, plan.tile_d),
-            *atom(mV, keys, plan.layout_v(), rows, plan.tile_dv),
-            *of_peer,
-        )
 
     @cute.kernel
     def kernel(
         self,
-        operands: Operands,
+        operands: BwdOperands,
         gradients: KeyGradients,
         scratch: Scratch,
         lengths: Lengths,
@@ -384,7 +337,8 @@ class FlashAttentionBackwardSm90:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
                 scheme = (self.deterministic, self.clears_dq)
-                BwdLoads(plan, *scheme, operands, tiles, channels, scratch, lengths).run()
+                loads = BwdLoads.create(plan, scheme, operands, tiles, channels, scratch, lengths)
+                loads.run()
             elif warp_idx == Role.PLAN:
                 # those whose turn comes first, first
                 scheduler = TileScheduler(
@@ -395,13 +349,17 @@ class FlashAttentionBackwardSm90:
                     plan.num_ctas,
                     channels.claims,
                 )
-                rules = self._rules(masks, lengths, group).of_keys(plan.walk_n)
+                rules = KeyWalks.of_launch(
+                    self, wgmma.COLUMNS, masks, lengths, group, plan.cta_pair
+                ).of_keys(plan.walk_n)
                 rings = (channels.ring, channels.walk)
                 plan_walks(scheduler, rules, lengths, *rings, claims_late=True)
             else:
                 painter = warp_idx - Role.PAINT
                 share = Share.create(painter, plan.num_painters, plan.tile_n, wgmma.COLUMNS)
-                rules = self._rules(masks, lengths, group)
+                rules = KeyWalks.of_launch(
+                    self, wgmma.COLUMNS, masks, lengths, group, plan.cta_pair
+                )
                 seen = tiles.seen if passes_over else None
                 paint_walks(
                     rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, seen
@@ -413,14 +371,6 @@ class FlashAttentionBackwardSm90:
         if const_expr(plan.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
             cta_pairs.sync()
-
-    def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32) -> KeyWalks:
-        # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
-        # apart anyway; where all are long, that was not measured to be of any use.
-        begin_alike = self._may_be_short(masks) and not (self.is_causal or self.is_local)
-        staggers = begin_alike and not (self.deterministic or self.clears_dq)
-        more = group, self.deterministic, self.plan.cta_pair, staggers
-        return KeyWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, *more)
 
     # -- mma ------------------------------------------------------------------------------------
 
@@ -447,7 +397,9 @@ class FlashAttentionBackwardSm90:
             self.score_mod_bwd,
             plan.dtype,
             (plan.tile_m, plan.tile_n),
+            wgmma.ELEMENTS,
             plan.first_key(),
+            Int32(0),
         )
         scores = BlockScores.create(plan, tiles, channels, chain, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
@@ -501,13 +453,13 @@ class FlashAttentionBackwardSm90:
 
             work = ring.read(tile)
             for acc in acc_dK:
-                self._scale(acc, softmax_scale)
+                scale(acc, softmax_scale)
             if const_expr(plan.cta_pair):
                 # they are sent from where dS of the last block is
                 channels.grads.acquire(block)
             has_sums = work.has_scores & accumulate
-            self._send(acc_dV, gradients.dv, tiles, block, work, has_sums)
-            self._send(acc_dK, gradients.dk, tiles, block, work, has_sums)
+            send_gradients(plan, acc_dV, gradients.dv, tiles, block, work, has_sums)
+            send_gradients(plan, acc_dK, gradients.dk, tiles, block, work, has_sums)
             # in the next block each warp writes dS where others may still send from
             if const_expr(not plan.shares_keys):
                 sync_warpgroup(Barrier.SENT)
@@ -556,7 +508,7 @@ class FlashAttentionBackwardSm90:
         # dQ reads the dS of both
         sync_both()
         self._send_grads(channels, block)
-        stage_dQ = partial(self._stage_dq, tiles, channels.dq, block)
+        stage_dQ = partial(stage_dq, plan, tiles, channels.dq, block)
         groups = tuple(Int32(group) for group in range(plan.key_groups))
         if sums is None:
             groups = (1 - mma_warpgroup_idx(),)
@@ -612,7 +564,7 @@ class FlashAttentionBackwardSm90:
         for i, width in enumerate(self.plan.parts_dq):
             nothing = wgmma.make_accumulator(width)
             nothing.fill(0.0)
-            self._stage_dq(tiles, channels.dq, block, i, nothing)
+            stage_dq(self.plan, tiles, channels.dq, block, i, nothing)
         channels.q.release(block)
 
     def _fragments(self, tiles: Tiles) -> Fragments:
@@ -714,80 +666,3 @@ class FlashAttentionBackwardSm90:
             pairs.append((ds_tile, k_tile))
         wgmma.issue_sum(plan.mma_dq(width), acc_dQ, pairs, False)
         return acc_dQ
-
-    @cute.jit
-    def _stage_dq(
-        self,
-        tiles: Tiles,
-        channel: Channel,
-        block: Int32,
-        part: cutlass.Constexpr[int],
-        acc_dQ: cute.Tensor,
-    ):
-        """Write this warp's sums of a part of dQ where the load warp adds them from."""
-        parts = self.plan.parts_dq
-        layout = cute.make_layout(self.plan.shape_dq(parts[part]))
-        staged = cute.make_tensor(tiles.dq.iterator, layout)
-        lane = cute.arch.lane_idx()
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-        groups = parts[part] // 8
-        quads = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, groups)))
-        number = block * len(parts) + part
-        channel.acquire(number)
-        for g in cutlass.range_constexpr(groups):
-            cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        channel.publish(number)
-
-    @cute.jit
-    def _scale(self, acc: cute.Tensor, factor: Float32):
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] * factor
-
-    def _send(
-        self,
-        accs: list,
-        target: cute.Tensor,
-        tiles: Tiles,
-        block: Int32,
-        work: Work,
-        has_sums: Boolean,
-    ) -> None:
-        """Store this warpgroup's parts of dK or dV of a work tile that ended before query `block`.
-
-        They go by way of where this warpgroup has its part of dS of that block. Nobody has used it
-        since both met in the last block, having summed the dS before, and only this warpgroup will
-        until they meet again. Of a block that was passed over, adding its dQ took both warpgroups'
-        sums of the block before. Where dS has one place, it has been acquired for that block.
-        """
-        plan = self.plan
-        rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // plan.column_groups
-        unit = plan.ds_unit(plan.ds_stage(block), plan.key_group(), 0)
-        smem = cute.local_tile(tiles.ds[None, None, unit], (rows, cols), (0, plan.column_group()))
-        first_key = work.block * plan.tile_n + plan.first_key()
-        if cute.rank(target) == 4:
-            gmem = target[None, None, work.head_idx, work.batch_idx]
-        else:
-            gmem = cute.domain_offset((work.offset_k, 0), target[None, None, work.head_idx])
-        gmem = cute.domain_offset((first_key, 0), gmem)
-        first = 0
-        for acc in accs:
-            start, end = 0, wgmma.num_cols(acc)
-            first_col = first + plan.column_group() * end
-            while start < end:
-                width = next(n for n in (64, 32, 16) if n <= min(cols, end - start))
-                values = wgmma.rounded(wgmma.columns(acc, start, start + width), plan.dtype)
-                words = cute.recast_tensor(values, Int32)
-                for i in range(cute.size(words)):
-                    # without scores, what was loaded is another sequence's, perhaps not even finite
-                    words[i] = cutlass.select_(has_sums, words[i], Int32(0))
-                send_rows(
-                    values,
-                    plan.mma_keys(width),
-                    cute.local_tile(smem, (rows, width), (0, 0)),
-                    gmem,
-                    work.slot - first_key,
-                    first_col + start,
-                )
-                start += width
-            first += plan.column_groups * end

@@ -13,66 +13,17 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Int32, const_expr
 
 from flash_mask_cute.core import tma
+from flash_mask_cute.core.dq_sums import UNSENT, DqSums, Scratch, Summed
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads, Visited
 from flash_mask_cute.core.row_blocks import RowBlocks
-from flash_mask_cute.core.semaphore import THERE, is_first, pass_turn, wait_for_turn
-from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block
+from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.rules.backward_mask import NO_TURN
 from flash_mask_cute.sm90 import cta_pairs, wgmma
-from flash_mask_cute.sm90.flash_bwd_plan import QUERY_WORDS, BwdPlan, Channels, Tiles
-
-# in place of a row block
-NOTHING, UNSENT = -1, -2
-
-
-class Operands(NamedTuple):
-    """TMA atoms with their coordinate tensors.
-
-    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...); the last mode is the batch, and
-    where lengths vary there is that of `tma.ragged_rows`. peer_k: k by half of its columns.
-    """
-
-    q_atom: cute.CopyAtom
-    q: cute.Tensor
-    do_atom: cute.CopyAtom
-    do: cute.Tensor
-    k_atom: cute.CopyAtom
-    k: cute.Tensor
-    v_atom: cute.CopyAtom
-    v: cute.Tensor
-    peer_k_atom: cute.CopyAtom | None = None
-    peer_k: cute.Tensor | None = None
-
-
-class Scratch(NamedTuple):
-    """By row block: stats (heads_q, row_blocks, stats_words) and dq (heads_q, row_blocks, -1),
-    fp32; turns (heads_q, row_blocks), who has added to a row block's dQ (`core/semaphore.py`): in a
-    fixed order, 1 + the key block that added last.
-    """
-
-    stats: cute.Tensor
-    dq: cute.Tensor
-    turns: cute.Tensor | None
-
-
-class Summed(NamedTuple):
-    """A row block that this CTA has sums of dQ for; turn 0: nobody came before. row_block NOTHING:
-    none; UNSENT: sums of no key, which stay.
-
-    In a fixed order, turn is 1 + the key block that has to have added before.
-    """
-
-    head_idx: Int32
-    row_block: Int32
-    turn: Int32
-
-    @staticmethod
-    def nothing() -> "Summed":
-        return Summed(Int32(0), Int32(NOTHING), Int32(0))
+from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan, Channels, Tiles
 
 
 class Loaded(NamedTuple):
@@ -84,28 +35,35 @@ class Loaded(NamedTuple):
     last: Summed
 
 
-class Visited(NamedTuple):
-    """A query block of a work tile: its number, whether it is the first one, and its row block."""
-
-    work: Work
-    block: Block
-    number: Int32
-    is_first: Boolean
-    row_block: Int32
-
-
 @dataclass(frozen=True)
 class BwdLoads:
-    """What the load warp knows. deterministic, clears_dq: see `FlashAttentionBackwardSm90`."""
+    """What the load warp knows."""
 
     plan: cutlass.Constexpr[BwdPlan]
-    deterministic: cutlass.Constexpr[bool]
-    clears_dq: cutlass.Constexpr[bool]
-    operands: Operands
+    operands: BwdOperands
     tiles: Tiles
     channels: Channels
-    scratch: Scratch
+    queries: QueryLoads
+    sums: DqSums
     lengths: Lengths
+
+    @staticmethod
+    def create(
+        plan: BwdPlan,
+        scheme: tuple[bool, bool],
+        operands: BwdOperands,
+        tiles: Tiles,
+        channels: Channels,
+        scratch: Scratch,
+        lengths: Lengths,
+    ) -> "BwdLoads":
+        """scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`."""
+        first = partial(_first_value, plan) if plan.cta_pair else None
+        sizes = tuple(math.prod(plan.shape_dq(width)) for width in plan.parts_dq)
+        staged = tiles.dq.iterator
+        sums = DqSums(sizes, *scheme, staged, channels.dq, scratch, lengths, first)
+        queries = QueryLoads(plan, operands, tiles, channels, scratch.stats, lengths)
+        return BwdLoads(plan, operands, tiles, channels, queries, sums, lengths)
 
     @cute.jit
     def run(self):
@@ -118,23 +76,23 @@ class BwdLoads:
             step = partial(self._load_block, work, tile, state.number)
             chunk, state = channels.walk.visit(chunk, state, step)
             # at once, since the MMA warpgroups need it before the next work tile is known
-            self._free_staging(state.number - 2, state.sent)
-            if const_expr(self.deterministic):
+            self.sums.free_staging(state.number - 2, state.sent)
+            if const_expr(self.sums.deterministic):
                 # now, for others wait for it
-                last = self._with_turn(state.last)
-                self._send_dq(work.block + 1, state.number - 1, state.sent, last)
+                last = self.sums.with_turn(state.last)
+                self.sums.send(work.block + 1, state.number - 1, state.sent, last)
                 cute.arch.cp_async_bulk_wait_group(0)
-                self._pass_turn(work.block + 1, state.last)
-                self._free_staging(state.number - 1, state.last)
+                self.sums.pass_turn(work.block + 1, state.last)
+                self.sums.free_staging(state.number - 1, state.last)
                 state = Loaded(state.number, Summed.nothing(), Summed.nothing())
             else:
                 state = Loaded(state.number, Summed.nothing(), state.last)
             channels.ring.release(tile)
             tile += 1
-        if const_expr(not self.deterministic):
-            last = self._with_turn(state.last)
-            self._send_dq(Int32(0), state.number - 1, Summed.nothing(), last)
-            self._free_staging(state.number - 1, last)
+        if const_expr(not self.sums.deterministic):
+            last = self.sums.with_turn(state.last)
+            self.sums.send(Int32(0), state.number - 1, Summed.nothing(), last)
+            self.sums.free_staging(state.number - 1, last)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -145,20 +103,20 @@ class BwdLoads:
 
         first: the number of the work tile's first one, which its keys and values come with.
         """
-        plan, number = self.plan, state.number
+        plan, queries, number = self.plan, self.queries, state.number
         row_blocks = RowBlocks(self.lengths, plan.tile_m)
         row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
         at = Visited(work, block, number, number == first, row_block)
-        loads = (partial(self._load_query, at), partial(self._load_do, at))
+        loads = (partial(queries.load_query, at), partial(queries.load_do, at))
         # What has one stage is released by a block whose dQ waits for the staging memory. The
         # others are asked for first: what comes late delays the products.
         stages = (plan.stages_q, plan.stages_do)
         num_ahead = stages.index(1) if 1 in stages else len(stages)
         for load in loads[:num_ahead]:
             load()
-        self._free_staging(number - 2, state.sent)
+        self.sums.free_staging(number - 2, state.sent)
         # known by the time the sums are there
-        last = self._with_turn(state.last)
+        last = self.sums.with_turn(state.last)
         for load in loads[num_ahead:]:
             load()
         # Keys have to wait until the work tile before has been computed, of which parts of dQ may
@@ -166,7 +124,7 @@ class BwdLoads:
         if const_expr(plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
-        self._send_dq(work.block + 1, number - 1, state.sent, last)
+        self.sums.send(work.block + 1, number - 1, state.sent, last)
         if const_expr(not plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
@@ -174,50 +132,6 @@ class BwdLoads:
             # what was loaded for the keys of none is not in use, perhaps not even finite
             row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))
         return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.turn))
-
-    # -- operands -------------------------------------------------------------------------------
-
-    @cute.jit
-    def _load_query(self, at: Visited):
-        """Fetch Q of a block with its statistics, and say which block it is."""
-        plan, operands, tiles, channel = self.plan, self.operands, self.tiles, self.channels.q
-        block = at.block
-        flags = block.follower | (block.kind << OWN_KIND_SHIFT)
-        words = (flags, block.index, block.head_idx, at.row_block)
-        tile = ((1, plan.tile_m), plan.tile_d)
-        gmem, row = self._query_rows(operands.q, at)
-        src, dst = tma.tile_of(operands.q_atom, gmem, (block.head_idx, row), tile, tiles.q)
-        stage = channel.index(at.number)
-        channel.acquire(at.number)
-        if cute.arch.lane_idx() == 0:
-            for i in cutlass.range_constexpr(QUERY_WORDS):
-                tiles.words[i, stage] = Int32(words[i])
-        bytes_k = cutlass.select_(at.is_first, Int32(plan.bytes_k + plan.bytes_peer_k), Int32(0))
-        channel.expect(at.number, bytes_k + plan.bytes_q + plan.bytes_stats)
-        barrier = channel.barrier(at.number)
-        cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
-        stats = self.scratch.stats[block.head_idx, at.row_block, None]
-        tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
-
-    @cute.jit
-    def _load_do(self, at: Visited):
-        """Fetch dO of a block."""
-        plan, operands, channel = self.plan, self.operands, self.channels.do
-        tile = ((1, plan.tile_m), plan.tile_dv)
-        gmem, row = self._query_rows(operands.do, at)
-        first = (at.block.head_idx, row)
-        src, dst = tma.tile_of(operands.do_atom, gmem, first, tile, self.tiles.do)
-        channel.acquire(at.number)
-        bytes_v = cutlass.select_(at.is_first, Int32(plan.bytes_v), Int32(0))
-        channel.expect(at.number, bytes_v + plan.bytes_do)
-        stage, barrier = channel.index(at.number), channel.barrier(at.number)
-        cute.copy(operands.do_atom, src, dst[None, stage], tma_bar_ptr=barrier)
-
-    def _query_rows(self, tensor: cute.Tensor, at: Visited) -> tuple[cute.Tensor, Int32]:
-        """The ((head, row), d) tensor of a sequence of Q or dO, and the row to read from."""
-        work, side = at.work, tma.Side.of_queries(self.lengths)
-        place = work.batch_idx, work.offset_q, work.seqlen_q
-        return tma.readable_rows(tensor, side, *place, at.block.index * self.plan.tile_m)
 
     def _load_keys(self, work: Work, tile: Int32, first: Int32):
         """Fetch the keys and values of a work tile, which complete query block `first` and its dO.
@@ -256,78 +170,7 @@ class BwdLoads:
         for atom, src, dst, barrier in copies:
             cute.copy(atom, src, dst, tma_bar_ptr=barrier)
 
-    # -- dQ -------------------------------------------------------------------------------------
 
-    @cute.jit
-    def _with_turn(self, summed: Summed) -> Summed:
-        """With the turn, where there is no order or nothing to be sent."""
-        turn = summed.turn
-        if const_expr(self.clears_dq):
-            turn = Int32(1)
-        elif const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
-            if summed.row_block >= 0:
-                turn = cutlass.select_(is_first(self._turn_of(summed)), Int32(0), Int32(1))
-        if const_expr(self.lengths.seqused_k is not None):
-            turn = cutlass.select_(summed.row_block >= 0, turn, Int32(NO_TURN))
-        return Summed(summed.head_idx, summed.row_block, turn)
-
-    def _is_block(self, summed: Summed) -> Boolean:
-        if self.lengths.seqused_k is None:
-            return summed.row_block >= 0
-        return summed.row_block != NOTHING
-
-    @cute.jit
-    def _send_dq(self, own_turn: Int32, number: Int32, sent: Summed, summed: Summed):
-        """Start adding the dQ of query block `number`, if it is one, to the scratch memory.
-
-        Its last part is on its way then, and still in the staging memory (`_free_staging`).
-        Where dQ is summed in a fixed order, after the key block that `turn` names; whoever comes
-        after the one that was sent before is told now, when that addition is complete and nobody
-        has to wait for it.
-        """
-        channel, parts = self.channels.dq, self.plan.parts_dq
-        if self._is_block(summed):
-            if const_expr(self.deterministic):  # noqa: SIM102 (decided while tracing)
-                # what has no turn is zeros, and not sent
-                if summed.turn != NO_TURN:
-                    wait_for_turn(self._turn_of(summed), summed.turn)
-            staged = self.tiles.dq.iterator
-            target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
-            if const_expr(self.plan.cta_pair):
-                target += cta_pairs.rank() * (self.plan.cols_dq * self.plan.tile_m)
-            for i in cutlass.range_constexpr(len(parts)):
-                if const_expr(i > 0):
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    channel.release(number * len(parts) + i - 1)
-                channel.wait(number * len(parts) + i)
-                size = math.prod(self.plan.shape_dq(parts[i]))
-                if summed.turn > 0:
-                    tma.add_bulk(staged, target, size)
-                elif summed.turn != NO_TURN:
-                    tma.store_bulk(staged, target, size)
-                target += size
-            if const_expr(self.deterministic):
-                cute.arch.cp_async_bulk_wait_group(len(parts))
-                self._pass_turn(own_turn, sent)
-
-    @cute.jit
-    def _free_staging(self, number: Int32, sent: Summed):
-        """Wait until the last part of the dQ of block `number`, if it is one, has left; without an
-        order, let others add if it was the first."""
-        if self._is_block(sent):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.channels.dq.release((number + 1) * len(self.plan.parts_dq) - 1)
-            if const_expr(not (self.deterministic or self.clears_dq)):  # noqa: SIM102 (as above)
-                if sent.turn == 0:
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    pass_turn(self._turn_of(sent), Int32(THERE))
-
-    @cute.jit
-    def _pass_turn(self, own_turn: Int32, sent: Summed):
-        """Let the next one add to a row block, if it is one to which this work tile has added."""
-        if (sent.row_block >= 0) & (sent.turn != NO_TURN):
-            pass_turn(self._turn_of(sent), own_turn)
-
-    def _turn_of(self, summed: Summed) -> cute.Pointer:
-        place = (summed.head_idx, summed.row_block)
-        return cute.domain_offset(place, self.scratch.turns).iterator
+def _first_value(plan: BwdPlan) -> Int32:
+    """Where this CTA's columns begin in a row block's sums."""
+    return cta_pairs.rank() * (plan.cols_dq * plan.tile_m)

@@ -28,6 +28,7 @@ from flash_mask_cute.core.cta import (
     swizzled,
 )
 from flash_mask_cute.core.cursor import Cursor
+from flash_mask_cute.core.query_loads import QUERY_WORDS
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import column_parts, stats_words
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
@@ -50,8 +51,6 @@ MAX_REGISTERS = 248
 # columns of an operand A, of 64 rows, that a register of each thread holds
 COLS_PER_REGISTER = 4
 MAX_DIM = 256
-# words that go with a query block: its flags, number, head and row block
-QUERY_WORDS = 4
 # the widest heads whose columns of dQ do not come apart into whole parts for two CTAs
 MAX_ALONE_DIM = 192
 
@@ -300,6 +299,15 @@ class BwdPlan:
         return ROWS_PER_WARPGROUP * self.cols_dq * 2 if self.cta_pair else 0
 
     @property
+    def bytes_with_q(self) -> int:
+        """What comes with the Q of a work tile's first block, and with its dO."""
+        return self.bytes_k + self.bytes_peer_k
+
+    @property
+    def bytes_with_do(self) -> int:
+        return self.bytes_v
+
+    @property
     def bytes_peer_ds(self) -> int:
         return self.bytes_ds if self.cta_pair else 0
 
@@ -427,6 +435,18 @@ class BwdPlan:
 
     def layout_v(self) -> cute.ComposedLayout:
         return self._rows(ROWS_PER_WARPGROUP, self.tile_dv, self.key_groups * self.stages_kv)
+
+    def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
+        """See `QueryShape`."""
+        rows = ROWS_PER_WARPGROUP
+        of_peer = ((self.layout_peer_k(), rows, self.cols_dq),) if self.cta_pair else ()
+        return (
+            (self.layout_q(), self.tile_m, self.tile_d),
+            (self.layout_do(), self.tile_m, self.tile_dv),
+            (self.layout_k(), rows, self.tile_d),
+            (self.layout_v(), rows, self.tile_dv),
+            *of_peer,
+        )
 
     def layout_ds(self) -> cute.ComposedLayout:
         """(64 queries, 64 keys, row group * key group * stages), keys contiguous."""

@@ -23,18 +23,19 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
-from flash_mask_cute.core.row_blocks import MARKS_PER_WORD, marks_of
-from flash_mask_cute.core.walk_ring import Kind
-from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_math import (
-    ScoreChain,
+from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
+from flash_mask_cute.core.row_blocks import marks_of
+from flash_mask_cute.core.score_gradients import (
     Statistics,
     has_reference,
     probabilities,
     score_gradients,
 )
+from flash_mask_cute.core.walk_ring import Kind
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.score_chain import ScoreChain
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_plan import (
     NUM_MMA_WARPGROUPS,
     Barrier,
@@ -189,9 +190,9 @@ class BlockScores:
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
             for i in cutlass.range(plan.tile_m // plan.num_mma_warps, unroll=1):
                 row = i * plan.num_mma_warps + warp
-                if (marks[row // MARKS_PER_WORD] >> (row % MARKS_PER_WORD)) & 1 != 0:
-                    self._clear_row(self.tiles.q[row, None, stage])
-                    self._clear_row(self.tiles.do[row, None, do_stage])
+                if is_marked(marks, row):
+                    clear_row(self.tiles.q[row, None, stage])
+                    clear_row(self.tiles.do[row, None, do_stage])
             cute.arch.fence_proxy("async.shared", space="cta")
             sync_both()
 
@@ -204,23 +205,11 @@ class BlockScores:
         return is_unmarked
 
     def _any_mark(self, block: Int32) -> Boolean:
-        marks = self._marks(block)
-        found = marks[0]
-        for i in range(1, self.plan.tile_m // MARKS_PER_WORD):
-            found = found | marks[i]
-        return found != 0
+        return any_mark(self._marks(block), self.plan.tile_m)
 
     def _marks(self, block: Int32) -> cute.Tensor:
         stats = self.tiles.stats[None, self.channels.q.index(block)]
         return marks_of(stats, self.plan.tile_m, self.plan.num_stats)
-
-    @cute.jit
-    def _clear_row(self, row: cute.Tensor) -> None:
-        """By a warp."""
-        for first in cutlass.range_constexpr(0, cute.size(row), bit_tile.WORD):
-            col = first + cute.arch.lane_idx()
-            if col < cute.size(row):
-                row[col] = self.plan.dtype(0.0)
 
     def is_hidden(self) -> Boolean:
         """Whether the bits at hand, which have come, hide all keys of this warpgroup."""

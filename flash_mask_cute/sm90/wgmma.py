@@ -11,6 +11,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.softmax import round_pair
+from flash_mask_cute.rules import bit_tile
 
 ROWS_PER_WARPGROUP = 64
 ROWS_PER_THREAD = 2
@@ -80,6 +81,32 @@ class QuadColumns:
 
 
 COLUMNS = QuadColumns()
+
+
+class AccumulatorElements:
+    """`Elements` of accumulators, of which a thread has rows and columns as `rows_by_cols` says."""
+
+    num_rows = ROWS_PER_THREAD
+
+    def row_of(self, thread: Int32, r: int) -> Int32:
+        return row_of(thread, r)
+
+    def first_col_of(self, thread: Int32) -> Int32:
+        return first_col_of(thread)
+
+    def col_offset(self, c: int) -> int:
+        return col_offset(c)
+
+    def is_set(self, bits: tuple, r: int, c: int) -> Boolean:
+        return bit_tile.is_set(bits[r], c)
+
+    def keep_pair(
+        self, words: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Float32
+    ) -> None:
+        keep_pair(words, dtype, r, c, p, q)
+
+
+ELEMENTS = AccumulatorElements()
 
 
 def operand_a(tiled_mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:

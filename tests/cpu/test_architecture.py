@@ -76,7 +76,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
-    *("mods.aux_reads", "mods.errors"),
+    *("mods.aux_reads", "mods.errors", "mods.score_chain"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     "rules.mask_warps",
 )
@@ -88,6 +88,7 @@ LAZY = ("block_sparsity", "rules.band", "runtime", "mods", "mask_prep", "call")
 WITHOUT_TORCH = (
     *("limits", "core", "kernels", "sm90", "sm100", "rules", "block_info", "seqlen_info"),
     *("call.tables", "mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
+    "mods.score_chain",
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Dependencies of an extra, imported when a function of that module needs them.

@@ -1,74 +1,50 @@
-"""The Hopper backward between its products: P from S, dS from dP, as accumulators hold them.
-
-Rows are keys and columns queries. No pipelines here: everything works in registers, and reads the
-statistics of the columns from shared memory.
-
-Scores of a score_mod may be of any size, and their LSE with them. An exponent is one multiply-add
-with LSE as long as that is near 0; otherwise the query has a reference, which is subtracted from
-its scores first. Blocks without such a query, nearly all, take no instruction more.
-"""
+"""What happens to the scores of a backward: soft cap, score_mod, and their derivatives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.cta import thread_in_warpgroup
-from flash_mask_cute.core.softmax import ScoreScales, any_in_warp, rounded_difference
+from flash_mask_cute.core.score_gradients import Statistics
+from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_gradients import AuxSums
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
-from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.sm90 import wgmma
 
 
-class Statistics(NamedTuple):
-    """What is known of queries, in shared memory: LSE by base 2 and delta of a thread's columns,
-    and where scores may be of any size the reference, which is subtracted from them; 0 for none.
+class Elements(Protocol):
+    """Which scores of a tile a thread of a warpgroup has, as rows (keys) and columns (queries)."""
 
-    has_reference: whether some query of the block has one, a warp-uniform value; None: not asked.
-    """
+    num_rows: int
 
-    lse: cute.Tensor
-    delta: cute.Tensor
-    reference: cute.Tensor | None = None
-    has_reference: Boolean | None = None
+    def row_of(self, thread: Int32, r: int) -> Int32:
+        """The key of row r, counted from the warpgroup's first."""
+        ...
 
+    def first_col_of(self, thread: Int32) -> Int32:
+        """The first query of a thread, counted from the warpgroup's first."""
+        ...
 
-def has_reference(references: cute.Tensor) -> Boolean:
-    """Whether a query of a block has a reference, of all queries' in shared memory; the same value
-    in all lanes of a warp."""
-    size = cute.size(references) // cute.arch.WARP_SIZE
-    share = cute.make_rmem_tensor(size, Float32)
-    cute.autovec_copy(cute.local_tile(references, (size,), (cute.arch.lane_idx(),)), share)
-    return any_in_warp(tuple(share[i] != 0.0 for i in range(size)))
+    def col_offset(self, c: int) -> int:
+        """The distance of query c of a thread from its first."""
+        ...
 
+    def is_set(self, bits: tuple, r: int, c: int) -> Boolean:
+        """Whether the bits of a thread have that of a score."""
+        ...
 
-@cute.jit
-def probabilities(scores: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float32) -> None:
-    """P = exp(S - LSE) in place of S."""
-    lse = cute.make_rmem_tensor(sLSE.layout.shape, Float32)
-    cute.autovec_copy(sLSE, lse)
-    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            exponent = cute.math.fma(scores[r, c], scale_log2, -lse[c])
-            scores[r, c] = cute.math.exp2(exponent, fastmath=True)
-
-
-@cute.jit
-def score_gradients(grads: cute.Tensor, factors: cute.Tensor, sDelta: cute.Tensor) -> None:
-    """dS = factor * (dP - delta) in place of dP. A factor is P, or what `ScoreChain` made of it."""
-    delta = cute.make_rmem_tensor(sDelta.layout.shape, Float32)
-    cute.autovec_copy(sDelta, delta)
-    for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
-        for r in cutlass.range_constexpr(cute.size(grads, mode=[0])):
-            grads[r, c] = factors[r, c] * (grads[r, c] - delta[c])
+    def keep_pair(
+        self, words: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Float32
+    ) -> None:
+        """Round columns c and c + 1 of a row into the words of a 16-bit operand."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +53,7 @@ class ScoreChain:
 
     The derivative of score_mod is score_mod_bwd, or found by `mods/derivative.py`. wants_aux:
     numbers of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
-    first_key: of this warpgroup in the work tile.
+    first_key, first_query: of this warpgroup in the work tile and in the block.
     """
 
     scales: ScoreScales
@@ -88,7 +64,9 @@ class ScoreChain:
     score_mod_bwd: cutlass.Constexpr[Callable[..., Any] | None]
     dtype: cutlass.Constexpr[type]
     tiles: cutlass.Constexpr[tuple[int, int]]
+    elements: cutlass.Constexpr[Elements]
     first_key: Int32
+    first_query: Int32
 
     @property
     def is_empty(self) -> bool:
@@ -126,7 +104,7 @@ class ScoreChain:
 
     def _apply_each(self, work, head_idx, m_block, scores, bits, statistics, probs) -> None:
         place = partial(self._place, work, head_idx, m_block)
-        for r in range(wgmma.ROWS_PER_THREAD):
+        for r in range(self.elements.num_rows):
             for first in range(0, cute.size(scores, mode=[1]), 2):
                 pair = []
                 for c in (first, first + 1):
@@ -138,7 +116,7 @@ class ScoreChain:
                     else:
                         scores[r, c] = prob * slope
                     pair.append(prob)
-                wgmma.keep_pair(probs, self.dtype, r, first, *pair)
+                self.elements.keep_pair(probs, self.dtype, r, first, *pair)
 
     def apply_to_both(
         self,
@@ -161,7 +139,7 @@ class ScoreChain:
         """
         sums = AuxSums(dict(zip(self.wants_aux, self.aux_grads, strict=True)))
         place = partial(self._place, work, head_idx, m_block)
-        for r in range(wgmma.ROWS_PER_THREAD):
+        for r in range(self.elements.num_rows):
             if r > 0:
                 # the statistics of the columns are loaded again, and not kept in registers
                 cute.arch.sync_warp()
@@ -178,15 +156,16 @@ class ScoreChain:
                     dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
                     pairs.append((prob, dscore))
                 for words, pair in zip((probs, dscores), zip(*pairs, strict=True), strict=True):
-                    wgmma.keep_pair(words, self.dtype, r, first_col + first, *pair)
+                    self.elements.keep_pair(words, self.dtype, r, first_col + first, *pair)
         sums.flush()
 
     def _place(self, work: Work, head_idx: Int32, m_block: Int32, r: int, c: int) -> tuple:
         """Where a thread's score is, as callables see it."""
         tile_m, tile_n = self.tiles
         thread = thread_in_warpgroup()
-        k_idx = work.block * tile_n + self.first_key + wgmma.row_of(thread, r)
-        q_idx = m_block * tile_m + wgmma.first_col_of(thread) + wgmma.col_offset(c)
+        k_idx = work.block * tile_n + self.first_key + self.elements.row_of(thread, r)
+        first_q_idx = m_block * tile_m + self.first_query
+        q_idx = first_q_idx + self.elements.first_col_of(thread) + self.elements.col_offset(c)
         # positions past the ends are hidden, but the callable may index tensors with them
         q_idx, k_idx = cutlass.min(q_idx, work.seqlen_q - 1), cutlass.min(k_idx, work.seqlen_k - 1)
         return work.batch_idx, head_idx, q_idx, k_idx
@@ -199,7 +178,7 @@ class ScoreChain:
         exponent = cute.math.fma(score, self.scales.scale_log2, -statistics.lse[c])
         prob = cute.math.exp2(exponent, fastmath=True)
         if bits is not None:
-            prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
+            prob = cutlass.select_(self.elements.is_set(bits, r, c), prob, Float32(0.0))
         return prob
 
     def _modified(self, score: Float32, place: tuple) -> tuple[Float32, Float32, Sequence[AuxTerm]]:

@@ -1,0 +1,30 @@
+"""Rows of Q and dO that probabilities of 0 would not keep from sums (`row_blocks.marks_of`)."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from flash_mask_cute.core.row_blocks import MARKS_PER_WORD
+
+WARP = 32
+
+
+def any_mark(marks: cute.Tensor, tile_m: int) -> Boolean:
+    """Whether some row of a query block is marked."""
+    found = marks[0]
+    for i in range(1, tile_m // MARKS_PER_WORD):
+        found = found | marks[i]
+    return found != 0
+
+
+def is_marked(marks: cute.Tensor, row: Int32) -> Boolean:
+    return (marks[row // MARKS_PER_WORD] >> (row % MARKS_PER_WORD)) & 1 != 0
+
+
+@cute.jit
+def clear_row(row: cute.Tensor) -> None:
+    """Put 0 in place of a row in shared memory, by a warp."""
+    for first in cutlass.range_constexpr(0, cute.size(row), WARP):
+        col = first + cute.arch.lane_idx()
+        if col < cute.size(row):
+            row[col] = row.element_type(0.0)

@@ -1,0 +1,159 @@
+"""TMA of the backward's operands: queries, their output gradients and statistics, block by block.
+
+Keys and values of a work tile come with its first query block: their bytes complete its Q and dO.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from flash_mask_cute.core import tma
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block
+from flash_mask_cute.core.work_ring import Work
+
+# words that go with a query block: its flags, number, head and row block
+QUERY_WORDS = 4
+
+
+class BwdOperands(NamedTuple):
+    """TMA atoms with their coordinate tensors.
+
+    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...); the last mode is the batch, and
+    where lengths vary there is that of `tma.ragged_rows`. peer_k: k by half of its columns.
+    """
+
+    q_atom: cute.CopyAtom
+    q: cute.Tensor
+    do_atom: cute.CopyAtom
+    do: cute.Tensor
+    k_atom: cute.CopyAtom
+    k: cute.Tensor
+    v_atom: cute.CopyAtom
+    v: cute.Tensor
+    peer_k_atom: cute.CopyAtom | None = None
+    peer_k: cute.Tensor | None = None
+
+    @staticmethod
+    def of(
+        plan: "QueryShape",
+        tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
+        lengths: Lengths,
+    ) -> "BwdOperands":
+        """Of Q, dO, K and V, with the layouts of a plan."""
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        queries = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None
+        keys = lengths.cu_seqlens_k is not None, lengths.seqused_k is not None
+        operands: list = []
+        for tensor, side, (layout, rows, d) in zip(
+            (*tensors, tensors[2]), (queries, queries, keys, keys, keys), plan.boxes(), strict=False
+        ):
+            view = tma.sequence_rows(tensor, *side)
+            box = ((1, rows), d)
+            operands += cpasync.make_tiled_tma_atom(load, view, tma.one_stage(layout), box)
+        return BwdOperands(*operands)
+
+
+class QueryShape(Protocol):
+    """What a plan says about loads.
+
+    boxes: of Q, dO, K, V, and where there are such the peer's K, the layout with stages in shared
+    memory, and rows and columns of a box. bytes_with_q, bytes_with_do: what comes besides with the
+    Q and dO of a work tile's first block.
+    """
+
+    tile_m: int
+    tile_d: int
+    tile_dv: int
+    bytes_q: int
+    bytes_do: int
+    bytes_stats: int
+    bytes_with_q: int
+    bytes_with_do: int
+
+    def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]: ...
+
+
+class QueryTiles(Protocol):
+    """Shared memory with stages. stats: statistics of a query block; words: `QUERY_WORDS`, for
+    readers that do not go through walks themselves, or None."""
+
+    q: cute.Tensor
+    do: cute.Tensor
+    stats: cute.Tensor
+    words: cute.Tensor | None
+
+
+class QueryChannels(Protocol):
+    q: Channel
+    do: Channel
+
+
+class Visited(NamedTuple):
+    """A query block of a work tile: its number, whether it is the first one, and its row block."""
+
+    work: Work
+    block: Block
+    number: Int32
+    is_first: Boolean
+    row_block: Int32
+
+
+@dataclass(frozen=True)
+class QueryLoads:
+    """What a warp that fetches query blocks knows. stats (heads_q, row_blocks, -1)."""
+
+    plan: cutlass.Constexpr[QueryShape]
+    operands: BwdOperands
+    tiles: QueryTiles
+    channels: QueryChannels
+    stats: cute.Tensor
+    lengths: Lengths
+
+    @cute.jit
+    def load_query(self, at: Visited):
+        """Fetch Q of a block with its statistics, and say which block it is."""
+        plan, operands, tiles, channel = self.plan, self.operands, self.tiles, self.channels.q
+        block = at.block
+        flags = block.follower | (block.kind << OWN_KIND_SHIFT)
+        words = (flags, block.index, block.head_idx, at.row_block)
+        tile = ((1, plan.tile_m), plan.tile_d)
+        gmem, row = self._query_rows(operands.q, at)
+        src, dst = tma.tile_of(operands.q_atom, gmem, (block.head_idx, row), tile, tiles.q)
+        stage = channel.index(at.number)
+        channel.acquire(at.number)
+        if const_expr(tiles.words is not None):  # noqa: SIM102 (decided while tracing)
+            if cute.arch.lane_idx() == 0:
+                for i in cutlass.range_constexpr(QUERY_WORDS):
+                    tiles.words[i, stage] = Int32(words[i])
+        bytes_k = cutlass.select_(at.is_first, Int32(plan.bytes_with_q), Int32(0))
+        channel.expect(at.number, bytes_k + plan.bytes_q + plan.bytes_stats)
+        barrier = channel.barrier(at.number)
+        cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
+        stats = self.stats[block.head_idx, at.row_block, None]
+        tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
+
+    @cute.jit
+    def load_do(self, at: Visited):
+        """Fetch dO of a block."""
+        plan, operands, channel = self.plan, self.operands, self.channels.do
+        tile = ((1, plan.tile_m), plan.tile_dv)
+        gmem, row = self._query_rows(operands.do, at)
+        first = (at.block.head_idx, row)
+        src, dst = tma.tile_of(operands.do_atom, gmem, first, tile, self.tiles.do)
+        channel.acquire(at.number)
+        bytes_v = cutlass.select_(at.is_first, Int32(plan.bytes_with_do), Int32(0))
+        channel.expect(at.number, bytes_v + plan.bytes_do)
+        stage, barrier = channel.index(at.number), channel.barrier(at.number)
+        cute.copy(operands.do_atom, src, dst[None, stage], tma_bar_ptr=barrier)
+
+    def _query_rows(self, tensor: cute.Tensor, at: Visited) -> tuple[cute.Tensor, Int32]:
+        """The ((head, row), d) tensor of a sequence of Q or dO, and the row to read from."""
+        work, side = at.work, tma.Side.of_queries(self.lengths)
+        place = work.batch_idx, work.offset_q, work.seqlen_q
+        return tma.readable_rows(tensor, side, *place, at.block.index * self.plan.tile_m)

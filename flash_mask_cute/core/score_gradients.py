@@ -1,0 +1,60 @@
+"""The backward between its products, in any arrangement of scores: P from S, dS from dP.
+
+Rows are keys and columns queries. No pipelines here: everything works in registers, and reads the
+statistics of the columns from shared memory.
+
+Scores of a score_mod may be of any size, and their LSE with them. An exponent is one multiply-add
+with LSE as long as that is near 0; otherwise the query has a reference, which is subtracted from
+its scores first. Blocks without such a query, nearly all, take no instruction more.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32
+
+from flash_mask_cute.core.softmax import any_in_warp
+
+
+class Statistics(NamedTuple):
+    """What is known of queries, in shared memory: LSE by base 2 and delta of a thread's columns,
+    and where scores may be of any size the reference, which is subtracted from them; 0 for none.
+
+    has_reference: whether some query of the block has one, a warp-uniform value; None: not asked.
+    """
+
+    lse: cute.Tensor
+    delta: cute.Tensor
+    reference: cute.Tensor | None = None
+    has_reference: Boolean | None = None
+
+
+def has_reference(references: cute.Tensor) -> Boolean:
+    """Whether a query of a block has a reference, of all queries' in shared memory; the same value
+    in all lanes of a warp."""
+    size = cute.size(references) // cute.arch.WARP_SIZE
+    share = cute.make_rmem_tensor(size, Float32)
+    cute.autovec_copy(cute.local_tile(references, (size,), (cute.arch.lane_idx(),)), share)
+    return any_in_warp(tuple(share[i] != 0.0 for i in range(size)))
+
+
+@cute.jit
+def probabilities(scores: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float32) -> None:
+    """P = exp(S - LSE) in place of S."""
+    lse = cute.make_rmem_tensor(sLSE.layout.shape, Float32)
+    cute.autovec_copy(sLSE, lse)
+    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            exponent = cute.math.fma(scores[r, c], scale_log2, -lse[c])
+            scores[r, c] = cute.math.exp2(exponent, fastmath=True)
+
+
+@cute.jit
+def score_gradients(grads: cute.Tensor, factors: cute.Tensor, sDelta: cute.Tensor) -> None:
+    """dS = factor * (dP - delta) in place of dP. A factor is P, or what `ScoreChain` made of it."""
+    delta = cute.make_rmem_tensor(sDelta.layout.shape, Float32)
+    cute.autovec_copy(sDelta, delta)
+    for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
+        for r in cutlass.range_constexpr(cute.size(grads, mode=[0])):
+            grads[r, c] = factors[r, c] * (grads[r, c] - delta[c])

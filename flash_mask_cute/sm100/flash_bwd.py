@@ -1,0 +1,480 @@
+"""FlashAttention backward for Blackwell: dQ, dK, dV from dO, LSE and delta = rowsum(dO * O) - dLSE.
+
+A persistent CTA computes one work tile of 128 keys of a KV head after another; the queries of the
+group's heads pass by in blocks of 128. With P = exp(S - LSE) and dP = dO V^T,
+
+    dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
+
+| warps                 | role    | work                                                       |
+|-----------------------|---------|------------------------------------------------------------|
+| warpgroups 0, 1       | compute | 128 keys and 64 queries each: P, dS; dV and dK to memory   |
+| warpgroup 2           | reduce  | dQ out of TMEM to where it leaves                          |
+| 0 of warpgroup 3      | load    | TMA of K, V, and of Q, dO, LSE and delta                   |
+| 1 of warpgroup 3      | mma     | issue all products                                         |
+| 2 of warpgroup 3      | plan    | choose work tiles and the query blocks they visit          |
+| 3 of warpgroup 3      | send    | add dQ to the others' sums in memory                       |
+| warpgroup 4           | paint   | bits of the scores that count, for blocks that a mask cuts |
+
+Channels (full/empty mbarrier pairs):
+
+    plan ----ring--> all              coordinates and lengths of the next work tile
+    plan ----walk--> all              the query blocks it visits, up to 32 an entry
+    load ----q-----> mma, compute     a query block, its LSE and delta, and with a work tile's first
+                                      block its keys
+    load ----do----> mma              dO of a query block, and with the first one the values
+    mma  ----s-----> compute          scores; released when probabilities replace them
+    mma  ----dp----> compute          dP; released when dS is there, in TMEM and shared memory
+    mma  ----dq----> reduce           dQ of a block; released when it is in registers
+    mma  ----sums--> compute          dV and dK of a work tile
+    reduce --out---> send             a part of a block's dQ, in shared memory
+    paint ---bits--> compute          the bits of a query block that is cut
+
+S^T and dP^T have keys in lanes, so a compute thread has a key. P^T and dS^T take the place of S and
+dP in TMEM, from where dV and dK have them as operands; dS also goes to shared memory for dQ.
+
+Products complete in the order of their issue: of block j, S(j) dK(j-1) dQ(j-1) dV(j) dP(j). So when
+dP(j) is there, nobody reads dS(j-1) any more, in either place. docs/backward_sm100.md tells why.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from flash_mask_cute.core import tma
+from flash_mask_cute.core.cta import WALK_STAGES, thread_in_warpgroup
+from flash_mask_cute.core.dq_sums import DqSums, Scratch
+from flash_mask_cute.core.key_schedule import KeySchedule
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads
+from flash_mask_cute.core.softmax import ScoreScales
+from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
+from flash_mask_cute.core.walk_ring import CHUNK, Block
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.score_chain import ScoreChain
+from flash_mask_cute.rules.backward_mask import KeyWalks
+from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
+from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
+from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
+from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
+from flash_mask_cute.sm100.flash_bwd_plan import (
+    COMPUTE_REGISTERS,
+    COMPUTE_WARPS,
+    ELEMENTS,
+    HALVES,
+    NUM_PAINTERS,
+    PAINTER_REGISTERS,
+    QUERIES,
+    REDUCE_REGISTERS,
+    STORE_PLACES,
+    STORED_COLS,
+    STORED_ROWS,
+    BwdPlan,
+    Channels,
+    Role,
+    Tiles,
+)
+from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
+from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
+
+
+class KeyGradients(NamedTuple):
+    """TMA atoms with their coordinate tensors, ((1 head, row), d, ...): see `tma.sequence_rows`."""
+
+    dk_atom: cute.CopyAtom
+    dk: cute.Tensor
+    dv_atom: cute.CopyAtom
+    dv: cute.Tensor
+
+
+class BwdScoreArgs(NamedTuple):
+    """What happens to the scores, and what the modifier reads and has gradients for."""
+
+    scales: ScoreScales
+    aux_tensors: Any
+    aux_grads: tuple[cute.Tensor, ...] | None
+
+
+class FlashAttentionBackwardSm100:
+    """Backward kernel for Blackwell, to be passed to `cute.compile`.
+
+    :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and dO, dK, dV
+    :param head_dim, head_dim_v: multiples of 8 up to 128
+    :param is_causal: bottom-right aligned causal masking
+    :param is_local: the call's window sides apply
+    :param tile_m: query rows of a block, 128
+    :param stages_q, stages_do: see `BwdPlan`
+    :param stages_kv, value_cols, cta_pair: 1, 0 and False
+    :param mask_mod, score_mod: user callables (`mods/calling.py`)
+    :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
+        (`mods/derivative.py`)
+    :param wants_aux: numbers of the aux tensors whose gradients score_mod's derivative makes
+    :param has_aux_tensors: the call passes aux_tensors to them
+    :param intervals: the form of the column intervals that the call passes, or None
+    :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
+    :param deterministic: dQ is summed in an order that does not depend on the run
+    :param clears_dq: dQ is cleared before, and all add to it; otherwise who comes first to a row
+        block stores
+    :param may_empty_rows: masks may leave queries that see nothing; those whose rows of Q or dO are
+        not finite come marked
+    :param num_sms: CTAs to launch at most
+    :raises ValueError: for a shape or configuration that cannot run
+    :raises NotImplementedError: for what this kernel does not have
+    """
+
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        head_dim: int,
+        head_dim_v: int | None = None,
+        is_causal: bool = False,
+        is_local: bool = False,
+        tile_m: int = 128,
+        stages_q: int = 2,
+        stages_do: int = 1,
+        stages_kv: int = 1,
+        value_cols: int = 0,
+        mask_mod: Callable[..., Any] | None = None,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bwd: Callable[..., Any] | None = None,
+        wants_aux: tuple[int, ...] = (),
+        has_aux_tensors: bool = False,
+        intervals: Intervals | None = None,
+        skip_blocks: bool = True,
+        deterministic: bool = False,
+        clears_dq: bool = False,
+        cta_pair: bool = False,
+        num_sms: int = 148,
+        may_empty_rows: bool = False,
+    ):
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        if dtype not in (cutlass.BFloat16, cutlass.Float16):
+            raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
+        self.plan = BwdPlan(
+            dtype,
+            head_dim,
+            head_dim_v,
+            tile_m,
+            stages_q,
+            stages_do,
+            stages_kv,
+            value_cols,
+            cta_pair,
+            has_marks=may_empty_rows,
+            has_reference=score_mod is not None,
+        )
+        reason = self.plan.infeasible()
+        if reason is not None:
+            raise ValueError(reason)
+        if wants_aux and (score_mod is None or score_mod_bwd is not None or deterministic):
+            raise ValueError(
+                f"wants_aux {wants_aux} needs a score_mod, no score_mod_bwd and no fixed order"
+            )
+        if clears_dq and deterministic:
+            raise ValueError("clears_dq is for sums without an order, got deterministic=True")
+        self.is_causal = is_causal
+        self.is_local = is_local
+        self.mask_mod = mask_mod
+        self.score_mod = score_mod
+        self.score_mod_bwd = score_mod_bwd
+        self.wants_aux = wants_aux
+        self.has_aux_tensors = has_aux_tensors
+        self.intervals = intervals
+        self.skip_blocks = skip_blocks
+        self.deterministic = deterministic
+        self.clears_dq = clears_dq
+        self.num_sms = num_sms
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mStats: cute.Tensor,
+        mdQaccum: cute.Tensor,
+        mTurns: cute.Tensor | None,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        softmax_scale: Float32,
+        stream,
+        mCuSeqlensQ: cute.Tensor | None = None,
+        mCuSeqlensK: cute.Tensor | None = None,
+        mSeqUsedQ: cute.Tensor | None = None,
+        mSeqUsedK: cute.Tensor | None = None,
+        window_size_left: Int32 | None = None,
+        window_size_right: Int32 | None = None,
+        aux_tensors=None,
+        softcap: Float32 | None = None,
+        tile_counter: cute.Tensor | None = None,
+        column_tensors=None,
+        block_bits=None,
+        aux_grads=None,
+        stored_bits: tuple | None = None,
+    ):
+        """Launch on `stream`: the arguments are those of `FlashAttentionBackwardSm90`.
+
+        The sums in mdQaccum are in the order of lanes (`BwdPostprocess`).
+        """
+        if const_expr(stored_bits is not None):
+            raise NotImplementedError("FlashAttentionBackwardSm100 does not support stored_bits")
+        check_given("mTurns", mTurns, not self.clears_dq)
+        check_given("aux_grads", aux_grads, bool(self.wants_aux))
+        plan = self.plan
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
+        window = (window_size_left, window_size_right)
+        masks = MaskArgs.create(
+            self, window, column_tensors, mQ.shape[-2], None, (), block_bits, aux_tensors
+        )
+        is_short = self.is_local or masks.may_shorten(self)
+        schedule = KeySchedule.create(
+            lengths, mQ, mK, (plan.tile_m, plan.walk_n), self.num_sms,
+            is_short if self.deterministic else None,
+        )  # fmt: skip
+        self.kernel(
+            operands,
+            self._gradients(mdK, mdV, mCuSeqlensK is not None),
+            Scratch(mStats, mdQaccum, mTurns),
+            lengths,
+            softmax_scale,
+            ScoreScales.create(softmax_scale, softcap, self.score_mod is not None),
+            masks,
+            schedule.params,
+            schedule.group,
+            tile_counter,
+            aux_grads,
+        ).launch(
+            grid=(schedule.grid, 1, 1),
+            block=(plan.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _gradients(self, mdK: cute.Tensor, mdV: cute.Tensor, is_packed: bool) -> KeyGradients:
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        layout = tma.one_stage(self.plan.layout_stored())
+        box = ((1, STORED_ROWS), STORED_COLS)
+        atoms: list = []
+        for gradient in (mdK, mdV):
+            view = tma.sequence_rows(gradient, is_packed)
+            atoms += cpasync.make_tiled_tma_atom(store, view, layout, box)
+        return KeyGradients(*atoms)
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: BwdOperands,
+        gradients: KeyGradients,
+        scratch: Scratch,
+        lengths: Lengths,
+        softmax_scale: Float32,
+        scales: ScoreScales,
+        masks: MaskArgs,
+        schedule: ScheduleParams,
+        group: Int32,
+        tile_counter: cute.Tensor | None,
+        aux_grads: tuple[cute.Tensor, ...] | None,
+    ):
+        plan = self.plan
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == Role.LOAD:
+            for atom in (*operands[:8:2], *gradients[::2]):
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
+        turns = None
+        if const_expr(self.deterministic):
+            turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
+        channels = plan.channels(storage, turns)
+        if warp_idx == Role.MMA:
+            plan.group.allocate(storage.tmem.ptr)
+        cute.arch.mbarrier_init_fence()
+        plan.group.sync()
+        tiles = plan.tiles(storage)
+
+        if warp_idx < Role.REDUCE:
+            cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
+            score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
+            self.compute(gradients, tiles, channels, lengths, softmax_scale, score_args)
+        elif warp_idx < Role.LOAD:
+            cute.arch.setmaxregister_decrease(REDUCE_REGISTERS)
+            self.reduce(tiles, channels)
+        elif warp_idx < Role.PAINT:
+            cute.arch.setmaxregister_decrease(plan.helper_registers)
+            if warp_idx == Role.LOAD:
+                queries = QueryLoads(plan, operands, tiles, channels, scratch.stats, lengths)
+                KeyLoads(plan, operands, tiles, channels, queries, lengths).run()
+            elif warp_idx == Role.MMA:
+                products = plan.products(tiles)
+                BlockProducts(plan, bool(self.wants_aux), products, tiles, channels).run()
+            elif warp_idx == Role.PLAN:
+                # those whose turn comes first, first
+                scheduler = TileScheduler(
+                    schedule,
+                    tile_counter,
+                    self.deterministic,
+                    lengths.cu_seqlens_k is not None,
+                )
+                rules = KeyWalks.of_launch(self, umma.COLUMNS, masks, lengths, group)
+                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+            else:
+                sizes = tuple(plan.size_dq(width) for width in plan.parts_dq)
+                scheme = self.deterministic, self.clears_dq
+                more = tiles.dq.iterator, channels.out, scratch, lengths
+                SumsOut(plan, channels, DqSums(sizes, *scheme, *more)).run()
+        else:
+            cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
+            painter = warp_idx - Role.PAINT
+            share = Share.create(painter, NUM_PAINTERS, plan.tile_n, umma.COLUMNS)
+            rules = KeyWalks.of_launch(self, umma.COLUMNS, masks, lengths, group)
+            paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+
+        plan.group.sync()
+        if warp_idx == Role.MMA:
+            plan.group.free()
+
+    # -- compute --------------------------------------------------------------------------------
+
+    @cute.jit
+    def compute(
+        self,
+        gradients: KeyGradients,
+        tiles: Tiles,
+        channels: Channels,
+        lengths: Lengths,
+        softmax_scale: Float32,
+        score_args: BwdScoreArgs,
+    ):
+        """Compute warp: 32 keys and a half of the queries, a key for each thread."""
+        half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (COMPUTE_WARPS // HALVES)
+        plan = self.plan
+        chain = ScoreChain(
+            *score_args,
+            self.wants_aux,
+            self.score_mod,
+            self.score_mod_bwd,
+            plan.dtype,
+            (plan.tile_m, plan.tile_n),
+            ELEMENTS,
+            Int32(0),
+            half * QUERIES,
+        )
+        scores = BlockScores(plan, tiles, channels, chain, half)
+        tile, chunk = Int32(0), Int32(0)
+        state = Blocks(Int32(0), Int32(0))
+        while channels.ring.wait(tile):
+            chunk, state = channels.walk.visit(chunk, state, partial(scores.visit, tile))
+            channels.sums.wait(tile)
+            umma.fence_after_wait()
+            work = channels.ring.read(tile)
+            store = partial(self._store_sums, tiles, lengths, work)
+            if half == 0:
+                store(gradients.dv_atom, gradients.dv, plan.column_dv, plan.tile_dv, None)
+            else:
+                more = plan.column_dk, plan.tile_d, softmax_scale
+                store(gradients.dk_atom, gradients.dk, *more)
+            # dS of the next work tile goes where they are sent from, behind its first dV
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            umma.fence_before_arrival()
+            cute.arch.sync_warp()
+            channels.sums.release(tile)
+            channels.ring.release(tile)
+            tile += 1
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def _store_sums(
+        self,
+        tiles: Tiles,
+        lengths: Lengths,
+        work: Work,
+        atom: cute.CopyAtom,
+        target: cute.Tensor,
+        column: cutlass.Constexpr[int],
+        width: cutlass.Constexpr[int],
+        scale: Float32 | None,
+    ):
+        """Send 32 keys of dK or dV out of TMEM to memory, by way of this warp's places."""
+        plan, lane = self.plan, cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        is_packed = lengths.cu_seqlens_k is not None
+        gmem = tma.of_sequence(target, is_packed, work.batch_idx, work.offset_k, work.slot)
+        first_key = work.block * plan.tile_n + warp % (COMPUTE_WARPS // HALVES) * STORED_ROWS
+        for i in cutlass.range_constexpr(width // STORED_COLS):
+            first = i * STORED_COLS
+            place = warp * STORE_PLACES + i % STORE_PLACES
+            # what was sent from this place before has left
+            cute.arch.cp_async_bulk_wait_group(STORE_PLACES - 1, read=True)
+            cute.arch.sync_warp()
+            values = umma.load_columns(column + first, STORED_COLS, thread_in_warpgroup())
+            umma.wait_loads()
+            for c in cutlass.range_constexpr(STORED_COLS):
+                value = values[0, c]
+                if const_expr(scale is not None):
+                    value = value * scale
+                # without scores, what was loaded is another sequence's, perhaps not even finite
+                values[0, c] = cutlass.select_(work.has_scores, value, Float32(0.0))
+            words = keep_rounded(values, plan.dtype)
+            rounded = cute.flat_divide(cute.recast_tensor(words, plan.dtype), (VECTOR_16_BITS,))
+            row = cute.flat_divide(tiles.stored[lane, None, place], (VECTOR_16_BITS,))
+            for v in cutlass.range_constexpr(STORED_COLS // VECTOR_16_BITS):
+                cute.autovec_copy(rounded[None, v], row[None, v])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            box = ((1, STORED_ROWS), STORED_COLS)
+            start = (work.head_idx, first_key)
+            dst, src = tma.tile_of(atom, gmem, start, box, tiles.stored, first)
+            cute.copy(atom, src[None, place], dst)
+            cute.arch.cp_async_bulk_commit_group()
+
+    # -- reduce ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def reduce(self, tiles: Tiles, channels: Channels):
+        """Reduce warp: 32 queries of every block, a query for each thread."""
+        tile, chunk, number = Int32(0), Int32(0), Int32(0)
+        while channels.ring.wait(tile):
+            step = partial(self._stage_dq, tiles, channels)
+            chunk, number = channels.walk.visit(chunk, number, step)
+            channels.ring.release(tile)
+            tile += 1
+
+    @cute.jit
+    def _stage_dq(self, tiles: Tiles, channels: Channels, number: Int32, block: Block):
+        """dQ of a block out of TMEM, part by part to where the send warp has it added from.
+
+        A thread's row of a part lies in pieces of 4 columns, tile_m rows apart: a warp writes 512
+        bytes at a time.
+        """
+        plan, row = self.plan, thread_in_warpgroup()
+        parts = plan.parts_dq
+        channels.dq.wait(number)
+        umma.fence_after_wait()
+        first = 0
+        for i in cutlass.range_constexpr(len(parts)):
+            layout = cute.make_layout((4, plan.tile_m, parts[i] // 4))
+            staged = cute.make_tensor(tiles.dq.iterator, layout)
+            fill = number * len(parts) + i
+            channels.out.acquire(fill)
+            for start in cutlass.range_constexpr(0, parts[i], umma.CHUNK):
+                at = plan.column_dq + first + start
+                values = umma.load_columns(at, umma.CHUNK, row)
+                umma.wait_loads()
+                quads = cute.make_tensor(values.iterator, cute.make_layout((4, umma.CHUNK // 4)))
+                for g in cutlass.range_constexpr(umma.CHUNK // 4):
+                    cute.autovec_copy(quads[None, g], staged[None, row, start // 4 + g])
+            if const_expr(i + 1 == len(parts)):
+                umma.fence_before_arrival()
+                cute.arch.sync_warp()
+                channels.dq.release(number)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            channels.out.publish(fill)
+            first += parts[i]
+        return number + 1

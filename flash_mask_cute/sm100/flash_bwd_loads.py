@@ -1,0 +1,123 @@
+"""Two warps of the Blackwell backward: who loads, and who sends the sums of dQ."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from flash_mask_cute.core import tma
+from flash_mask_cute.core.dq_sums import UNSENT, DqSums, Summed
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads, Visited
+from flash_mask_cute.core.row_blocks import RowBlocks
+from flash_mask_cute.core.walk_ring import Block
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.sm100.flash_bwd_plan import BwdPlan, Channels, Tiles
+
+
+@dataclass(frozen=True)
+class KeyLoads:
+    """What the load warp knows."""
+
+    plan: cutlass.Constexpr[BwdPlan]
+    operands: BwdOperands
+    tiles: Tiles
+    channels: Channels
+    queries: QueryLoads
+    lengths: Lengths
+
+    @cute.jit
+    def run(self):
+        """Keys and values of every work tile, and the query blocks of its walk."""
+        channels = self.channels
+        tile, chunk, number = Int32(0), Int32(0), Int32(0)
+        while channels.ring.wait(tile):
+            step = partial(self._load_block, channels.ring.read(tile), number)
+            chunk, number = channels.walk.visit(chunk, number, step)
+            channels.ring.release(tile)
+            tile += 1
+
+    @cute.jit
+    def _load_block(self, work: Work, first: Int32, number: Int32, block: Block):
+        """first: the number of the work tile's first block, which its keys and values come with."""
+        row_blocks = RowBlocks(self.lengths, self.plan.tile_m)
+        row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
+        at = Visited(work, block, number, number == first, row_block)
+        self.queries.load_query(at)
+        self.queries.load_do(at)
+        if at.is_first:
+            self._load_keys(work, first)
+        return number + 1
+
+    def _load_keys(self, work: Work, first: Int32) -> None:
+        """The last dQ of the work tile before releases Q when it has read the keys there."""
+        plan, operands, tiles, channels = self.plan, self.operands, self.tiles, self.channels
+        side, copies = tma.Side.of_keys(self.lengths), []
+        place = work.batch_idx, work.offset_k, work.seqlen_k, work.block * plan.tile_n
+        for atom, source, smem, d, channel in (
+            (operands.k_atom, operands.k, tiles.k, plan.tile_d, channels.q),
+            (operands.v_atom, operands.v, tiles.v, plan.tile_dv, channels.do),
+        ):
+            gmem, row = tma.readable_rows(source, side, *place)
+            box = ((1, plan.tile_n), d)
+            src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem)
+            copies.append((atom, src, dst[None, 0], channel.barrier(first)))
+        with cute.arch.elect_one():
+            for atom, src, _, _ in copies:
+                # brought into L2 meanwhile
+                cute.prefetch(atom, src)
+        channels.q.wait_until_released(first - 1)
+        for atom, src, dst, barrier in copies:
+            cute.copy(atom, src, dst, tma_bar_ptr=barrier)
+
+
+class Sent(NamedTuple):
+    """Query blocks so far, and the row block of the last one."""
+
+    number: Int32
+    last: Summed
+
+
+@dataclass(frozen=True)
+class SumsOut:
+    """What the send warp knows."""
+
+    plan: cutlass.Constexpr[BwdPlan]
+    channels: Channels
+    sums: DqSums
+
+    @cute.jit
+    def run(self):
+        """The sums of dQ of every walk, each added to those of its row block."""
+        channels = self.channels
+        tile, chunk = Int32(0), Int32(0)
+        state = Sent(Int32(0), Summed.nothing())
+        while channels.ring.wait(tile):
+            work = channels.ring.read(tile)
+            chunk, state = channels.walk.visit(chunk, state, partial(self._send_block, work))
+            if const_expr(self.sums.deterministic):
+                # now, for others wait for it
+                cute.arch.cp_async_bulk_wait_group(0)
+                self.sums.pass_turn(work.block + 1, state.last)
+                state = Sent(state.number, Summed.nothing())
+            channels.ring.release(tile)
+            tile += 1
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def _send_block(self, work: Work, state: Sent, block: Block):
+        sums, number = self.sums, state.number
+        row_blocks = RowBlocks(sums.lengths, self.plan.tile_m)
+        row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
+        if const_expr(sums.lengths.seqused_k is not None):
+            # what was loaded for the keys of none is not in use, perhaps not even finite
+            row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))
+        # who comes first to a row block keeps others waiting from then on
+        self.channels.out.wait(number * len(self.plan.parts_dq))
+        summed = sums.with_turn(Summed(block.head_idx, row_block, block.turn))
+        sums.send(work.block + 1, number, state.last, summed)
+        sums.free_staging(number, summed)
+        return Sent(number + 1, summed)

@@ -1,0 +1,477 @@
+"""Static facts of the Blackwell backward: tiles, TMEM, shared memory, warps and registers.
+
+Like `flash_fwd_plan`: Python ints decide, layouts and MMA atoms are made where they are needed.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as blackwell
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Int32
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.tensor_utils import LayoutEnum
+
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import (
+    RING_STAGES,
+    SMEM_CAPACITY,
+    THREADS_PER_WARPGROUP,
+    WALK_STAGES,
+    planning_rings,
+    registers_left,
+    swizzled,
+)
+from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.row_blocks import stats_words
+from flash_mask_cute.core.softmax import round_pair
+from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
+from flash_mask_cute.core.work_ring import WorkRing
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.umma import COLUMNS, NUM_COLUMNS, ROWS
+
+TILE_M = TILE_N = ROWS
+# columns of tiles: heads of other dimensions are rounded up
+TILE_DIMS = (64, 96, 128)
+NUM_WARPGROUPS = 5
+COMPUTE_REGISTERS = 168
+REDUCE_REGISTERS = 64
+PAINTER_REGISTERS = 48
+# warpgroups that share the queries of a block
+HALVES = 2
+QUERIES = TILE_M // HALVES
+# dK and dV leave by so many keys and columns, from two places of each warp by turns
+STORED_ROWS, STORED_COLS = 32, 32
+STORE_PLACES = 2
+# bytes of shared memory kept for barriers, rings and bits
+SMEM_BOOKKEEPING = 6144
+
+
+class Role(IntEnum):
+    """First warp of each role; COMPUTE has four warps for each half of the queries."""
+
+    COMPUTE = 0
+    REDUCE = 8
+    LOAD = 12
+    MMA = 13
+    PLAN = 14
+    SEND = 15
+    PAINT = 16
+
+
+COMPUTE_WARPS = Role.REDUCE - Role.COMPUTE
+REDUCE_WARPS = Role.LOAD - Role.REDUCE
+NUM_PAINTERS = 4
+
+
+class Channels(NamedTuple):
+    """How the roles of a CTA hand things on (see `flash_bwd`)."""
+
+    q: Channel
+    do: Channel
+    s: Channel
+    dp: Channel
+    dq: Channel
+    sums: Channel
+    out: Channel
+    bits: Channel
+    ring: WorkRing
+    walk: WalkRing
+
+
+class Tiles(NamedTuple):
+    """What lies in shared memory: see `BwdPlan` for the layouts.
+
+    ds: (queries, keys). stored: dK and dV on their way out, in the place of ds. dq: fp32 sums of a
+    part. stats: `core.row_blocks.stats_words` of a query block. bits: of a block that is cut.
+    """
+
+    q: cute.Tensor
+    do: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    ds: cute.Tensor
+    stored: cute.Tensor
+    dq: cute.Tensor
+    stats: cute.Tensor
+    bits: cute.Tensor
+    words: None = None
+
+
+class Products(NamedTuple):
+    """Fragments of the five products: a letter for the result, one for the operand.
+
+    p, ds: in TMEM, one for each half of the queries.
+    """
+
+    s: cute.Tensor
+    s_k: cute.Tensor
+    s_q: cute.Tensor
+    dp: cute.Tensor
+    dp_v: cute.Tensor
+    dp_do: cute.Tensor
+    dv: cute.Tensor
+    p: tuple[cute.Tensor, ...]
+    dv_do: cute.Tensor
+    dk: cute.Tensor
+    ds: tuple[cute.Tensor, ...]
+    dk_q: cute.Tensor
+    dq: cute.Tensor
+    dq_ds: cute.Tensor
+    dq_k: cute.Tensor
+
+
+@dataclass(frozen=True)
+class BwdPlan:
+    """Shape of one CTA's work: 128 keys, and blocks of 128 queries that pass by.
+
+    S^T and dP^T have keys in lanes, so P^T and dS^T go back to TMEM over them and are operands of
+    dV and dK. dS also goes to shared memory, for dQ.
+
+    stages_q, stages_do: blocks of queries and of their output gradients in flight. has_marks: rows
+    of queries that see nothing may be marked to be cleared. has_reference: the statistics of a
+    query have a third number, for scores of any size. stages_kv, value_cols, cta_pair: what Hopper
+    has, and this kernel does not.
+    """
+
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    head_dim_v: int
+    tile_m: int = TILE_M
+    stages_q: int = 2
+    stages_do: int = 1
+    stages_kv: int = 1
+    value_cols: int = 0
+    cta_pair: bool = False
+    has_marks: bool = False
+    has_reference: bool = False
+
+    # heads of a group pass by one after the other
+    packed_heads = 1
+    tile_n = walk_n = TILE_N
+    num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
+
+    @property
+    def tile_d(self) -> int:
+        return _rounded(self.head_dim)
+
+    @property
+    def tile_dv(self) -> int:
+        return _rounded(self.head_dim_v)
+
+    @property
+    def group(self) -> umma.Group:
+        return umma.Group(1)
+
+    @property
+    def helper_registers(self) -> int:
+        """Registers of a thread that loads, multiplies, plans or sends."""
+        taken = HALVES * COMPUTE_REGISTERS + REDUCE_REGISTERS + PAINTER_REGISTERS
+        return registers_left(NUM_WARPGROUPS, taken)
+
+    # -- TMEM -----------------------------------------------------------------------------------
+    # P of a half of the queries lies over that half's columns of S, two to a column, and dS over
+    # those of dP: a warp writes only where it has read itself.
+
+    column_s = 0
+    column_dp = TILE_M
+    column_dv = 2 * TILE_M
+
+    @property
+    def column_dk(self) -> int:
+        return self.column_dv + self.tile_dv
+
+    @property
+    def column_dq(self) -> int:
+        """dQ has columns of its own, or those of dP, of which dS has been multiplied by then."""
+        return self.column_dp if self.dq_shares else self.column_dk + self.tile_d
+
+    @property
+    def dq_shares(self) -> bool:
+        return self.column_dk + 2 * self.tile_d > NUM_COLUMNS
+
+    # -- shared memory --------------------------------------------------------------------------
+
+    @property
+    def parts_dq(self) -> tuple[int, ...]:
+        """Widths of the parts of dQ, which leave one after the other."""
+        return (64,) if self.tile_d == 64 else (32,) * (self.tile_d // 32)
+
+    def size_dq(self, width: int) -> int:
+        """Values of a part of dQ."""
+        return self.tile_m * width
+
+    @property
+    def bytes_q(self) -> int:
+        return self.tile_m * self.tile_d * 2
+
+    @property
+    def bytes_do(self) -> int:
+        return self.tile_m * self.tile_dv * 2
+
+    @property
+    def bytes_with_q(self) -> int:
+        """Keys, which come with the Q of a work tile's first block, and values with its dO."""
+        return self.tile_n * self.tile_d * 2
+
+    @property
+    def bytes_with_do(self) -> int:
+        return self.tile_n * self.tile_dv * 2
+
+    @property
+    def bytes_ds(self) -> int:
+        return self.tile_m * self.tile_n * 2
+
+    @property
+    def bytes_dq(self) -> int:
+        return self.size_dq(max(self.parts_dq)) * 4
+
+    @property
+    def num_stats(self) -> int:
+        """Statistics of a query: LSE, delta, and the reference of its scores, if they have one."""
+        return 2 + self.has_reference
+
+    @property
+    def stats_words(self) -> int:
+        """Statistics of a query block, and marks of its rows."""
+        return stats_words(self.tile_m, self.num_stats, self.has_marks)
+
+    @property
+    def bytes_stats(self) -> int:
+        return self.stats_words * 4
+
+    @property
+    def smem_bytes(self) -> int:
+        return (
+            self.bytes_with_q
+            + self.bytes_with_do
+            + self.stages_q * (self.bytes_q + self.num_stats * self.tile_m * 4)
+            + self.stages_do * self.bytes_do
+            + self.bytes_ds
+            + self.bytes_dq
+            + SMEM_BOOKKEEPING
+        )
+
+    def infeasible(self) -> str | None:
+        """Why this plan cannot run, or None."""
+        if max(self.head_dim, self.head_dim_v) > TILE_DIMS[-1]:
+            dims = f"{self.head_dim}, {self.head_dim_v}"
+            return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"
+        if self.tile_m != TILE_M:
+            return f"tile_m must be {TILE_M} on Blackwell, got {self.tile_m}"
+        if self.stages_q != 2:
+            # Q of a block is multiplied once more when S of the next one has been
+            return f"stages_q must be 2 on Blackwell, got {self.stages_q}"
+        if self.stages_do not in (1, 2):
+            return f"stages_do must be 1 or 2, got {self.stages_do}"
+        for name, value in (("stages_kv", 1), ("value_cols", 0), ("cta_pair", False)):
+            if getattr(self, name) != value:
+                return f"{name} must be {value} on Blackwell, got {getattr(self, name)}"
+        if self.smem_bytes > SMEM_CAPACITY:
+            return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
+        return None
+
+    # -- products -------------------------------------------------------------------------------
+
+    def _mma(
+        self,
+        a_major: OperandMajorMode,
+        b_major: OperandMajorMode,
+        n: int,
+        source: tcgen05.OperandSource = tcgen05.OperandSource.SMEM,
+    ) -> cute.TiledMma:
+        more = cutlass.Float32, self.group.kind, (ROWS, n), source
+        return blackwell.make_trivial_tiled_mma(self.dtype, self.dtype, a_major, b_major, *more)
+
+    def mma_scores(self) -> cute.TiledMma:
+        """S^T = K Q^T and dP^T = V dO^T: keys by queries."""
+        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m)
+
+    def mma_sums(self, n: int) -> cute.TiledMma:
+        """dV = P^T dO and dK = dS^T Q: keys by n columns, the scores in TMEM."""
+        return self._mma(OperandMajorMode.K, OperandMajorMode.MN, n, tcgen05.OperandSource.TMEM)
+
+    def mma_dq(self) -> cute.TiledMma:
+        """dQ = dS K: queries by columns."""
+        return self._mma(OperandMajorMode.MN, OperandMajorMode.MN, self.tile_d)
+
+    def _rows(self, cols: int, stages: int) -> cute.ComposedLayout:
+        """(128, cols, stages) with cols contiguous."""
+        tile = (ROWS, ROWS, cols)
+        return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, stages)
+
+    def layout_q(self) -> cute.ComposedLayout:
+        return self._rows(self.tile_d, self.stages_q)
+
+    def layout_do(self) -> cute.ComposedLayout:
+        return self._rows(self.tile_dv, self.stages_do)
+
+    def layout_k(self) -> cute.ComposedLayout:
+        return self._rows(self.tile_d, 1)
+
+    def layout_v(self) -> cute.ComposedLayout:
+        return self._rows(self.tile_dv, 1)
+
+    def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
+        """See `QueryShape`."""
+        return (
+            (self.layout_q(), self.tile_m, self.tile_d),
+            (self.layout_do(), self.tile_m, self.tile_dv),
+            (self.layout_k(), self.tile_n, self.tile_d),
+            (self.layout_v(), self.tile_n, self.tile_dv),
+        )
+
+    def layout_ds(self) -> cute.ComposedLayout:
+        """(queries, keys, 1), a key's queries contiguous."""
+        tile = (ROWS, self.tile_m, self.tile_n)
+        return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, 1)
+
+    def layout_stored(self) -> cute.ComposedLayout:
+        """(32 keys, 32 columns, places of warps)."""
+        tile = (STORED_ROWS, STORED_COLS)
+        places = STORE_PLACES * COMPUTE_WARPS
+        return hopper.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, tile, places)
+
+    def storage(self) -> cute.struct:
+        """The shared memory of a CTA."""
+
+        def elements(layout: cute.ComposedLayout) -> type:
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+
+        def barriers(stages: int) -> type:
+            return cute.struct.MemRange[cutlass.Int64, 2 * stages]
+
+        def words(count: int) -> type:
+            return cute.struct.Align[cute.struct.MemRange[cutlass.Int32, count], 16]
+
+        def floats(count: int) -> type:
+            return cute.struct.Align[cute.struct.MemRange[cutlass.Float32, count], 128]
+
+        @cute.struct
+        class Storage:
+            q: elements(self.layout_q())
+            do: elements(self.layout_do())
+            k: elements(self.layout_k())
+            v: elements(self.layout_v())
+            ds: elements(self.layout_ds())
+            dq: floats(self.bytes_dq // 4)
+            stats: floats(self.stats_words * self.stages_q)
+            bits: words(COLUMNS.num_words * self.tile_n)
+            ring: words(WORDS * RING_STAGES)
+            walk: words(WORDS * WALK_STAGES)
+            turns: words(CHUNK * WALK_STAGES)
+            q_barriers: barriers(self.stages_q)
+            do_barriers: barriers(self.stages_do)
+            s_barriers: barriers(1)
+            dp_barriers: barriers(1)
+            dq_barriers: barriers(1)
+            sums_barriers: barriers(1)
+            out_barriers: barriers(1)
+            bits_barriers: barriers(1)
+            ring_barriers: barriers(RING_STAGES)
+            walk_barriers: barriers(WALK_STAGES)
+            tmem: cutlass.Int32
+
+        return Storage
+
+    def channels(self, storage: Any, turns: cute.Tensor | None) -> Channels:
+        """The channels of a CTA, initialised by its first warp; turns: see `WalkRing`."""
+        # load, mma and send, and those of many warps
+        num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_PAINTERS
+        ring, walk = planning_rings(
+            storage, num_walkers, 0, ascending=True, uncut_first=False, turns=turns
+        )
+
+        def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:
+            return Channel.create(barriers.data_ptr(), stages, producers, consumers)
+
+        return Channels(
+            # products, and who reads the statistics
+            q=channel(storage.q_barriers, 1, 1 + COMPUTE_WARPS, self.stages_q),
+            do=channel(storage.do_barriers, 1, 1, self.stages_do),
+            s=channel(storage.s_barriers, 1, COMPUTE_WARPS),
+            dp=channel(storage.dp_barriers, 1, COMPUTE_WARPS),
+            dq=channel(storage.dq_barriers, 1, REDUCE_WARPS),
+            sums=channel(storage.sums_barriers, 1, COMPUTE_WARPS),
+            out=channel(storage.out_barriers, REDUCE_WARPS, 1),
+            bits=channel(storage.bits_barriers, NUM_PAINTERS, COMPUTE_WARPS),
+            ring=ring,
+            walk=walk,
+        )
+
+    def tiles(self, storage: Any) -> Tiles:
+        tensor = partial(swizzled, dtype=self.dtype)
+        return Tiles(
+            q=tensor(storage.q, self.layout_q()),
+            do=tensor(storage.do, self.layout_do()),
+            k=tensor(storage.k, self.layout_k()),
+            v=tensor(storage.v, self.layout_v()),
+            ds=tensor(storage.ds, self.layout_ds()),
+            stored=tensor(storage.ds, self.layout_stored()),
+            dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
+            stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
+            bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
+        )
+
+    def products(self, tiles: Tiles) -> Products:
+        scores, of_dq = self.mma_scores(), self.mma_dq()
+        by_d, by_dv = self.mma_sums(self.tile_d), self.mma_sums(self.tile_dv)
+        shape_s, shape_d, shape_dv = (ROWS, self.tile_m), (ROWS, self.tile_d), (ROWS, self.tile_dv)
+        return Products(
+            s=umma.accumulator(scores, shape_s, self.column_s),
+            s_k=umma.smem_operand_a(scores, tiles.k),
+            s_q=umma.smem_operand_b(scores, tiles.q),
+            dp=umma.accumulator(scores, shape_s, self.column_dp),
+            dp_v=umma.smem_operand_a(scores, tiles.v),
+            dp_do=umma.smem_operand_b(scores, tiles.do),
+            dv=umma.accumulator(by_dv, shape_dv, self.column_dv),
+            p=self._halves(by_dv, self.tile_dv, self.column_s),
+            dv_do=umma.smem_operand_b(by_dv, umma.transposed(tiles.do)),
+            dk=umma.accumulator(by_d, shape_d, self.column_dk),
+            ds=self._halves(by_d, self.tile_d, self.column_dp),
+            dk_q=umma.smem_operand_b(by_d, umma.transposed(tiles.q)),
+            dq=umma.accumulator(of_dq, shape_d, self.column_dq),
+            dq_ds=umma.smem_operand_a(of_dq, tiles.ds),
+            dq_k=umma.smem_operand_b(of_dq, umma.transposed(tiles.k)),
+        )
+
+    def _halves(self, mma: cute.TiledMma, n: int, first: int) -> tuple[cute.Tensor, ...]:
+        """P or dS in TMEM, of both halves of the queries."""
+        layout = blackwell.make_smem_layout_a(mma, (ROWS, n, QUERIES), self.dtype, 1)
+        return tuple(
+            umma.operand_a(mma, layout, self.dtype, first + half * QUERIES)
+            for half in range(HALVES)
+        )
+
+
+def _rounded(dim: int) -> int:
+    return next(cols for cols in TILE_DIMS if cols >= min(dim, TILE_DIMS[-1]))
+
+
+class KeyElements:
+    """`Elements` where a thread has a key, and of a block's queries those of its half."""
+
+    num_rows = 1
+
+    def row_of(self, thread: Int32, r: int) -> Int32:
+        return thread
+
+    def first_col_of(self, thread: Int32) -> Int32:
+        return Int32(0)
+
+    def col_offset(self, c: int) -> int:
+        return c
+
+    def is_set(self, bits: tuple, r: int, c: int):
+        return bit_tile.is_set(bits[c // bit_tile.WORD], c % bit_tile.WORD)
+
+    def keep_pair(self, words: cute.Tensor, dtype: type, r: int, c: int, p, q) -> None:
+        words[c // 2] = round_pair(p, q, dtype)
+
+
+ELEMENTS = KeyElements()

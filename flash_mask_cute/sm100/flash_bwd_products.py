@@ -1,0 +1,142 @@
+"""The mma warp of the Blackwell backward: which products it issues, and behind what.
+
+Products complete in the order of their issue, so nobody is asked for what an earlier one has read.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
+from flash_mask_cute.core.row_blocks import marks_of
+from flash_mask_cute.core.walk_ring import Block
+from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_bwd_plan import BwdPlan, Channels, Products, Tiles
+
+
+@dataclass(frozen=True)
+class BlockProducts:
+    """What the mma warp knows. wants_both: S and dP of a block are needed together."""
+
+    plan: cutlass.Constexpr[BwdPlan]
+    wants_both: cutlass.Constexpr[bool]
+    products: Products
+    tiles: Tiles
+    channels: Channels
+
+    @cute.jit
+    def run(self):
+        """Issue the products of every walk; dK and dQ lag one block behind the others."""
+        group = self.plan.group
+        tile, chunk, number = Int32(0), Int32(0), Int32(0)
+        while self.channels.ring.wait(tile):
+            first = number
+            step = self._step(tile, first)
+            chunk, number = self.channels.walk.visit(chunk, number, step)
+            if const_expr(not self.wants_both):
+                self._issue_gradients(number - 1, first)
+            group.commit(self.channels.sums.barrier(tile))
+            self.channels.ring.release(tile)
+            tile += 1
+
+    def _step(self, tile: Int32, first: Int32) -> partial:
+        issue = self._issue_block_together if self.wants_both else self._issue_block
+        return partial(issue, tile, first)
+
+    @cute.jit
+    def _issue_block(self, tile: Int32, first: Int32, number: Int32, block: Block):
+        """S of a block; dK and dQ of the one before; dV and dP of this one."""
+        plan = self.plan
+        self.channels.q.wait(number)
+        if const_expr(plan.has_marks):
+            self._clear_marked_rows(number)
+        self._issue_scores(number)
+        if number > first:
+            self._issue_gradients(number - 1, first)
+        self.channels.do.wait(number)
+        self._issue_values(tile, number, first)
+        self._issue_dp(number)
+        self.plan.group.commit(self.channels.do.vacancy(number))
+        return number + 1
+
+    @cute.jit
+    def _issue_block_together(self, tile: Int32, first: Int32, number: Int32, block: Block):
+        """All products of a block: S and dP, which are needed together, then what is made of
+        them."""
+        plan = self.plan
+        self.channels.q.wait(number)
+        if const_expr(plan.has_marks):
+            self._clear_marked_rows(number)
+        self._issue_scores(number)
+        self.channels.do.wait(number)
+        self._issue_dp(number)
+        self._issue_values(tile, number, first)
+        self.plan.group.commit(self.channels.do.vacancy(number))
+        self._issue_gradients(number, first)
+        return number + 1
+
+    @cute.jit
+    def _issue_scores(self, number: Int32):
+        q_tile = self.products.s_q[None, None, None, self.channels.q.index(number)]
+        k_tile = self.products.s_k[None, None, None, 0]
+        umma.issue(self.plan.mma_scores(), self.products.s, k_tile, q_tile, False)
+        self.plan.group.commit(self.channels.s.barrier(number))
+
+    @cute.jit
+    def _issue_dp(self, number: Int32):
+        if const_expr(self.plan.dq_shares):
+            # dQ of the block before has been taken from there
+            self.channels.dq.acquire(number)
+            umma.fence_after_wait()
+        do_tile = self.products.dp_do[None, None, None, self.channels.do.index(number)]
+        v_tile = self.products.dp_v[None, None, None, 0]
+        umma.issue(self.plan.mma_scores(), self.products.dp, v_tile, do_tile, False)
+        self.plan.group.commit(self.channels.dp.barrier(number))
+
+    @cute.jit
+    def _issue_values(self, tile: Int32, number: Int32, first: Int32):
+        """dV of a block."""
+        plan = self.plan
+        if number == first:
+            # the sums of the work tile before have been taken
+            self.channels.sums.acquire(tile)
+        # probabilities are there
+        self.channels.s.wait_until_released(number)
+        umma.fence_after_wait()
+        do_tile = self.products.dv_do[None, None, None, self.channels.do.index(number)]
+        mma = plan.mma_sums(plan.tile_dv)
+        umma.issue_parts(mma, self.products.dv, self.products.p, do_tile, number > first)
+
+    @cute.jit
+    def _clear_marked_rows(self, number: Int32):
+        """Put 0 in place of marked rows of Q and dO of a block of which Q has come."""
+        plan, stage = self.plan, self.channels.q.index(number)
+        marks = marks_of(self.tiles.stats[None, stage], plan.tile_m, plan.num_stats)
+        if any_mark(marks, plan.tile_m):
+            self.channels.do.wait(number)
+            for row in cutlass.range(plan.tile_m, unroll=1):
+                if is_marked(marks, row):
+                    clear_row(self.tiles.q[row, None, stage])
+                    clear_row(self.tiles.do[row, None, self.channels.do.index(number)])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def _issue_gradients(self, number: Int32, first: Int32):
+        """dK and dQ of a block; its Q is released then, which says that keys have been read."""
+        plan, group = self.plan, self.plan.group
+        # dS is there
+        self.channels.dp.wait_until_released(number)
+        umma.fence_after_wait()
+        dk_q = self.products.dk_q[None, None, None, self.channels.q.index(number)]
+        mma = plan.mma_sums(plan.tile_d)
+        umma.issue_parts(mma, self.products.dk, self.products.ds, dk_q, number > first)
+        self.channels.dq.acquire(number)
+        umma.fence_after_wait()
+        dq_ds, dq_k = (x[None, None, None, 0] for x in (self.products.dq_ds, self.products.dq_k))
+        umma.issue(plan.mma_dq(), self.products.dq, dq_ds, dq_k, False)
+        group.commit(self.channels.dq.barrier(number))
+        group.commit(self.channels.q.vacancy(number))

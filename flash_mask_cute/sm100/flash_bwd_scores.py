@@ -1,0 +1,209 @@
+"""The compute warps of the Blackwell backward: of a query block's S and dP, P and dS.
+
+A thread has a key and half of the queries. P goes back to TMEM over its own columns of S, and dS
+over those of dP; dS also to shared memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import thread_in_warpgroup
+from flash_mask_cute.core.score_gradients import Statistics, has_reference
+from flash_mask_cute.core.walk_ring import Block, Kind
+from flash_mask_cute.mods.score_chain import ScoreChain
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_bwd_math import keep_rounded, probabilities, score_gradients
+from flash_mask_cute.sm100.flash_bwd_plan import HALVES, QUERIES, BwdPlan, Channels, Tiles
+
+# 16-bit values that a thread writes at once
+VECTOR_16_BITS = 8
+# words of a chunk of 32 columns in 16 bits
+CHUNK_WORDS = umma.CHUNK // 2
+
+
+class Blocks(NamedTuple):
+    """Query blocks, and blocks that are cut, so far."""
+
+    number: Int32
+    cuts: Int32
+
+
+@dataclass(frozen=True)
+class BlockScores:
+    """What a compute warp knows; half: which queries of a block are its own."""
+
+    plan: cutlass.Constexpr[BwdPlan]
+    tiles: Tiles
+    channels: Channels
+    chain: ScoreChain
+    half: Int32
+
+    @cute.jit
+    def visit(self, tile: Int32, state: Blocks, block: Block):
+        """P and dS of a query block, masked if something cuts it."""
+        cuts = state.cuts
+        compute = partial(self._compute, tile, state.number, block)
+        self.channels.q.wait(state.number)
+        if block.kind == Kind.CUT:
+            self.channels.bits.wait(cuts)
+            key = thread_in_warpgroup()
+            words = tuple(self.tiles.bits[self.half * HALVES + w, key] for w in range(HALVES))
+            cute.arch.sync_warp()
+            self.channels.bits.release(cuts)
+            compute(words)
+            cuts += 1
+        else:
+            compute(None)
+        return Blocks(state.number + 1, cuts)
+
+    def _compute(self, tile: Int32, number: Int32, block: Block, bits: tuple | None) -> None:
+        plan, thread = self.plan, thread_in_warpgroup()
+        statistics = self._statistics(self.channels.q.index(number))
+        first_s, first_dp = (x + self.half * QUERIES for x in (plan.column_s, plan.column_dp))
+        place = self.channels.ring.read(tile), block.head_idx, block.index
+        keep_grads = partial(self._keep_grads, first_dp, thread)
+        self.channels.s.wait(number)
+        umma.fence_after_wait()
+        if self.chain.wants_aux:
+            self.channels.dp.wait(number)
+            umma.fence_after_wait()
+            self._compute_by_chunks(place, first_s, first_dp, bits, statistics, thread, keep_grads)
+            self._complete(self.channels.s, number)
+        else:
+            if self.chain.is_empty:
+                factors = self._replace_scores(first_s, statistics, bits, thread)
+            else:
+                factors = self._replace_modified(place, first_s, statistics, bits, thread)
+            self._complete(self.channels.s, number)
+            self.channels.dp.wait(number)
+            umma.fence_after_wait()
+            for chunk, grads in self._chunks(first_dp, thread):
+                score_gradients(grads, factors[chunk], _part(statistics.delta, chunk))
+                keep_grads(chunk, keep_rounded(grads, plan.dtype))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self._complete(self.channels.dp, number)
+        self.channels.q.release(number)
+
+    def _complete(self, channel: Channel, number) -> None:
+        """Release what this warp has replaced in TMEM."""
+        umma.wait_stores()
+        umma.fence_before_arrival()
+        cute.arch.sync_warp()
+        channel.release(number)
+
+    def _keep_grads(self, first, thread, chunk: int, words) -> None:
+        """Write the words of dS of a chunk to TMEM, and to shared memory."""
+        umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
+        values = cute.flat_divide(cute.recast_tensor(words, self.plan.dtype), (VECTOR_16_BITS,))
+        target = cute.flat_divide(self.tiles.ds[None, thread, 0], (VECTOR_16_BITS,))
+        for i in range(umma.CHUNK // VECTOR_16_BITS):
+            at = (self.half * QUERIES + chunk * umma.CHUNK) // VECTOR_16_BITS + i
+            cute.autovec_copy(values[None, i], target[None, at])
+
+    def _replace_scores(self, first, statistics, bits, thread) -> list:
+        """Put P in the place of S; returns what dS has for P, by chunks of columns."""
+        factors = []
+        for chunk, scores in self._chunks(first, thread):
+            if bits is not None:
+                bit_tile.hide_unset(scores, (bits[chunk],))
+            probabilities(scores, _part(statistics.lse, chunk), self.chain.scales.scale_log2)
+            words = keep_rounded(scores, self.plan.dtype)
+            umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
+            factors.append(scores)
+        return factors
+
+    def _replace_modified(self, place, first, statistics, bits, thread) -> list:
+        """The same of scores that are modified."""
+        scores = umma.load_columns(first, QUERIES, thread)
+        umma.wait_loads()
+        words = cute.make_rmem_tensor(QUERIES // 2, Int32)
+        self.chain.apply(*place, scores, bits, statistics, words)
+        umma.store_columns(words, first, thread)
+        layout = cute.make_layout((1, umma.CHUNK))
+        return [
+            cute.make_tensor(scores.iterator + chunk, layout)
+            for chunk in range(0, QUERIES, umma.CHUNK)
+        ]
+
+    def _compute_by_chunks(
+        self, place, first_s, first_dp, bits, statistics, thread, keep_grads
+    ) -> None:
+        """Put P in the place of S and dS in that of dP, and add to gradients of aux tensors."""
+        words = [cute.make_rmem_tensor(QUERIES // 2, Int32) for _ in range(2)]
+        for chunk in range(QUERIES // umma.CHUNK):
+            scores, grads = (
+                umma.load_columns(first + chunk * umma.CHUNK, umma.CHUNK, thread)
+                for first in (first_s, first_dp)
+            )
+            umma.wait_loads()
+            _apply_to_both(self.chain, place, scores, grads, chunk, bits, statistics, *words)
+            probs, dscores = (
+                cute.make_tensor(x.iterator + chunk * CHUNK_WORDS, cute.make_layout(CHUNK_WORDS))
+                for x in words
+            )
+            umma.store_columns(probs, first_s + chunk * CHUNK_WORDS, thread)
+            keep_grads(chunk, dscores)
+
+    def _chunks(self, first, thread) -> Iterator:
+        """Number and values, (1, 32), of the chunks of this thread's columns from `first` on.
+
+        Each is on its way while the one before is at hand.
+        """
+        following = umma.load_columns(first, umma.CHUNK, thread)
+        for chunk in range(QUERIES // umma.CHUNK):
+            umma.wait_loads()
+            values = following
+            umma.fence_after_wait()
+            if chunk + 1 < QUERIES // umma.CHUNK:
+                at = first + (chunk + 1) * umma.CHUNK
+                following = umma.load_columns(at, umma.CHUNK, thread)
+            yield chunk, values
+
+    def _statistics(self, stage: Int32) -> Statistics:
+        """Of the queries of a half, in shared memory."""
+        tile_m = self.plan.tile_m
+        row = self.tiles.stats[None, stage].iterator + self.half * QUERIES
+        layout = cute.make_layout(QUERIES)
+        numbers = [
+            cute.make_tensor((row + i * tile_m).align(16), layout)
+            for i in range(self.plan.num_stats)
+        ]
+        if not self.plan.has_reference or self.chain.wants_aux:
+            return Statistics(*numbers)
+        return Statistics(*numbers, has_reference(numbers[-1]))
+
+
+@cute.jit
+def _apply_to_both(
+    chain: ScoreChain,
+    place: tuple,
+    scores: cute.Tensor,
+    grads: cute.Tensor,
+    chunk: cutlass.Constexpr[int],
+    bits: tuple | None,
+    statistics: Statistics,
+    probs: cute.Tensor,
+    dscores: cute.Tensor,
+) -> None:
+    """`ScoreChain.apply_to_both` of a chunk of columns, and zeros where there are no scores."""
+    first = chunk * umma.CHUNK
+    if place[0].has_scores:
+        chain.apply_to_both(*place, scores, grads, first, bits, statistics, probs, dscores)
+    else:
+        for i in cutlass.range_constexpr(CHUNK_WORDS):
+            probs[first // 2 + i] = Int32(0)
+            dscores[first // 2 + i] = Int32(0)
+
+
+def _part(numbers: cute.Tensor, chunk: int) -> cute.Tensor:
+    """A chunk's of statistics."""
+    at = (numbers.iterator + chunk * umma.CHUNK).align(16)
+    return cute.make_tensor(at, cute.make_layout(umma.CHUNK))
