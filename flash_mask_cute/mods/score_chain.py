@@ -82,12 +82,14 @@ class ScoreChain:
         bits: tuple | None,
         statistics: Statistics,
         probs: cute.Tensor,
+        first_col: cutlass.Constexpr[int] = 0,
     ) -> None:
-        """Round P of these scores into the words of probs; in place of the scores, P times the
-        derivative of the modified score. bits: which scores count, None if all do.
+        """Round P of these scores into their words; in place of the scores, P times the derivative
+        of the modified score. bits: which scores count, None if all do. first_col: of the thread's
+        columns in the block, the one that is column 0 of scores.
         """
         if work.has_scores:
-            apply = partial(self._apply_each, work, head_idx, m_block, scores, bits)
+            apply = partial(self._apply_each, work, head_idx, m_block, scores, first_col, bits)
             if const_expr(statistics.has_reference is None):
                 apply(statistics, probs)
             else:
@@ -102,19 +104,22 @@ class ScoreChain:
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = Float32(0.0)
 
-    def _apply_each(self, work, head_idx, m_block, scores, bits, statistics, probs) -> None:
+    def _apply_each(
+        self, work, head_idx, m_block, scores, first_col, bits, statistics, probs
+    ) -> None:
         place = partial(self._place, work, head_idx, m_block)
         for r in range(self.elements.num_rows):
             for first in range(0, cute.size(scores, mode=[1]), 2):
                 pair = []
-                for c in (first, first + 1):
-                    score, slope, _ = self._modified(scores[r, c], place(r, c))
+                for i in (first, first + 1):
+                    c = first_col + i
+                    score, slope, _ = self._modified(scores[r, i], place(r, c))
                     prob = self._probability(score, statistics, bits, r, c)
                     if ir_analysis.constant(slope) is None:
                         # where nothing counts, the slope may be anything
-                        scores[r, c] = cutlass.select_(prob > 0.0, prob * slope, Float32(0.0))
+                        scores[r, i] = cutlass.select_(prob > 0.0, prob * slope, Float32(0.0))
                     else:
-                        scores[r, c] = prob * slope
+                        scores[r, i] = prob * slope
                     pair.append(prob)
                 self.elements.keep_pair(probs, self.dtype, r, first, *pair)
 

@@ -455,6 +455,7 @@ class FlashAttentionBackwardSm100:
         """
         plan, row = self.plan, thread_in_warpgroup()
         parts = plan.parts_dq
+        num_quads = umma.CHUNK // 4
         channels.dq.wait(number)
         umma.fence_after_wait()
         first = 0
@@ -463,13 +464,14 @@ class FlashAttentionBackwardSm100:
             staged = cute.make_tensor(tiles.dq.iterator, layout)
             fill = number * len(parts) + i
             channels.out.acquire(fill)
-            for start in cutlass.range_constexpr(0, parts[i], umma.CHUNK):
-                at = plan.column_dq + first + start
+            # not unrolled, since ptxas would fetch all at once
+            for c in cutlass.range(parts[i] // umma.CHUNK, unroll=1):
+                at = plan.column_dq + first + c * umma.CHUNK
                 values = umma.load_columns(at, umma.CHUNK, row)
                 umma.wait_loads()
-                quads = cute.make_tensor(values.iterator, cute.make_layout((4, umma.CHUNK // 4)))
-                for g in cutlass.range_constexpr(umma.CHUNK // 4):
-                    cute.autovec_copy(quads[None, g], staged[None, row, start // 4 + g])
+                quads = cute.make_tensor(values.iterator, cute.make_layout((4, num_quads)))
+                for g in cutlass.range_constexpr(num_quads):
+                    cute.autovec_copy(quads[None, g], staged[None, row, c * num_quads + g])
             if const_expr(i + 1 == len(parts)):
                 umma.fence_before_arrival()
                 cute.arch.sync_warp()

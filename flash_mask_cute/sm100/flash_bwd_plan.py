@@ -39,8 +39,8 @@ TILE_M = TILE_N = ROWS
 # columns of tiles: heads of other dimensions are rounded up
 TILE_DIMS = (64, 96, 128)
 NUM_WARPGROUPS = 5
-COMPUTE_REGISTERS = 168
-REDUCE_REGISTERS = 64
+COMPUTE_REGISTERS = 176
+REDUCE_REGISTERS = 48
 PAINTER_REGISTERS = 48
 # warpgroups that share the queries of a block
 HALVES = 2

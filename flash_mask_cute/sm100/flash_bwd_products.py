@@ -16,6 +16,10 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_plan import BwdPlan, Channels, Products, Tiles
 
+# k-steps of a product that is not rolled: the descriptors of all steps of operands with one stage
+# would be computed once, before all blocks, for which a thread has no registers
+MOST_STEPS = 4
+
 
 @dataclass(frozen=True)
 class BlockProducts:
@@ -82,7 +86,7 @@ class BlockProducts:
     def _issue_scores(self, number: Int32):
         q_tile = self.products.s_q[None, None, None, self.channels.q.index(number)]
         k_tile = self.products.s_k[None, None, None, 0]
-        umma.issue(self.plan.mma_scores(), self.products.s, k_tile, q_tile, False)
+        umma.issue(self.plan.mma_scores(), self.products.s, k_tile, q_tile, False, MOST_STEPS)
         self.plan.group.commit(self.channels.s.barrier(number))
 
     @cute.jit
@@ -93,7 +97,7 @@ class BlockProducts:
             umma.fence_after_wait()
         do_tile = self.products.dp_do[None, None, None, self.channels.do.index(number)]
         v_tile = self.products.dp_v[None, None, None, 0]
-        umma.issue(self.plan.mma_scores(), self.products.dp, v_tile, do_tile, False)
+        umma.issue(self.plan.mma_scores(), self.products.dp, v_tile, do_tile, False, MOST_STEPS)
         self.plan.group.commit(self.channels.dp.barrier(number))
 
     @cute.jit
@@ -137,6 +141,6 @@ class BlockProducts:
         self.channels.dq.acquire(number)
         umma.fence_after_wait()
         dq_ds, dq_k = (x[None, None, None, 0] for x in (self.products.dq_ds, self.products.dq_k))
-        umma.issue(plan.mma_dq(), self.products.dq, dq_ds, dq_k, False)
+        umma.issue(plan.mma_dq(), self.products.dq, dq_ds, dq_k, False, MOST_STEPS)
         group.commit(self.channels.dq.barrier(number))
         group.commit(self.channels.q.vacancy(number))

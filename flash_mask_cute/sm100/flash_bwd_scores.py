@@ -122,16 +122,18 @@ class BlockScores:
 
     def _replace_modified(self, place, first, statistics, bits, thread) -> list:
         """The same of scores that are modified."""
-        scores = umma.load_columns(first, QUERIES, thread)
-        umma.wait_loads()
-        words = cute.make_rmem_tensor(QUERIES // 2, Int32)
-        self.chain.apply(*place, scores, bits, statistics, words)
-        umma.store_columns(words, first, thread)
-        layout = cute.make_layout((1, umma.CHUNK))
-        return [
-            cute.make_tensor(scores.iterator + chunk, layout)
-            for chunk in range(0, QUERIES, umma.CHUNK)
-        ]
+        factors = []
+        for chunk in range(QUERIES // umma.CHUNK):
+            first_col = chunk * umma.CHUNK
+            # without the fence ptxas would fetch all chunks at once
+            umma.fence_after_wait()
+            scores = umma.load_columns(first + first_col, umma.CHUNK, thread)
+            umma.wait_loads()
+            words = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
+            self.chain.apply(*place, scores, bits, statistics, words, first_col)
+            umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
+            factors.append(scores)
+        return factors
 
     def _compute_by_chunks(
         self, place, first_s, first_dp, bits, statistics, thread, keep_grads
@@ -145,10 +147,7 @@ class BlockScores:
             )
             umma.wait_loads()
             _apply_to_both(self.chain, place, scores, grads, chunk, bits, statistics, *words)
-            probs, dscores = (
-                cute.make_tensor(x.iterator + chunk * CHUNK_WORDS, cute.make_layout(CHUNK_WORDS))
-                for x in words
-            )
+            probs, dscores = (_words_of(x, chunk) for x in words)
             umma.store_columns(probs, first_s + chunk * CHUNK_WORDS, thread)
             keep_grads(chunk, dscores)
 
@@ -207,3 +206,8 @@ def _part(numbers: cute.Tensor, chunk: int) -> cute.Tensor:
     """A chunk's of statistics."""
     at = (numbers.iterator + chunk * umma.CHUNK).align(16)
     return cute.make_tensor(at, cute.make_layout(umma.CHUNK))
+
+
+def _words_of(words: cute.Tensor, chunk: int) -> cute.Tensor:
+    """A chunk's of the words of a half."""
+    return cute.make_tensor(words.iterator + chunk * CHUNK_WORDS, cute.make_layout(CHUNK_WORDS))

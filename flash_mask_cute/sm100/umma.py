@@ -20,6 +20,8 @@ ROWS = 128
 NUM_COLUMNS = 512
 # columns that one instruction moves between a thread and its lane
 CHUNK = 32
+# k-steps of a round of a product that is rolled, at most
+ROLLED_STEPS = 4
 # rank in its cluster of the CTA that issues products
 LEADER = 0
 
@@ -173,13 +175,17 @@ def issue(
     a: cute.Tensor,
     b: cute.Tensor,
     accumulate: bool | Boolean,
+    most: cutlass.Constexpr[int] = 8,
 ) -> None:
-    """Start acc (+)= a b; `accumulate` False overwrites acc."""
+    """Start acc (+)= a b; `accumulate` False overwrites acc. most: steps of a product that is not
+    rolled."""
     # an atom of its own, so that the flag set here is not carried out of a dynamic region
     mma = cute.make_mma_atom(tiled_mma.op)
     num_steps = cute.size(a, mode=[2])
     # a longer product is rolled, since the descriptors of all its steps would take registers
-    unrolled = num_steps if cutlass.const_expr(num_steps <= 8) else 4
+    unrolled = num_steps
+    if cutlass.const_expr(num_steps > most):
+        unrolled = max(n for n in range(1, ROLLED_STEPS + 1) if num_steps % n == 0)
     for first in cutlass.range(0, num_steps, unrolled, unroll=1):
         for i in cutlass.range_constexpr(unrolled):
             k = first + i
