@@ -1,8 +1,8 @@
 """FlexAttention mods in PyTorch, as users of `torch.nn.attention.flex_attention` write them.
 
-`CATALOGUE` has 36 that must be lowered, `REFUSED` four that must not be. A mod is made for the extents
-of one problem, together with the tensors that it captures; the same seed gives the same numbers in
-float32 and in float64, so that a float64 oracle runs the very mod that is tested.
+`CATALOGUE` has 36 that must be lowered, `REFUSED` four that must not be. A mod is made for the
+extents of one problem, together with the tensors that it captures; the same seed gives the same
+numbers in float32 and in float64, so that a float64 oracle runs the very mod that is tested.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class Extents(NamedTuple):
 
 @dataclass
 class Draw:
-    """Numbers for one mod. trained: the Parameters that were drawn, in order."""
+    """Numbers for one mod. given: what takes the place of Parameters, in order, if there is any.
+    trained: the Parameters of the mod, in order."""
 
     extents: Extents
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    trained: list[nn.Parameter] = field(default_factory=list)
+    given: Sequence[Tensor] = ()
+    trained: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -52,8 +54,9 @@ class Draw:
     def floats(self, *size: int, std: float = 1.0) -> Tensor:
         return (torch.randn(size, generator=self.generator) * std).to(self.dtype)
 
-    def parameter(self, *size: int, std: float = 0.5) -> nn.Parameter:
-        self.trained.append(nn.Parameter(self.floats(*size, std=std)))
+    def parameter(self, *size: int, std: float = 0.5) -> Tensor:
+        drawn = nn.Parameter(self.floats(*size, std=std))
+        self.trained.append(self.given[len(self.trained)] if self.given else drawn)
         return self.trained[-1]
 
     def stretches(self, *size: int, mean: int = 20) -> Tensor:
@@ -66,7 +69,7 @@ class Made(NamedTuple):
     """A mod and the Parameters that it reads."""
 
     mod: Mod
-    trained: tuple[nn.Parameter, ...]
+    trained: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,13 @@ class CatalogueMod:
     is_trained: bool = False
 
     def make(
-        self, extents: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0
+        self,
+        extents: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        given: Sequence[Tensor] = (),
     ) -> Made:
-        draw = Draw(Extents(*extents), dtype, seed)
+        draw = Draw(Extents(*extents), dtype, seed, given)
         mod = self.write(draw)
         assert bool(draw.trained) == self.is_trained
         return Made(mod, tuple(draw.trained))
@@ -642,7 +649,7 @@ def branches_on_a_value(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
     return k < 3
 
 
-def takes_a_builtin_minimum(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+def takes_a_builtin_minimum(b: Tensor, h: Tensor, q: Any, k: Tensor) -> Any:
     return min(q, 5) >= k
 
 

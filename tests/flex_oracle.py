@@ -32,9 +32,9 @@ class _IndexesTensors(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _over_all_places(mod: Mod, prefix: tuple[int, ...]) -> Mod:
-    """mod for all of (batch, heads, queries, keys), each index a vector."""
-    for place in (3, 2, 1, 0):
+def _over_all_places(mod: Mod, prefix: tuple[int, ...], first: int = 0) -> Mod:
+    """mod for all of (batch, heads, queries, keys) from the first of these on, each a vector."""
+    for place in range(3, first - 1, -1):
         dims = tuple(0 if i == place else None for i in range(4))
         mod = torch.vmap(mod, in_dims=(*prefix, *dims))
     return mod
@@ -55,6 +55,13 @@ def dense_scores(score_mod: Mod, scores: Tensor) -> Tensor:
     """The modified scores, of scores (batch, heads, seqlen_q, seqlen_k), in their dtype."""
     with _IndexesTensors(), _default_dtype(scores.dtype):
         return _over_all_places(score_mod, (0,))(scores, *_places(scores.shape))
+
+
+def scores_of_head(score_mod: Mod, scores: Tensor, batch_idx: int, head_idx: int) -> Tensor:
+    """`dense_scores` of one head's scores (seqlen_q, seqlen_k)."""
+    entry, head = (torch.tensor(at, dtype=torch.int32) for at in (batch_idx, head_idx))
+    with _IndexesTensors(), _default_dtype(scores.dtype):
+        return _over_all_places(score_mod, (0,), 2)(scores, entry, head, *_places(scores.shape))
 
 
 @contextlib.contextmanager
