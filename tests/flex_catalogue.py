@@ -665,5 +665,5 @@ REFUSED = (
     RefusedMod(branches_on_a_value, "mask_mod", r"torch\.where"),
     RefusedMod(takes_a_builtin_minimum, "mask_mod", r"torch\.(where|minimum|clamp)"),
     RefusedMod(reads_a_number, "mask_mod", r"captured|tensor"),
-    RefusedMod(draws_a_number, "score_mod", r"captured|capture"),
+    RefusedMod(draws_a_number, "score_mod", r"captured|tensor"),
 )

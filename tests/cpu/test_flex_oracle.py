@@ -41,6 +41,7 @@ def test_outputs_are_those_of_torch(row: CatalogueMod) -> None:
         return_aux=torch_flex.AuxRequest(lse=True),
     )
     assert (out - expected.out).abs().max() < 1e-5
+    assert aux.lse is not None
     seen = expected.lse.isfinite()
     assert torch.equal(aux.lse == float("-inf"), ~seen)
     assert (aux.lse - expected.lse)[seen].abs().max() < 1e-5
