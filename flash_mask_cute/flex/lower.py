@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from flash_mask_cute.flex.captures import CapturedTensor, Captures, Path, described, find_captures
-from flash_mask_cute.flex.text import Source, UnknownOperator, write
+from flash_mask_cute.flex.text import AUX, Source, UnknownOperator, write
 from flash_mask_cute.flex.trace import name_of, trace
 from flash_mask_cute.flex.values import DSL_NAMES
-from flash_mask_cute.mods.aux_tensors import AUX_DTYPES, MAX_AUX_RANK
+from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
 
 KINDS = ("mask_mod", "score_mod")
 _LOCK = threading.RLock()
@@ -69,6 +69,14 @@ def lower_mod(
     target = _device_of(captures, device)
     program = _program(mod, kind, captures, target)
     return LoweredMod(program.mod, program.aux_tensors(mod, captures, target), program.source)
+
+
+def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
+    """The same mod, which finds its tensors behind `count` others."""
+    source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
+    kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
+    with _LOCK:
+        return LoweredMod(_mod_of(source, kind), lowered.aux_tensors, source)
 
 
 def mod_source(mod: Callable[..., Any], kind: str | None = None) -> str:
@@ -157,9 +165,7 @@ class _Computed:
 def _as_aux(tensor: Tensor, device: torch.device, mod: Callable[..., Any], path: Path) -> Tensor:
     """A captured tensor as kernels read it, without a copy."""
     where = f"{described(path)}, which {name_of(mod)} reads,"
-    if tensor.dtype not in AUX_DTYPES and not (
-        tensor.dtype == torch.float64 and device.type == "cpu"
-    ):
+    if not is_read_on(tensor.dtype, device):
         hint = "; pass x.float()" if tensor.dtype == torch.float64 else ""
         raise TypeError(f"{where} has dtype {tensor.dtype}, which no kernel reads{hint}")
     if tensor.dim() > MAX_AUX_RANK:
@@ -252,16 +258,21 @@ def _lowered(
         traced = trace(mod, is_score, device, core_aten_decompositions())
         text = write(mod, is_score, traced.module, captures.tensors)
     is_followed = captures.key is not None and len(text.captured) == len(captures.tensors)
-    compiled = _mods.get(text.source)
-    if compiled is None:
-        compiled = _mods[text.source] = _compiled(text.source, kind)
+    compiled = _mod_of(text.source, kind)
     found = None if is_followed else text.captured
     program = Program(compiled, text.source, text.sources, traced.module, found)
     return program, traced.knows_shapes or text.knows_shapes
 
 
+def _mod_of(text: str, kind: str) -> Callable[..., Any]:
+    """The function of a text, one for equal texts."""
+    if text not in _mods:
+        _mods[text] = _compiled(text, kind)
+    return _mods[text]
+
+
 def _compiled(text: str, kind: str) -> Callable[..., Any]:
-    """A function of the text, which the DSL and tracebacks can read back."""
+    """What the DSL and tracebacks can read back."""
     import cutlass
     import cutlass.cute as cute
 

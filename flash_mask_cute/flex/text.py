@@ -23,7 +23,7 @@ from flash_mask_cute.flex.values import Array, Element, NotLowerable, Table
 # Short names of the score and its place in the text, in the order of a mod's arguments.
 _SHORT = {"s": "score", "b": "b_idx", "h": "h_idx", "q": "q_idx", "k": "kv_idx"}
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_AUX = re.compile(r"\baux\[(\d+)\]")
+AUX = re.compile(r"\baux\[(\d+)\]")
 _LIFTS = ("lift_fresh_copy", "lift_fresh", "alias", "clone", "detach")
 # Of a tensor they take the dtype and the device; the number is at this place of the arguments.
 _FILLED: dict[str, int | bool] = {
@@ -280,8 +280,8 @@ class _Writer:
         kind, score = ("score_mod", "score, ") if self._is_score else ("mask_mod", "")
         head = f"def {kind}({score}{', '.join(INDEX_NAMES)}, aux):"
         source = "\n    ".join([head, *unpacked, *reversed(kept), f"return {returned}"]) + "\n"
-        used = sorted({int(x) for x in _AUX.findall(source)})
-        source = _AUX.sub(lambda found: f"aux[{used.index(int(found[1]))}]", source)
+        used = sorted({int(x) for x in AUX.findall(source)})
+        source = AUX.sub(lambda found: f"aux[{used.index(int(found[1]))}]", source)
         sources = tuple(self._sources[i] for i in used)
         return Text(source, sources, tuple(self._captured), self._knows_shapes)
 
