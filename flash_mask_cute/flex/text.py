@@ -152,7 +152,7 @@ class _Writer:
 
     def _refuse_what_has_no_text(self, node: Node, name: str, out: Any) -> None:
         if name == "_local_scalar_dense":
-            raise self._refusal(node, "takes a number out of a tensor, which has no value yet")
+            raise self._refusal(node, "takes a number out of a tensor, which has none while it is traced: compute with tensors")
         if ops.is_random(node.target):
             raise self._refusal(node, "draws random numbers: draw them before, in a tensor")
         if name.endswith("_") and not name.endswith("__"):

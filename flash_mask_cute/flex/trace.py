@@ -6,11 +6,15 @@ value to look at and raise; what the graph holds happened for every score alike.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -18,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from flash_mask_cute.flex.values import NotLowerable
 
+_TORCH = str(Path(torch.__file__).parent)
 INDEX_NAMES = ("b_idx", "h_idx", "q_idx", "kv_idx")
 # By which a mod asks how large a tensor is: what it does may then depend on that.
 _ASKS_SHAPE = {
@@ -31,11 +36,14 @@ _ASKS_SHAPE = {
     Tensor.is_contiguous,
     torch.numel,
 }
+_INSTEAD = "write torch.where(condition, x, y), torch.minimum, and & for `and`"
+# Signs of an error's text, and what was done.
 _HINTS = (
-    ("data-dependent", "takes a branch on a value: write torch.where(condition, x, y), and & for `and`"),
-    ("item()", "takes a number out of a tensor (.item(), int(), a tensor as the index of a list)"),
-    ("_local_scalar_dense", "takes a number out of a tensor (.item(), int(), bool(), if, min, max)"),
-)  # fmt: skip
+    ("data-dependent", f"decides by a value, which a kernel has for each score: {_INSTEAD}"),
+    ("item()", f"takes a number out of a tensor, which has none while it is traced: {_INSTEAD}"),
+    ("_local_scalar_dense", f"takes a number out of a tensor, which has none: {_INSTEAD}"),
+    (".numpy()", "leaves torch for numpy: write it with functions of torch"),
+)
 
 
 class Trace(NamedTuple):
@@ -76,11 +84,8 @@ def trace(
             return mod(*arguments)
 
     try:
-        with torch.no_grad(), TransformGetItemToIndex():
-            make = make_fx(
-                call, decompositions, tracing_mode="fake", _allow_non_fake_inputs=True,
-                record_stack_traces=True,
-            )  # fmt: skip
+        with torch.no_grad(), TransformGetItemToIndex(), fx_traceback.preserve_node_meta():
+            make = make_fx(call, decompositions, "fake", _allow_non_fake_inputs=True)
             module = make(*given)
     except NotLowerable:
         raise
@@ -102,6 +107,7 @@ class _Notes(TorchFunctionMode):
     ) -> Any:
         if func in _ASKS_SHAPE:
             self.asked_shape = True
+        fx_traceback.set_stack_trace([_line_of_caller(sys._getframe(1))])
         return func(*args, **(kwargs or {}))
 
 
@@ -111,7 +117,7 @@ def _explained(mod: Callable[..., Any], error: Exception) -> NotImplementedError
     kind = type(error).__name__
     for sign, hint in _HINTS:
         if sign in text or sign in kind:
-            return NotLowerable(f"{name_of(mod)} {hint}, which has no value in a kernel{line}")
+            return NotLowerable(f"{name_of(mod)}{line} {hint}")
     first = text.splitlines()[0] if text else kind
     return NotLowerable(f"{name_of(mod)} cannot be traced{line}: {kind}: {first}")
 
@@ -121,14 +127,18 @@ def _line_of(mod: Callable[..., Any], error: Exception) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and not frame.filename.startswith(__file__)
+        if not frame.filename.startswith((_TORCH, __file__))
     ]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
+def _line_of_caller(frame: FrameType | None) -> str:
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def line_of(node: Node) -> str:
-    """Where the mod calls the operator of a node: " in FILE:LINE: text", or nothing."""
-    stack = node.meta.get("stack_trace") or node.stack_trace
-    lines = [x.strip() for x in (stack or "").splitlines()]
-    places = [x for x in lines if x.startswith("File ")]
-    return f" ({places[-1].replace(chr(34), '')})" if places else ""
+    """Where the mod calls the operator of a node, or nothing."""
+    line = node.meta.get("stack_trace")
+    return f" at {line}" if line else ""
