@@ -495,7 +495,7 @@ def _additive_mask(draw: Draw) -> Mod:
     """A 4-D mask that is added, with one head for all, indexed step by step."""
     x = draw.extents
     added = draw.floats(x.batch, 1, x.seqlen_q, x.seqlen_k)
-    added[torch.rand(added.shape, generator=draw.generator) < 0.3] = -1e4
+    added[torch.rand(added.shape, generator=draw.generator) < 0.3] = -64
 
     def additive_mask(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score + added[b][0][q][k]

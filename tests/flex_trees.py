@@ -22,6 +22,7 @@ from torch import Tensor
 TREES_IN_MOD = 20
 EXTENTS = Extents(2, TREES_IN_MOD, 11, 13)
 LONGEST = 16
+VECTOR = 4
 
 _NAMES = {
     torch.bool: "bool",
@@ -40,7 +41,7 @@ class Captured(NamedTuple):
 
     tensor: Tensor
     reads: tuple[str, ...]
-    is_float: bool = False
+    kind: str = "integer"
 
 
 def captured_tensors(seed: int) -> dict[str, Captured]:
@@ -62,7 +63,7 @@ def captured_tensors(seed: int) -> dict[str, Captured]:
         "byte": Captured(ints(0, 256, batch, LONGEST, dtype=torch.uint8), of_place),
         "small": Captured(ints(-128, 128, LONGEST, dtype=torch.int8), ("[{}]",)),
         "short": Captured(ints(-30000, 30000, heads, LONGEST, dtype=torch.int16), ("[h, {}]",)),
-        "flags": Captured(ints(0, 2, batch, LONGEST, dtype=torch.bool), of_place),
+        "flags": Captured(ints(0, 2, batch, LONGEST, dtype=torch.bool), of_place, "boolean"),
         "turned": Captured(
             ints(-99, 99, LONGEST, heads, batch, dtype=int32).permute(2, 1, 0),
             ("[b, h, {}]", "[b][h][{}]", "[b, h][{}]", "[b][h, {}]"),
@@ -75,12 +76,17 @@ def captured_tensors(seed: int) -> dict[str, Captured]:
         "full": Captured(
             quarters(batch, heads, seqlen_q, seqlen_k),
             ("[b, h, q, k]", "[b][h][q][k]", "[b, h][q, k]"),
-            True,
+            "float",
         ),
-        "bias": Captured(quarters(heads, LONGEST), ("[h, {}]", "[h][{}]"), True),
-        "brief": Captured(quarters(LONGEST, dtype=torch.bfloat16), ("[{}]",), True),
-        "half": Captured(quarters(batch, LONGEST, dtype=torch.float16), of_place, True),
-        "factor": Captured(torch.tensor(0.5), ("",), True),
+        "bias": Captured(quarters(heads, LONGEST), ("[h, {}]", "[h][{}]"), "float"),
+        "brief": Captured(quarters(LONGEST, dtype=torch.bfloat16), ("[{}]",), "float"),
+        "half": Captured(quarters(batch, LONGEST, dtype=torch.float16), of_place, "float"),
+        "vector": Captured(
+            ints(-6, 7, batch, LONGEST, VECTOR, dtype=int32), of_place, "integer vector"
+        ),
+        "row": Captured(quarters(heads, LONGEST, VECTOR), ("[h, {}]", "[h][{}]"), "vector"),
+        "column": Captured(quarters(LONGEST, VECTOR), ("[{}]",), "vector"),
+        "factor": Captured(torch.tensor(0.5), ("",), "float"),
     }
 
 
@@ -131,6 +137,20 @@ _ROUNDED = (
     "torch.where({0} > 1, {0} / 7, {0} * 0.1)",
     "torch.expm1({} / -32)",
     "torch.atan({} / 4)",
+    "torch.nn.functional.gelu({} / 8, approximate='tanh')",
+    "torch.nn.functional.elu({} / 8)",
+    "torch.nn.functional.leaky_relu({}, 0.1)",
+    "torch.nn.functional.hardswish({} / 4)",
+    "torch.nn.functional.logsigmoid({} / 8)",
+    "torch.nn.functional.mish({} / 4)",
+    "torch.lerp({0}, score, 0.3)",
+    "torch.hypot({} / 4, score)",
+    "torch.logaddexp({} / 8, score)",
+    "torch.addcmul({0}, score, score, value=0.7)",
+    "torch.erfc({} / 8)",
+    "torch.sinh({} / 64)",
+    "torch.asinh({})",
+    "torch.log10({}.abs() + 2)",
 )
 
 
@@ -196,8 +216,11 @@ class _Writer:
 
     def with_constant(self, depth: int) -> str:
         x = self.integer(depth)
-        texts = ["{x} + {c}", "{x} * {c}", "{c} - {x}", "{x}.clamp(max={c})", "{x}.clamp(min={c})"]
-        texts += ["-{x}", "{x}.abs()", "{x} ** 2", "torch.sign({x})", "torch.square({x})"]
+        texts = (
+            *("{x} + {c}", "{x} * {c}", "{c} - {x}", "{x}.clamp(max={c})", "{x}.clamp(min={c})"),
+            *("-{x}", "{x}.abs()", "{x} ** 2", "{x} ** 3", "{x} + torch.full_like({x}, 2)"),
+            *("torch.sign({x})", "torch.square({x})"),
+        )
         return self.keep("integer", self.rng.choice(texts).format(x=x, c=self.constant(x)))
 
     def divided(self, depth: int) -> str:
@@ -222,7 +245,7 @@ class _Writer:
 
     def bits(self, depth: int) -> str:
         x, y = self.integer(depth), self.integer(depth)
-        texts = ("{} & {}", "{} | {}", "{} ^ {}", "{} & 31", "~{}")
+        texts = ("{} & {}", "{} | {}", "{} ^ {}", "{} & 31", "~{}", "torch.bitwise_and({}, {})")
         return self.keep("integer", self.rng.choice(texts).format(x, y))
 
     def chosen(self, depth: int) -> str:
@@ -260,9 +283,14 @@ class _Writer:
         text = self.rng.choice(self.captured[name].reads)
         return name + text.format(*(self.index(depth) for _ in range(text.count("{}"))))
 
+    def named(self, kind: str) -> list[str]:
+        return [name for name, x in self.captured.items() if x.kind == kind]
+
     def loaded_integer(self, depth: int = 0) -> str:
-        names = [n for n, x in self.captured.items() if not x.is_float and n != "flags"]
-        return self.keep("integer", self.read(self.rng.choice(names), depth))
+        if depth and self.rng.random() < 0.2:
+            text = self.rng.choice(("sum()", "amax()", "amin(-1)", "prod()", "max()", "sum(-1)"))
+            return self.keep("integer", f"{self.read('vector', depth)}.{text}")
+        return self.keep("integer", self.read(self.rng.choice(self.named("integer")), depth))
 
     def boolean(self, depth: int) -> str:
         if (kept := self.again("boolean")) is not None:
@@ -274,7 +302,14 @@ class _Writer:
             y = self.integer(max(depth - 1, 0)) if self.rng.random() < 0.6 else self.constant(x)
             return self.keep("boolean", text.format(x, y))
         if choice < 0.45:
-            return self.keep("boolean", self.read("flags", depth - 1))
+            if self.rng.random() < 0.5:
+                return self.keep("boolean", self.read("flags", depth - 1))
+            text = self.rng.choice(
+                ("({} == {}).any()", "({} < {}).all()", "({} > {}.unsqueeze(-1)).any(-1)")
+            )
+            return self.keep(
+                "boolean", text.format(self.read("vector", depth), self.integer(depth - 1))
+            )
         if choice < 0.65:
             x, y = self.exact(depth - 1).name, self.exact(depth - 1).name
             text = self.rng.choice(("{} < {}", "{} >= {}", "{} == {}", "{} > 0.75", "0.5 != {}"))
@@ -284,6 +319,7 @@ class _Writer:
         x, y = self.boolean(depth - 1), self.boolean(depth - 1)
         text = self.rng.choice(
             ("{} & {}", "{} | {}", "{} ^ {}", "~{}", "torch.logical_and({}, {})",
+             "torch.logical_xor({}, {})", "{} & True", "{} | torch.ones_like({})",
              "torch.logical_or({}, {})", "torch.logical_not({})", "{} == {}", "{} + {}", "{} * {}",
              "torch.where({0}, {1}, ~{0})")
         )  # fmt: skip
@@ -302,11 +338,22 @@ class _Writer:
         return Exact("score", 8, 0.25)
 
     def loaded_float(self, depth: int) -> Exact:
-        name = self.rng.choice([n for n, x in self.captured.items() if x.is_float])
+        if depth and self.rng.random() < 0.25:
+            return self.of_vectors(depth)
+        name = self.rng.choice(self.named("float"))
         text = self.read(name, depth)
         if self.rng.random() < 0.5:
             return self.keep("exact", f"{text}.float()", magnitude=4, step=0.25)
         return self.keep("exact", f"score - {text}", magnitude=12, step=0.25)
+
+    def of_vectors(self, depth: int) -> Exact:
+        text = self.rng.choice(
+            ("{}.sum()", "{}.amax()", "{}.min()", "{}.mean()", "torch.dot({}, {})",
+             "({} * {}).sum(-1)", "{}.abs().sum()", "torch.maximum({}, {}).sum()",
+             "torch.stack((score, {}.sum(), score)).amax()", "({} * score).sum()")
+        )  # fmt: skip
+        rows = (self.read(name, depth) for name in ("row", "column"))
+        return self.keep("exact", text.format(*rows), magnitude=128, step=1 / 16)
 
     def from_integer(self, depth: int) -> Exact:
         x = self.integer(depth)
@@ -334,7 +381,9 @@ class _Writer:
         text = self.rng.choice(
             ("torch.floor({})", "torch.ceil({})", "torch.round({})", "torch.trunc({})", "{}.abs()",
              "-{}", "torch.relu({})", "{}.clamp(-2.5, 3.25)", "{}.clamp(min=-1)",
-             "torch.clamp({}, max=1.5)", "torch.sign({})")
+             "torch.clamp({}, max=1.5)", "torch.sign({})", "torch.nn.functional.hardtanh({})",
+             "{} * torch.ones_like(score)", "{} + torch.tensor(0.5)", "torch.frac({})",
+             "{}.nan_to_num()", "{} ** 1")
         )  # fmt: skip
         step = min(x.step, 0.25)
         return self.keep("exact", text.format(x.name), magnitude=x.magnitude + 4, step=step)
@@ -377,7 +426,7 @@ def draw_programs(seed: int, count: int = TREES_IN_MOD) -> list[Program]:
     """The programs of one mod: number i is for head i."""
     rng = random.Random(seed)
     captured = captured_tensors(seed)
-    return [_Writer(rng, captured, i).program(rng.randint(2, 4)) for i in range(count)]
+    return [_Writer(rng, captured, i).program(rng.randint(2, 5)) for i in range(count)]
 
 
 def _compile_mod(text: str, captured: dict[str, Captured], seed: int) -> Mod:
