@@ -5,16 +5,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flash_mask_cute.flex.lower import LoweredMod, lower_mod, mod_source
-
 if TYPE_CHECKING:
     from flash_mask_cute.flex.attention import flex_attention
+    from flash_mask_cute.flex.lower import LoweredMod, lower_mod, mod_source
     from flash_mask_cute.flex.patch import patch_flex_attention
 
 __all__ = ["LoweredMod", "flex_attention", "lower_mod", "mod_source", "patch_flex_attention"]
 
-# these stand above the functions of attention, which lower mods themselves
-_HOME = {"flex_attention": "attention", "patch_flex_attention": "patch"}
+# The first and the last stand above other functions that take mods, which import what lowers them.
+_HOME = {
+    "flex_attention": "attention",
+    "LoweredMod": "lower",
+    "lower_mod": "lower",
+    "mod_source": "lower",
+    "patch_flex_attention": "patch",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -29,8 +29,11 @@ class CapturedTensor(NamedTuple):
 
 
 class CapturedNumber(NamedTuple):
+    """is_shared: it is reached by other paths as well, through one object."""
+
     number: int | float
     path: Path
+    is_shared: bool = False
 
 
 class Captures(NamedTuple):
@@ -40,6 +43,7 @@ class Captures(NamedTuple):
     tensors: tuple[CapturedTensor, ...]
     numbers: tuple[CapturedNumber, ...]
     reason: str = ""
+    follows_forward: bool = False
 
 
 def find_captures(mod: Callable[..., Any], follows_forward: bool = False) -> Captures:
@@ -48,8 +52,9 @@ def find_captures(mod: Callable[..., Any], follows_forward: bool = False) -> Cap
     try:
         walk.root(mod)
     except TypeError as error:
-        return Captures(None, tuple(walk.tensors), tuple(walk.numbers), str(error))
-    return Captures(walk.digest(), tuple(walk.tensors), tuple(walk.numbers))
+        return Captures(None, tuple(walk.tensors), (), str(error), follows_forward)
+    numbers = walk.found_numbers()
+    return Captures(walk.digest(), tuple(walk.tensors), numbers, "", follows_forward)
 
 
 def described(path: Path) -> str:
@@ -65,6 +70,20 @@ class _Walk(Traversal):
         self.numbers: list[CapturedNumber] = []
         self._follows_forward = follows_forward
         self._numbered: dict[int, int] = {}
+        self._modules: dict[tuple[int, tuple[str, ...] | None], int] = {}
+        # numbers found below an object, from and to, and the objects that are met again
+        self._ranges: dict[int, tuple[int, int]] = {}
+        self._shared: set[int] = set()
+
+    def found_numbers(self) -> tuple[CapturedNumber, ...]:
+        shared = {i for obj in self._shared for i in range(*self._ranges.get(obj, (0, 0)))}
+        return tuple(x._replace(is_shared=i in shared) for i, x in enumerate(self.numbers))
+
+    def _first_visit(self, obj: object) -> bool:
+        is_first = super()._first_visit(obj)
+        if not is_first:
+            self._shared.add(id(obj))
+        return is_first
 
     def _value(self, obj: object) -> None:
         if isinstance(obj, Tensor):
@@ -73,7 +92,10 @@ class _Walk(Traversal):
             self._emit(b"number", type(obj).__name__)
             self.numbers.append(CapturedNumber(obj, tuple(self._trail)))  # type: ignore[arg-type]
         else:
+            before = len(self.numbers)
             super()._value(obj)
+            if len(self.numbers) > before:
+                self._ranges.setdefault(id(obj), (before, len(self.numbers)))
 
     def _tensor(self, tensor: Tensor) -> None:
         number = self._numbered.get(id(tensor))
@@ -97,12 +119,12 @@ class _Walk(Traversal):
         release = release_of(cls.__module__)
         names = None if release else self._names_of(module)
         # another function may mention other names of the same module
-        visit = (module, names)
-        known = self._seen.get(hash((id(module), names)))
-        if known is not None:
-            self._emit(b"ref", str(known[0]))
+        visit = id(module), names
+        if visit in self._modules:
+            self._emit(b"ref", str(self._modules[visit]))
+            self._shared.add(id(module))
             return
-        self._seen[hash((id(module), names))] = (len(self._seen), visit)
+        self._modules[visit] = len(self._modules)
         self._open(b"nn.Module")
         self._emit(b"class", cls.__module__, cls.__qualname__, release or "", str(module.training))
         for name, value in _state_of(module, names):

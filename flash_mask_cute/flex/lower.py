@@ -11,7 +11,7 @@ import linecache
 import math
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from flash_mask_cute.flex.captures import CapturedTensor, Captures, Path, described, find_captures
-from flash_mask_cute.flex.text import AUX, Source, UnknownOperator, write
-from flash_mask_cute.flex.trace import name_of, trace
-from flash_mask_cute.flex.values import DSL_NAMES
+from flash_mask_cute.flex.rebuild import NoCopyError, with_numbers
+from flash_mask_cute.flex.text import AUX, Source, Text, UnknownOperator, write
+from flash_mask_cute.flex.trace import Trace, name_of, trace, trace_with_numbers
+from flash_mask_cute.flex.values import DSL_NAMES, NotLowerable
 from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
 
 KINDS = ("mask_mod", "score_mod")
@@ -33,9 +34,9 @@ _LOCK = threading.RLock()
 class LoweredMod:
     """A torch mod as attention takes it.
 
-    mod: `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)` of CuTe,
-    the same object for every mod with the same text. aux_tensors: what it reads, as it is to be
-    passed as aux_tensors. source: the text of `mod`.
+    mod: `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)` of
+    CuTe, the same object for every mod with the same text. aux_tensors: what it reads, as it is to
+    be passed as aux_tensors. source: the text of `mod`.
     """
 
     mod: Callable[..., Any]
@@ -67,7 +68,7 @@ def lower_mod(
         raise ValueError(f"kind must be mask_mod or score_mod, got {kind!r}")
     captures = find_captures(mod)
     target = _device_of(captures, device)
-    program = _program(mod, kind, captures, target)
+    program, captures = _program(mod, kind, captures, target)
     return LoweredMod(program.mod, program.aux_tensors(mod, captures, target), program.source)
 
 
@@ -114,17 +115,24 @@ class Program:
     sources: tuple[Source, ...]
     module: GraphModule
     found: tuple[CapturedTensor, ...] | None = None
+    varying: tuple[int, ...] = ()
     constants: dict[Any, Tensor] = field(default_factory=dict)
 
     def aux_tensors(
         self, mod: Callable[..., Any], captures: Captures, device: torch.device
     ) -> tuple[Tensor, ...]:
         captured = captures.tensors if self.found is None else self.found
-        computed = _Computed(self.module, captured)
+        numbers = tuple(captures.numbers[i].number for i in self.varying)
+        computed = _Computed(self.module, captured, numbers)
         made = []
         for source in self.sources:
             if source.captured is not None:
                 tensor, path = captured[source.captured]
+            elif source.number is not None:
+                assert source.computed is not None
+                number = computed.of(source.computed)
+                made.append(torch.full((1,), number, dtype=source.number, device=device))
+                continue
             elif source.computed is not None:
                 tensor, path = computed.of(source.computed), (("", "a tensor computed inside"),)
             else:
@@ -143,12 +151,20 @@ class Program:
 
 
 class _Computed:
-    """Values of nodes that depend on captured tensors only, each computed once a call."""
+    """Values of nodes that depend on captured tensors and numbers only, each once a call."""
 
-    def __init__(self, module: GraphModule, captured: tuple[CapturedTensor, ...]) -> None:
+    def __init__(
+        self,
+        module: GraphModule,
+        captured: tuple[CapturedTensor, ...],
+        numbers: tuple[int | float, ...],
+    ) -> None:
         self._module = module
         self._captured = captured
         self._known: dict[Node, Any] = {}
+        if numbers:
+            given = module.graph.find_nodes(op="placeholder")
+            self._known.update(zip(given[-len(numbers) :], numbers, strict=True))
 
     def of(self, node: Node) -> Any:
         if node not in self._known:
@@ -184,10 +200,40 @@ def _as_aux(tensor: Tensor, device: torch.device, mod: Callable[..., Any], path:
 
 @dataclass
 class _Structure:
-    """What is known of mods of one structure."""
+    """What is known of mods of one structure.
 
+    first: the numbers that the first of them captured. follows_forward: as in `find_captures`.
+    calls_modules: it has to be walked once more with that. varying: which of the numbers were
+    others since, and are aux tensors now; fixed: which cannot be.
+    """
+
+    first: tuple[int | float, ...]
+    follows_forward: bool
+    varying: tuple[int, ...] = ()
+    fixed: frozenset[int] = frozenset()
     knows_shapes: bool = False
+    calls_modules: bool = False
     programs: dict[Any, Program] = field(default_factory=dict)
+
+    def key(self, captures: Captures) -> Any:
+        """Of the program for these captures, as far as it is known what a program depends on."""
+        numbers = tuple(
+            None if i in self.varying else repr(x.number) for i, x in enumerate(captures.numbers)
+        )
+        shapes = None
+        if self.knows_shapes:
+            shapes = tuple((x.tensor.shape, x.tensor.stride()) for x in captures.tensors)
+        return captures.key, self.varying, numbers, shapes
+
+    def note_changes(self, captures: Captures) -> None:
+        """Numbers that are not what they were first vary from now on."""
+        self.fixed |= {i for i, x in enumerate(captures.numbers) if x.is_shared}
+        changed = {
+            i
+            for i, (old, new) in enumerate(zip(self.first, captures.numbers, strict=True))
+            if repr(old) != repr(new.number)
+        }
+        self.varying = tuple(sorted((changed | set(self.varying)) - self.fixed))
 
 
 _structures: dict[Any, _Structure] = {}
@@ -199,28 +245,60 @@ traces = 0
 
 def _program(
     mod: Callable[..., Any], kind: str, captures: Captures, device: torch.device
-) -> Program:
+) -> tuple[Program, Captures]:
+    """And the captures by which it finds its tensors."""
     with _LOCK:
         if captures.key is None:
-            return _untracked(mod, kind, captures, device)
-        structure = _structures.setdefault((kind, captures.key, device.type), _Structure())
-        key = _program_key(structure, mod, captures)
-        program = structure.programs.get(key)
-        if program is None:
-            program, knows_shapes = _lowered(mod, kind, captures, device)
-            structure.knows_shapes |= knows_shapes
-            if program.found is not None:
-                return _untracked(mod, kind, captures, device, program)
-            structure.programs[_program_key(structure, mod, captures)] = program
-        return program
+            return _untracked(mod, kind, captures, device), captures
+        structure = _structure(kind, captures, device)
+        if structure.calls_modules:
+            captures = find_captures(mod, follows_forward=True)
+            if captures.key is None:
+                return _untracked(mod, kind, captures, device), captures
+            structure = _structure(kind, captures, device)
+        program = structure.programs.get(structure.key(captures))
+        if program is not None:
+            return program, captures
+        return _new_program(structure, mod, kind, captures, device)
 
 
-def _program_key(structure: _Structure, mod: Callable[..., Any], captures: Captures) -> Any:
-    numbers = tuple((type(x.number), repr(x.number)) for x in captures.numbers)
-    shapes = None
-    if structure.knows_shapes:
-        shapes = tuple((x.tensor.shape, x.tensor.stride()) for x in captures.tensors)
-    return numbers, shapes
+def _structure(kind: str, captures: Captures, device: torch.device) -> _Structure:
+    name = kind, captures.key, device.type
+    structure = _structures.get(name)
+    if structure is None:
+        numbers = tuple(x.number for x in captures.numbers)
+        structure = _structures[name] = _Structure(numbers, captures.follows_forward)
+    return structure
+
+
+def _new_program(
+    structure: _Structure,
+    mod: Callable[..., Any],
+    kind: str,
+    captures: Captures,
+    device: torch.device,
+) -> tuple[Program, Captures]:
+    structure.note_changes(captures)
+    found = structure.programs.get(structure.key(captures))
+    if found is not None:
+        return found, captures
+    try:
+        program, traced, text = _lowered(mod, kind, captures, device, structure.varying)
+    except (NotLowerable, NoCopyError):
+        if not structure.varying:
+            raise
+        # the mod needs to know them: one program for each value
+        structure.fixed |= set(structure.varying)
+        structure.varying = ()
+        program, traced, text = _lowered(mod, kind, captures, device, ())
+    structure.knows_shapes |= traced.knows_shapes or text.knows_shapes
+    if traced.calls_modules and not structure.follows_forward:
+        structure.calls_modules = True
+        return _program(mod, kind, captures, device)
+    if program.found is not None:
+        return _untracked(mod, kind, captures, device, program), captures
+    structure.programs[structure.key(captures)] = program
+    return program, captures
 
 
 def _untracked(
@@ -237,31 +315,47 @@ def _untracked(
         reason = captures.reason or "it reaches tensors by ways that are not followed"
         warnings.warn(
             f"{name_of(mod)} is traced anew at each call, which takes some 20 ms: {reason}",
-            stacklevel=4,
+            stacklevel=5,
         )
-    return program or _lowered(mod, kind, captures, device)[0]
+    return program or _lowered(mod, kind, captures, device, ())[0]
 
 
 def _lowered(
-    mod: Callable[..., Any], kind: str, captures: Captures, device: torch.device
-) -> tuple[Program, bool]:
-    """The program, and whether its text knows shapes."""
+    mod: Callable[..., Any],
+    kind: str,
+    captures: Captures,
+    device: torch.device,
+    varying: tuple[int, ...],
+) -> tuple[Program, Trace, Text]:
     global traces
     traces += 1
     is_score = kind == "score_mod"
-    traced = trace(mod, is_score, device)
+    paths = [captures.numbers[i].path for i in varying]
+
+    def bind(numbers: Sequence[Any]) -> Callable[..., Any]:
+        return with_numbers(mod, zip(paths, numbers, strict=True))
+
+    def traced(decompositions: Any = None) -> Trace:
+        if not varying:
+            return trace(mod, is_score, device, decompositions)
+        bind([0] * len(paths))
+        numbers = [captures.numbers[i].number for i in varying]
+        return trace_with_numbers(mod, bind, numbers, is_score, device, decompositions)
+
+    found = traced()
     try:
-        text = write(mod, is_score, traced.module, captures.tensors)
+        text = write(mod, is_score, found.module, captures.tensors)
     except UnknownOperator:
         from torch._decomp import core_aten_decompositions
 
-        traced = trace(mod, is_score, device, core_aten_decompositions())
-        text = write(mod, is_score, traced.module, captures.tensors)
+        found = traced(core_aten_decompositions())
+        text = write(mod, is_score, found.module, captures.tensors)
     is_followed = captures.key is not None and len(text.captured) == len(captures.tensors)
-    compiled = _mod_of(text.source, kind)
-    found = None if is_followed else text.captured
-    program = Program(compiled, text.source, text.sources, traced.module, found)
-    return program, traced.knows_shapes or text.knows_shapes
+    program = Program(
+        _mod_of(text.source, kind), text.source, text.sources, found.module,
+        None if is_followed else text.captured, varying,
+    )  # fmt: skip
+    return program, found, text
 
 
 def _mod_of(text: str, kind: str) -> Callable[..., Any]:
@@ -283,7 +377,7 @@ def _compiled(text: str, kind: str) -> Callable[..., Any]:
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     scope: dict[str, Any] = {name: getattr(cutlass, name) for name in DSL_NAMES.values()}
     scope |= {"cute": cute, "ops": device_ops, "inf": math.inf, "nan": math.nan}
-    exec(compile(text, file, "exec"), scope)  # noqa: S102
+    exec(compile(text, file, "exec"), scope)
     mod: Any = scope[kind]
     mod.__flash_mask_key__ = f"torch {kind} {digest}"
     return mod

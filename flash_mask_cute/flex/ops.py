@@ -21,6 +21,7 @@ from flash_mask_cute.flex.values import (
     Array,
     Element,
     NotLowerable,
+    Number,
     Table,
     check_size,
     computed_in,
@@ -86,6 +87,9 @@ def as_array(value: Any, dtype: torch.dtype, call: Call) -> Array:
     if isinstance(value, Table):
         array = value.elements()
         return replace(array, elements=tuple(map(call.name_element, array.elements)))
+    if isinstance(value, Number):
+        held = value.in_dtype(dtype)
+        return Array(held.dtype, (), (call.name_element(held.elements[0]),))
     if isinstance(value, bool | int | float):
         try:
             tensor = torch.tensor(value, dtype=dtype, device="cpu")
@@ -134,6 +138,8 @@ def promoted(*operands: Any) -> torch.dtype:
         torch.empty(x.shape if isinstance(x, Array) else [len(x.left)] * len(x.left),
                     dtype=x.dtype, device="meta")
         if isinstance(x, Array | Table)
+        else (1.0 if x.is_float else 1)
+        if isinstance(x, Number)
         else x
         for x in operands
     ]  # fmt: skip
@@ -280,7 +286,9 @@ def _clamp(call: Call) -> Array:
             (value, low), computed, lambda a, b: f"ops.at_least({a}, {b})", _either
         )
     if high is not None:
-        value = call.elementwise((value, high), computed, lambda a, b: f"ops.at_most({a}, {b})", _both)
+        value = call.elementwise(
+            (value, high), computed, lambda a, b: f"ops.at_most({a}, {b})", _both
+        )
     return cast(as_array(value, call.dtype, call), call.dtype)
 
 
@@ -594,8 +602,9 @@ def _reduced(
         parts = [elements[i] for i in row]
         total = functools.reduce(
             lambda a, b: call.name_element(
-                Element(write(typed(a, dtype), b.text), is_simple=False,
-                        is_nonneg=_both(a, b))  # fmt: skip
+                Element(
+                    write(typed(a, dtype), b.text), is_simple=False, is_nonneg=_both(a, b)
+                )  # fmt: skip
             ),
             parts,
         )

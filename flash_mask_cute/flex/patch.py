@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention as torch_module
 from flash_mask_cute.flex.attention import flex_attention
 
 
-class patch_flex_attention:  # noqa: N801
+class patch_flex_attention:
     """Make `torch.nn.attention.flex_attention.flex_attention` this package's function.
 
     Called as a function, it stays so; `with patch_flex_attention():` puts torch's back at the end.

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from flash_mask_cute.flex import ops
 from flash_mask_cute.flex.captures import CapturedTensor
 from flash_mask_cute.flex.trace import INDEX_NAMES, line_of, name_of
-from flash_mask_cute.flex.values import Array, Element, NotLowerable, Table
+from flash_mask_cute.flex.values import Array, Element, NotLowerable, Number, Table
 
 # Short names of the score and its place in the text, in the order of a mod's arguments.
 _SHORT = {"s": "score", "b": "b_idx", "h": "h_idx", "q": "q_idx", "k": "kv_idx"}
@@ -28,7 +28,7 @@ _LIFTS = ("lift_fresh_copy", "lift_fresh", "alias", "clone", "detach")
 # Of a tensor they take the dtype and the device; the number is at this place of the arguments.
 _FILLED: dict[str, int | bool] = {
     "new_ones": True, "ones_like": True, "new_zeros": False, "zeros_like": False, "new_full": 2,
-    "full_like": 1,
+    "full_like": 1, "full": 1, "scalar_tensor": 0,
 }  # fmt: skip
 
 
@@ -40,13 +40,15 @@ class Source(NamedTuple):
     """Where an aux tensor comes from at each call: one of the first three.
 
     captured: its number among the captured tensors. constant: a tensor that the mod makes.
-    computed: a node that the host computes. detached: without gradient.
+    computed: a node that the host computes. detached: without gradient. number: the dtype in which
+    it takes a number that a node computes.
     """
 
     captured: int | None = None
     constant: Tensor | None = None
     computed: Node | None = None
     detached: bool = False
+    number: torch.dtype | None = None
 
     def is_same(self, other: Source) -> bool:
         return (
@@ -54,6 +56,7 @@ class Source(NamedTuple):
             and self.constant is other.constant
             and self.computed is other.computed
             and self.detached == other.detached
+            and self.number == other.number
         )
 
 
@@ -112,7 +115,9 @@ class _Writer:
     # nodes
 
     def node(self, node: Node) -> None:
-        if node.op == "placeholder":
+        if node.op == "placeholder" and not self._arguments:
+            self._number(node)
+        elif node.op == "placeholder":
             name = self._arguments.pop(0)
             dtype = torch.float32 if name == "s" else torch.int32
             self._values[node] = Array(dtype, (), (Element(name, is_nonneg=name != "s"),))
@@ -135,8 +140,19 @@ class _Writer:
         node.meta["captured"] = place
         self._hosted.add(node)
 
+    def _number(self, node: Node) -> None:
+        """A Python number that is known at each call only, or follows from such."""
+        self._hosted.add(node)
+        self._values[node] = Number(
+            isinstance(node.meta["val"], torch.SymFloat),
+            lambda dtype: self._number_of(Source(computed=node, number=dtype)),
+        )
+
     def _operator(self, node: Node) -> None:
         name, out = _name(node), node.meta.get("val")
+        if isinstance(out, torch.SymInt | torch.SymFloat):
+            self._number(node)
+            return
         self._refuse_what_has_no_text(node, name, out)
         inputs = node.all_input_nodes
         if all(x in self._known for x in inputs):
@@ -146,19 +162,34 @@ class _Writer:
         elif name in _FILLED:
             place = _FILLED[name]
             number = place if isinstance(place, bool) else node.args[place]
+            if isinstance(number, Node):
+                self._values[node] = self._filled(node, self._value(number), out)
+                return
             self._known[node] = torch.full(tuple(out.shape), number, dtype=out.dtype)  # type: ignore[arg-type]
         else:
             self._values[node] = self._lowered(node, name, out)
 
     def _refuse_what_has_no_text(self, node: Node, name: str, out: Any) -> None:
         if name == "_local_scalar_dense":
-            raise self._refusal(node, "takes a number out of a tensor, which has none while it is traced: compute with tensors")
+            what = "takes a number out of a tensor, which has none yet: compute with tensors"
+            raise self._refusal(node, what)
         if ops.is_random(node.target):
             raise self._refusal(node, "draws random numbers: draw them before, in a tensor")
         if name.endswith("_") and not name.endswith("__"):
             raise self._refusal(node, "writes into a tensor: compute a new value instead")
         if not isinstance(out, Tensor):
             raise UnknownOperator(str(self._refusal(node, "gives several results")))
+
+    def _filled(self, node: Node, number: Number, out: Tensor) -> Array:
+        call = self._call_of(node, out, (), {})
+        element = ops.cast(ops.as_array(number, out.dtype, call), out.dtype).elements[0]
+        return Array(out.dtype, (), (element,)).broadcast(tuple(out.shape))
+
+    def _call_of(self, node: Node, out: Tensor, args: Any, kwargs: Any) -> ops.Call:
+        return ops.Call(
+            node.target, node.name, tuple(args), dict(kwargs), out.dtype, tuple(out.shape),
+            self._name_element(node.name),
+        )  # fmt: skip
 
     def _run(self, node: Node) -> Tensor:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
@@ -173,10 +204,7 @@ class _Writer:
         )
         reads_whole = name not in ("index", "select", *_LIFTS)
         tables = [x for x in (*args, *kwargs.values()) if isinstance(x, Table)]
-        call = ops.Call(
-            node.target, node.name, tuple(args), dict(kwargs), out.dtype, tuple(out.shape),
-            self._name_element(node.name),
-        )  # fmt: skip
+        call = self._call_of(node, out, args, kwargs)
         try:
             value = rule(call)
             if isinstance(value, Table) and not value.left:
@@ -298,5 +326,6 @@ def _is_for_host(node: Node) -> bool:
     is read, or computed with, which is cheaper in the kernel than one more launch."""
     if _name(node) in _LIFTS:
         return True
-    is_number = all(x.meta["val"].dim() == 0 for x in (node, *node.all_input_nodes))
+    operands = [x.meta["val"] for x in (node, *node.all_input_nodes)]
+    is_number = all(not isinstance(x, Tensor) or x.dim() == 0 for x in operands)
     return not is_number and _name(node) not in ("index", "select")

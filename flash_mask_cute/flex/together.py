@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.flex.convention import is_torch_mod
-from flash_mask_cute.flex.lower import LoweredMod, lower_mod, shifted
+
+if TYPE_CHECKING:
+    from flash_mask_cute.flex.lower import LoweredMod
 
 
 class CuteMods(NamedTuple):
@@ -24,12 +26,13 @@ def as_cute_mods(
     score_mod: Callable[..., Any] | None,
     mask_mod: Callable[..., Any] | None,
     aux_tensors: Sequence[Tensor] | None,
-    device: torch.device | str,
+    device: torch.device | str | None,
 ) -> CuteMods:
     """Lower what is written in torch, and leave CuTe mods and what is no mod as they are.
 
     aux_tensors: those of CuTe mods, as the caller passed them; what torch mods captured follows.
-    A tensor that only a mask_mod reads has no gradient, for a mask is a step.
+    A tensor that only a mask_mod reads has no gradient, for a mask is a step. device: as in
+    `lower_mod`.
 
     Raises:
         TypeError, NotImplementedError: as `is_torch_mod` and `lower_mod`.
@@ -44,6 +47,9 @@ def as_cute_mods(
             "aux_tensors are read by CuTe mods, and those given are written in torch: let them "
             f"capture the tensors; got {len(aux_tensors)}"
         )
+    # what traces is loaded when there is something to trace
+    from flash_mask_cute.flex.lower import lower_mod
+
     aux = list(aux_tensors or ())
     if score_mod is not None and lowers_score:
         lowered = _behind(aux, lower_mod(score_mod, "score_mod", device))
@@ -57,4 +63,6 @@ def as_cute_mods(
 
 
 def _behind(aux: list[Tensor], lowered: LoweredMod) -> LoweredMod:
+    from flash_mask_cute.flex.lower import shifted
+
     return shifted(lowered, len(aux)) if aux and lowered.aux_tensors else lowered

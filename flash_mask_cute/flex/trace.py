@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from flash_mask_cute.flex.values import NotLowerable
@@ -47,13 +49,15 @@ _HINTS = (
 
 
 class Trace(NamedTuple):
-    """graph: its placeholders are the score, if there is one, and the four indices.
+    """module: its placeholders are the score, if there is one, the four indices, and then the
+    numbers that are no constants.
 
-    knows_shapes: the mod asked for the shape of a tensor.
+    knows_shapes: the mod asked for the shape of a tensor. calls_modules: it called an nn.Module.
     """
 
     module: GraphModule
     knows_shapes: bool
+    calls_modules: bool
 
 
 def name_of(mod: Callable[..., Any]) -> str:
@@ -72,27 +76,84 @@ def trace(
     decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> Trace:
     """Raises NotImplementedError, naming the mod and its line, where it cannot be traced."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    given = [torch.zeros((), dtype=torch.int32, device=device) for _ in INDEX_NAMES]
-    if is_score:
-        given.insert(0, torch.zeros((), dtype=torch.float32, device=device))
-    notes = _Notes()
+    given = _arguments(is_score, device)
 
     def call(*arguments: Tensor) -> Any:
-        with notes:
-            return mod(*arguments)
+        return mod(*arguments)
 
+    with _explains(mod):
+        return _trace(call, given, "fake", decompositions)
+
+
+def trace_with_numbers(
+    mod: Callable[..., Any],
+    bind: Callable[[Sequence[Any]], Callable[..., Any]],
+    numbers: Sequence[int | float],
+    is_score: bool,
+    device: torch.device,
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
+) -> Trace:
+    """`trace` of bind(numbers), for any numbers of these types.
+
+    Raises NotImplementedError as well where the mod needs to know one of them.
+    """
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env, allow_non_fake_inputs=True):
+        given = _arguments(is_score, device)
+    with env.ignore_fresh_unbacked_symbols():
+        symbols = [
+            env.create_unbacked_symint() if isinstance(x, int) else env.create_unbacked_symfloat()
+            for x in numbers
+        ]
+
+    def call(*arguments: Any) -> Any:
+        return bind(arguments[len(given) :])(*arguments[: len(given)])
+
+    with _explains(mod):
+        return _trace(call, [*given, *symbols], "symbolic", decompositions)
+
+
+def _arguments(is_score: bool, device: torch.device) -> list[Tensor]:
+    given = [torch.zeros((), dtype=torch.int32, device=device) for _ in INDEX_NAMES]
+    return [torch.zeros((), dtype=torch.float32, device=device), *given] if is_score else given
+
+
+def _trace(
+    call: Callable[..., Any],
+    given: Sequence[Any],
+    mode: Any,
+    decompositions: dict[Any, Callable[..., Any]] | None,
+) -> Trace:
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    notes = _Notes()
+
+    def noting(*arguments: Any) -> Any:
+        with notes:
+            return call(*arguments)
+
+    make = make_fx(noting, decompositions, mode, _allow_non_fake_inputs=True)
+    hook = register_module_forward_pre_hook(notes.on_module)
     try:
         with torch.no_grad(), TransformGetItemToIndex(), fx_traceback.preserve_node_meta():
-            make = make_fx(call, decompositions, "fake", _allow_non_fake_inputs=True)
             module = make(*given)
+    finally:
+        hook.remove()
+    module.graph.eliminate_dead_code()
+    return Trace(module, notes.asked_shape, notes.called_module)
+
+
+@contextmanager
+def _explains(mod: Callable[..., Any]) -> Iterator[None]:
+    try:
+        yield
     except NotLowerable:
         raise
     except Exception as error:
         raise _explained(mod, error) from error
-    module.graph.eliminate_dead_code()
-    return Trace(module, notes.asked_shape)
 
 
 class _Notes(TorchFunctionMode):
@@ -101,14 +162,29 @@ class _Notes(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.asked_shape = False
+        self.called_module = False
+
+    def on_module(self, *_: Any) -> None:
+        self.called_module = True
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _ASKS_SHAPE:
             self.asked_shape = True
+        if func is Tensor.__getitem__:
+            args = (args[0], _as_tensors(args[1]))
         fx_traceback.set_stack_trace([_line_of_caller(sys._getframe(1))])
         return func(*args, **(kwargs or {}))
+
+
+def _as_tensors(indices: Any) -> Any:
+    """Numbers that are not known take the place of an index as tensors only."""
+    if isinstance(indices, torch.SymInt):
+        return torch.scalar_tensor(indices, dtype=torch.int64)
+    if isinstance(indices, tuple):
+        return tuple(map(_as_tensors, indices))
+    return indices
 
 
 def _explained(mod: Callable[..., Any], error: Exception) -> NotImplementedError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,7 +167,9 @@ class Table:
         """All of the dimensions that are left, read."""
         extents = tuple(self.shape[i] for i in self.left)
         check_size(math.prod(extents))
-        if self.known is not None and all(x is None or x.constant is not None for x in self.indices):
+        if self.known is not None and all(
+            x is None or x.constant is not None for x in self.indices
+        ):
             place = tuple(slice(None) if x is None else int(x.constant or 0) for x in self.indices)
             return Array.of_tensor(self.known[place])
         is_nonneg = self.dtype in _UNSIGNED
@@ -186,7 +188,18 @@ def _coordinates(extents: tuple[int, ...]) -> list[tuple[int, ...]]:
     return points
 
 
-Value = Any
-"""Of a node of the traced graph: an Array, a Table, or what torch was given beside tensors."""
+@dataclass(frozen=True)
+class Number:
+    """A Python number that may be another at each call. aux: which aux tensor holds it, of one
+    element and of the dtype that is asked for."""
 
-Emit = Callable[[str], str]
+    is_float: bool
+    aux: Callable[[torch.dtype], int]
+
+    def in_dtype(self, dtype: torch.dtype) -> Array:
+        """As torch takes a number beside a tensor of this dtype."""
+        held = torch.int64
+        if self.is_float:
+            held = torch.float64 if dtype == torch.float64 else torch.float32
+        element = Element(f"aux[{self.aux(held)}][0]", is_simple=False)
+        return Array(held, (), (element,))
