@@ -114,7 +114,11 @@ def converted(element: Element, given: torch.dtype, wanted: torch.dtype) -> Elem
         return constant_element(number)
     if wanted == torch.bool:
         return element._replace(text=f"({element.text} != 0)", is_simple=False)
-    return element._replace(text=f"{DSL_NAMES[wanted]}({element.text})", is_simple=False)
+    text = element.text
+    if given == torch.float64 and wanted in (torch.float16, torch.bfloat16):
+        # there is no code for this step on the CPU
+        text = f"Float32({text})"
+    return element._replace(text=f"{DSL_NAMES[wanted]}({text})", is_simple=False)
 
 
 def typed(element: Element, dtype: torch.dtype) -> str:

@@ -49,21 +49,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "flex.attention": ("functional", "flex", "block_sparsity"),
     "flex.block_mask": ("block_sparsity",),
     "compute_block_sparsity": (
-        "call",
-        "block_sparsity",
-        "mask_prep",
-        "flex.together",
-        "mods",
-        "runtime",
+        *("call", "block_sparsity", "mask_prep", "flex.together", "mods", "runtime"),
     ),
     "plotting": (
-        *(
-            "flex.together",
-            "call.validate",
-            "call.tile_classes",
-            "masks.column_mask",
-            "block_sparsity",
-        ),
+        *("call.validate", "call.tile_classes", "masks.column_mask", "block_sparsity"),
+        "flex.together",
         *("mods.on_cpu", "mods.signature", "runtime"),
     ),
     "interface": ("call", "masks.column_mask", "runtime", "mods"),
@@ -79,6 +69,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "flash_bwd": ("sm90", "kernels"),
     "utils": (),
     "": (
+        "flex",
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
         *("masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),
