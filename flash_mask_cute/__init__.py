@@ -14,6 +14,7 @@ from flash_mask_cute.runtime.cache import compile_count
 if TYPE_CHECKING:
     from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
     from flash_mask_cute.compute_block_sparsity import create_block_mask
+    from flash_mask_cute.flex import flex_attention, mod_source, patch_flex_attention
     from flash_mask_cute.functional import (
         flash_attn_func,
         flash_attn_varlen_func,
@@ -34,6 +35,9 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flashmask_attention",
+    "flex_attention",
+    "mod_source",
+    "patch_flex_attention",
     "plot",
 ]
 
@@ -46,6 +50,9 @@ _HOME = {
     "flash_attn_func": "flash_mask_cute.functional",
     "flash_attn_varlen_func": "flash_mask_cute.functional",
     "flashmask_attention": "flash_mask_cute.functional",
+    "flex_attention": "flash_mask_cute.flex",
+    "mod_source": "flash_mask_cute.flex",
+    "patch_flex_attention": "flash_mask_cute.flex",
     "plot": "flash_mask_cute.plotting",
 }
 

@@ -1,6 +1,7 @@
-"""Block lists from a CuTe `mask_mod`, on the device, or on the CPU where there is none.
+"""Block lists from a `mask_mod`, on the device, or on the CPU where there is none.
 
-The callable is the one that attention calls, `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors)`.
+The callable is the one that attention calls, `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors)`,
+or one written in torch, `mask_mod(b, h, q_idx, kv_idx)`.
 Every score inside the sequences is asked once, unless its block is known to be partial before that;
 the order of the work is n^2, as in any such function, but the result serves all layers. On CUDA it
 is one launch without a sync. On the CPU the same scan is compiled for the host.
@@ -23,6 +24,7 @@ from flash_mask_cute.block_sparsity import (
     as_block_size,
 )
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
+from flash_mask_cute.flex.together import as_cute_mods
 from flash_mask_cute.mask_prep.block_scan import HOST, ScanProblem, compile_scan
 from flash_mask_cute.mods.aux_tensors import check_record, new_record
 from flash_mask_cute.mods.on_cpu import all_inside
@@ -101,7 +103,7 @@ def create_block_mask(
     aux_tensors: Sequence[Any] | None = None,
     **unknown: NoReturn,
 ) -> BlockSparseTensorsTorch:
-    """Like torch's function of this name, for a CuTe mask_mod.
+    """Like torch's function of this name, for a mask_mod written in torch or in CuTe.
 
     B, H: batch and query heads; None where the mask is the same for all of them (the mod then sees
     index 0). BLOCK_SIZE: (queries, keys), or one number for both; any size works with any kernel.
@@ -146,6 +148,8 @@ def _scan(
     """names: what the caller calls batch_heads."""
     if mask_mod is None:
         raise TypeError("mask_mod must be a callable, got None")
+    mods = as_cute_mods(None, mask_mod, aux_tensors, device)
+    mask_mod, aux_tensors = mods.mask_mod or mask_mod, mods.aux_tensors
     check_mod("mask_mod", mask_mod)
     extents = zip((*names, "seqlen_q", "seqlen_k"), (*batch_heads, *seqlens), strict=True)
     for name, extent in extents:

@@ -25,6 +25,7 @@ from flash_mask_cute.block_sparsity import (
 )
 from flash_mask_cute.block_sparsity import FULL as FULL_BLOCK
 from flash_mask_cute.call.tile_classes import classes_of_columns
+from flash_mask_cute.flex.together import as_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.mods.signature import check_mod
@@ -276,6 +277,8 @@ def _ask(
 ) -> Tensor:
     if seqlen_q is None:
         raise ValueError("seqlen_q=None of a mask_mod, which does not tell how many queries it has")
+    mods = as_cute_mods(None, mask_mod, aux_tensors, None)
+    mask_mod, aux_tensors = mods.mask_mod or mask_mod, mods.aux_tensors
     check_mod("mask_mod", mask_mod)
     if aux_tensors is not None:
         if not isinstance(aux_tensors, list | tuple):

@@ -24,8 +24,13 @@ AUX_DTYPES = (
 MAX_AUX_RANK = 4
 
 
+def is_read_on(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether callables of attention read aux tensors of a dtype. Kernels have no float64."""
+    return dtype in AUX_DTYPES or (dtype == torch.float64 and device.type == "cpu")
+
+
 def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse what a callable of attention cannot read.
+    """Refuse what a callable of attention cannot read. On the CPU, float64 is read, too.
 
     Raises:
         TypeError: the dtype, or a tensor subclass.
@@ -33,7 +38,7 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
         ValueError: no dimension, or more than four; a device other than q's; negated lazily.
     """
     check_plain(name, tensor)
-    if tensor.dtype not in AUX_DTYPES:
+    if not is_read_on(tensor.dtype, device):
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in AUX_DTYPES)
         raise TypeError(f"{name} must have dtype {allowed}, got {tensor.dtype}")
     if not 1 <= tensor.dim() <= MAX_AUX_RANK:

@@ -49,9 +49,16 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("cpu", "masks.column_mask", "block_sparsity", "mask_prep"),
         *("sm90", "sm100", "kernels", "core.row_blocks", "mods", "runtime", *INDEX_RULES),
     ),
-    "compute_block_sparsity": ("call", "block_sparsity", "mask_prep", "mods", "runtime"),
+    # from mods written in torch to CuTe mods, below the functions that take mods
+    "flex": ("mods", "runtime"),
+    "flex.attention": ("functional", "flex", "block_sparsity"),
+    "flex.block_mask": ("block_sparsity",),
+    "compute_block_sparsity": (
+        *("call", "block_sparsity", "mask_prep", "flex.together", "mods", "runtime"),
+    ),
     "plotting": (
         *("call.validate", "call.tile_classes", "masks.column_mask", "block_sparsity"),
+        "flex.together",
         *("mods.on_cpu", "mods.signature", "runtime"),
     ),
     "interface": ("call", "masks.column_mask", "runtime", "mods"),
@@ -67,6 +74,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "flash_bwd": ("sm90", "kernels"),
     "utils": (),
     "": (
+        "flex",
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
         *("masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),
@@ -79,11 +87,12 @@ DEVICE = (
     *("mods.aux_reads", "mods.errors", "mods.score_chain"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     "rules.mask_warps",
+    "flex.device_ops",
 )
 # A kernel of mask_prep, beside the host half that it is named after.
 KERNEL_SUFFIX = "_kernel"
 # Modules that may import cutlass, or device code, inside a function.
-LAZY = ("block_sparsity", "rules.band", "runtime", "mods", "mask_prep", "call")
+LAZY = ("block_sparsity", "rules.band", "runtime", "mods", "flex", "mask_prep", "call")
 # Modules that work on ints of either world.
 WITHOUT_TORCH = (
     *("limits", "core", "kernels", "sm90", "sm100", "rules", "block_info", "seqlen_info"),

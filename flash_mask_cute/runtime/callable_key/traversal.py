@@ -59,6 +59,7 @@ _CLASS_BOOKKEEPING = frozenset(
         "__orig_bases__",
         "__parameters__",
         "__qualname__",
+        "__slotnames__",  # copy and pickle leave it
         "__static_attributes__",
         "__weakref__",
         "_abc_impl",

@@ -1,0 +1,28 @@
+"""FlexAttention code as it is: mods written in torch, compiled into kernels of this package."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flash_mask_cute.flex.attention import flex_attention
+    from flash_mask_cute.flex.lower import LoweredMod, lower_mod, mod_source
+    from flash_mask_cute.flex.patch import patch_flex_attention
+
+__all__ = ["LoweredMod", "flex_attention", "lower_mod", "mod_source", "patch_flex_attention"]
+
+# The first and the last stand above other functions that take mods, which import what lowers them.
+_HOME = {
+    "flex_attention": "attention",
+    "LoweredMod": "lower",
+    "lower_mod": "lower",
+    "mod_source": "lower",
+    "patch_flex_attention": "patch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,221 @@
+"""`flex_attention` with torch's arguments and results, on the kernels of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+from flash_mask_cute.flex.block_mask import lists_of
+from flash_mask_cute.flex.convention import check_torch_mod
+from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.functional import flash_attn_func
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# Of torch's kernels: sizes of tiles and the like, by which no result changes.
+_HINTS = frozenset(
+    {
+        *("num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2"),
+        *("BLOCK_N2", "PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ"),
+        *("FORCE_USE_FLEX_ATTENTION", "USE_TMA", "kpack", "matrix_instr_nonkdim", "waves_per_eu"),
+        "BACKEND",
+    }
+)
+_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """torch's function of this name, `torch.nn.attention.flex_attention.flex_attention`.
+
+    query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev): bf16 or fp16 on CUDA, also fp32
+    and fp64 on the CPU, forward and backward. They are read where they are. score_mod and the
+    mask_mod of block_mask are functions of torch, which are traced once and compiled into the
+    kernel; tensors that a score_mod captures have gradients. kernel_options: hints for torch's
+    kernels are ignored.
+
+    Returns:
+        out (B, Hq, L, Ev), with strides in the order of the query's; with return_lse (out, lse),
+        lse fp32 (B, Hq, L), natural log, -inf where nothing is visible; with return_aux (out,
+        AuxOutput).
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: as torch's function, of heads that differ
+            without enable_gqa, of a block_mask for other lengths, batch or heads, of a sliced one.
+        TypeError: a mod does not take torch's arguments.
+        NotImplementedError: a mod does what no kernel can (`lower_mod`); max_scores.
+
+    Example:
+        >>> flex_attention(q, k, v, score_mod=lambda s, b, h, q, k: s - 0.1 * (q - k).abs())
+    """
+    _check_tensors(query, key, value, enable_gqa)
+    _check_batch(query, key, block_mask)
+    _check_block_mask(query, key, block_mask)
+    _check_results(return_lse, return_aux)
+    _check_options(kernel_options)
+    if score_mod is not None:
+        check_torch_mod(score_mod, "score_mod")
+    mask_mod = lists = None
+    if block_mask is not None:
+        mask_mod = block_mask.mask_mod
+        check_torch_mod(mask_mod, "mask_mod")
+        lists = lists_of(block_mask)
+    mods = as_cute_mods(score_mod, mask_mod, None, query.device)
+    if key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    result = flash_attn_func(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        softmax_scale=scale,
+        score_mod=mods.score_mod,
+        mask_mod=mods.mask_mod,
+        aux_tensors=mods.aux_tensors,
+        block_sparse_tensors=lists,
+        return_lse=wants_lse,
+    )
+    out, lse = result if wants_lse else (result, None)
+    out = _in_order_of(query, out.transpose(1, 2))
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
+    """out, copied if its dimensions do not lie in memory as the query's do, the last one first."""
+    order = sorted(range(3), key=lambda i: (query.stride(i), i))
+    strides, step = [0, 0, 0, 1], out.shape[-1]
+    for i in order:
+        strides[i] = step
+        step *= out.shape[i]
+    if all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride(), strides, strict=True)):
+        return out
+    return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device).copy_(out)
+
+
+# -- what torch refuses, with its types of errors -----------------------------------------------
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.is_nested:
+            raise NotImplementedError(f"{name} is a nested tensor: not supported; pad it, or use "
+                                      "flash_attn_varlen_func")  # fmt: skip
+        if tensor.device != query.device:
+            raise ValueError(f"{name} must be on {query.device}, as query is, got {tensor.device}")
+        if tensor.dim() < 2:
+            raise ValueError(f"{name} must have 4 dimensions, got {tensor.dim()}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            "query and key must have the same embedding dimension, got "
+            f"{query.shape[-1]} and {key.shape[-1]}"
+        )
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise NotImplementedError(
+                f"{name} must have 4 dimensions (batch, heads, length, head dim), got shape "
+                f"{tuple(tensor.shape)}"
+            )
+    heads_q, heads_kv = query.shape[1], key.shape[1]
+    if not enable_gqa and heads_q != heads_kv:
+        raise ValueError(
+            f"query and key must have the same number of heads, got {heads_q} and {heads_kv}: "
+            "pass enable_gqa=True for grouped-query attention"
+        )
+    if heads_kv == 0 or heads_q % heads_kv:
+        raise ValueError(
+            f"with enable_gqa, query must have a multiple of the heads of key, got {heads_q} and "
+            f"{heads_kv}"
+        )
+
+
+def _check_batch(query: Tensor, key: Tensor, block_mask: BlockMask | None) -> None:
+    batch, batch_kv = query.shape[0], key.shape[0]
+    if batch == batch_kv:
+        return
+    if block_mask is None or block_mask.kv_num_blocks.shape[0] != batch or batch_kv != 1:
+        raise ValueError(
+            f"query and key must have the same batch, got {batch} and {batch_kv}; key may have "
+            "batch 1 with a block_mask that has the batch of query"
+        )
+
+
+def _check_block_mask(query: Tensor, key: Tensor, block_mask: BlockMask | None) -> None:
+    if block_mask is None:
+        return
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            "block_mask must be a BlockMask of torch.nn.attention.flex_attention, got "
+            f"{type(block_mask).__name__}"
+        )
+    if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise RuntimeError(
+            "block_mask is a slice of another, and slices have no mask_mod: set "
+            "block_mask.mask_mod to that of the other, shifted by what was cut off"
+        )
+    if block_mask.kv_num_blocks.device != query.device:
+        raise RuntimeError(
+            f"block_mask must be on {query.device}, as query is, got "
+            f"{block_mask.kv_num_blocks.device}"
+        )
+    lengths = query.shape[2], key.shape[2]
+    is_for_all = min(block_mask.BLOCK_SIZE) >= 1 << 30
+    if not is_for_all and tuple(block_mask.seq_lengths) != lengths:
+        raise ValueError(
+            f"block_mask was made for {block_mask.seq_lengths[0]} queries and "
+            f"{block_mask.seq_lengths[1]} keys, got {lengths[0]} and {lengths[1]}: make one for "
+            "these lengths"
+        )
+    shape = tuple(block_mask.kv_num_blocks.shape)
+    if len(shape) != 3:
+        raise ValueError(f"block_mask must have lists of (batch, heads, blocks), got shape {shape}")
+    for name, got, wanted in (
+        ("batch", shape[0], query.shape[0]),
+        ("heads", shape[1], query.shape[1]),
+    ):
+        if got not in (1, wanted):
+            raise ValueError(f"block_mask must have {name} 1 or {wanted}, as query has, got {got}")
+
+
+def _check_results(return_lse: bool, return_aux: AuxRequest | None) -> None:
+    if return_aux is None:
+        return
+    if return_lse:
+        raise ValueError("return_lse and return_aux may not both be given: use return_aux")
+    if return_aux.max_scores:
+        raise NotImplementedError(
+            "return_aux=AuxRequest(max_scores=True) is not supported yet; lse=True is"
+        )
+
+
+def _check_options(options: Mapping[str, Any] | None) -> None:
+    for name, value in (options or {}).items():
+        plain = name.removeprefix("fwd_").removeprefix("bwd_")
+        if plain not in _HINTS:
+            raise ValueError(
+                f"kernel_options has {name!r}, which this flex_attention does not know; the hints "
+                "of torch's FlexKernelOptions are taken and ignored"
+            )
+        if plain == "BACKEND" and value not in _BACKENDS:
+            raise ValueError(f"kernel_options['BACKEND'] must be one of {_BACKENDS}, got {value!r}")
+    if options and "BACKEND" in options and options.get("FORCE_USE_FLEX_ATTENTION"):
+        raise RuntimeError(
+            "kernel_options has BACKEND and FORCE_USE_FLEX_ATTENTION, of which torch takes one"
+        )

@@ -1,0 +1,175 @@
+"""What a mod reaches beside its arguments: tensors, numbers, and everything else as a key.
+
+The walk is the one by which kernels are kept (`runtime/callable_key`), with two differences. A
+tensor counts by its place, dtype and rank, so that another tensor in its place, as the document ids
+of the next batch, is the same structure. A number counts by its place and type, and is told apart:
+what was lowered for one value may serve others.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.runtime.callable_key.code_facts import code_facts
+from flash_mask_cute.runtime.callable_key.releases import release_of
+from flash_mask_cute.runtime.callable_key.traversal import Traversal
+
+Path = tuple[tuple[str, Any], ...]
+"""How a value is reached from the mod: a label, as "closure variable", and a name for each step."""
+
+
+class CapturedTensor(NamedTuple):
+    tensor: Tensor
+    path: Path
+
+
+class CapturedNumber(NamedTuple):
+    """is_shared: it is reached by other paths as well, through one object."""
+
+    number: int | float
+    path: Path
+    is_shared: bool = False
+
+
+class Captures(NamedTuple):
+    """key: None if the walk cannot follow the mod, and then `reason` says why."""
+
+    key: str | None
+    tensors: tuple[CapturedTensor, ...]
+    numbers: tuple[CapturedNumber, ...]
+    reason: str = ""
+    follows_forward: bool = False
+
+
+def find_captures(mod: Callable[..., Any], follows_forward: bool = False) -> Captures:
+    """follows_forward: the mod calls modules, so what their `forward` reaches counts as well."""
+    walk = _Walk(follows_forward)
+    try:
+        walk.root(mod)
+    except TypeError as error:
+        return Captures(None, tuple(walk.tensors), (), str(error), follows_forward)
+    numbers = walk.found_numbers()
+    return Captures(walk.digest(), tuple(walk.tensors), numbers, "", follows_forward)
+
+
+def described(path: Path) -> str:
+    """`closure variable 'ids' of causal`."""
+    return " of ".join(f"{label} {name!r}".strip() if label else str(name)
+                       for label, name in reversed(path))  # fmt: skip
+
+
+class _Walk(Traversal):
+    def __init__(self, follows_forward: bool) -> None:
+        super().__init__()
+        self.tensors: list[CapturedTensor] = []
+        self.numbers: list[CapturedNumber] = []
+        self._follows_forward = follows_forward
+        self._numbered: dict[int, int] = {}
+        self._modules: dict[tuple[int, tuple[str, ...] | None], int] = {}
+        # numbers found below an object, from and to, and the objects that are met again
+        self._ranges: dict[int, tuple[int, int]] = {}
+        self._shared: set[int] = set()
+
+    def found_numbers(self) -> tuple[CapturedNumber, ...]:
+        shared = {i for obj in self._shared for i in range(*self._ranges.get(obj, (0, 0)))}
+        return tuple(x._replace(is_shared=i in shared) for i, x in enumerate(self.numbers))
+
+    def _first_visit(self, obj: object) -> bool:
+        is_first = super()._first_visit(obj)
+        if not is_first:
+            self._shared.add(id(obj))
+        return is_first
+
+    def _value(self, obj: object) -> None:
+        if isinstance(obj, Tensor):
+            self._tensor(obj)
+        elif type(obj) is int or type(obj) is float:
+            self._emit(b"number", type(obj).__name__)
+            self.numbers.append(CapturedNumber(obj, tuple(self._trail)))  # type: ignore[arg-type]
+        else:
+            before = len(self.numbers)
+            super()._value(obj)
+            if len(self.numbers) > before:
+                self._ranges.setdefault(id(obj), (before, len(self.numbers)))
+
+    def _tensor(self, tensor: Tensor) -> None:
+        number = self._numbered.get(id(tensor))
+        if number is None:
+            number = self._numbered[id(tensor)] = len(self.tensors)
+            self.tensors.append(CapturedTensor(tensor, tuple(self._trail)))
+        self._emit(b"tensor", str(number), str(tensor.dtype), str(tensor.dim()), tensor.device.type)
+
+    def _other(self, obj: object) -> None:
+        if isinstance(obj, torch.nn.Module):
+            self._nn_module(obj)
+        elif isinstance(obj, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            self._emit(b"operator", str(obj), str(torch.__version__))
+        else:
+            super()._other(obj)
+
+    def _nn_module(self, module: torch.nn.Module) -> None:
+        """What the current function mentions of a module of the caller's own; all state of one of
+        a library."""
+        cls = type(module)
+        release = release_of(cls.__module__)
+        names = None if release else self._names_of(module)
+        # another function may mention other names of the same module
+        visit = id(module), names
+        if visit in self._modules:
+            self._emit(b"ref", str(self._modules[visit]))
+            self._shared.add(id(module))
+            return
+        self._modules[visit] = len(self._modules)
+        self._open(b"nn.Module")
+        self._emit(b"class", cls.__module__, cls.__qualname__, release or "", str(module.training))
+        for name, value in _state_of(module, names):
+            self._named("attribute", name, value)
+        self._close()
+
+    def _names_of(self, module: torch.nn.Module) -> tuple[str, ...]:
+        """Names that the current function mentions, and the methods of the module among them."""
+        wanted = list(self._mentioned)
+        if self._follows_forward or not self._mentioned:
+            wanted.append("forward")
+        names: dict[str, None] = {}
+        while wanted:
+            name = wanted.pop()
+            if name not in names:
+                names[name] = None
+                code = _code_of(getattr(type(module), name, None))
+                wanted.extend(code_facts(code).mentioned if code is not None else ())
+        return tuple(sorted(names))
+
+
+def _code_of(attribute: object) -> types.CodeType | None:
+    if isinstance(attribute, property):
+        attribute = attribute.fget
+    if isinstance(attribute, staticmethod | classmethod):
+        attribute = attribute.__func__
+    return attribute.__code__ if isinstance(attribute, types.FunctionType) else None
+
+
+# What a module keeps beside its own state.
+_BOOKKEEPING = frozenset(vars(torch.nn.Module()))
+
+
+def _state_of(module: torch.nn.Module, names: tuple[str, ...] | None) -> Iterator[tuple[str, Any]]:
+    found: dict[str, Any] = {
+        name: value for name, value in vars(module).items() if name not in _BOOKKEEPING
+    }
+    for group in (module._parameters, module._buffers, module._modules):
+        found.update(group)
+    if names is not None:
+        found = {name: found[name] for name in names if name in found}
+        for name in names:
+            attribute = getattr(type(module), name, None)
+            if name not in found and _code_of(attribute) is not None:
+                own = getattr(attribute, "fget", attribute)
+                if release_of(getattr(own, "__module__", None)) is None:
+                    found[name] = own
+    yield from sorted(found.items())

@@ -1,0 +1,116 @@
+"""Which convention a mod is written in: torch's or CuTe's. Told from its number of arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+# Positional arguments of each kind, in torch and in CuTe.
+_ARITY = {"mask_mod": (4, 5), "score_mod": (5, 6)}
+_TORCH = {
+    "mask_mod": "(b, h, q_idx, kv_idx)",
+    "score_mod": "(score, b, h, q_idx, kv_idx)",
+}
+_CUTE = {
+    "mask_mod": "(b_idx, h_idx, q_idx, kv_idx, aux_tensors)",
+    "score_mod": "(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)",
+}
+
+
+def is_torch_mod(mod: Callable[..., Any], kind: str) -> bool:
+    """Whether a mod is to be lowered; False: it is a CuTe mod, or no mod, for others to refuse.
+
+    kind: "mask_mod" or "score_mod". A mask_mod of 4 and a score_mod of 5 arguments is torch's; of
+    5 and 6, CuTe's. One that takes either number, by *args or a default, is CuTe's, as it was
+    before there was a choice, unless it takes torch's number only.
+
+    Raises:
+        TypeError: a `@cute.jit` function takes torch's arguments.
+    """
+    in_torch, in_cute = _ARITY[kind]
+    accepted = _accepts(mod)
+    if accepted is None or accepted(in_cute) or not accepted(in_torch):
+        return False
+    if _is_jit(mod):
+        raise TypeError(
+            f"{kind} {_name(mod)} is a @cute.jit function with the arguments of torch's "
+            f"FlexAttention, {_TORCH[kind]}: a CuTe {kind} takes {_CUTE[kind]}; leave the "
+            "decorator out if it is written in torch"
+        )
+    return True
+
+
+def check_torch_mod(mod: Callable[..., Any], kind: str) -> None:
+    """Refuse what `flex_attention` cannot take as a mod.
+
+    Raises:
+        TypeError: it is not callable, or takes other arguments than torch's.
+    """
+    if not callable(mod):
+        raise TypeError(f"{kind} must be callable, got {mod!r}")
+    if is_torch_mod(mod, kind):
+        return
+    accepted = _accepts(mod)
+    in_torch, in_cute = _ARITY[kind]
+    if accepted is None or accepted(in_torch):
+        return
+    hint = ""
+    if accepted(in_cute):
+        hint = (
+            f"; with the arguments {_CUTE[kind]} it is a CuTe {kind}, which flash_attn_func takes, "
+            "not flex_attention"
+        )
+    raise TypeError(
+        f"{kind} must take the arguments {_TORCH[kind]}, got "
+        f"{_name(mod)}{inspect.signature(mod)}{hint}"
+    )
+
+
+def kind_of_torch_mod(mod: Callable[..., Any]) -> str:
+    """ "mask_mod" or "score_mod", of a mod written in torch.
+
+    Raises:
+        TypeError: it takes neither 4 nor 5 arguments.
+    """
+    accepted = _accepts(mod)
+    if accepted is None:
+        raise TypeError(f"{_name(mod)} does not tell its arguments: pass kind")
+    for kind, (in_torch, _) in _ARITY.items():
+        if accepted(in_torch):
+            return kind
+    raise TypeError(
+        f"{_name(mod)} must take {_TORCH['mask_mod']} or {_TORCH['score_mod']}, got "
+        f"{inspect.signature(mod)}"
+    )
+
+
+def _accepts(mod: Callable[..., Any]) -> Callable[[int], bool] | None:
+    """Whether so many positional arguments can be passed; None: the callable does not tell."""
+    if type(mod) is FunctionType and not hasattr(mod, "__wrapped__"):
+        # the usual case, at a tenth of the time
+        code, defaults = mod.__code__, len(mod.__defaults__ or ())
+        if not code.co_flags & inspect.CO_VARARGS and not code.co_kwonlyargcount:
+            return lambda n: code.co_argcount - defaults <= n <= code.co_argcount
+    try:
+        signature = inspect.signature(mod)
+    except (TypeError, ValueError):
+        return None
+
+    def accepts(count: int) -> bool:
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            return False
+        return True
+
+    return accepts
+
+
+def _is_jit(mod: Any) -> bool:
+    return "_decorator_kind" in getattr(mod, "__dict__", {})
+
+
+def _name(mod: Any) -> str:
+    return str(getattr(mod, "__qualname__", type(mod).__qualname__))

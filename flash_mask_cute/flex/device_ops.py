@@ -1,0 +1,239 @@
+"""What an operator of torch does to numbers, in CuTe: called by the text of lowered mods.
+
+Each function takes scalars of the DSL, of one dtype unless it says otherwise, or Python numbers in
+place of some of them, and gives a scalar of that dtype. They are straight-line code: both sides of
+a choice are computed. Where torch and CuTe agree, lowered text has the operator itself.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """x or y, of one dtype."""
+    dtype = _dtype(x, y)
+    return dtype(cutlass.select_(Boolean(condition), dtype(x), dtype(y)))
+
+
+def _dtype(*numbers: Any) -> Any:
+    """That of the first which is no Python number."""
+    return next(type(x) for x in numbers if isinstance(x, cutlass.Numeric))
+
+
+# -- indices of captured tensors ----------------------------------------------------------------
+
+
+def inside(table: Any, dimension: int, index: Any) -> Any:
+    """An index that is not negative. Kernels check nothing and read the last element in place of
+    those past the end; on the CPU the read is checked, and an index past the end is an error."""
+    if table.check is not None:
+        return index
+    last = Int32(cute.size(table, mode=[dimension])) - 1
+    if not isinstance(index, cutlass.Numeric):
+        return cutlass.min(Int32(index), last)
+    return cutlass.min(index, type(index)(last))
+
+
+def wrapped(table: Any, dimension: int, index: Any) -> Any:
+    """`inside`, and a negative index counts from the end."""
+    index = index if isinstance(index, cutlass.Numeric) else Int32(index)
+    extent = type(index)(cute.size(table, mode=[dimension]))
+    index = where(index < 0, index + extent, index)
+    if table.check is not None:
+        return index
+    return cutlass.max(cutlass.min(index, extent - 1), 0)
+
+
+# -- integers -----------------------------------------------------------------------------------
+
+
+def floor_divide(x: Any, y: Any) -> Any:
+    """Of integers. A divisor that is not known divides by 1 in place of 0, as an error would end
+    the process."""
+    if not isinstance(y, cutlass.Numeric):
+        return -x if y == -1 else x // y
+    is_safe = (y != 0) & (y != -1)
+    quotient = type(y)(x) // where(is_safe, y, 1)
+    return where(y == -1, -type(y)(x), quotient)
+
+
+def trunc_divide(x: Any, y: Any) -> Any:
+    """Of integers, towards zero."""
+    dtype = _dtype(x, y)
+    quotient = floor_divide(x, y)
+    is_below = (quotient < 0) & (quotient * y != x)
+    return where(is_below, quotient + 1, dtype(quotient))
+
+
+def remainder(x: Any, y: Any) -> Any:
+    """Of integers, with the sign of the divisor; `%` of CuTe has that of the dividend."""
+    return x - floor_divide(x, y) * y
+
+
+def trunc_remainder(x: Any, y: Any) -> Any:
+    """Of integers, with the sign of the dividend."""
+    return x - trunc_divide(x, y) * y
+
+
+def shift_left(x: Any, count: Any) -> Any:
+    """0 where the count is no number of bits of the dtype."""
+    dtype, count, is_inside = _shift(x, count)
+    return where(is_inside, dtype(x) << count, 0)
+
+
+def shift_right(x: Any, count: Any) -> Any:
+    """Only copies of the sign where the count is no number of bits of the dtype."""
+    dtype, count, is_inside = _shift(x, count)
+    return dtype(x) >> where(is_inside, count, dtype.width - 1)
+
+
+def _shift(x: Any, count: Any) -> tuple[Any, Any, Any]:
+    dtype = _dtype(x, count)
+    count = dtype(count)
+    is_inside = (count >= 0) & (count < dtype.width)
+    return dtype, where(is_inside, count, 0), is_inside
+
+
+def whole_power(x: Any, exponent: int) -> Any:
+    """By a known exponent of at least 1."""
+    power = x if exponent % 2 else None
+    square = x
+    while exponent := exponent // 2:
+        square = square * square
+        if exponent % 2:
+            power = square if power is None else power * square
+    return power
+
+
+def sign(x: Any) -> Any:
+    dtype = _dtype(x)
+    return where(x > 0, dtype(1), where(x < 0, dtype(-1), x))
+
+
+# -- numbers of either kind ---------------------------------------------------------------------
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """The larger one, or NaN if one is."""
+    return _chosen(x, y, lambda a, b: a > b)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """The smaller one, or NaN if one is."""
+    return _chosen(x, y, lambda a, b: a < b)
+
+
+def at_least(x: Any, low: Any) -> Any:
+    """x, or `low` if that is larger: `clamp`, whose slope is 1 where they are equal."""
+    return _chosen(x, low, lambda a, b: a >= b)
+
+
+def at_most(x: Any, high: Any) -> Any:
+    return _chosen(x, high, lambda a, b: a <= b)
+
+
+def _chosen(x: Any, y: Any, is_first: Callable[[Any, Any], Any]) -> Any:
+    dtype = _dtype(x, y)
+    x, y = dtype(x), dtype(y)
+    takes_x = is_first(x, y)
+    if dtype.is_float:
+        takes_x = takes_x | (x != x)
+    return where(takes_x, x, y)
+
+
+# -- floating-point numbers ---------------------------------------------------------------------
+
+
+def float_remainder(x: Any, y: Any) -> Any:
+    """With the sign of the divisor."""
+    dtype = _dtype(x, y)
+    x, y = dtype(x), dtype(y)
+    rest = x % y
+    return where((rest != 0.0) & ((rest < 0.0) != (y < 0.0)), rest + y, rest)
+
+
+def float_floor_divide(x: Any, y: Any) -> Any:
+    """Python's, from the remainder; a quotient by 0 is what division gives."""
+    dtype = _dtype(x, y)
+    x, y = dtype(x), dtype(y)
+    near = (x - float_remainder(x, y)) / y
+    floored = cute.math.floor(near)
+    # `near` is a whole number but for rounding
+    whole = where(near - floored > 0.5, floored + 1.0, floored)
+    return where(y == 0.0, x / y, whole)
+
+
+def power(x: Any, y: Any) -> Any:
+    dtype = _dtype(x, y)
+    return dtype(cute.math.pow(dtype(x), dtype(y)))
+
+
+def sigmoid(x: Any) -> Any:
+    return 1.0 / (1.0 + cute.math.exp(-x))
+
+
+def is_nan(x: Any) -> Any:
+    return x != x
+
+
+def is_infinite(x: Any) -> Any:
+    return (x == math.inf) | (x == -math.inf)
+
+
+# erf(x) / x as a polynomial in x^2 for |x| <= 1, and log(erfc(x)) as one in x for 1 <= x <= 4, the
+# lowest power first: least squares at the nodes of Chebyshev, in fp64.
+_ERF_NEAR = (
+    1.12837916706,
+    -0.37612638476,
+    0.112837826221,
+    -0.0268654383128,
+    0.00522105341815,
+    -0.000848439662462,
+    0.000112682543866,
+    -9.67359211316e-06,
+)
+_ERF_FAR = (
+    0.000303213001065,
+    -1.13016667563,
+    -0.631937093479,
+    -0.109978245294,
+    0.0263647174516,
+    -0.00474022237099,
+    0.000592769543733,
+    -4.55906231076e-05,
+    1.61406163479e-06,
+)
+
+
+def erf(x: Any) -> Any:
+    """With an error of 1.5e-7; the function of `cute.math` has no code for the CPU."""
+    dtype = _dtype(x)
+    size = abs(x)
+    near_size = where(size < 1.0, size, 1.0)
+    far_size = where(size > 1.0, where(size < 4.0, size, 4.0), 1.0)
+    near = near_size * _polynomial(near_size * near_size, _ERF_NEAR)
+    far = 1.0 - cute.math.exp(_polynomial(far_size, _ERF_FAR))
+    found = where(size < 1.0, near, far)
+    found = where(x < 0.0, -found, found)
+    return where(x != x, x, dtype(found))
+
+
+def _polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
+    result: Any = coefficients[-1]
+    for coefficient in coefficients[-2::-1]:
+        result = result * x + coefficient
+    return result
+
+
+def gelu(x: Any) -> Any:
+    return x * 0.5 * (1.0 + erf(x * math.sqrt(0.5)))
+
+
+def gelu_by_tanh(x: Any) -> Any:
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)
+    return 0.5 * x * (1.0 + cute.math.tanh(inner))

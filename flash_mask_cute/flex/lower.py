@@ -1,0 +1,383 @@
+"""Mods written in torch, as CuTe mods: what they are compiled from, and what is kept of them.
+
+`lower_mod` walks what the mod reaches, finds the program that was lowered for this structure, and
+hands out the tensors that the mod holds now. Only a new structure is traced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import math
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from flash_mask_cute.flex.captures import CapturedTensor, Captures, Path, described, find_captures
+from flash_mask_cute.flex.rebuild import NoCopyError, with_numbers
+from flash_mask_cute.flex.text import AUX, Source, Text, UnknownOperator, write
+from flash_mask_cute.flex.trace import Trace, name_of, trace, trace_with_numbers
+from flash_mask_cute.flex.values import DSL_NAMES, NotLowerable
+from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
+
+KINDS = ("mask_mod", "score_mod")
+_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True)
+class LoweredMod:
+    """A torch mod as attention takes it.
+
+    mod: `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)` of
+    CuTe, the same object for every mod with the same text. aux_tensors: what it reads, as it is to
+    be passed as aux_tensors. source: the text of `mod`.
+    """
+
+    mod: Callable[..., Any]
+    aux_tensors: tuple[Tensor, ...]
+    source: str
+
+
+def lower_mod(
+    mod: Callable[..., Any], kind: str, device: torch.device | str | None = None
+) -> LoweredMod:
+    """The CuTe form of a mod written in torch.
+
+    mod: mask_mod(b, h, q_idx, kv_idx) -> bool, or score_mod(score, b, h, q_idx, kv_idx) -> score,
+    on 0-d tensors. kind: "mask_mod" or "score_mod". device: where attention runs; the default is
+    that of the first captured tensor, or the CPU.
+
+    A mod whose structure was lowered before is not traced again; other tensors in the places of
+    those that it captured are read in their stead.
+
+    Raises:
+        NotImplementedError: the mod does what a kernel cannot; the text names mod, line, operator.
+        TypeError: the mod does not return a bool (mask_mod) or a number (score_mod).
+        ValueError: kind is neither.
+
+    Example:
+        >>> lower_mod(lambda b, h, q, k: q >= k, "mask_mod").source
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be mask_mod or score_mod, got {kind!r}")
+    captures = find_captures(mod)
+    target = _device_of(captures, device)
+    program, captures = _program(mod, kind, captures, target)
+    return LoweredMod(program.mod, program.aux_tensors(mod, captures, target), program.source)
+
+
+def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
+    """The same mod, which finds its tensors behind `count` others."""
+    source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
+    kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
+    with _LOCK:
+        return LoweredMod(_mod_of(source, kind), lowered.aux_tensors, source)
+
+
+def mod_source(mod: Callable[..., Any], kind: str | None = None) -> str:
+    """The CuTe text that a torch mod becomes.
+
+    kind: "mask_mod" or "score_mod"; by default it is told from the number of arguments, 4 or 5.
+    """
+    if kind is None:
+        from flash_mask_cute.flex.convention import kind_of_torch_mod
+
+        kind = kind_of_torch_mod(mod)
+    return lower_mod(mod, kind).source
+
+
+def _device_of(captures: Captures, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    devices = [x.tensor.device for x in captures.tensors if x.tensor.dim()]
+    return devices[0] if devices else torch.device("cpu")
+
+
+# -- what is kept -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a structure was lowered to.
+
+    found: the captured tensors of a mod that no walk can follow, for which the program is made anew
+    at each call. constants: tensors that the mod makes, by device.
+    """
+
+    mod: Callable[..., Any]
+    source: str
+    sources: tuple[Source, ...]
+    module: GraphModule
+    found: tuple[CapturedTensor, ...] | None = None
+    varying: tuple[int, ...] = ()
+    constants: dict[Any, Tensor] = field(default_factory=dict)
+
+    def aux_tensors(
+        self, mod: Callable[..., Any], captures: Captures, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        captured = captures.tensors if self.found is None else self.found
+        numbers = tuple(captures.numbers[i].number for i in self.varying)
+        computed = _Computed(self.module, captured, numbers)
+        made = []
+        for source in self.sources:
+            if source.captured is not None:
+                tensor, path = captured[source.captured]
+            elif source.number is not None:
+                assert source.computed is not None
+                number = computed.of(source.computed)
+                made.append(torch.full((1,), number, dtype=source.number, device=device))
+                continue
+            elif source.computed is not None:
+                tensor, path = computed.of(source.computed), (("", "a tensor computed inside"),)
+            else:
+                assert source.constant is not None
+                tensor, path = self._constant_on(source.constant, device), (("", "a constant"),)
+            if source.detached:
+                tensor = tensor.detach()
+            made.append(_as_aux(tensor, device, mod, path))
+        return tuple(made)
+
+    def _constant_on(self, tensor: Tensor, device: torch.device) -> Tensor:
+        key = id(tensor), device
+        if key not in self.constants:
+            self.constants[key] = tensor.to(device)
+        return self.constants[key]
+
+
+class _Computed:
+    """Values of nodes that depend on captured tensors and numbers only, each once a call."""
+
+    def __init__(
+        self,
+        module: GraphModule,
+        captured: tuple[CapturedTensor, ...],
+        numbers: tuple[int | float, ...],
+    ) -> None:
+        self._module = module
+        self._captured = captured
+        self._known: dict[Node, Any] = {}
+        if numbers:
+            given = module.graph.find_nodes(op="placeholder")
+            self._known.update(zip(given[-len(numbers) :], numbers, strict=True))
+
+    def of(self, node: Node) -> Any:
+        if node not in self._known:
+            if node.op == "get_attr":
+                place = node.meta.get("captured")
+                held = getattr(self._module, str(node.target))
+                self._known[node] = held if place is None else self._captured[place].tensor
+            else:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.of)
+                self._known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self._known[node]
+
+
+def _as_aux(tensor: Tensor, device: torch.device, mod: Callable[..., Any], path: Path) -> Tensor:
+    """A captured tensor as kernels read it, without a copy."""
+    where = f"{described(path)}, which {name_of(mod)} reads,"
+    if not is_read_on(tensor.dtype, device):
+        hint = "; pass x.float()" if tensor.dtype == torch.float64 else ""
+        raise TypeError(f"{where} has dtype {tensor.dtype}, which no kernel reads{hint}")
+    if tensor.dim() > MAX_AUX_RANK:
+        raise NotImplementedError(
+            f"{where} has {tensor.dim()} dimensions, and kernels read up to {MAX_AUX_RANK}: "
+            "flatten some of them before the call"
+        )
+    if tensor.numel() == 0:
+        raise IndexError(f"{where} is empty, shape {tuple(tensor.shape)}")
+    if tensor.device.type != device.type:
+        if tensor.dim() == 0 and tensor.device.type == "cpu":
+            return tensor.to(device).view(1)
+        raise ValueError(f"{where} is on {tensor.device}, and query is on {device}")
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+@dataclass
+class _Structure:
+    """What is known of mods of one structure.
+
+    first: the numbers that the first of them captured. follows_forward: as in `find_captures`.
+    calls_modules: it has to be walked once more with that. varying: which of the numbers were
+    others since, and are aux tensors now; fixed: which cannot be.
+    """
+
+    first: tuple[int | float, ...]
+    follows_forward: bool
+    varying: tuple[int, ...] = ()
+    fixed: frozenset[int] = frozenset()
+    knows_shapes: bool = False
+    calls_modules: bool = False
+    programs: dict[Any, Program] = field(default_factory=dict)
+
+    def key(self, captures: Captures) -> Any:
+        """Of the program for these captures, as far as it is known what a program depends on."""
+        numbers = tuple(
+            None if i in self.varying else repr(x.number) for i, x in enumerate(captures.numbers)
+        )
+        shapes = None
+        if self.knows_shapes:
+            shapes = tuple((x.tensor.shape, x.tensor.stride()) for x in captures.tensors)
+        return captures.key, self.varying, numbers, shapes
+
+    def note_changes(self, captures: Captures) -> None:
+        """Numbers that are not what they were first vary from now on."""
+        self.fixed |= {i for i, x in enumerate(captures.numbers) if x.is_shared}
+        changed = {
+            i
+            for i, (old, new) in enumerate(zip(self.first, captures.numbers, strict=True))
+            if repr(old) != repr(new.number)
+        }
+        self.varying = tuple(sorted((changed | set(self.varying)) - self.fixed))
+
+
+_structures: dict[Any, _Structure] = {}
+_mods: dict[str, Callable[..., Any]] = {}
+_warned: set[Any] = set()
+traces = 0
+"""How many mods were traced in this process."""
+
+
+def _program(
+    mod: Callable[..., Any], kind: str, captures: Captures, device: torch.device
+) -> tuple[Program, Captures]:
+    """And the captures by which it finds its tensors."""
+    with _LOCK:
+        if captures.key is None:
+            return _untracked(mod, kind, captures, device), captures
+        structure = _structure(kind, captures, device)
+        if structure.calls_modules:
+            captures = find_captures(mod, follows_forward=True)
+            if captures.key is None:
+                return _untracked(mod, kind, captures, device), captures
+            structure = _structure(kind, captures, device)
+        program = structure.programs.get(structure.key(captures))
+        if program is not None:
+            return program, captures
+        return _new_program(structure, mod, kind, captures, device)
+
+
+def _structure(kind: str, captures: Captures, device: torch.device) -> _Structure:
+    name = kind, captures.key, device.type
+    structure = _structures.get(name)
+    if structure is None:
+        numbers = tuple(x.number for x in captures.numbers)
+        structure = _structures[name] = _Structure(numbers, captures.follows_forward)
+    return structure
+
+
+def _new_program(
+    structure: _Structure,
+    mod: Callable[..., Any],
+    kind: str,
+    captures: Captures,
+    device: torch.device,
+) -> tuple[Program, Captures]:
+    structure.note_changes(captures)
+    found = structure.programs.get(structure.key(captures))
+    if found is not None:
+        return found, captures
+    try:
+        program, traced, text = _lowered(mod, kind, captures, device, structure.varying)
+    except (NotLowerable, NoCopyError):
+        if not structure.varying:
+            raise
+        # the mod needs to know them: one program for each value
+        structure.fixed |= set(structure.varying)
+        structure.varying = ()
+        program, traced, text = _lowered(mod, kind, captures, device, ())
+    structure.knows_shapes |= traced.knows_shapes or text.knows_shapes
+    if traced.calls_modules and not structure.follows_forward:
+        structure.calls_modules = True
+        return _program(mod, kind, captures, device)
+    if program.found is not None:
+        return _untracked(mod, kind, captures, device, program), captures
+    structure.programs[structure.key(captures)] = program
+    return program, captures
+
+
+def _untracked(
+    mod: Callable[..., Any],
+    kind: str,
+    captures: Captures,
+    device: torch.device,
+    program: Program | None = None,
+) -> Program:
+    """Traced at each call, as nothing tells whether it changed."""
+    place = getattr(mod, "__code__", type(mod))
+    if place not in _warned:
+        _warned.add(place)
+        reason = captures.reason or "it reaches tensors by ways that are not followed"
+        warnings.warn(
+            f"{name_of(mod)} is traced anew at each call, which takes some 20 ms: {reason}",
+            stacklevel=5,
+        )
+    return program or _lowered(mod, kind, captures, device, ())[0]
+
+
+def _lowered(
+    mod: Callable[..., Any],
+    kind: str,
+    captures: Captures,
+    device: torch.device,
+    varying: tuple[int, ...],
+) -> tuple[Program, Trace, Text]:
+    global traces
+    traces += 1
+    is_score = kind == "score_mod"
+    paths = [captures.numbers[i].path for i in varying]
+
+    def bind(numbers: Sequence[Any]) -> Callable[..., Any]:
+        return with_numbers(mod, zip(paths, numbers, strict=True))
+
+    def traced(decompositions: Any = None) -> Trace:
+        if not varying:
+            return trace(mod, is_score, device, decompositions)
+        bind([0] * len(paths))
+        numbers = [captures.numbers[i].number for i in varying]
+        return trace_with_numbers(mod, bind, numbers, is_score, device, decompositions)
+
+    found = traced()
+    try:
+        text = write(mod, is_score, found.module, captures.tensors)
+    except UnknownOperator:
+        from torch._decomp import core_aten_decompositions
+
+        found = traced(core_aten_decompositions())
+        text = write(mod, is_score, found.module, captures.tensors)
+    is_followed = captures.key is not None and len(text.captured) == len(captures.tensors)
+    program = Program(
+        _mod_of(text.source, kind), text.source, text.sources, found.module,
+        None if is_followed else text.captured, varying,
+    )  # fmt: skip
+    return program, found, text
+
+
+def _mod_of(text: str, kind: str) -> Callable[..., Any]:
+    """The function of a text, one for equal texts."""
+    if text not in _mods:
+        _mods[text] = _compiled(text, kind)
+    return _mods[text]
+
+
+def _compiled(text: str, kind: str) -> Callable[..., Any]:
+    """What the DSL and tracebacks can read back."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from flash_mask_cute.flex import device_ops
+
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    file = f"<flash_mask_cute {kind} {digest[:12]}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    scope: dict[str, Any] = {name: getattr(cutlass, name) for name in DSL_NAMES.values()}
+    scope |= {"cute": cute, "ops": device_ops, "inf": math.inf, "nan": math.nan}
+    exec(compile(text, file, "exec"), scope)
+    mod: Any = scope[kind]
+    mod.__flash_mask_key__ = f"torch {kind} {digest}"
+    return mod

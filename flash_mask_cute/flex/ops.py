@@ -1,0 +1,681 @@
+"""ATen operators as text of CuTe, with torch's dtypes.
+
+`RULES` has a rule for each operator that a mod may call. A rule gets the operator's operands and
+makes an expression for each element of its result, in the dtype in which torch computes and then in
+that of the result. What is known while tracing is computed by torch itself, not here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.flex.values import (
+    DSL_NAMES,
+    Array,
+    Element,
+    NotLowerable,
+    Number,
+    Table,
+    check_size,
+    computed_in,
+    constant_element,
+)
+
+Rule = Callable[["Call"], Any]
+RULES: dict[str, Rule] = {}
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator and its operands. name_element: writes a line `name = expression` and gives the
+    name back, as an expression that may be used twice."""
+
+    target: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    name_element: Callable[[Element], Element]
+
+    @property
+    def name_of_operator(self) -> str:
+        return operator_name(self.target)
+
+    def operand(self, place: int, keyword: str, default: Any = None) -> Any:
+        if place < len(self.args):
+            return self.args[place]
+        return self.kwargs.get(keyword, default)
+
+    def elementwise(
+        self,
+        operands: Sequence[Any],
+        computed: torch.dtype,
+        write: Callable[..., str],
+        is_nonneg: Callable[..., bool] = lambda *_: False,
+        result: torch.dtype | None = None,
+    ) -> Array:
+        """write: makes the text of an element from those of the operands, which have the dtype
+        `computed`; what it writes is of dtype `result`, or `computed`."""
+        arrays = [as_array(x, computed, self) for x in operands]
+        arrays = [cast(x, computed).broadcast(self.shape) for x in arrays]
+        made = []
+        for elements in zip(*(x.elements for x in arrays), strict=True):
+            text = write(*(x.text for x in elements))
+            element = Element(text, is_simple=False, is_nonneg=is_nonneg(*elements))
+            element = converted(element, result or computed, self.dtype)
+            made.append(self.name_element(element))
+        return Array(self.dtype, self.shape, tuple(made))
+
+
+def operator_name(target: Any) -> str:
+    """Without namespace and overload."""
+    return str(target.__name__).partition(".")[0]
+
+
+def as_array(value: Any, dtype: torch.dtype, call: Call) -> Array:
+    """An operand; a Python number takes the given dtype, as it does in torch."""
+    if isinstance(value, Array):
+        return value
+    if isinstance(value, Table):
+        array = value.elements()
+        return replace(array, elements=tuple(map(call.name_element, array.elements)))
+    if isinstance(value, Number):
+        held = value.in_dtype(dtype)
+        return Array(held.dtype, (), (call.name_element(held.elements[0]),))
+    if isinstance(value, bool | int | float):
+        try:
+            tensor = torch.tensor(value, dtype=dtype, device="cpu")
+        except (RuntimeError, OverflowError) as error:
+            raise NotLowerable(f"uses {value!r} as {dtype}: {error}") from error
+        return Array.of_tensor(tensor)
+    raise NotLowerable(f"calls {call.target} with {value!r}")
+
+
+def cast(array: Array, dtype: torch.dtype) -> Array:
+    if array.dtype == dtype:
+        return array
+    elements = tuple(converted(x, array.dtype, dtype) for x in array.elements)
+    return Array(dtype, array.shape, elements)
+
+
+def converted(element: Element, given: torch.dtype, wanted: torch.dtype) -> Element:
+    if given == wanted:
+        return element
+    if element.constant is not None:
+        number = torch.tensor(element.constant, dtype=given, device="cpu").to(wanted).item()
+        return constant_element(number)
+    if wanted == torch.bool:
+        return element._replace(text=f"({element.text} != 0)", is_simple=False)
+    text = element.text
+    if given == torch.float64 and wanted in (torch.float16, torch.bfloat16):
+        # there is no code for this step on the CPU
+        text = f"Float32({text})"
+    return element._replace(text=f"{DSL_NAMES[wanted]}({text})", is_simple=False)
+
+
+def typed(element: Element, dtype: torch.dtype) -> str:
+    """As an argument that says its dtype."""
+    if element.constant is None:
+        return element.text
+    return f"{DSL_NAMES[dtype]}({element.text})"
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def add(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+def promoted(*operands: Any) -> torch.dtype:
+    """The dtype in which torch computes with operands, arrays or Python numbers."""
+    stand_ins = [
+        torch.empty(x.shape if isinstance(x, Array) else [len(x.left)] * len(x.left),
+                    dtype=x.dtype, device="meta")
+        if isinstance(x, Array | Table)
+        else (1.0 if x.is_float else 1)
+        if isinstance(x, Number)
+        else x
+        for x in operands
+    ]  # fmt: skip
+    if len(stand_ins) == 1:
+        return stand_ins[0].dtype
+    return torch.result_type(*stand_ins)
+
+
+# -- arithmetic ---------------------------------------------------------------------------------
+
+
+def _both(x: Element, y: Element) -> bool:
+    return x.is_nonneg and y.is_nonneg
+
+
+def _either(x: Element, y: Element) -> bool:
+    return x.is_nonneg or y.is_nonneg
+
+
+def _never(x: Element, y: Element) -> bool:
+    return False
+
+
+def _arithmetic(symbol: str, is_nonneg: Callable[..., bool]) -> Rule:
+    def apply(call: Call) -> Array:
+        alpha = call.operand(2, "alpha", 1)
+        x, y = call.args[:2]
+        computed = computed_in(call.dtype)
+        if computed == torch.bool:
+            # of bools, + is `or` and * is `and`
+            logic = {"+": "|", "*": "&"}[symbol]
+            return call.elementwise((x, y), torch.bool, lambda a, b: f"{a} {logic} {b}")
+        if alpha != 1:
+            shape = y.shape if isinstance(y, Array) else ()
+            scaled = replace(call, args=(y, alpha), kwargs={}, name=f"{call.name}_scaled",
+                             shape=shape)  # fmt: skip
+            y = RULES["mul"](scaled)
+        return call.elementwise((x, y), computed, lambda a, b: f"{a} {symbol} {b}", is_nonneg)
+
+    return apply
+
+
+RULES["add"] = _arithmetic("+", _both)
+RULES["sub"] = _arithmetic("-", _never)
+RULES["mul"] = _arithmetic("*", _both)
+
+
+@rule("rsub")
+def _rsub(call: Call) -> Any:
+    x, y = call.args[:2]
+    return RULES["sub"](replace(call, args=(y, x, *call.args[2:])))
+
+
+def _divided(call: Call, whole: str, floating: str) -> Array:
+    x, y = call.args[:2]
+    computed = computed_in(call.dtype)
+    name = floating if computed.is_floating_point else whole
+    if not computed.is_floating_point and isinstance(y, int) and y == 0:
+        raise ZeroDivisionError("integer division by 0")
+    nonneg = _both if whole != "remainder" else (lambda a, b: b.is_nonneg)
+    return call.elementwise((x, y), computed, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
+
+
+@rule("div", "true_divide", "divide")
+def _div(call: Call) -> Array:
+    rounding = call.operand(2, "rounding_mode")
+    if rounding == "floor":
+        return _divided(call, "floor_divide", "float_floor_divide")
+    computed = computed_in(call.dtype)
+    if rounding == "trunc" and not computed.is_floating_point:
+        return _divided(call, "trunc_divide", "")
+    x, y = call.args[:2]
+    if rounding == "trunc":
+        return call.elementwise((x, y), computed, lambda a, b: f"cute.math.trunc({a} / {b})")
+    if isinstance(y, int | float) and y != 0 and _is_power_of_two(y):
+        return call.elementwise((x, 1.0 / y), computed, lambda a, b: f"{a} * {b}")
+    return call.elementwise((x, y), computed, lambda a, b: f"{a} / {b}")
+
+
+def _is_power_of_two(value: float) -> bool:
+    """Whether a product with the reciprocal is the quotient."""
+    return math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5 and 1e-30 < abs(value) < 1e30
+
+
+@rule("floor_divide")
+def _floor_divide(call: Call) -> Array:
+    return _divided(call, "floor_divide", "float_floor_divide")
+
+
+@rule("remainder")
+def _remainder(call: Call) -> Array:
+    return _divided(call, "remainder", "float_remainder")
+
+
+@rule("fmod")
+def _fmod(call: Call) -> Array:
+    if computed_in(call.dtype).is_floating_point:
+        x, y = call.args[:2]
+        return call.elementwise((x, y), computed_in(call.dtype), lambda a, b: f"{a} % {b}")
+    return _divided(call, "trunc_remainder", "")
+
+
+@rule("pow")
+def _pow(call: Call) -> Array:
+    x, y = call.args[:2]
+    computed = computed_in(call.dtype)
+    if isinstance(y, int | float) and float(y).is_integer() and 1 <= y <= 8:
+        return call.elementwise((x,), computed, lambda a: f"ops.whole_power({a}, {int(y)})")
+    if isinstance(y, int | float) and y == 0:
+        return call.elementwise((x,), computed, lambda a: f"ops.where({a} == {a}, 1, 1)")
+    if not computed.is_floating_point:
+        raise NotLowerable(
+            f"raises an integer to the power {y!r}: write a known power of 1 to 8, or make a "
+            "float of the base"
+        )
+    if isinstance(y, int | float) and y in (0.5, -0.5):
+        name = "sqrt" if y > 0 else "rsqrt"
+        return call.elementwise((x,), computed, lambda a: f"cute.math.{name}({a})")
+    if isinstance(x, int | float) and x == 2:
+        return call.elementwise((y,), computed, lambda a: f"cute.math.exp2({a})")
+    return call.elementwise((x, y), computed, lambda a, b: f"ops.power({a}, {b})")
+
+
+@rule("maximum", "minimum", "fmax", "fmin")
+def _extreme(call: Call) -> Array:
+    name = "maximum" if "max" in call.name_of_operator else "minimum"
+    nonneg = _either if name == "maximum" else _both
+    dtype = computed_in(call.dtype)
+    return call.elementwise(call.args[:2], dtype, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
+
+
+@rule("clamp", "clamp_min", "clamp_max", "clip", "hardtanh")
+def _clamp(call: Call) -> Array:
+    operator = call.name_of_operator
+    low, high = call.operand(1, "min"), call.operand(2, "max")
+    if operator == "hardtanh":
+        low, high = call.operand(1, "min_val", -1.0), call.operand(2, "max_val", 1.0)
+    elif operator == "clamp_max":
+        low, high = None, call.operand(1, "max")
+    computed = computed_in(call.dtype)
+    value = call.args[0]
+    if low is not None:
+        value = call.elementwise(
+            (value, low), computed, lambda a, b: f"ops.at_least({a}, {b})", _either
+        )
+    if high is not None:
+        value = call.elementwise(
+            (value, high), computed, lambda a, b: f"ops.at_most({a}, {b})", _both
+        )
+    return cast(as_array(value, call.dtype, call), call.dtype)
+
+
+@rule("relu")
+def _relu(call: Call) -> Array:
+    dtype = computed_in(call.dtype)
+    return call.elementwise(call.args[:1], dtype, lambda a: f"ops.maximum({a}, 0)", lambda _: True)
+
+
+# -- functions of one number --------------------------------------------------------------------
+
+# of floating point; an integer operand becomes float32 first
+_FUNCTIONS = {
+    **{
+        name: f"cute.math.{name}({{}})"
+        for name in (
+            *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt"),
+            *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+        )
+    },
+    "sigmoid": "ops.sigmoid({})",
+    "erf": "ops.erf({})",
+    "special_erf": "ops.erf({})",
+    "reciprocal": "1.0 / {}",
+    "silu": "{0} * ops.sigmoid({0})",
+}
+
+
+def _function(template: str) -> Rule:
+    def apply(call: Call) -> Array:
+        dtype = computed_in(call.dtype)
+        return call.elementwise(call.args[:1], dtype, lambda a: template.format(a))
+
+    return apply
+
+
+RULES.update({name: _function(template) for name, template in _FUNCTIONS.items()})
+
+
+@rule("gelu")
+def _gelu(call: Call) -> Array:
+    name = "gelu_by_tanh" if call.kwargs.get("approximate") == "tanh" else "gelu"
+    dtype = computed_in(call.dtype)
+    return call.elementwise(call.args[:1], dtype, lambda a: f"ops.{name}({a})")
+
+
+@rule("floor", "ceil", "trunc", "round")
+def _rounded(call: Call) -> Any:
+    """Of integers, as they are."""
+    computed = computed_in(call.dtype)
+    if not computed.is_floating_point:
+        return as_array(call.args[0], call.dtype, call)
+    if call.kwargs.get("decimals", 0) != 0:
+        raise NotLowerable("rounds to decimals")
+    name = {"round": "roundeven"}.get(call.name_of_operator, call.name_of_operator)
+    return call.elementwise(call.args[:1], computed, lambda a: f"cute.math.{name}({a})")
+
+
+@rule("neg")
+def _neg(call: Call) -> Array:
+    return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"-{a}")
+
+
+@rule("abs")
+def _abs(call: Call) -> Array:
+    dtype = computed_in(call.dtype)
+    return call.elementwise(call.args[:1], dtype, lambda a: f"abs({a})", lambda _: True)
+
+
+@rule("square")
+def _square(call: Call) -> Array:
+    return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"{a} * {a}")
+
+
+@rule("sign", "sgn")
+def _sign(call: Call) -> Array:
+    return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"ops.sign({a})")
+
+
+@rule("isnan", "isinf")
+def _is_special(call: Call) -> Array:
+    given = promoted(call.args[0])
+    if not given.is_floating_point:
+        return Array(torch.bool, call.shape, (constant_element(False),))
+    name = "is_nan" if call.name_of_operator == "isnan" else "is_infinite"
+    dtype = computed_in(given)
+    return call.elementwise(
+        call.args[:1], dtype, lambda a: f"ops.{name}({a})", lambda _: True, torch.bool
+    )
+
+
+# -- comparisons, logic and bits ----------------------------------------------------------------
+
+_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+
+
+def _comparison(symbol: str) -> Rule:
+    def apply(call: Call) -> Array:
+        x, y = call.args[:2]
+        dtype = computed_in(promoted(x, y))
+        if dtype == torch.bool:
+            dtype = torch.int32
+        return call.elementwise(
+            (x, y), dtype, lambda a, b: f"{a} {symbol} {b}", lambda *_: True, torch.bool
+        )
+
+    return apply
+
+
+RULES.update({name: _comparison(symbol) for name, symbol in _COMPARISONS.items()})
+_BITS = {"and": "&", "or": "|", "xor": "^"}
+
+
+def _bitwise(symbol: str, is_logical: bool) -> Rule:
+    def apply(call: Call) -> Array:
+        x, y = call.args[:2]
+        if is_logical or call.dtype == torch.bool:
+            return _join(call, x, y, symbol)
+        nonneg = _either if symbol == "&" else _both
+        dtype = computed_in(call.dtype)
+        return call.elementwise((x, y), dtype, lambda a, b: f"{a} {symbol} {b}", nonneg)
+
+    return apply
+
+
+def _join(call: Call, x: Any, y: Any, symbol: str) -> Array:
+    """Conditions; those that are known are left out."""
+    arrays = [cast(as_array(v, torch.bool, call), torch.bool).broadcast(call.shape) for v in (x, y)]
+    made = []
+    for a, b in zip(arrays[0].elements, arrays[1].elements, strict=True):
+        known, other = (a, b) if a.constant is not None else (b, a)
+        if known.constant is None or symbol == "^":
+            text = f"{typed(a, torch.bool)} {symbol} {typed(b, torch.bool)}"
+            made.append(call.name_element(Element(text, is_simple=False, is_nonneg=True)))
+        elif bool(known.constant) == (symbol == "|"):
+            made.append(known)
+        else:
+            made.append(other)
+    return Array(torch.bool, call.shape, tuple(made))
+
+
+for _name, _symbol in _BITS.items():
+    RULES[f"bitwise_{_name}"] = RULES[f"__{_name}__"] = _bitwise(_symbol, False)
+    RULES[f"logical_{_name}"] = _bitwise(_symbol, True)
+
+
+@rule("bitwise_not", "logical_not")
+def _not(call: Call) -> Array:
+    if call.dtype != torch.bool:
+        return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"~{a}")
+    return call.elementwise(
+        call.args[:1], torch.bool, lambda a: f"{a} == False", lambda _: True, torch.bool
+    )
+
+
+def _shift(name: str, symbol: str) -> Rule:
+    def apply(call: Call) -> Array:
+        x, y = call.args[:2]
+        if call.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint32):
+            raise NotLowerable(f"shifts {call.dtype}: make it int32 by .int()")
+        bits = torch.iinfo(call.dtype).bits
+        nonneg = _both if symbol == ">>" else _never
+        if isinstance(y, int) and 0 <= y < bits:
+            return call.elementwise((x, y), call.dtype, lambda a, b: f"{a} {symbol} {b}", nonneg)
+        return call.elementwise((x, y), call.dtype, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
+
+    return apply
+
+
+for _name in ("__lshift__", "bitwise_left_shift"):
+    RULES[_name] = _shift("shift_left", "<<")
+for _name in ("__rshift__", "bitwise_right_shift"):
+    RULES[_name] = _shift("shift_right", ">>")
+
+
+@rule("where")
+def _where(call: Call) -> Array:
+    condition, *sides = call.args[:3]
+    arrays = [cast(as_array(condition, torch.bool, call), torch.bool).broadcast(call.shape)]
+    arrays += [cast(as_array(x, call.dtype, call), call.dtype).broadcast(call.shape) for x in sides]
+    made = []
+    for c, x, y in zip(*(a.elements for a in arrays), strict=True):
+        if c.constant is not None:
+            made.append(x if c.constant else y)
+            continue
+        chosen = [typed(x, call.dtype), typed(y, call.dtype)]
+        text = f"ops.where({c.text}, {chosen[0]}, {chosen[1]})"
+        made.append(call.name_element(Element(text, is_simple=False, is_nonneg=_both(x, y))))
+    return Array(call.dtype, call.shape, tuple(made))
+
+
+@rule("_to_copy", "to", "convert_element_type")
+def _to(call: Call) -> Array:
+    array = as_array(call.args[0], call.dtype, call)
+    return cast(array, call.dtype)
+
+
+# -- what leaves the elements as they are -------------------------------------------------------
+
+
+@rule("detach", "clone", "alias", "lift_fresh_copy", "lift_fresh", "contiguous", "view_of")
+def _same(call: Call) -> Any:
+    return call.args[0]
+
+
+def _moves_elements(call: Call) -> Array:
+    """Torch itself says where each element goes."""
+    arrays = call.args[0] if isinstance(call.args[0], list | tuple) else [call.args[0]]
+    arrays = [cast(as_array(x, call.dtype, call), call.dtype) for x in arrays]
+    places, count = [], 0
+    for array in arrays:
+        places.append(array.places() + count)
+        count += len(array.elements)
+    everything = Array(call.dtype, (count,), tuple(e for a in arrays for e in a.elements))
+    is_list = isinstance(call.args[0], list | tuple)
+    first: Any = places if is_list else places[0]
+    return everything.rearranged(call.target(first, *call.args[1:], **call.kwargs))
+
+
+for _name in (
+    *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "t"),
+    *("transpose", "slice", "flatten", "cat", "stack", "flip", "repeat", "diagonal", "roll"),
+):
+    RULES[_name] = _moves_elements
+
+
+@rule("select")
+def _select(call: Call) -> Any:
+    source, dimension, index = call.args[:3]
+    if not isinstance(source, Table):
+        return _moves_elements(call)
+    place = dimension % len(source.left)
+    return source.at({place: constant_element(index)})
+
+
+@rule("index")
+def _index(call: Call) -> Any:
+    source, indices = call.args[:2]
+    arrays = {i: x for i, x in enumerate(indices) if x is not None}
+    arrays = {i: as_array(x, torch.int64, call) for i, x in arrays.items()}
+    if any(x.dtype not in (torch.int32, torch.int64) for x in arrays.values()):
+        raise NotLowerable("indexes by a mask: write torch.where(mask, x, y)")
+    if not isinstance(source, Table):
+        if all(x.is_constant for x in arrays.values()):
+            given = [arrays[i].as_tensor() if i in arrays else None for i in range(len(indices))]
+            return source.rearranged(call.target(source.places(), given))
+        return _chosen_element(call, source, indices, arrays)
+    if all(x.shape == () for x in arrays.values()):
+        return source.at({i: x.elements[0] for i, x in arrays.items()})
+    return _gathered(call, source, arrays)
+
+
+def _gathered(call: Call, source: Table, arrays: dict[int, Array]) -> Array:
+    """Elements of a table at several indices at once, which replace its first dimensions."""
+    if sorted(arrays) != list(range(len(arrays))):
+        raise NotLowerable("indexes by vectors behind a slice: move these dimensions to the front")
+    shape = torch.broadcast_shapes(*(x.shape for x in arrays.values()))
+    spread = {i: x.broadcast(shape) for i, x in arrays.items()}
+    made: list[Element] = []
+    count = len(next(iter(spread.values())).elements)
+    for n in range(count):
+        part = source.at({i: x.elements[n] for i, x in spread.items()})
+        made.extend(part.elements().elements)
+    check_size(len(made))
+    return Array(call.dtype, call.shape, tuple(map(call.name_element, made)))
+
+
+def _chosen_element(
+    call: Call, source: Array, indices: Sequence[Any], arrays: dict[int, Array]
+) -> Array:
+    """One of the few elements of a vector, by an index that only the kernel knows."""
+    if len(indices) != 1 or len(source.shape) != 1 or arrays[0].shape != ():
+        raise NotLowerable("indexes what it computed by a value: index a captured tensor instead")
+    index, elements = arrays[0].elements[0], source.elements
+    chosen = elements[-1]
+    for i, element in reversed(list(enumerate(elements[:-1]))):
+        is_here = f"({index.text} == {i})"
+        if not index.is_nonneg:
+            is_here = f"({is_here} | ({index.text} == {i - len(elements)}))"
+        sides = typed(element, call.dtype), typed(chosen, call.dtype)
+        text = f"ops.where({is_here}, {sides[0]}, {sides[1]})"
+        chosen = call.name_element(Element(text, is_simple=False))
+    return Array(call.dtype, (), (chosen,))
+
+
+# -- reductions ---------------------------------------------------------------------------------
+
+
+def _reduction(write: Callable[[str, str], str], dtype_of: Callable[[Call], torch.dtype]) -> Rule:
+    def apply(call: Call) -> Array:
+        source = as_array(call.args[0], call.dtype, call)
+        dims = call.operand(1, "dim")
+        return _reduced(call, source, dims, write, dtype_of(call))
+
+    return apply
+
+
+def _reduced(
+    call: Call, source: Array, dims: Any, write: Callable[[str, str], str], dtype: torch.dtype
+) -> Array:
+    rank = len(source.shape)
+    if dims is None or dims == []:
+        dims = list(range(rank))
+    chosen = sorted({d % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims)})
+    kept = [d for d in range(rank) if d not in chosen]
+    places = source.places().permute(kept + chosen) if rank else source.places()
+    rows = places.reshape(-1, max(places[(0,) * len(kept)].numel() if kept else places.numel(), 1))
+    elements = cast(source, dtype).elements
+    made = []
+    for row in rows.tolist():
+        parts = [elements[i] for i in row]
+        total = functools.reduce(
+            lambda a, b: call.name_element(
+                Element(
+                    write(typed(a, dtype), b.text), is_simple=False, is_nonneg=_both(a, b)
+                )  # fmt: skip
+            ),
+            parts,
+        )
+        made.append(call.name_element(converted(total, dtype, call.dtype)))
+    return Array(call.dtype, call.shape, tuple(made))
+
+
+RULES["sum"] = _reduction(lambda a, b: f"{a} + {b}", lambda c: computed_in(c.dtype))
+RULES["prod"] = _reduction(lambda a, b: f"{a} * {b}", lambda c: computed_in(c.dtype))
+RULES["any"] = _reduction(lambda a, b: f"{a} | Boolean({b})", lambda c: torch.bool)
+RULES["all"] = _reduction(lambda a, b: f"{a} & Boolean({b})", lambda c: torch.bool)
+RULES["amax"] = _reduction(lambda a, b: f"ops.maximum({a}, {b})", lambda c: computed_in(c.dtype))
+RULES["amin"] = _reduction(lambda a, b: f"ops.minimum({a}, {b})", lambda c: computed_in(c.dtype))
+
+
+@rule("max", "min")
+def _max(call: Call) -> Any:
+    """Without a dimension, as of two tensors."""
+    if len(call.args) == 1:
+        return RULES["amax" if call.name_of_operator == "max" else "amin"](call)
+    return _extreme(call)
+
+
+@rule("mean")
+def _mean(call: Call) -> Array:
+    source = as_array(call.args[0], call.dtype, call)
+    summed = RULES["sum"](replace(call, args=(source, *call.args[1:])))
+    count = len(source.elements) // max(len(summed.elements), 1)
+    dtype = computed_in(call.dtype)
+    return replace(call, name=f"{call.name}_mean").elementwise(
+        (summed, count), dtype, lambda a, b: f"{a} / {b}"
+    )
+
+
+@rule("dot", "vdot")
+def _dot(call: Call) -> Array:
+    dtype = computed_in(call.dtype)
+    x, y = (cast(as_array(v, dtype, call), dtype) for v in call.args[:2])
+    products = replace(call, dtype=dtype, shape=x.shape).elementwise(
+        (x, y), dtype, lambda a, b: f"{a} * {b}"
+    )
+    return _reduced(call, products, None, lambda a, b: f"{a} + {b}", dtype)
+
+
+def is_random(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def run_for_real(target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operator on known values, on the CPU."""
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return target(*args, **kwargs)
+
+
+def as_real(value: Any) -> Any:
+    """Arrays of constants as tensors, inside lists too."""
+    if isinstance(value, Array):
+        return value.as_tensor()
+    if isinstance(value, list | tuple):
+        return type(value)(as_real(x) for x in value)
+    return value
+
+
+def is_known(value: Any) -> bool:
+    if isinstance(value, Array):
+        return value.is_constant
+    if isinstance(value, list | tuple):
+        return all(map(is_known, value))
+    return not isinstance(value, Table | Tensor)

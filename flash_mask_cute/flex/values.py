@@ -1,0 +1,205 @@
+"""What lowered text knows of the values of a traced mod: expressions, element by element.
+
+A mod computes on 0-d tensors and, now and then, on a few elements of a captured tensor. Both are an
+`Array` here: a dtype, a shape, and an expression for each element. A captured tensor is a `Table`
+until its elements are wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_ELEMENTS = 256
+"""Of a captured tensor that a mod reads at once, and of what it computes of them."""
+
+DSL_NAMES = {
+    torch.bool: "Boolean",
+    torch.uint8: "Uint8",
+    torch.uint32: "Uint32",
+    torch.int8: "Int8",
+    torch.int16: "Int16",
+    torch.int32: "Int32",
+    torch.int64: "Int64",
+    torch.float16: "Float16",
+    torch.bfloat16: "BFloat16",
+    torch.float32: "Float32",
+    torch.float64: "Float64",
+}
+# The dtype in which an operator computes what it then rounds, as torch's kernels do.
+_COMPUTED_IN = {
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+}
+_UNSIGNED = (torch.bool, torch.uint8, torch.uint32)
+
+
+class NotLowerable(NotImplementedError):
+    """What a mod does has no CuTe text; the text says what, and what to write instead."""
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    return _COMPUTED_IN.get(dtype, dtype)
+
+
+class Element(NamedTuple):
+    """An expression of one number.
+
+    constant: its value, where that is known. is_simple: a name or a number, which may be written
+    twice. is_nonneg: it is known not to be negative.
+    """
+
+    text: str
+    constant: bool | int | float | None = None
+    is_simple: bool = True
+    is_nonneg: bool = False
+
+
+def constant_element(value: bool | int | float) -> Element:
+    return Element(literal(value), value, is_nonneg=value >= 0)
+
+
+def literal(value: bool | int | float) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return repr(value)
+
+
+@dataclass(frozen=True)
+class Array:
+    """elements: in the order of a contiguous tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    elements: tuple[Element, ...]
+
+    @staticmethod
+    def of_tensor(tensor: Tensor) -> Array:
+        """Of known contents."""
+        flat = tensor.detach().reshape(-1).tolist()
+        return Array(tensor.dtype, tuple(tensor.shape), tuple(map(constant_element, flat)))
+
+    @property
+    def is_constant(self) -> bool:
+        return all(x.constant is not None for x in self.elements)
+
+    def as_tensor(self) -> Tensor:
+        """Of an array of constants."""
+        flat = [x.constant for x in self.elements]
+        return torch.tensor(flat, dtype=self.dtype, device="cpu").reshape(self.shape)
+
+    def rearranged(self, places: Tensor) -> Array:
+        """The elements at `places`, numbers of elements, in the shape of that tensor."""
+        check_size(places.numel())
+        chosen = tuple(self.elements[i] for i in places.reshape(-1).tolist())
+        return replace(self, shape=tuple(places.shape), elements=chosen)
+
+    def places(self) -> Tensor:
+        return torch.arange(len(self.elements), device="cpu").reshape(self.shape)
+
+    def broadcast(self, shape: Sequence[int]) -> Array:
+        if tuple(shape) == self.shape:
+            return self
+        return self.rearranged(self.places().expand(tuple(shape)))
+
+
+def check_size(count: int) -> None:
+    if count > MAX_ELEMENTS:
+        raise NotLowerable(
+            f"computes with {count} elements at once, and at most {MAX_ELEMENTS} are written out: "
+            "index the tensor by b, h, q_idx and kv_idx, or compute it before the call"
+        )
+
+
+@dataclass(frozen=True)
+class Table:
+    """A tensor in memory, read by the mod: aux tensor `number`.
+
+    indices: an expression for each dimension whose index is given, None for the others. shape: of
+    the whole tensor when it was traced. known: its contents, if the mod made it.
+    """
+
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    indices: tuple[Element | None, ...]
+    known: Tensor | None = None
+
+    @staticmethod
+    def of(number: int, tensor: Tensor, known: Tensor | None = None) -> Table:
+        shape = tuple(tensor.shape)
+        return Table(number, tensor.dtype, shape, (None,) * len(shape), known)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Numbers of the dimensions without an index."""
+        return tuple(i for i, x in enumerate(self.indices) if x is None)
+
+    def at(self, indices: dict[int, Element]) -> Table:
+        """indices: by number among the dimensions that are left."""
+        left, known = self.left, list(self.indices)
+        for place, index in indices.items():
+            known[left[place]] = index
+        return replace(self, indices=tuple(known))
+
+    def read(self) -> str:
+        """The element at `indices`, of which none is None."""
+        if not self.shape:
+            return f"aux[{self.number}][0]"
+        name = f"aux[{self.number}]"
+        places = (self._index(name, i, x) for i, x in enumerate(self.indices) if x is not None)
+        return f"{name}[{', '.join(places)}]"
+
+    def _index(self, name: str, dimension: int, index: Element) -> str:
+        check = "inside" if index.is_nonneg else "wrapped"
+        return f"ops.{check}({name}, {dimension}, {index.text})"
+
+    def elements(self) -> Array:
+        """All of the dimensions that are left, read."""
+        extents = tuple(self.shape[i] for i in self.left)
+        check_size(math.prod(extents))
+        if self.known is not None and all(
+            x is None or x.constant is not None for x in self.indices
+        ):
+            place = tuple(slice(None) if x is None else int(x.constant or 0) for x in self.indices)
+            return Array.of_tensor(self.known[place])
+        is_nonneg = self.dtype in _UNSIGNED
+        elements = []
+        for point in _coordinates(extents):
+            places = {i: constant_element(x) for i, x in enumerate(point)}
+            text = self.at(places).read()
+            elements.append(Element(text, is_simple=False, is_nonneg=is_nonneg))
+        return Array(self.dtype, extents, tuple(elements))
+
+
+def _coordinates(extents: tuple[int, ...]) -> list[tuple[int, ...]]:
+    points: list[tuple[int, ...]] = [()]
+    for extent in extents:
+        points = [(*point, i) for point in points for i in range(extent)]
+    return points
+
+
+@dataclass(frozen=True)
+class Number:
+    """A Python number that may be another at each call. aux: which aux tensor holds it, of one
+    element and of the dtype that is asked for."""
+
+    is_float: bool
+    aux: Callable[[torch.dtype], int]
+
+    def in_dtype(self, dtype: torch.dtype) -> Array:
+        """As torch takes a number beside a tensor of this dtype."""
+        held = torch.int64
+        if self.is_float:
+            held = torch.float64 if dtype == torch.float64 else torch.float32
+        element = Element(f"aux[{self.aux(held)}][0]", is_simple=False)
+        return Array(held, (), (element,))

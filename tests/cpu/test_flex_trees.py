@@ -1,0 +1,89 @@
+"""Random programs of torch operators, lowered: their values are torch's.
+
+More of them, once: `PYTHONPATH=.:tests python tests/cpu/test_flex_trees.py 1000 [FIRST_SEED]`.
+FLASH_MASK_FLEX_SEED is the first seed of a test run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from flex_oracle import dense_scores
+from flex_trees import (
+    EXTENTS,
+    TREES_IN_MOD,
+    Program,
+    disagreement,
+    draw_programs,
+    joined_mod,
+    mod_of,
+    scores_of,
+)
+from torch import Tensor
+
+from flash_mask_cute.flex import lower_mod
+from flash_mask_cute.mods.on_cpu import eval_score_mod
+
+FIRST_SEED = int(os.environ.get("FLASH_MASK_FLEX_SEED", "0"))
+MODS = 3
+
+
+def lowered_scores(programs: list[Program], seed: int) -> Tensor:
+    """What the mod that joins programs makes of scores, one head each."""
+    lowered = lower_mod(joined_mod(programs, seed), "score_mod")
+    scores = scores_of(seed)
+    found = torch.full(scores.shape, float("nan"))
+    places = [torch.arange(x, dtype=torch.int32) for x in EXTENTS[2:]]
+    for b in range(EXTENTS.batch):
+        for h in range(len(programs)):
+            given = scores[b, h], lowered.aux_tensors, b, h, *places
+            found[b, h] = eval_score_mod(lowered.mod, *given)
+    return found
+
+
+def not_lowered(programs: list[Program], seed: int) -> str:
+    """Where a mod of several programs is refused: which of them are by themselves."""
+    texts = []
+    for number, program in enumerate(programs):
+        try:
+            lower_mod(mod_of(program, seed), "score_mod")
+        except Exception as error:
+            texts.append(f"program {number}: {type(error).__name__}: {error}\n{program.text}")
+    return "\n".join(texts)
+
+
+def check_programs(seed: int, count: int = TREES_IN_MOD) -> None:
+    programs = draw_programs(seed, count)
+    try:
+        found = lowered_scores(programs, seed)
+    except Exception as error:
+        raise AssertionError(
+            f"seed {seed}: {type(error).__name__}: {error}\n{not_lowered(programs, seed)}"
+        ) from error
+    assert (wrong := disagreement(programs, found, seed, dense_scores)) is None, wrong
+
+
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + MODS))
+def test_values_are_those_of_torch(seed: int) -> None:
+    check_programs(seed)
+
+
+def check_many(count: int, first_seed: int = 0) -> int:
+    """Check count programs, say what is wrong, and return how many mods are."""
+    wrong = 0
+    for seed in range(first_seed, first_seed + -(-count // TREES_IN_MOD)):
+        try:
+            check_programs(seed)
+        except AssertionError as error:
+            wrong += 1
+            print(f"seed {seed} is wrong: {error}", flush=True)
+        else:
+            print(f"seed {seed}: {TREES_IN_MOD} programs are right", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(check_many(*map(int, sys.argv[1:])) > 0)
