@@ -197,7 +197,7 @@ def test_no_copies_of_tensors() -> None:
         (
             torch.zeros(1, 1, 1, 1, 12),
             NotImplementedError,
-            "closure variable 'table'.*5 dimensions",
+            "variable 'table'.*5 dimensions",
         ),
         (torch.zeros(0), IndexError, "closure variable 'table'.*empty"),
     ],
