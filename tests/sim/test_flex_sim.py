@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Case
 from flex_catalogue import BY_NAME, DOCUMENTS, T5_BIAS, CatalogueMod, Extents
 from flex_oracle import dense_mask, scores_of_head
 from gradient_oracle import make_output_gradients
+from inputs import make_inputs
 from simulated_forward import run_sim
-from support import Case, make_inputs
 from torch import Tensor
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 

@@ -14,70 +14,24 @@ import cutlass.cute as cute
 import post_mods
 import pytest
 import torch
-from compiled_code import check_code
+from compiled_code import B200, B300, PLAIN, TARGET, build, build_text, check_code, shapes_of
 from cutlass._mlir_helpers import op
 from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
 
-from bench.codegen import count_sass, disassembly
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.config import FwdConfig, FwdTiles, select_fwd_config
-from flash_mask_cute.call.kernels import NO_MODS, build_fwd, compile_fwd
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
+from flash_mask_cute.call.kernels import build_fwd, compile_fwd
+from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.call.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.mask_prep.column_bounds import compile_bounds
 from flash_mask_cute.runtime.cache import CompileCache, compile_count, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import compile_object, compiler_keeps
-from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm100.flash_fwd_plan import SMEM_BOOKKEEPING
 from flash_mask_cute.sm100.flash_fwd_plan import FwdPlan as BlackwellPlan
 from flash_mask_cute.utils import scalar_to_ssa
 
-TARGET = Target.default()
-B200, B300 = Target.named("sm_100a"), Target.named("sm_103a")
-
-
-def shapes_of(problem: AttentionProblem) -> FwdShapes:
-    return FwdShapes(1, 1000, 1000, 1000, 1000, 8, 8, problem.head_dim, problem.head_dim_v)
-
-
-def build(
-    problem: AttentionProblem,
-    folder: Path,
-    mods: Mods = NO_MODS,
-    target: Target = TARGET,
-    override: FwdConfig | None = None,
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """(meta, counts of machine instructions, empty where there is no disassembler)."""
-    meta, text = build_text(problem, folder, mods, target, override)
-    return meta, count_sass(text)
-
-
-def build_text(
-    problem: AttentionProblem,
-    folder: Path,
-    mods: Mods = NO_MODS,
-    target: Target = TARGET,
-    override: FwdConfig | None = None,
-) -> tuple[dict[str, Any], str]:
-    """(meta, machine code as text, empty where there is no disassembler)."""
-    block_size = (128, 128) if problem.has_lists and not problem.has_bits else None
-    choice = select_fwd_config(
-        problem,
-        shapes_of(problem),
-        override=override,
-        block_size=block_size,
-        spec=arch_spec(target),
-    )
-    options = f"--keep-cubin --dump-dir={folder}"
-    with compile_lock(), compiler_keeps(options):
-        compiled = build_fwd(problem, choice.tiles, target, mods)
-    function: Any = compiled.function
-    return dict(compiled.meta), disassembly(function.__cubin__, folder)
-
-
-PLAIN = AttentionProblem("bfloat16", 128, 128)
 ROWS = tuple(
     AttentionProblem("bfloat16", row.max_dim, row.max_dim_v, is_causal=causal)
     for row in SM90_FWD

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from compiled_code import B200, PLAIN, TARGET, build
 from flex_catalogue import BY_NAME, DOCUMENTS, T5_BIAS, CatalogueMod
 from mask_cases import MASK_MODS, SCORE_MODS
-from test_compile import B200, PLAIN, TARGET, build
 
 from flash_mask_cute.call.config import select_bwd_config
 from flash_mask_cute.call.kernels import NO_MODS

@@ -1,0 +1,71 @@
+"""Attention kernels compiled for their architectures, and what their code must be like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bench.codegen import count_sass, disassembly
+from flash_mask_cute.call.arch import arch_spec
+from flash_mask_cute.call.config import FwdConfig, select_fwd_config
+from flash_mask_cute.call.kernels import NO_MODS, build_fwd
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
+from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.compiler import compiler_keeps
+from flash_mask_cute.runtime.target import Target
+
+TARGET = Target.default()
+B200, B300 = Target.named("sm_100a"), Target.named("sm_103a")
+
+
+def shapes_of(problem: AttentionProblem) -> FwdShapes:
+    return FwdShapes(1, 1000, 1000, 1000, 1000, 8, 8, problem.head_dim, problem.head_dim_v)
+
+
+def build(
+    problem: AttentionProblem,
+    folder: Path,
+    mods: Mods = NO_MODS,
+    target: Target = TARGET,
+    override: FwdConfig | None = None,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """(meta, counts of machine instructions, empty where there is no disassembler)."""
+    meta, text = build_text(problem, folder, mods, target, override)
+    return meta, count_sass(text)
+
+
+def build_text(
+    problem: AttentionProblem,
+    folder: Path,
+    mods: Mods = NO_MODS,
+    target: Target = TARGET,
+    override: FwdConfig | None = None,
+) -> tuple[dict[str, Any], str]:
+    """(meta, machine code as text, empty where there is no disassembler)."""
+    block_size = (128, 128) if problem.has_lists and not problem.has_bits else None
+    choice = select_fwd_config(
+        problem,
+        shapes_of(problem),
+        override=override,
+        block_size=block_size,
+        spec=arch_spec(target),
+    )
+    options = f"--keep-cubin --dump-dir={folder}"
+    with compile_lock(), compiler_keeps(options):
+        compiled = build_fwd(problem, choice.tiles, target, mods)
+    function: Any = compiled.function
+    return dict(compiled.meta), disassembly(function.__cubin__, folder)
+
+
+PLAIN = AttentionProblem("bfloat16", 128, 128)
+
+
+def check_code(
+    facts: str, meta: dict[str, Any], counts: dict[str, int], most_spilled: int = 0
+) -> None:
+    """Nothing spilled, nothing that ptxas warns of, and shared memory that there is."""
+    assert meta["spill_bytes"] <= most_spilled, facts
+    assert not meta["warnings"], facts
+    assert meta["smem_bytes"] <= 232448, facts
+    if counts and not most_spilled:
+        assert "LDL" not in counts and "STL" not in counts, facts
