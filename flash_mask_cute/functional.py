@@ -34,6 +34,7 @@ from flash_mask_cute.call.validate import (
     refuse_transforms,
     settle_order,
 )
+from flash_mask_cute.flex.together import as_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.checks import check_bool, number_of
@@ -79,6 +80,8 @@ def flash_attn_func(
     window_size: (left, right); None or -1 leaves a side open, and below -1 a side shifts the band:
     with right = -3 a token sees keys that are three or more before it.
     softmax_scale: a number, or a 0-dim CPU tensor, which is read and has no gradient.
+    score_mod, mask_mod: CuTe callables, or functions of torch with the arguments of FlexAttention's
+    (score, b, h, q_idx, kv_idx) and (b, h, q_idx, kv_idx), which are lowered (docs/flex.md).
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: the gradient by
     the score that score_mod gets, from the one by the score that it returns. Without it the
     derivative of score_mod is taken from its trace.
@@ -258,6 +261,8 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_lse: bool
 ) -> Any:
     check_bool("return_lse", return_lse)
+    if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
+        call = _with_cute_mods(call, q)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     if torch._C._is_any_autocast_enabled():
         q, k, v = _as_autocast_casts(q, k, v)
@@ -282,6 +287,16 @@ def _attend(
         with refused.named_unless_from(IMPLEMENTATIONS):
             out, lse = _attend_by_operators(q, k, v, sink, call)
     return (out, lse) if return_lse else out
+
+
+def _with_cute_mods(call: Call, q: Any) -> Call:
+    """The call with what is written in torch lowered, and what that captures as aux tensors."""
+    score_mod, mask_mod, aux_tensors = as_cute_mods(
+        call.score_mod, call.mask_mod, call.aux_tensors, getattr(q, "device", None)
+    )
+    if score_mod is call.score_mod and mask_mod is call.mask_mod:
+        return call
+    return call._replace(score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
 
 
 def _as_autocast_casts(q: Any, k: Any, v: Any) -> list[Any]:

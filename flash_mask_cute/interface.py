@@ -27,6 +27,7 @@ from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.lookup import find_bwd, find_fwd
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
+from flash_mask_cute.flex.together import as_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.compiler import preload
@@ -266,7 +267,8 @@ def explain(
     """What a forward with these arguments of `_flash_attn_fwd` would run, and why; for a mask with
     documents, the packed sequences that are made of them. No attention is launched.
 
-    `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here.
+    `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
+    mods may be written in torch, as there.
 
     The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU,
     or for a target ("sm_90a", "sm_100a" or "sm_103a"), which need not be there.
@@ -279,6 +281,9 @@ def explain(
     if unknown := keywords.keys() - set(_FWD_KEYWORDS):
         refuse_keywords("explain", {name: keywords[name] for name in sorted(unknown)})
     call = AttentionCall.of(Direction.FORWARD, q, k, v, **keywords)
+    masks, device = call.masks, getattr(q, "device", None)
+    mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
+    call = call._replace(masks=masks._replace(**mods._asdict()))
     return explain_fwd(call, None if target is None else Target.named(target))
 
 

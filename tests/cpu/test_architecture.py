@@ -61,13 +61,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "flex.together",
         *("mods.on_cpu", "mods.signature", "runtime"),
     ),
-    "interface": ("call", "masks.column_mask", "runtime", "mods"),
+    "interface": ("call", "flex.together", "masks.column_mask", "runtime", "mods"),
     "autograd": (
         *("interface", "call", "masks.column_mask", "block_sparsity", "mask_prep", "runtime"),
     ),
     "functional": (
         *("autograd", "interface", "call", "masks.column_mask", "block_sparsity"),
-        *("mods.signature", "runtime"),
+        *("flex.together", "mods.signature", "runtime"),
     ),
     # public paths of device code, and of everything
     "flash_fwd": ("sm90", "sm100"),
