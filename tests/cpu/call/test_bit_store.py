@@ -127,10 +127,13 @@ def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each kind of aux tensors."""
     traced: list[Any] = []
     trace = traits._trace_mask_mod
+
+    def count(*args: Any) -> Any:
+        traced.append(args)
+        return trace(*args)
+
     monkeypatch.setattr(traits, "_reliance", {})
-    monkeypatch.setattr(
-        traits, "_trace_mask_mod", lambda *args: traced.append(args) or trace(*args)
-    )
+    monkeypatch.setattr(traits, "_trace_mask_mod", count)
     for dtype in (INT32, INT32, "int64"):
         found = find_reliance(by_batch, problem_of(by_batch, ((dtype, 2),)))
         assert found == (True, False)
