@@ -17,7 +17,8 @@ from flash_mask_cute.call.arguments import Masks, Tensors
 from flash_mask_cute.call.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.masks import MaskArguments
 from flash_mask_cute.call.plan import ExecutionPlan
-from flash_mask_cute.cpu.forward import NEG_INF, flash_attn_fwd_cpu
+from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
+from flash_mask_cute.cpu.tiles import NEG_INF
 from flash_mask_cute.mask_prep.mask_bits import NOT_STORED, Asked, StoreBits
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
