@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from gradient_oracle import make_output_gradients
+from simulated_backward import DELAY_SEEDS, run_sim
 from support import Case
-from test_flash_bwd_sim import DELAY_SEEDS, run_sim
 from trained_mods import TRAINED_CASES, assert_aux_gradients_close, make_trained
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
