@@ -74,6 +74,8 @@ def lower_mod(
 
 def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
     """The same mod, which finds its tensors behind `count` others."""
+    if not count or not lowered.aux_tensors:
+        return lowered
     source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
     kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
     with _LOCK:

@@ -304,8 +304,8 @@ def test_captured_contents_change_without_a_new_trace() -> None:
 
 
 def test_create_block_mask_takes_a_torch_mod() -> None:
-    lists = flash_mask_cute.create_block_mask(documents, B, None, L, S, "cpu", 32)
-    wanted = small(documents)
+    lists = flash_mask_cute.create_block_mask(documents, B, None, 128, 128, "cpu", 32)
+    wanted = small(documents, 128, 128)
     assert torch.equal(lists.mask_block_cnt, wanted.kv_num_blocks)
     assert lists.full_block_cnt is not None and wanted.full_kv_num_blocks is not None
     assert torch.equal(lists.full_block_cnt, wanted.full_kv_num_blocks)
