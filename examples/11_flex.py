@@ -45,8 +45,7 @@ def main() -> None:
     distance = (row[:, None] - row).abs().clamp(max=31)
     for length in (150, 90):
         q, k, v = (
-            torch.randn(1, heads, seqlen, d, dtype=torch.bfloat16, device=device)
-            for _ in range(3)
+            torch.randn(1, heads, seqlen, d, dtype=torch.bfloat16, device=device) for _ in range(3)
         )
         ids = (row // length)[None]
         mask = and_masks(same_document(ids), causal)
@@ -57,8 +56,8 @@ def main() -> None:
         print(f"documents of {length}: gradient of the bias {float(table.grad.norm()):.2e}")
         visible = (row[:, None] >= row) & (ids[0, :, None] == ids[0])
         bias = table.detach()[distance].permute(2, 0, 1)
-        as_ours = (x.detach().transpose(1, 2) for x in (out, q, k, v))
-        check("11_flex", None, *as_ours, visible, bias=bias)
+        o, q, k, v = (x.detach().transpose(1, 2) for x in (out, q, k, v))
+        check("11_flex", None, o, q, k, v, visible, bias)
 
 
 if __name__ == "__main__":

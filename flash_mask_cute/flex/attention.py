@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from flash_mask_cute.flex.block_mask import lists_of
+from flash_mask_cute.flex.block_mask import lists_of, says_no_more
 from flash_mask_cute.flex.convention import check_torch_mod
-from flash_mask_cute.flex.together import lowered_together
+from flash_mask_cute.flex.lower import lower_mod
+from flash_mask_cute.flex.together import put_together
 from flash_mask_cute.functional import flash_attn_func
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -67,14 +68,19 @@ def flex_attention(
     _check_block_mask(query, key, block_mask)
     _check_results(return_lse, return_aux)
     _check_options(kernel_options)
+    score = mask = lists = window = None
     if score_mod is not None:
         check_torch_mod(score_mod, "score_mod")
-    mask_mod = lists = None
+        score = lower_mod(score_mod, "score_mod", query.device)
     if block_mask is not None:
-        mask_mod = block_mask.mask_mod
-        check_torch_mod(mask_mod, "mask_mod")
-        lists = lists_of(block_mask)
-    mods = lowered_together(score_mod, mask_mod, query.device)
+        check_torch_mod(block_mask.mask_mod, "mask_mod")
+        mask = lower_mod(block_mask.mask_mod, "mask_mod", query.device)
+        seqlens = query.shape[2], key.shape[2]
+        if mask.band is not None and says_no_more(block_mask, mask.band, seqlens):
+            window = mask.band.as_window(*seqlens)
+        if window is None:
+            lists = lists_of(block_mask)
+    mods = put_together(score, None if window else mask)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
@@ -83,6 +89,7 @@ def flex_attention(
         key.transpose(1, 2),
         value.transpose(1, 2),
         softmax_scale=scale,
+        window_size=window or (None, None),
         score_mod=mods.score_mod,
         mask_mod=mods.mask_mod,
         aux_tensors=mods.aux_tensors,
