@@ -12,7 +12,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,13 +37,14 @@ class LoweredMod:
 
     mod: `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)` of
     CuTe, the same object for every mod with the same text. aux_tensors: what it reads, as it is to
-    be passed as aux_tensors. source: the text of `mod`. band: what a mask_mod says, if two numbers
-    say it all.
+    be passed as aux_tensors. source: the text of `mod`. origins: how the torch mod reaches each of
+    the tensors. band: what a mask_mod says, if two numbers say it all.
     """
 
     mod: Callable[..., Any]
     aux_tensors: tuple[Tensor, ...]
     source: str
+    origins: tuple[Path, ...] = ()
     band: Band | None = None
 
 
@@ -72,8 +73,7 @@ def lower_mod(
     captures = find_captures(mod)
     target = _device_of(captures, device)
     program, captures = _program(mod, kind, captures, target)
-    aux, band = program.at_call(mod, captures, target)
-    return LoweredMod(program.mod, aux, program.source, band)
+    return program.at_call(mod, captures, target)
 
 
 def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
@@ -83,7 +83,7 @@ def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
     source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
     kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
     with _LOCK:
-        return LoweredMod(_mod_of(source, kind), lowered.aux_tensors, source, lowered.band)
+        return replace(lowered, mod=_mod_of(source, kind), source=source)
 
 
 def mod_source(mod: Callable[..., Any], kind: str | None = None) -> str:
@@ -128,20 +128,22 @@ class Program:
 
     def at_call(
         self, mod: Callable[..., Any], captures: Captures, device: torch.device
-    ) -> tuple[tuple[Tensor, ...], Band | None]:
-        """The aux tensors of a mod of this structure, and its band, if it is one."""
+    ) -> LoweredMod:
+        """For a mod of this structure, and what it captured."""
         captured = captures.tensors if self.found is None else self.found
         numbers = tuple(captures.numbers[i].number for i in self.varying)
         computed = _Computed(self.module, captured, numbers)
-        made = []
+        made: list[Tensor] = []
+        origins: list[Path] = []
+        path: Path
         for source in self.sources:
             if source.captured is not None:
                 tensor, path = captured[source.captured]
             elif source.number is not None:
                 assert source.computed is not None
                 number = computed.of(source.computed)
-                made.append(torch.full((1,), number, dtype=source.number, device=device))
-                continue
+                tensor = torch.full((1,), number, dtype=source.number, device=device)
+                path = (("", "a number"),)
             elif source.computed is not None:
                 tensor, path = computed.of(source.computed), (("", "a tensor computed inside"),)
             else:
@@ -150,7 +152,9 @@ class Program:
             if source.detached:
                 tensor = tensor.detach()
             made.append(_as_aux(tensor, device, mod, path))
-        return tuple(made), None if self.bounds is None else band_of(self.bounds, computed.of)
+            origins.append(path)
+        band = None if self.bounds is None else band_of(self.bounds, computed.of)
+        return LoweredMod(self.mod, tuple(made), self.source, tuple(origins), band)
 
     def _constant_on(self, tensor: Tensor, device: torch.device) -> Tensor:
         key = id(tensor), device
