@@ -31,28 +31,26 @@ def _has_process_to_itself(config: pytest.Config) -> bool:
     return all(path.is_relative_to(HERE) for path in paths)
 
 
-def _simulator_parent() -> Path | None:
-    """Where the package `sim` is: in FLASH_MASK_SIM, else in `shared` beside the project."""
-    if named := os.environ.get("FLASH_MASK_SIM"):
-        if not (Path(named) / "sim" / "__init__.py").is_file():
-            raise pytest.UsageError(f"FLASH_MASK_SIM={named} holds no package `sim`")
-        return Path(named)
-    beside = HERE.parents[2] / "shared"
-    return beside if (beside / "sim" / "README.md").is_file() else None
+def _simulator_parent() -> Path:
+    """Where the package `software_gpu` is: beside this folder, or in FLASH_MASK_SIM."""
+    parent = Path(os.environ.get("FLASH_MASK_SIM") or HERE.parent)
+    if not (parent / "software_gpu" / "__init__.py").is_file():
+        raise pytest.UsageError(f"FLASH_MASK_SIM={parent} holds no package `software_gpu`")
+    return parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not _has_process_to_itself(config) or (parent := _simulator_parent()) is None:
+    if not _has_process_to_itself(config):
         return
     if "cutlass" in sys.modules:
         raise pytest.UsageError("cutlass was imported before the software GPU could be activated")
-    sys.path.insert(0, str(parent))
+    sys.path.insert(0, str(_simulator_parent()))
     # what is compiled here runs nowhere else
     os.environ["FLASH_MASK_CUTE_CACHE_DIR"] = "off"
-    import sim
+    import software_gpu
 
-    sim.activate(ACTIVE_ARCH, sms=SMS)
-    _run_what_caches_load(sim)
+    software_gpu.activate(ACTIVE_ARCH, sms=SMS)
+    _run_what_caches_load(software_gpu)
 
 
 def pytest_report_header() -> str:
@@ -88,7 +86,7 @@ class _Loaded:
         self._function(*args)
 
 
-def _run_what_caches_load(sim: ModuleType) -> None:
+def _run_what_caches_load(software_gpu: ModuleType) -> None:
     """The software GPU knows what `cute.compile` returns; a cache exports that and loads it."""
     from flash_mask_cute.runtime import cache
 
@@ -97,21 +95,17 @@ def _run_what_caches_load(sim: ModuleType) -> None:
     def load_unstored(built: cache.Compiled) -> cache.Compiled:
         compiled: Any = built.function
         loaded = _Loaded(load(built).function, compiled.__ptx__)
-        return built._replace(function=sim.Compiled(loaded))
+        return built._replace(function=software_gpu.Compiled(loaded))
 
     cache._load_unstored = load_unstored
 
 
 @pytest.fixture(scope="module")
 def simulator(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> ModuleType:
-    """The active `sim` package."""
+    """The active `software_gpu` package."""
     arch = getattr(request.module, "ARCH", HOPPER)
     if arch != ACTIVE_ARCH:
         pytest.skip(f"needs a process of its own: FLASH_MASK_SIM_ARCH={arch} pytest tests/sim")
     if not _has_process_to_itself(pytestconfig):
         pytest.skip("needs a process of its own: pytest tests/sim")
-    if _simulator_parent() is None:
-        pytest.skip(
-            "no software GPU: set FLASH_MASK_SIM to the directory that contains the package `sim`"
-        )
-    return sys.modules["sim"]
+    return sys.modules["software_gpu"]

@@ -24,13 +24,6 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 hopper_only = pytest.mark.skipif(ARCH != "sm_90a", reason="there is a kernel for Hopper only")
 
 
-@pytest.fixture(autouse=True)
-def knows_uint32(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The software GPU hands out tensors by DLPack's codes, of which it may lack this one."""
-    unsigned = simulator.driver._DLCODES["uint8"][0]
-    monkeypatch.setitem(simulator.driver._DLCODES, "uint32", (unsigned, 32))
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward(simulator: ModuleType, case: Case) -> None:
     """Several heads: on Hopper one kernel stores what the mask_mod answers, another reads it."""
