@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from bench.cases import CASES, BenchCase, CaseTensors, Saved, make_tensors
 from bench.peers import DOCUMENT_MASKS, PEERS
+from flash_mask_cute.runtime.progress import tells_progress
 
 AHEAD = ("ours", "flex")
 KINDS = ("attention", "backward")
@@ -107,9 +108,14 @@ def compile_ahead(hands: Sequence[Sequence[Job]], limit_s: float = LIMIT_S) -> N
         for hand in hands
     ]
     deadline = time.monotonic() + limit_s
-    for child in children:
-        try:
-            child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+
+    def ended() -> int:
+        return sum(child.poll() is not None for child in children)
+
+    with tells_progress("compiling ahead, processes that ended", ended, len(children) or 1):
+        for child in children:
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from flash_mask_cute.masks.column_mask import ColumnMask
     from flash_mask_cute.plotting import plot
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BlockSparseTensorsTorch",
     "ColumnMask",
+    "__version__",
     "builders",
     "compile_count",
     "create_block_mask",

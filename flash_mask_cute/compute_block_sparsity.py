@@ -4,11 +4,13 @@ The callable is the one that attention calls, `mask_mod(b_idx, h_idx, q_idx, kv_
 or one written in torch, `mask_mod(b, h, q_idx, kv_idx)`.
 Every score inside the sequences is asked once, unless its block is known to be partial before that;
 the order of the work is n^2, as in any such function, but the result serves all layers. On CUDA it
-is one launch without a sync. On the CPU the same scan is compiled for the host.
+is one launch without a sync. On the CPU the same scan is compiled for the host; if it takes longer
+than a second, a line on the terminal says how far it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES
 from flash_mask_cute.runtime.plain_tensors import check_plain
+from flash_mask_cute.runtime.progress import tells_progress
 from flash_mask_cute.runtime.target import Target
 
 _TORCH_DTYPES = {cute_name: getattr(torch, name) for name, cute_name in CUTLASS_NAMES.items()}
@@ -198,12 +201,24 @@ def run_scan(
     compiled = compile_scan(mask_mod, problem)
     arguments = lists[:4], (*lists.block_size, *seqlens), aux or None
     if problem.arch == HOST:
-        _run_on_host(mask_mod, problem, compiled, arguments, lists.mask_block_cnt.shape[:2])
+        with _tells_lists_done(mask_mod, lists.mask_block_cnt):
+            _run_on_host(mask_mod, problem, compiled, arguments, lists.mask_block_cnt.shape[:2])
     elif lists.mask_block_cnt.is_cuda:
         with torch.cuda.device(lists.mask_block_cnt.device):
             compiled.function(*arguments)
     else:
         compiled.function(*arguments)
+
+
+def _tells_lists_done(
+    mask_mod: Callable[..., Any], cnt: Tensor
+) -> contextlib.AbstractContextManager[None]:
+    """`tells_progress` of a scan on the CPU, which writes a list's count when the list is done."""
+    cnt.fill_(-1)
+    name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
+    return tells_progress(
+        f"block lists of {name}", lambda: int((cnt >= 0).count_nonzero()), cnt.numel()
+    )
 
 
 def _run_on_host(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -44,6 +44,45 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
 WindowSize: TypeAlias = tuple[int | None, int | None]
 
+# Each function is declared three times before its definition, so that a type checker knows what it
+# returns: a tensor, a pair with return_lse, either where return_lse is a variable.
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
+    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None, return_lse: Literal[False] = False, config: Any = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
+    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None, return_lse: Literal[True], config: Any = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
+    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
 
 @public_call
 def flash_attn_func(
@@ -69,7 +108,7 @@ def flash_attn_func(
     return_lse: bool = False,
     config: Any = None,
     **unknown: NoReturn,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v, learnable_sink, and by
     floating-point aux_tensors that score_mod reads.
 
@@ -116,6 +155,54 @@ def flash_attn_func(
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
 
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
+    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None, return_lse: Literal[False] = False, config: Any = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
+    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None, return_lse: Literal[True], config: Any = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
+    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 @public_call
 def flash_attn_varlen_func(
     q: Tensor,
@@ -147,7 +234,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     config: Any = None,
     **unknown: NoReturn,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_func` for sequences of different lengths.
 
     With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim), with
@@ -174,6 +261,33 @@ def flash_attn_varlen_func(
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
 
+@overload
+def flashmask_attention(
+    q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
+    dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
+    return_softmax_lse: Literal[False] = False, training: bool = True,
+    softmax_scale: float | None = None, deterministic: bool = False, q_start: int | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flashmask_attention(
+    q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
+    dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
+    return_softmax_lse: Literal[True], training: bool = True, softmax_scale: float | None = None,
+    deterministic: bool = False, q_start: int | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flashmask_attention(
+    q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
+    dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
+    return_softmax_lse: bool = False, training: bool = True, softmax_scale: float | None = None,
+    deterministic: bool = False, q_start: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 @public_call
 def flashmask_attention(
     q: Tensor,
@@ -190,7 +304,7 @@ def flashmask_attention(
     deterministic: bool = False,
     q_start: int | None = None,
     **unknown: NoReturn,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under column intervals, called as PaddlePaddle's function of this name.
 
     q, k, v: as in `flash_attn_func`. startend_row_indices: int32 (batch or 1, heads, seqlen_k, n),
@@ -259,7 +373,7 @@ def _scale_number(softmax_scale: Any) -> Any:
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_lse: bool
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     check_bool("return_lse", return_lse)
     if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
         call = _with_cute_mods(call, q)

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, TypeAlias
 
-import torch
-
 from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.constant_result import assume_constant_result
 
 Mod: TypeAlias = Callable[..., Any]
 
@@ -29,7 +28,7 @@ def optional_name(mod: Mod | None) -> str | None:
     return _name_of(mod, owner)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _name_of(mod: Mod, owner: object) -> str:
     """A name that stands for this object, in its present state, for as long as the process lives.
 

@@ -33,6 +33,7 @@ from flash_mask_cute.interface import (
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import Split
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
+from flash_mask_cute.runtime.constant_result import assume_constant_result
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 
 # Bounds of column intervals are an operand of the operators, so that a graph computes them once for
@@ -297,7 +298,7 @@ def _config_text(config: Any) -> str | None:
     return _text_of(tuple(asdict(x) if isinstance(x, FwdConfig | BwdConfig) else x for x in pair))
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _text_of(pair: tuple[Any, ...]) -> str:
     return json.dumps([None if x is None else asdict(x) for x in Configs.of(pair)])
 

@@ -41,6 +41,7 @@ from flash_mask_cute.runtime.checks import (
     check_tensor,
     dtype_names,
 )
+from flash_mask_cute.runtime.constant_result import assume_constant_result
 
 _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
@@ -295,7 +296,7 @@ def settle_order(
     return False
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _only_warns(reason: str) -> bool:
     """Whether torch's setting is warn_only; if so, warns. Dynamo can trace neither: it warns once,
     and guards the answer together with the setting."""

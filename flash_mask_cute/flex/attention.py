@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -31,6 +31,42 @@ _HINTS = frozenset(
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: Literal[False] = False, kernel_options: Mapping[str, Any] | None = None, *,
+    return_aux: None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    *, return_lse: Literal[True], kernel_options: Mapping[str, Any] | None = None,
+    return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: Mapping[str, Any] | None = None, *,
+    return_aux: None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: Literal[False] = False, kernel_options: Mapping[str, Any] | None = None, *,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+
+
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -43,7 +79,7 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """torch's function of this name, `torch.nn.attention.flex_attention.flex_attention`.
 
     query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev): bf16 or fp16 on CUDA, also fp32

@@ -68,6 +68,18 @@ class Compiled(NamedTuple):
     meta: Mapping[str, Any]
 
 
+class CacheUsage(NamedTuple):
+    """What a cache takes of the disk.
+
+    folder: of the entries, which need not be there; None where the disk is not used. kernels: how
+    many there are. num_bytes: of all their files.
+    """
+
+    folder: Path | None
+    kernels: int = 0
+    num_bytes: int = 0
+
+
 class CompileCache:
     """Maps a key to a `Compiled`, building each at most once.
 
@@ -131,6 +143,23 @@ class CompileCache:
         """Forget the kernels of this process; the entries on disk stay."""
         self._memory.clear()
 
+    def usage(self) -> CacheUsage:
+        """What the cache takes of the disk now. No folder is made."""
+        try:
+            root = self._root()
+        except RuntimeError:  # there is no home directory
+            root = None
+        if root is None:
+            return CacheUsage(None)
+        folder = root / _LAYOUT
+        kernels = num_bytes = 0
+        with contextlib.suppress(OSError):  # not there, or not readable
+            for path in folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # another process evicts
+                    num_bytes += path.lstat().st_size
+                    kernels += path.suffix == ".o"
+        return CacheUsage(folder, kernels, num_bytes)
+
     @tells_what_to_install()
     def _miss(
         self,
@@ -192,13 +221,25 @@ class CompileCache:
             self._warn(f"cannot store {entry.object_path}: {error}")
         return entry.load() or _load_unstored(compiled)
 
+    def _root(self) -> Path | None:
+        """The directory, which need not be there; None when the disk is not used.
+
+        Raises:
+            RuntimeError: it is in the home directory, and there is none.
+        """
+        if self._directory is not None:
+            return self._directory
+        value = os.environ.get(DIRECTORY_VARIABLE, "")
+        if value.lower() in ("0", "off"):
+            return None
+        return Path(value) if value else _default_root()
+
     def _folder(self) -> Path | None:
         """Return the folder of the entries, made if need be; None when the disk is not used."""
-        value = os.environ.get(DIRECTORY_VARIABLE, "")
-        if self._directory is None and value.lower() in ("0", "off"):
-            return None
         try:
-            root = self._directory or (Path(value) if value else _default_root())
+            root = self._root()
+            if root is None:
+                return None
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = root / _LAYOUT
             folder.mkdir(mode=0o700, exist_ok=True)

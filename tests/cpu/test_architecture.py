@@ -73,6 +73,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "flash_fwd": ("sm90", "sm100"),
     "flash_bwd": ("sm90", "sm100", "kernels"),
     "utils": (),
+    # the doctor, beside the package's version
+    "__main__": ("functional", "runtime", ""),
     "": (
         "flex",
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
@@ -347,7 +349,14 @@ def project_texts() -> Iterator[Path]:
             hidden = any(part[0] in "._" for part in path.relative_to(ROOT / folder).parts[:-1])
             if path.is_file() and not hidden and path.suffix not in (".pyc", ".png"):
                 yield path
-    for name in ("README.md", "Makefile", "pyproject.toml", "constraints.txt", ".gitignore"):
+    for name in (
+        "README.md",
+        "Makefile",
+        "pyproject.toml",
+        "constraints.txt",
+        "MANIFEST.in",
+        ".gitignore",
+    ):
         yield ROOT / name
 
 

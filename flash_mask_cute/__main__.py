@@ -1,0 +1,167 @@
+"""`python -m flash_mask_cute`: what is installed, which GPUs it can use, and a self-test.
+
+The exit code is 0 if a call works here, and 1 if a package is missing or a result is wrong.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from flash_mask_cute import __version__
+from flash_mask_cute.runtime.cache import DIRECTORY_VARIABLE, CompileCache
+from flash_mask_cute.runtime.packages import DISTRIBUTIONS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+DRIVER = Path("/proc/driver/nvidia/version")
+# What pip calls each module that a call needs.
+NEEDED = {"torch": "torch", **DISTRIBUTIONS}
+# The largest error of a result over the largest number of the reference. The CPU path computes in
+# float64, but the backward starts from an LSE in float32.
+TOLERANCES = {"bfloat16": 2e-2, "float64": 1e-5}
+
+
+class Check(NamedTuple):
+    """error, limit: relative to the largest number of the reference."""
+
+    name: str
+    error: float
+    limit: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.limit  # False for NaN
+
+
+def main() -> int:
+    _say("flash_mask_cute", __version__)
+    _say("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
+    for package in NEEDED.values():
+        is_missing = package in missing
+        _say(package, f"missing: pip install {package}" if is_missing else _version_of(package))
+    if "torch" in missing:
+        return 1
+    device = _usable_device()
+    _tell_cache()
+    if missing:
+        _say("self-test", f"not run: {', '.join(missing)} is missing")
+        return 1
+    return _tell_self_test(device)
+
+
+def _say(name: str, text: str) -> None:
+    sys.stdout.write(f"{name + ':':<20}{text}\n")
+    sys.stdout.flush()
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a module on the path that no installer put there
+        return "of unknown version"
+
+
+def _usable_device() -> torch.device:
+    """Tells what torch was built for and sees: the first GPU that has kernels, or the CPU."""
+    import torch
+
+    from flash_mask_cute.runtime.target import ARCHS, Target
+
+    cuda = torch.version.cuda
+    _say("torch's CUDA", cuda or "none, this is a build for the CPU")
+    _say("driver", _driver())
+    usable = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        capability = torch.cuda.get_device_capability(device)
+        name = f"{torch.cuda.get_device_name(device)}, compute capability {_dotted(capability)}"
+        if capability in ARCHS:
+            _say(str(device), f"{name}: kernels for {Target.of(device).arch}")
+            usable.append(device)
+        else:
+            known = ", ".join(map(_dotted, ARCHS))
+            _say(str(device), f"{name}: no kernels, which exist for {known} only")
+    if torch.cuda.device_count() == 0:
+        _say("GPU", "torch sees none; calls work on CPU tensors")
+    return usable[0] if usable else torch.device("cpu")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return "{}.{}".format(*capability)
+
+
+def _driver() -> str:
+    """The release of NVIDIA's driver, from the file by which its module for Linux tells it."""
+    try:
+        first = DRIVER.read_text().partition("\n")[0]
+    except OSError:
+        return "no NVIDIA driver is loaded"
+    release = re.search(r"\b\d+\.\d+(\.\d+)?\b", first)
+    return release[0] if release else first
+
+
+def _tell_cache() -> None:
+    usage = CompileCache().usage()
+    if usage.folder is None:
+        _say("compile cache", f"not on disk ({DIRECTORY_VARIABLE})")
+        return
+    size = f"{usage.kernels} kernels, {usage.num_bytes / 2**20:.1f} MiB"
+    _say("compile cache", f"{usage.folder}: {size}")
+
+
+def _tell_self_test(device: torch.device) -> int:
+    where = "the CPU path" if device.type == "cpu" else f"the kernels of {device}"
+    _say("self-test", f"causal attention with {where}, against torch's SDPA")
+    try:
+        checks = list(self_test(device))
+    except Exception as error:  # whatever is broken here, the lines above belong to the answer
+        _say("self-test", f"FAILED: {type(error).__name__}: {error}")
+        return 1
+    for check in checks:
+        verdict = "ok" if check.is_right else "WRONG"
+        _say(f"  {check.name}", f"{verdict}, error {check.error:.1e} (at most {check.limit:.0e})")
+    is_right = all(check.is_right for check in checks)
+    _say("self-test", "passed" if is_right else "FAILED")
+    return 0 if is_right else 1
+
+
+def self_test(device: torch.device) -> Iterator[Check]:
+    """A small forward and backward against `torch.nn.functional.scaled_dot_product_attention` in
+    float64: bf16 by the kernels of a GPU, float64 by the CPU path."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from flash_mask_cute.functional import flash_attn_func
+
+    dtype = torch.float64 if device.type == "cpu" else torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 200, 4, 64)
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+
+    def gradients_of(out: Tensor, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    in_heads = [x.transpose(1, 2) for x in exact]
+    out = scaled_dot_product_attention(*in_heads, is_causal=True).transpose(1, 2)
+    references = gradients_of(out, exact, dout.double())
+    inputs = [x.to(device).requires_grad_() for x in (q, k, v)]
+    found = gradients_of(flash_attn_func(*inputs, causal=True), inputs, dout.to(device))
+    limit = TOLERANCES[str(dtype).removeprefix("torch.")]
+    for name, result, reference in zip(("out", "dq", "dk", "dv"), found, references, strict=True):
+        error = (result.cpu().double() - reference).abs().max() / reference.abs().max()
+        yield Check(name, error.item(), limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
