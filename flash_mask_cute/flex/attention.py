@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flash_mask_cute.flex.block_mask import lists_of
 from flash_mask_cute.flex.convention import check_torch_mod
-from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.flex.together import lowered_together
 from flash_mask_cute.functional import flash_attn_func
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -74,7 +74,7 @@ def flex_attention(
         mask_mod = block_mask.mask_mod
         check_torch_mod(mask_mod, "mask_mod")
         lists = lists_of(block_mask)
-    mods = as_cute_mods(score_mod, mask_mod, None, query.device)
+    mods = lowered_together(score_mod, mask_mod, query.device)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)

@@ -112,7 +112,7 @@ def whole_power(x: Any, exponent: int) -> Any:
 
 def sign(x: Any) -> Any:
     dtype = _dtype(x)
-    return where(x > 0, dtype(1), where(x < 0, dtype(-1), x))
+    return where(x > 0, dtype(1), where(x < 0, dtype(-1), dtype(0)))
 
 
 # -- numbers of either kind ---------------------------------------------------------------------
@@ -158,10 +158,12 @@ def float_remainder(x: Any, y: Any) -> Any:
 
 
 def float_floor_divide(x: Any, y: Any) -> Any:
-    """Python's, from the remainder; a quotient by 0 is what division gives."""
+    """From the remainder, so that the quotient is exact; by 0 it is what division gives."""
     dtype = _dtype(x, y)
     x, y = dtype(x), dtype(y)
-    near = (x - float_remainder(x, y)) / y
+    rest = x % y
+    near = (x - rest) / y
+    near = where((rest != 0.0) & ((rest < 0.0) != (y < 0.0)), near - 1.0, near)
     floored = cute.math.floor(near)
     # `near` is a whole number but for rounding
     whole = where(near - floored > 0.5, floored + 1.0, floored)

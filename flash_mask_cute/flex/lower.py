@@ -74,6 +74,8 @@ def lower_mod(
 
 def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
     """The same mod, which finds its tensors behind `count` others."""
+    if not count or not lowered.aux_tensors:
+        return lowered
     source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
     kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
     with _LOCK:
@@ -263,7 +265,7 @@ def _program(
 
 
 def _structure(kind: str, captures: Captures, device: torch.device) -> _Structure:
-    name = kind, captures.key, device.type
+    name = kind, captures.key, captures.follows_forward, device.type
     structure = _structures.get(name)
     if structure is None:
         numbers = tuple(x.number for x in captures.numbers)
@@ -335,21 +337,25 @@ def _lowered(
     def bind(numbers: Sequence[Any]) -> Callable[..., Any]:
         return with_numbers(mod, zip(paths, numbers, strict=True))
 
-    def traced(decompositions: Any = None) -> Trace:
+    def traced(decompositions: dict[Any, Any]) -> Trace:
         if not varying:
             return trace(mod, is_score, device, decompositions)
         bind([0] * len(paths))
         numbers = [captures.numbers[i].number for i in varying]
         return trace_with_numbers(mod, bind, numbers, is_score, device, decompositions)
 
-    found = traced()
-    try:
-        text = write(mod, is_score, found.module, captures.tensors)
-    except UnknownOperator:
-        from torch._decomp import core_aten_decompositions
+    decompositions: dict[Any, Any] = {}
+    text = None
+    while text is None:
+        found = traced(decompositions)
+        try:
+            text = write(mod, is_score, found.module, captures.tensors)
+        except UnknownOperator as error:
+            from torch._decomp import decomposition_table
 
-        found = traced(core_aten_decompositions())
-        text = write(mod, is_score, found.module, captures.tensors)
+            if error.target in decompositions or error.target not in decomposition_table:
+                raise
+            decompositions[error.target] = decomposition_table[error.target]
     is_followed = captures.key is not None and len(text.captured) == len(captures.tensors)
     program = Program(
         _mod_of(text.source, kind), text.source, text.sources, found.module,

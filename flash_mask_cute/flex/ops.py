@@ -64,8 +64,7 @@ class Call:
     ) -> Array:
         """write: makes the text of an element from those of the operands, which have the dtype
         `computed`; what it writes is of dtype `result`, or `computed`."""
-        arrays = [as_array(x, computed, self) for x in operands]
-        arrays = [cast(x, computed).broadcast(self.shape) for x in arrays]
+        arrays = [self._operand_in(x, computed).broadcast(self.shape) for x in operands]
         made = []
         for elements in zip(*(x.elements for x in arrays), strict=True):
             text = write(*(x.text for x in elements))
@@ -73,6 +72,13 @@ class Call:
             element = converted(element, result or computed, self.dtype)
             made.append(self.name_element(element))
         return Array(self.dtype, self.shape, tuple(made))
+
+    def _operand_in(self, value: Any, computed: torch.dtype) -> Array:
+        """A tensor takes the dtype of the operation first, in which it may be rounded."""
+        array = as_array(value, computed, self)
+        if isinstance(value, Array | Table) and computed_in(self.dtype) == computed:
+            array = cast(array, self.dtype)
+        return cast(array, computed)
 
 
 def operator_name(target: Any) -> str:
@@ -115,8 +121,8 @@ def converted(element: Element, given: torch.dtype, wanted: torch.dtype) -> Elem
     if wanted == torch.bool:
         return element._replace(text=f"({element.text} != 0)", is_simple=False)
     text = element.text
-    if given == torch.float64 and wanted in (torch.float16, torch.bfloat16):
-        # there is no code for this step on the CPU
+    if given != torch.float32 and wanted in (torch.float16, torch.bfloat16):
+        # torch converts by this step, too, and the CPU has no code for another
         text = f"Float32({text})"
     return element._replace(text=f"{DSL_NAMES[wanted]}({text})", is_simple=False)
 
@@ -138,7 +144,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def promoted(*operands: Any) -> torch.dtype:
     """The dtype in which torch computes with operands, arrays or Python numbers."""
-    stand_ins = [
+    stand_ins: list[Any] = [
         torch.empty(x.shape if isinstance(x, Array) else [len(x.left)] * len(x.left),
                     dtype=x.dtype, device="meta")
         if isinstance(x, Array | Table)

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from flash_mask_cute.flex import ops
-from flash_mask_cute.flex.captures import CapturedTensor
+from flash_mask_cute.flex.captures import CapturedTensor, described
 from flash_mask_cute.flex.trace import INDEX_NAMES, line_of, name_of
-from flash_mask_cute.flex.values import Array, Element, NotLowerable, Number, Table
+from flash_mask_cute.flex.values import DSL_NAMES, Array, Element, NotLowerable, Number, Table
 
 # Short names of the score and its place in the text, in the order of a mod's arguments.
 _SHORT = {"s": "score", "b": "b_idx", "h": "h_idx", "q": "q_idx", "k": "kv_idx"}
@@ -33,7 +33,11 @@ _FILLED: dict[str, int | bool] = {
 
 
 class UnknownOperator(NotLowerable):
-    """There is no rule for it. Perhaps torch can take it apart."""
+    """There is no rule for it. Perhaps torch can take it apart. target: the operator."""
+
+    def __init__(self, text: str, target: Any) -> None:
+        super().__init__(text)
+        self.target = target
 
 
 class Source(NamedTuple):
@@ -149,8 +153,9 @@ class _Writer:
         )
 
     def _operator(self, node: Node) -> None:
-        name, out = _name(node), node.meta.get("val")
-        if isinstance(out, torch.SymInt | torch.SymFloat):
+        name = _name(node)
+        out: Any = node.meta.get("val")
+        if isinstance(out, torch.SymInt | torch.SymFloat) and name != "_local_scalar_dense":
             self._number(node)
             return
         self._refuse_what_has_no_text(node, name, out)
@@ -161,11 +166,11 @@ class _Writer:
             self._hosted.add(node)
         elif name in _FILLED:
             place = _FILLED[name]
-            number = place if isinstance(place, bool) else node.args[place]
+            number: Any = place if isinstance(place, bool) else node.args[place]
             if isinstance(number, Node):
                 self._values[node] = self._filled(node, self._value(number), out)
                 return
-            self._known[node] = torch.full(tuple(out.shape), number, dtype=out.dtype)  # type: ignore[arg-type]
+            self._known[node] = torch.full(tuple(out.shape), number, dtype=out.dtype)
         else:
             self._values[node] = self._lowered(node, name, out)
 
@@ -178,7 +183,8 @@ class _Writer:
         if name.endswith("_") and not name.endswith("__"):
             raise self._refusal(node, "writes into a tensor: compute a new value instead")
         if not isinstance(out, Tensor):
-            raise UnknownOperator(str(self._refusal(node, "gives several results")))
+            text = str(self._refusal(node, "gives several results"))
+            raise UnknownOperator(text, node.target)
 
     def _filled(self, node: Node, number: Number, out: Tensor) -> Array:
         call = self._call_of(node, out, (), {})
@@ -198,10 +204,11 @@ class _Writer:
     def _lowered(self, node: Node, name: str, out: Tensor) -> Any:
         rule = ops.RULES.get(name)
         if rule is None:
-            raise UnknownOperator(str(self._refusal(node, "has no CuTe text")))
-        args, kwargs = torch.fx.node.map_aggregate(
+            raise UnknownOperator(str(self._refusal(node, "has no CuTe text")), node.target)
+        operands: Any = torch.fx.node.map_aggregate(
             (node.args, node.kwargs), lambda x: self._value(x) if isinstance(x, Node) else x
         )
+        args, kwargs = operands
         reads_whole = name not in ("index", "select", *_LIFTS)
         tables = [x for x in (*args, *kwargs.values()) if isinstance(x, Table)]
         call = self._call_of(node, out, args, kwargs)
@@ -237,6 +244,12 @@ class _Writer:
             tensor = node.meta["val"]
             source = Source(computed=node, detached=detached)
             self._knows_shapes = True
+        if tensor.dtype not in DSL_NAMES:
+            path = () if source.captured is None else self._captured[source.captured].path
+            raise TypeError(
+                f"{described(path) or 'a tensor'}, which {name_of(self._mod)} reads, has dtype "
+                f"{tensor.dtype}, which no kernel reads"
+            )
         return Table.of(self._number_of(source), tensor)
 
     def _number_of(self, source: Source) -> int:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.flex.convention import is_torch_mod
-
-if TYPE_CHECKING:
-    from flash_mask_cute.flex.lower import LoweredMod
 
 
 class CuteMods(NamedTuple):
@@ -47,22 +44,32 @@ def as_cute_mods(
             "aux_tensors are read by CuTe mods, and those given are written in torch: let them "
             f"capture the tensors; got {len(aux_tensors)}"
         )
-    # what traces is loaded when there is something to trace
-    from flash_mask_cute.flex.lower import lower_mod
+    given = list(aux_tensors or ())
+    lowered = lowered_together(
+        score_mod if lowers_score else None, mask_mod if lowers_mask else None, device, given
+    )
+    return CuteMods(
+        lowered.score_mod or score_mod, lowered.mask_mod or mask_mod, lowered.aux_tensors
+    )
 
-    aux = list(aux_tensors or ())
-    if score_mod is not None and lowers_score:
-        lowered = _behind(aux, lower_mod(score_mod, "score_mod", device))
+
+def lowered_together(
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    device: torch.device | str | None,
+    others: Sequence[Tensor] = (),
+) -> CuteMods:
+    """Mods written in torch, over one list of tensors that begins with `others`."""
+    # what traces is loaded when there is something to trace
+    from flash_mask_cute.flex.lower import lower_mod, shifted
+
+    aux = list(others)
+    if score_mod is not None:
+        lowered = shifted(lower_mod(score_mod, "score_mod", device), len(aux))
         aux += lowered.aux_tensors
         score_mod = lowered.mod
-    if mask_mod is not None and lowers_mask:
-        lowered = _behind(aux, lower_mod(mask_mod, "mask_mod", device))
+    if mask_mod is not None:
+        lowered = shifted(lower_mod(mask_mod, "mask_mod", device), len(aux))
         aux += [x.detach() if x.requires_grad else x for x in lowered.aux_tensors]
         mask_mod = lowered.mod
     return CuteMods(score_mod, mask_mod, aux or None)
-
-
-def _behind(aux: list[Tensor], lowered: LoweredMod) -> LoweredMod:
-    from flash_mask_cute.flex.lower import shifted
-
-    return shifted(lowered, len(aux)) if aux and lowered.aux_tensors else lowered

@@ -8,7 +8,7 @@ until its elements are wanted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -74,6 +74,17 @@ def literal(value: bool | int | float) -> str:
     return repr(value)
 
 
+def _shortest(element: Element) -> str:
+    """0.1 and not 0.10000000149011612, which is the same float32."""
+    value = element.constant
+    if value is None or not math.isfinite(value):
+        return element.text
+    texts = (f"{value:.{digits}g}" for digits in range(6, 10))
+    exact = torch.tensor(value, dtype=torch.float32)
+    short = next(x for x in texts if torch.tensor(float(x), dtype=torch.float32) == exact)
+    return repr(float(short))
+
+
 @dataclass(frozen=True)
 class Array:
     """elements: in the order of a contiguous tensor."""
@@ -86,7 +97,10 @@ class Array:
     def of_tensor(tensor: Tensor) -> Array:
         """Of known contents."""
         flat = tensor.detach().reshape(-1).tolist()
-        return Array(tensor.dtype, tuple(tensor.shape), tuple(map(constant_element, flat)))
+        elements: Iterable[Element] = map(constant_element, flat)
+        if tensor.dtype == torch.float32:
+            elements = (x._replace(text=_shortest(x)) for x in elements)
+        return Array(tensor.dtype, tuple(tensor.shape), tuple(elements))
 
     @property
     def is_constant(self) -> bool:

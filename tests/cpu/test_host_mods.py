@@ -200,7 +200,7 @@ def test_mathematics_of_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("aux", "error", "text"),
     [
-        (torch.zeros(3, dtype=torch.float64), TypeError, r"aux_tensors\[1\].*float64"),
+        (torch.zeros(3, dtype=torch.complex64), TypeError, r"aux_tensors\[1\].*complex64"),
         (torch.zeros(3, dtype=torch.uint16), TypeError, r"aux_tensors\[1\].*torch\.uint16"),
         (torch.zeros(()), ValueError, r"aux_tensors\[1\] must have 1 to 4 dimensions"),
         (torch.zeros((1,) * 5), ValueError, r"aux_tensors\[1\] must have 1 to 4 dimensions"),

@@ -557,9 +557,9 @@ REFUSALS = {
     ),
     "aux_dtype": Refusal(
         "dense",
-        {"score_mod": min, "aux_tensors": (_int32(3), torch.zeros(3, dtype=torch.float64))},
+        {"score_mod": min, "aux_tensors": (_int32(3), torch.zeros(3, dtype=torch.complex64))},
         TypeError,
-        ("aux_tensors[1]", "int32, int64", "float64"),
+        ("aux_tensors[1]", "int32, int64", "complex64"),
     ),
     "aux_scalar": Refusal(
         "dense",

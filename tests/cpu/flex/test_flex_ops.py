@@ -1,0 +1,217 @@
+"""ATen operators in CuTe text: torch's values on the CPU, and refusals by name and line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+from torch_values import by_cute, by_torch
+
+from flash_mask_cute.flex import lower_mod, mod_source
+from flash_mask_cute.mods.on_cpu import eval_score_mod
+
+N = 24
+SHAPE = (2, 2, N, N)
+GENERATOR = torch.Generator().manual_seed(0)
+SCORE = torch.randn(SHAPE, generator=GENERATOR) * 3
+SCORE[..., 0, :4] = torch.tensor([0.0, float("inf"), -float("inf"), float("nan")])
+BIAS = torch.randn(4, N, generator=GENERATOR)
+IDS = torch.randint(0, 4, (2, N), generator=GENERATOR)
+PAIRS = IDS.view(2, 12, 2)
+TABLE = torch.randn(2, 1, N, N, generator=GENERATOR)
+HALF = torch.randn(N, generator=GENERATOR).bfloat16()
+DOUBLE = torch.randn(N, dtype=torch.float64, generator=GENERATOR)
+BYTES = torch.randint(0, 200, (N,), dtype=torch.uint8, generator=GENERATOR)
+SMALL = torch.randint(-100, 100, (N,), dtype=torch.int8, generator=GENERATOR)
+FLAGS = torch.rand(N, generator=GENERATOR) > 0.5
+ROWS = torch.randn(N, 8, generator=GENERATOR)
+SEVEN = torch.tensor(7)
+
+# exact on the CPU: integers, comparisons and single operations of IEEE arithmetic
+EXACT: dict[str, Callable[..., Tensor]] = {
+    "remainder of the divisor's sign": lambda s, b, h, q, k: s + (q - k) % 3 + (q - k) % -5,
+    "floor division": lambda s, b, h, q, k: s + (q - k) // 3 + (q - k) // -4,
+    "division by what may be -1": lambda s, b, h, q, k: s + k // torch.where(q > 5, -1, q + 1),
+    "truncated division": lambda s, b, h, q, k: s + torch.div(q - k, 3, rounding_mode="trunc"),
+    "fmod": lambda s, b, h, q, k: s + torch.fmod(q - k, 3) + torch.fmod(s, 0.75),
+    "float remainder": lambda s, b, h, q, k: s % 0.75 + s % -1.5,
+    "float floor division": lambda s, b, h, q, k: s // 0.75,
+    "true division of integers": lambda s, b, h, q, k: s + (q - k) / 3,
+    "overflow wraps": lambda s, b, h, q, k: s + ((q - k) * 1000003 * 65537) % 1000,
+    "shifts": lambda s, b, h, q, k: s + ((q - k) >> 2) + ((q - k) << 3) + ((q - k) >> (k % 7)),
+    "shifts by too much": lambda s, b, h, q, k: s + ((q - k) << (q + 20)) + ((k - q) >> (q + 20)),
+    "bits": lambda s, b, h, q, k: s + ((q & 5) | (k ^ 3)) + ~q,
+    "bool as a number": lambda s, b, h, q, k: s * (q > k) + (q >= k).int() + (~(q > k)),
+    "sum of bools is or": lambda s, b, h, q, k: torch.where((q > k) + (q < 3), s, 0.0),
+    "choices": lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")),
+    "clamp, and NaN": lambda s, b, h, q, k: s.clamp(-1, 2) + torch.clamp_min(q - k, 0),
+    "maximum, and NaN": lambda s, b, h, q, k: torch.maximum(s, k * 0.1) + torch.minimum(q, k),
+    "relu, sign, abs": lambda s, b, h, q, k: torch.relu(s) + torch.sign(s) + (q - k).abs(),
+    "rounding": lambda s, b, h, q, k: torch.round(s) + torch.floor(s) + torch.ceil(s) + s.trunc(),
+    "nan and inf": lambda s, b, h, q, k: torch.where(s.isnan() | s.isinf(), 0.0, s),
+    "logic": lambda s, b, h, q, k: torch.where(torch.logical_and(q, k - 3).logical_not(), s, 1.0),
+    "square": lambda s, b, h, q, k: s**2 + (q - k) ** 3 + s**-1,
+    "casts": lambda s, b, h, q, k: (q * 300).to(torch.int8) + s.nan_to_num(0, 0, 0).int() + s,
+    "a read": lambda s, b, h, q, k: s + BIAS[h, k],
+    "a negative index": lambda s, b, h, q, k: s + BIAS[h, q - k],
+    "chained reads": lambda s, b, h, q, k: s + TABLE[b][0][q][k],
+    "a read of a read": lambda s, b, h, q, k: s + BIAS[IDS[b, q], k],
+    "views": lambda s, b, h, q, k: s + BIAS.T[k, h] + BIAS.view(-1)[q] + BIAS[:, 2:][h, q // 2],
+    "bfloat16": lambda s, b, h, q, k: s + HALF[q] * HALF[k] + (HALF[q] + k),
+    "float64": lambda s, b, h, q, k: torch.where(DOUBLE[k] > 0.1, s, s * DOUBLE[q]),
+    "small integers": lambda s, b, h, q, k: s + SMALL[q] * SMALL[k] + BYTES[q] * 3 + BYTES[k],
+    "bools": lambda s, b, h, q, k: torch.where(FLAGS[q] & ~FLAGS[k], s, s + FLAGS[q]),
+    "a captured number": lambda s, b, h, q, k: s + (q - SEVEN) * (SEVEN + 1),
+    "a tensor made inside": lambda s, b, h, q, k: s + torch.tensor([1.0, 2.0, 4.0])[q % 3],
+    "a tensor computed inside": lambda s, b, h, q, k: s + (BIAS * 2 + 1)[h, q],
+    "any": lambda s, b, h, q, k: torch.where((PAIRS[b, q // 2] == k % 4).any(), s, 0.0),
+    "a slice": lambda s, b, h, q, k: s + ROWS[q][2:5].amax() + ROWS[k].view(2, 4)[1].amin(),
+    "of known places": lambda s, b, h, q, k: s + (h == torch.tensor([0, 3])).any(),
+    "arange": lambda s, b, h, q, k: s + torch.arange(5)[q % 5],
+    "a constant": lambda s, b, h, q, k: s + torch.full((), 3.0) + q.new_ones(()) + 2**4,
+}  # fmt: skip
+# within rounding: functions, and sums in another order
+CLOSE: dict[str, Callable[..., Tensor]] = {
+    "exponentials": lambda s, b, h, q, k: torch.exp(-s.abs()) + torch.exp2(-(h + 1)) + s.expm1(),
+    "logarithms": lambda s, b, h, q, k: torch.log1p(s.abs()) + torch.log2(k + 1) + (q + 1).log(),
+    "tanh, sigmoid, silu": lambda s, b, h, q, k: 5 * torch.tanh(s / 5) + s.sigmoid() + nnf.silu(s),
+    "erf": lambda s, b, h, q, k: torch.erf(s) + torch.erf(s * 0.2),
+    "gelu": lambda s, b, h, q, k: nnf.gelu(s.nan_to_num(0, 0, 0)),
+    "gelu by tanh": lambda s, b, h, q, k: nnf.gelu(s.nan_to_num(0, 0, 0), approximate="tanh"),
+    "sines": lambda s, b, h, q, k: torch.sin(q * 0.1) + torch.cos(k * 0.1) * s,
+    "powers": lambda s, b, h, q, k: 2.0 ** (-h) + s.abs() ** 0.5 + s.abs() ** 1.7 + s**5,
+    "dot": lambda s, b, h, q, k: s + torch.dot(ROWS[q], ROWS[k]) + ROWS[q] @ ROWS[k],
+    "sum, mean": lambda s, b, h, q, k: s + ROWS[q].sum() + ROWS[k].mean() + ROWS[q][:2].prod(),
+    "by decomposition": lambda s, b, h, q, k: nnf.softplus(s) + torch.logaddexp(s, k) + nnf.elu(s),
+    "softmax of a row": lambda s, b, h, q, k: s + ROWS[q].softmax(0)[3],
+}
+
+
+@pytest.mark.parametrize("name", [*EXACT, *CLOSE])
+def test_an_operator_has_torchs_value(name: str) -> None:
+    mod = {**EXACT, **CLOSE}[name]
+    wanted = by_torch(mod, SHAPE, SCORE).float()
+    got = by_cute(lower_mod(mod, "score_mod"), SHAPE, SCORE)
+    # EXACT ones may only differ where an fma joins a product and a sum
+    limit = 1e-6 if name in EXACT else 4e-6
+    torch.testing.assert_close(got, wanted, rtol=limit, atol=limit, equal_nan=True)
+
+
+def test_erf_is_within_its_bound() -> None:
+    """By float64, over all of its range and both sides of 1, where its halves meet."""
+    x = torch.cat([torch.linspace(-5, 5, 4001), torch.tensor([1.0, -1.0, 0.0, 1e-20, 1e20])])
+    lowered = lower_mod(lambda s, b, h, q, k: torch.erf(s), "score_mod")
+    row, cols = torch.zeros(1, dtype=torch.int32), torch.arange(x.numel(), dtype=torch.int32)
+    got = eval_score_mod(lowered.mod, x[None], None, 0, 0, row, cols)[0]
+    assert (got.double() - torch.erf(x.double())).abs().max() < 2e-7
+
+
+def test_what_is_not_used_is_not_read() -> None:
+    """An index that a mask_mod takes makes its answer one for each head, or batch entry."""
+    source = mod_source(lambda b, h, q, k: (q >= k) & (h >= -1) | True)
+    assert source.splitlines()[1:] == ["    return True"]
+    source = mod_source(lambda b, h, q, k: (q - k) * 0 + k <= q)
+    assert "h_idx[0]" not in source and "b_idx[0]" not in source
+
+
+def test_an_index_that_cannot_be_negative_is_not_wrapped() -> None:
+    source = mod_source(lambda s, b, h, q, k: s + BIAS[h, (q - k).abs() % N] + BIAS[h, q // 2])
+    assert "wrapped" not in source
+    assert "wrapped" in mod_source(lambda s, b, h, q, k: s + BIAS[h, q - k])
+
+
+def test_an_index_past_the_end_is_an_error() -> None:
+    lowered = lower_mod(lambda s, b, h, q, k: s + BIAS[h, q + 1], "score_mod")
+    with pytest.raises(IndexError, match=f"index {N} of dimension 1, whose extent is {N}"):
+        by_cute(lowered, SHAPE, SCORE)
+    with pytest.raises(IndexError, match="is empty"):
+        lower_mod(lambda s, b, h, q, k: s + torch.zeros(4)[:0][q], "score_mod")
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def _branch(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    if q >= k:
+        return q == k
+    return q > k
+
+
+def _builtin_min(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return min(q, torch.tensor(5)) > k
+
+
+def _item(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+    return k < q.item()
+
+
+def _and(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k and q - k < 5
+
+
+def _random(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + torch.rand(())
+
+
+def _write(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    s += 1
+    return s
+
+
+def _sort(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + torch.sort(ROWS[q])[0][0]
+
+
+def _long_row(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + torch.zeros(4, 1000)[0].mul(q).sum()
+
+
+def _numpy(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + torch.from_numpy(q.numpy())
+
+
+@pytest.mark.parametrize(
+    ("mod", "says"),
+    [
+        (_branch, "decides by a value.*torch.where"),
+        (_builtin_min, "decides by a value.*torch.minimum"),
+        (_item, "_local_scalar_dense.*takes a number out of a tensor"),
+        (_and, "decides by a value.*& for `and`"),
+        (_random, "aten.rand.*random numbers"),
+        (_write, "aten.add_.*writes into a tensor"),
+        (_sort, "aten.sort.*gives several results"),
+        (_long_row, "1000 elements.*at most 256"),
+        (_numpy, "leaves torch for numpy"),
+    ],
+)
+def test_what_has_no_text_is_refused_by_name_and_line(mod: Callable[..., Any], says: str) -> None:
+    kind = "mask_mod" if mod.__code__.co_argcount == 4 else "score_mod"
+    first = inspect.getsourcelines(mod)[1]
+    with pytest.raises(NotImplementedError, match=says) as caught:
+        lower_mod(mod, kind)
+    assert mod.__name__ in str(caught.value)
+    assert f"test_flex_ops.py:{first + 1}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mod", "kind", "says"),
+    [
+        (lambda b, h, q, k: q - k, "mask_mod", "returned torch.int32.*must return a bool"),
+        (lambda s, b, h, q, k: q > k, "score_mod", "returned a bool.*torch.where"),
+        (lambda b, h, q, k: None, "mask_mod", "returned None"),
+        (lambda s, b, h, q, k: ROWS[q], "score_mod", r"shape \(8,\).*one value"),
+    ],
+)
+def test_what_no_mod_returns_is_refused(mod: Callable[..., Any], kind: str, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        lower_mod(mod, kind)
+
+
+def test_a_divisor_of_zero_is_refused() -> None:
+    with pytest.raises(ZeroDivisionError):
+        lower_mod(lambda s, b, h, q, k: s + q // 0, "score_mod")
