@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.flex.convention import is_torch_mod
+
+if TYPE_CHECKING:
+    from flash_mask_cute.flex.lower import LoweredMod
 
 
 class CuteMods(NamedTuple):
@@ -44,32 +47,32 @@ def as_cute_mods(
             "aux_tensors are read by CuTe mods, and those given are written in torch: let them "
             f"capture the tensors; got {len(aux_tensors)}"
         )
-    given = list(aux_tensors or ())
-    lowered = lowered_together(
-        score_mod if lowers_score else None, mask_mod if lowers_mask else None, device, given
+    # what traces is loaded when there is something to trace
+    from flash_mask_cute.flex.lower import lower_mod
+
+    lowered = put_together(
+        lower_mod(score_mod, "score_mod", device) if score_mod and lowers_score else None,
+        lower_mod(mask_mod, "mask_mod", device) if mask_mod and lowers_mask else None,
+        aux_tensors or (),
     )
     return CuteMods(
         lowered.score_mod or score_mod, lowered.mask_mod or mask_mod, lowered.aux_tensors
     )
 
 
-def lowered_together(
-    score_mod: Callable[..., Any] | None,
-    mask_mod: Callable[..., Any] | None,
-    device: torch.device | str | None,
-    others: Sequence[Tensor] = (),
+def put_together(
+    score: LoweredMod | None, mask: LoweredMod | None, others: Sequence[Tensor] = ()
 ) -> CuteMods:
-    """Mods written in torch, over one list of tensors that begins with `others`."""
-    # what traces is loaded when there is something to trace
-    from flash_mask_cute.flex.lower import lower_mod, shifted
+    """Lowered mods over one list of tensors, which begins with `others`."""
+    from flash_mask_cute.flex.lower import shifted
 
     aux = list(others)
-    if score_mod is not None:
-        lowered = shifted(lower_mod(score_mod, "score_mod", device), len(aux))
-        aux += lowered.aux_tensors
-        score_mod = lowered.mod
-    if mask_mod is not None:
-        lowered = shifted(lower_mod(mask_mod, "mask_mod", device), len(aux))
-        aux += [x.detach() if x.requires_grad else x for x in lowered.aux_tensors]
-        mask_mod = lowered.mod
-    return CuteMods(score_mod, mask_mod, aux or None)
+    if score is not None:
+        score = shifted(score, len(aux))
+        aux += score.aux_tensors
+    if mask is not None:
+        mask = shifted(mask, len(aux))
+        aux += [x.detach() if x.requires_grad else x for x in mask.aux_tensors]
+    return CuteMods(
+        None if score is None else score.mod, None if mask is None else mask.mod, aux or None
+    )

@@ -363,6 +363,12 @@ def test_what_is_refused(change: dict[str, Any], error: type, says: str) -> None
         flex_attention(**{**given, **change})
 
 
+def test_an_index_past_the_end_names_what_was_captured() -> None:
+    table = torch.zeros(2, 100)
+    with pytest.raises(IndexError, match="closure variable 'table' of .* index 100 of dimension 1"):
+        flex_attention(Q, K, V, lambda s, b, h, q, k: s + table[b, k], enable_gqa=True)
+
+
 def test_hints_for_torchs_kernels_are_ignored() -> None:
     options = {"BLOCK_M": 64, "fwd_num_warps": 4, "bwd_BLOCK_N2": 32, "BACKEND": "TRITON"}
     out = flex_attention(Q, K, V, enable_gqa=True, kernel_options=options)
