@@ -39,6 +39,7 @@ FUNCTIONS: dict[str, Of] = {
     "hidden": lambda s, x, y: torch.where(x > 1.0, float("-inf"), s + x * y),
     "detached numbers": lambda s, x, y: s + x.detach() * x + y.detach() + y,
     "a detached score": lambda s, x, y: s + 0.3 * s.detach() * x + y,
+    "detached products": lambda s, x, y: s * x + (s.clone() * x * y).detach() * y,
     "products": lambda s, x, y: s * x * x * y,
     "a score that is not used": lambda s, x, y: x * y,
 }
