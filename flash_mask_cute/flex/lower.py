@@ -182,9 +182,11 @@ class _Computed:
     def of(self, node: Node) -> Any:
         if node not in self._known:
             if node.op == "get_attr":
-                place = node.meta.get("captured")
-                held = getattr(self._module, str(node.target))
-                self._known[node] = held if place is None else self._captured[place].tensor
+                place = node.meta["captured"]
+                if place is None:
+                    self._known[node] = getattr(self._module, str(node.target))
+                else:
+                    self._known[node] = self._captured[place].tensor
             else:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.of)
                 self._known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -367,6 +369,7 @@ def _lowered(
             if error.target in decompositions or error.target not in decomposition_table:
                 raise
             decompositions[error.target] = decomposition_table[error.target]
+    _forget_captured(found.module)
     is_followed = captures.key is not None and len(text.captured) == len(captures.tensors)
     program = Program(
         _mod_of(text.source, kind), text.source, text.sources, found.module,
@@ -374,6 +377,14 @@ def _lowered(
         None if is_score else find_bounds(found.module),
     )  # fmt: skip
     return program, found, text
+
+
+def _forget_captured(module: GraphModule) -> None:
+    """What is kept must not keep the tensors of the mod that happened to be traced."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if node.meta["captured"] is not None and hasattr(module, name):
+            delattr(module, name)
 
 
 def _mod_of(text: str, kind: str) -> Callable[..., Any]:

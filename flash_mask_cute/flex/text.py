@@ -136,6 +136,7 @@ class _Writer:
         place = next((i for i, x in enumerate(self._captured) if x.tensor is tensor), None)
         is_made_inside = place is None and all(_name(x) in _LIFTS[:2] for x in node.users)
         if is_made_inside:
+            node.meta["captured"] = None
             self._known[node] = tensor.detach().cpu()
             return
         if place is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +183,18 @@ def test_a_parameter_keeps_its_gradient_unless_it_is_detached() -> None:
     assert kept.aux_tensors[0] is table
     cut = lower_mod(lambda s, b, h, q, k: s + table.detach()[k] * table[q], "score_mod")
     assert [x.requires_grad for x in cut.aux_tensors] == [False, True]
+
+
+def _lowered_and_dropped() -> list[weakref.ref[Tensor]]:
+    table, computed = torch.rand(12), torch.rand(12)
+    lower_mod(lambda s, b, h, q, k: s + table[k] + computed.exp()[q], "score_mod")
+    return [weakref.ref(table), weakref.ref(computed)]
+
+
+def test_what_is_kept_keeps_no_tensor() -> None:
+    held = _lowered_and_dropped()
+    gc.collect()
+    assert [x() for x in held] == [None, None]
 
 
 def test_no_copies_of_tensors() -> None:
