@@ -109,6 +109,7 @@ def compile_variant(name: str) -> Built:
             problem.mask_kind,
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
+            kernel=arch_spec(target).backward,
         )
         compiled = build_bwd(problem, choice, target, variant.mods)
         return Built(compiled, {"tile_n": choice.tile_n, **asdict(choice.tiles)})
@@ -199,6 +200,21 @@ def _blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]:
         yield f"{prefix}-{name}", replace(variant, arch=arch)
 
 
+# of the backwards of Hopper, those for Blackwell
+BLACKWELL_BACKWARDS = (
+    *(f"bwd-d{d}-{mask}" for d in (64, 96, 128) for mask in ("full", "causal")),
+    *(f"bwd-d128-{mask}" for mask in ("window", "varlen", "columns2", "mask_mod", "score_mod")),
+    *(f"bwd-d128-{x}" for x in ("softcap", "deterministic", "list_bits", "learned_bias")),
+)
+
+
+def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]:
+    prefix = arch.removesuffix("a").replace("_", "")
+    of_hopper = dict(_backwards())
+    for name in BLACKWELL_BACKWARDS:
+        yield f"{prefix}-{name}", replace(of_hopper[name], arch=arch)
+
+
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:
     for name, dims in (
         ("d64", (64, 64)),
@@ -232,6 +248,7 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
         "d64": plain._replace(dim=64, tile_m=128, tile_d=64),
         "d256": plain._replace(dim=256, tile_d=256, clears_dq=True),
     }
+    after = rows | {"lanes": plain._replace(tile_m=128, order="lanes")}
     before = rows | {
         "dlse": plain._replace(has_dlse=True),
         "marks": plain._replace(marked_dim=128),
@@ -240,7 +257,7 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
     }
     for name, facts in before.items():
         yield f"preprocess-{name}", PreparingVariant(partial(build_preprocess, facts))
-    for name, facts in rows.items():
+    for name, facts in after.items():
         yield f"postprocess-{name}", PreparingVariant(partial(build_postprocess, facts))
     tails = TailFacts("bfloat16", 128, 128, Tails(True, True, True))
     yield "clear_tails", PreparingVariant(partial(build_clear_tails, tails))
@@ -281,5 +298,7 @@ VARIANTS: dict[str, Variant] = {
     **dict(_backwards()),
     **dict(_blackwell(SM100)),
     **dict(_blackwell(SM103)),
+    **dict(_backwards_of_blackwell(SM100)),
+    **dict(_backwards_of_blackwell(SM103)),
     **dict(_preparing()),
 }

@@ -71,7 +71,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # public paths of device code, and of everything
     "flash_fwd": ("sm90", "sm100"),
-    "flash_bwd": ("sm90", "kernels"),
+    "flash_bwd": ("sm90", "sm100", "kernels"),
     "utils": (),
     "": (
         "flex",

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import gradient_oracle
 import mask_cases
 import pytest
 
@@ -22,7 +23,11 @@ import flash_mask_cute
 PACKAGE = Path(flash_mask_cute.__file__).parent
 WARPS_PER_WARPGROUP = 4
 # kernels whose CTAs have roles, by what their names begin with, and who tells them
-ROLES = {"sm90": "flash_mask_cute.sm90.warpgroups", "sm100": "flash_mask_cute.sm100.flash_fwd_plan"}
+ROLES = {
+    "sm90.": "flash_mask_cute.sm90.warpgroups",
+    "sm100.flash_fwd.": "flash_mask_cute.sm100.flash_fwd_plan",
+    "sm100.flash_bwd.": "flash_mask_cute.sm100.flash_bwd_plan",
+}
 
 
 class Slowed(NamedTuple):
@@ -78,17 +83,17 @@ def slow_sets(kernel: str, num_warps: int) -> set[frozenset[int]]:
     each warp is one. So every warp of a CTA is in some set, also that of a role which somebody
     adds.
     """
-    package = kernel.split(".")[0]
-    if package not in ROLES:
+    told = [module for start, module in ROLES.items() if kernel.startswith(start)]
+    if not told:
         return {frozenset({warp}) for warp in range(num_warps)}
-    firsts = sorted(importlib.import_module(ROLES[package]).Role)
+    firsts = sorted(importlib.import_module(told[0]).Role)
     assert firsts[0] == 0 and firsts[-1] < num_warps
     sets = set()
     for first, end in zip(firsts, [*firsts[1:], num_warps], strict=True):
         for begin in range(first, end, WARPS_PER_WARPGROUP):
             warps = range(begin, min(begin + WARPS_PER_WARPGROUP, end))
             sets.add(frozenset(warps))
-            if package == "sm90" and len(warps) == WARPS_PER_WARPGROUP:
+            if kernel.startswith("sm90.") and len(warps) == WARPS_PER_WARPGROUP:
                 sets |= {frozenset({warps[0]}), frozenset({warps[-1]})}
     return sets
 
@@ -110,6 +115,24 @@ def with_each_role_slow(
             run()
         except (AssertionError, simulator.SimError) as error:
             raise AssertionError(f"where warps {sorted(warps)} are slow: {error}") from error
+
+
+def cache_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute expected gradients once: all runs are of one call."""
+
+    def cached_once(function: Callable[..., Any]) -> Callable[..., Any]:
+        results: list[Any] = []
+
+        def call(*arguments: Any) -> Any:
+            if not results:
+                results.append(function(*arguments))
+            return results[0]
+
+        return call
+
+    for oracle in ("_float64_gradients", "eager_gradients"):
+        once = cached_once(getattr(gradient_oracle, oracle))
+        monkeypatch.setattr(gradient_oracle, oracle, once)
 
 
 def _islands(cycle: int, whole: int, cut: int) -> Callable[..., list[list[int]]]:

@@ -43,12 +43,12 @@ def test_forward(simulator: ModuleType, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_backward(simulator: ModuleType, case: Case) -> None:
     """With the gradient of a table that a uint8 indexes."""
-    import test_flash_bwd_sim
+    import simulated_backward
 
     given = make_all_dtypes(case)
     daux = [None] * aux_dtypes.TABLE + [torch.full_like(given.trained[0], float("nan"))]
     launches = 3 if case.heads_q == 1 else 4
-    test_flash_bwd_sim.run_sim(simulator, given.inputs, (1,), launches, daux=daux)
+    simulated_backward.run_sim(simulator, given.inputs, (1,), launches, daux=daux)
     dout, dlse = make_output_gradients(given.inputs)
     assert_aux_gradients_close(daux[aux_dtypes.TABLE:], given, dout, dlse)  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import Case
 from gradient_oracle import make_output_gradients
-from test_flash_bwd_sim import DELAY_SEEDS, run_sim
+from simulated_backward import DELAY_SEEDS, run_sim
 from trained_mods import TRAINED_CASES, assert_aux_gradients_close, make_trained
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]

@@ -443,16 +443,16 @@ def test_preprocess_many_sequences(simulator: ModuleType) -> None:
 
 @lru_cache
 def postprocess_of(
-    dtype: torch.dtype, head_dim: int, tile_m: int, is_packed: bool, has_used: bool
+    dtype: torch.dtype, head_dim: int, tile_m: int, is_packed: bool, has_used: bool, order: str
 ) -> Any:
     import cutlass
 
     from flash_mask_cute.kernels.bwd_postprocess import BwdPostprocess
 
     name = CUTLASS_NAMES[dtype]
-    accum_cols = tile_cols(head_dim, tile_m)
+    accum_cols = cols_of(head_dim, tile_m, order)
     return compile_for_sim(
-        BwdPostprocess(getattr(cutlass, name), head_dim, tile_m, accum_cols),
+        BwdPostprocess(getattr(cutlass, name), head_dim, tile_m, accum_cols, order),
         Fakes.scratch(tile_m * accum_cols),
         Fakes.strided("Int32", 2),
         Fakes.rows(name, 3 if is_packed else 4, head_dim),
@@ -461,6 +461,18 @@ def postprocess_of(
         Fakes.strided("Int32", 1) if is_packed else None,
         Fakes.strided("Int32", 1) if has_used else None,
     )
+
+
+def cols_of(head_dim: int, tile_m: int, order: str) -> int:
+    """Columns of the tile, of Hopper or, by lanes, of Blackwell."""
+    if order == "lanes":
+        return next(cols for cols in (64, 96, 128) if cols >= head_dim)
+    return tile_cols(head_dim, tile_m)
+
+
+def in_lane_order(sums: Tensor) -> Tensor:
+    """As `in_accumulator_order`."""
+    return sums.unflatten(3, (-1, 4)).transpose(2, 3).flatten(2)
 
 
 def in_accumulator_order(sums: Tensor) -> Tensor:
@@ -492,10 +504,11 @@ def check_postprocess(
     *,
     dtype: torch.dtype = torch.bfloat16,
     arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+    order: str = "accumulators",
 ) -> None:
     generator = torch.Generator().manual_seed(head_dim + tile_m)
     blocks = seqs.num_blocks(tile_m)
-    cols = tile_cols(head_dim, tile_m)
+    cols = cols_of(head_dim, tile_m, order)
     # NaN wherever nothing may be taken from
     sums = torch.full((HEADS, blocks, tile_m, cols), NAN)
     # whoever came last; row blocks that nobody has written sums of are 0
@@ -511,9 +524,10 @@ def check_postprocess(
         slot = seqs.of(expected, b)[rows]
         slot[:] = 0.0
         slot[:used] = drawn.double().transpose(0, 1) * scale
-    accum = in_accumulator_order(sums)
+    accum = (in_lane_order if order == "lanes" else in_accumulator_order)(sums)
 
-    function = postprocess_of(dtype, head_dim, tile_m, seqs.is_packed, seqs.used is not None)
+    has_used = seqs.used is not None
+    function = postprocess_of(dtype, head_dim, tile_m, seqs.is_packed, has_used, order)
     lengths = (seqs.cu_seqlens(), seqs.seqused())
     for _ in run(simulator, function, [dq], accum, turns, dq, scale, *lengths):
         torch.testing.assert_close(
@@ -532,6 +546,12 @@ def check_postprocess(
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
 def test_postprocess(simulator: ModuleType, head_dim: int, tile_m: int, seqs: Sequences) -> None:
     check_postprocess(simulator, seqs, head_dim, tile_m)
+
+
+@pytest.mark.parametrize("seqs", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
+def test_postprocess_by_lanes(simulator: ModuleType, head_dim: int, seqs: Sequences) -> None:
+    check_postprocess(simulator, seqs, head_dim, 128, order="lanes")
 
 
 @pytest.mark.parametrize("arrange", [by_heads, with_gaps])

@@ -21,16 +21,22 @@ from cases import (
     Case,
 )
 from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
-from inputs import Inputs, make_inputs
+from inputs import make_inputs
 from recording import calls_of
-from torch import Tensor
+from simulated_backward import (
+    DELAY_SEEDS,
+    assert_same_bits,
+    launch,
+    launch_on_simulator,
+    run_hostile,
+    run_sim,
+)
 from unseen_memory import (
     EMPTY_CASES,
     INF,
     NAN,
     UNUSED_CASES,
     WIDE_UNUSED_CASES,
-    Hostile,
     padded_documents,
     with_empty,
     with_unused_gradients,
@@ -38,18 +44,11 @@ from unseen_memory import (
 
 from flash_mask_cute import functional
 from flash_mask_cute.autograd import passes
-from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
-from flash_mask_cute.call.prepare import prepare_bwd
 from flash_mask_cute.call.prepared_packed import PackedBackward
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.runtime.target import Target
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
-# None: asynchronous work completes at once. A seed: at random later points, with warps shuffled.
-DELAY_SEEDS = (None, 1)
-
-SMS = 2
 # The software GPU has two SMs, so a case of more than two work tiles (key blocks x KV heads x
 # batch) gives a persistent CTA several.
 CASES = (
@@ -82,56 +81,6 @@ CASES = (
     Case("d40-dv200-varlen", head_dim=40, head_dim_v=200, lengths_q=(65, 0), lengths_k=(70, 9)),
     Case("d136-fp16-window", 1, 129, 129, head_dim=136, dtype=FP16, window_left=20),
 )
-
-
-def launch_on_simulator(
-    inputs: Inputs, dout: Tensor, dlse: Tensor | None = None, **more: Any
-) -> dict[str, Tensor | None]:
-    """The public call's own way to its kernels, for tensors on the CPU, with the oracle's out and
-    lse, NaN in rows that are not in use. more: keywords of the backward.
-    """
-    q, k, v = inputs.q, inputs.k, inputs.v
-    out, lse = inputs.reference[0].to(q.dtype), inputs.reference[1].float()
-    unused = ~inputs.rows_in_use("q")
-    out[unused] = float("nan")
-    lse.mT[unused] = float("nan")
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
-    keywords["dlse"] = dlse
-    dsink = None
-    if inputs.case.sink is not None:
-        dsink = keywords["dsink"] = torch.empty_like(keywords["learnable_sink"])
-    dq, dk, dv = launch((q, k, v, out, dout, lse), keywords | more)
-    return {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
-
-
-def launch(operands: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    call = AttentionCall.of(Direction.BACKWARD, *operands, **keywords)
-    prepared = prepare_bwd(call, Target("sm_90a", num_sms=SMS))
-    return prepared(call.tensors, None if call.masks == NO_MASKS else call.masks)
-
-
-def run_sim(
-    simulator: ModuleType,
-    inputs: Inputs,
-    seeds: tuple[int | None, ...] = DELAY_SEEDS,
-    launches: int = 3,
-    **more: Any,
-) -> None:
-    """launches: of a call whose gradients have no tails to be cleared."""
-    dout, dlse = make_output_gradients(inputs)
-    if inputs.case.lengths_q or inputs.case.lengths_k:
-        launches += 1
-    for seed in seeds:
-        simulator.OPTIONS.pop("delay", None)
-        if seed is not None:
-            simulator.OPTIONS["delay"] = seed
-        simulator.RESULTS.clear()
-        given_dlse = None if seed is None else dlse
-        gradients = launch_on_simulator(inputs, dout, given_dlse, **more)
-        assert len(simulator.RESULTS) == launches
-        for result in simulator.RESULTS:
-            assert not result["warnings"], f"delay {seed}: {result}"
-        assert_gradients_close(gradients, inputs, dout, given_dlse)
 
 
 @pytest.mark.parametrize("position", range(len(CASES)), ids=lambda i: CASES[i].id)
@@ -270,17 +219,6 @@ def test_a_warpgroup_computes_what_its_keys_see(simulator: ModuleType, seed: int
     assert 30 * square <= computed <= (30 if seed is None else 39) * square
 
 
-def run_hostile(simulator: ModuleType, hostile: Hostile, seed: int | None = 1, **more: Any) -> None:
-    simulator.OPTIONS.pop("delay", None)
-    if seed is not None:
-        simulator.OPTIONS["delay"] = seed
-    simulator.RESULTS.clear()
-    gradients = launch_on_simulator(hostile.inputs, hostile.dout, hostile.dlse, **more)
-    for result in simulator.RESULTS:
-        assert not result["warnings"], f"delay {seed}: {result}"
-    hostile.assert_close(gradients)
-
-
 UNUSED = (*UNUSED_CASES, *WIDE_UNUSED_CASES)
 
 
@@ -314,13 +252,6 @@ def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     )
     assert_same_bits(skipping, visiting)
     assert_gradients_close(visiting, inputs, dout, dlse)
-
-
-def assert_same_bits(some: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> None:
-    for name in ("dq", "dk", "dv"):
-        a, b = some[name], others[name]
-        assert a is not None and b is not None
-        assert torch.equal(a.view(torch.int16), b.view(torch.int16)), name
 
 
 @pytest.mark.parametrize(
@@ -478,7 +409,7 @@ def test_two_pairs_of_ctas_at_a_time(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of five SMs; the sums of each pair go to the other's row blocks, too."""
-    monkeypatch.setattr(f"{__name__}.SMS", 5)
+    monkeypatch.setattr("simulated_backward.SMS", 5)
     monkeypatch.setitem(simulator.OPTIONS, "resident", 4)
     case = replace(PAIR_CASES[1], seqlen_k=500)
     run_sim(simulator, make_inputs(case), seeds=(None, 2))

@@ -9,8 +9,8 @@ import torch
 from cases import BF16, FP16, FP32, Case
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from score_tables import TABLES, make_tabled
+from simulated_backward import launch
 from simulated_forward import launch_on_simulator, run_sim
-from test_flash_bwd_sim import launch
 from tolerances import lse_tolerance
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
 
-import gradient_oracle
 import pytest
+import simulated_backward
 import test_bit_store_sim as bit_store
 import test_block_scan_sim
 import test_bwd_prepost_sim as prepost
 import test_document_bits_sim
 import test_document_split_sim
-import test_flash_bwd_sim
 import test_key_block_bounds_sim
 import test_slow_roles_sm100_sim
 from cases import Case
@@ -25,6 +23,7 @@ from slow_roles import (
     SEED,
     Slowed,
     add_islands,
+    cache_oracles,
     kernels_of_package,
     launched,
     with_each_role_slow,
@@ -36,18 +35,6 @@ FORWARD = "sm90.flash_fwd.kernel"
 BACKWARD = "sm90.flash_bwd.kernel"
 # of a backward with packed sequences, whose warps are in the sets of that; none waits for another
 ZERO_PADDING = "kernels.zero_padding.kernel"
-
-
-def cached_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a function that is always called with the same arguments."""
-    results: list[Any] = []
-
-    def call(*arguments: Any) -> Any:
-        if not results:
-            results.append(function(*arguments))
-        return results[0]
-
-    return call
 
 
 # More work tiles for a CTA than a ring has stages, in walks of whole and cut blocks; one for each
@@ -110,15 +97,13 @@ def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: s
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     add_islands(monkeypatch)
-    for oracle in ("_float64_gradients", "eager_gradients"):
-        once = cached_once(getattr(gradient_oracle, oracle))
-        monkeypatch.setattr(gradient_oracle, oracle, once)
+    cache_oracles(monkeypatch)
     fields, config, more = BACKWARDS[name]
     inputs = make_inputs(Case(name, **fields))
     if more.get("deterministic"):
         # CTAs wait for each other
-        monkeypatch.setitem(simulator.OPTIONS, "resident", test_flash_bwd_sim.SMS)
-    run = partial(test_flash_bwd_sim.run_sim, simulator, inputs, (SEED,), config=config, **more)
+        monkeypatch.setitem(simulator.OPTIONS, "resident", simulated_backward.SMS)
+    run = partial(simulated_backward.run_sim, simulator, inputs, (SEED,), config=config, **more)
     with_each_role_slow(simulator, monkeypatch, [BACKWARD], run)
     assert (ZERO_PADDING in launched(simulator)) == ("lengths_q" in fields)
 
@@ -182,5 +167,6 @@ def test_others(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: st
 
 def test_no_kernel_is_left_out() -> None:
     others = (kernel for _, kernels in OTHERS.values() for kernel in kernels)
-    known = {FORWARD, BACKWARD, ZERO_PADDING, *others, test_slow_roles_sm100_sim.FORWARD}
+    of_blackwell = {test_slow_roles_sm100_sim.FORWARD, test_slow_roles_sm100_sim.BACKWARD}
+    known = {FORWARD, BACKWARD, ZERO_PADDING, *others} | of_blackwell
     assert known == kernels_of_package()

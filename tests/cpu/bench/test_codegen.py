@@ -11,7 +11,7 @@ import pytest
 
 from bench import ROOT, Json, codegen
 from bench.codegen_variants import VARIANTS, AttentionVariant
-from flash_mask_cute.call.tables import SM90_BWD, SM90_FWD, SM100_FWD
+from flash_mask_cute.call.tables import SM90_BWD, SM90_FWD, SM100_BWD, SM100_FWD
 
 SASS = """
 \tcode for sm_90a
@@ -193,6 +193,8 @@ def test_what_the_variants_cover() -> None:
         (SM90_BWD, "sm_90a", True),
         (SM100_FWD, "sm_100a", False),
         (SM100_FWD, "sm_103a", False),
+        (SM100_BWD, "sm_100a", True),
+        (SM100_BWD, "sm_103a", True),
     ):
         of_table = [x for x in attention if (x.arch, x.is_backward) == (arch, is_backward)]
         dims = {(x.problem.head_dim, x.problem.head_dim_v) for x in of_table}

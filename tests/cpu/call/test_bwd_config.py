@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from flash_mask_cute.call.arch import SM100
 from flash_mask_cute.call.config import BwdConfig, BwdTiles, select_bwd_config
-from flash_mask_cute.call.tables import SM90_BWD
+from flash_mask_cute.call.tables import SM90_BWD, SM100_BWD
 
 STAGES = ("stages_q", "stages_do", "stages_kv")
 
@@ -138,3 +139,37 @@ def test_pairs_of_ctas_that_cannot_run() -> None:
     # who does not ask for pairs gets what is asked for
     assert not select(256, 64, stages_kv=2).cta_pair
     assert select(256, 128, stages_do=2).cta_pair
+
+
+@pytest.mark.parametrize("row", SM100_BWD, ids=lambda row: row.max_dim)
+def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
+    choice = select_bwd_config(row.max_dim, row.max_dim_v, "full", kernel=SM100.backward)
+    for field in asdict(choice.tiles).keys() - {"skip_blocks"}:
+        assert getattr(choice.tiles, field) == getattr(row, field)
+    assert row.reason in choice.reason and "because" not in choice.reason
+    assert (choice.tile_n, choice.walk_n) == (128, 128)
+
+
+def test_head_dims_of_blackwell_are_rounded_up() -> None:
+    for head_dim in range(8, 129, 8):
+        for head_dim_v in range(8, 129, 8):
+            choice = select_bwd_config(head_dim, head_dim_v, "other", kernel=SM100.backward)
+            assert choice.tile_d == next(x for x in (64, 96, 128) if x >= head_dim)
+            assert choice.smem_bytes <= 232448
+
+
+def test_what_blackwell_does_not_take() -> None:
+    for dims in ((192, 128), (128, 136), (256, 256)):
+        with pytest.raises(NotImplementedError, match=f"up to 128, got {dims[0]}/{dims[1]}"):
+            select_bwd_config(*dims, "full", kernel=SM100.backward)
+    for given, why in (
+        ({"tile_m": 64}, "tile_m must be 128 on Blackwell, got 64"),
+        ({"stages_q": 1}, "stages_q must be 2 on Blackwell, got 1"),
+        ({"stages_kv": 2}, "stages_kv must be 1 on Blackwell, got 2"),
+        ({"value_cols": 16}, "value_cols must be 0 on Blackwell, got 16"),
+        ({"cta_pair": True}, "cta_pair must be False on Blackwell, got True"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            select_bwd_config(128, 128, "full", BwdConfig(**given), kernel=SM100.backward)
+    with pytest.raises(ValueError, match="bytes of shared memory exceed"):
+        select_bwd_config(128, 128, "full", BwdConfig(stages_do=2), kernel=SM100.backward)

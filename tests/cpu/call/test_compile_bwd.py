@@ -13,6 +13,7 @@ from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
 
 from flash_mask_cute import compile_count
+from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.config import select_bwd_config
 from flash_mask_cute.call.kernels import NO_MODS
@@ -82,9 +83,8 @@ SEQLENS_K = {"causal-32k": 32768}
 SPILLS = {"columns-1-causal-bits": 16}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_compiles_well(name: str) -> None:
-    fields = dict(VARIANTS[name])
+def problem_of(fields: dict[str, Any]) -> tuple[AttentionProblem, Mods]:
+    fields = dict(fields)
     mods = NO_MODS
     for kind, table in (("score_mod", SCORE_MODS), ("mask_mod", MASK_MODS)):
         if kind in fields:
@@ -92,7 +92,12 @@ def test_compiles_well(name: str) -> None:
             fields[kind] = callable_key(getattr(mods, kind))
     problem = replace(PLAIN, **fields)
     as_called = may_empty_rows(problem, (0, 0), (None, None))
-    problem = replace(problem, may_empty_rows=problem.may_empty_rows or as_called)
+    return replace(problem, may_empty_rows=problem.may_empty_rows or as_called), mods
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiles_well(name: str) -> None:
+    problem, mods = problem_of(VARIANTS[name])
     choice = select_bwd_config(
         *(problem.head_dim, problem.head_dim_v, problem.mask_kind),
         seqlen_k=SEQLENS_K.get(name, 0),
@@ -109,6 +114,48 @@ def test_compiles_well(name: str) -> None:
     assert meta["spill_bytes"] <= SPILLS.get(name, 0), facts
     assert not meta["warnings"], facts
     assert meta["smem_bytes"] == choice.smem_bytes <= 232448, facts
+
+
+# what every Blackwell compiles, and what the second one does
+BLACKWELL = {
+    **{name: fields for name, fields in VARIANTS.items() if fields.get("head_dim", 128) <= 128},
+    **{
+        f"d{d}{name}": {"head_dim": d, "head_dim_v": d, **fields}
+        for d in (64, 96)
+        for name, fields in {
+            "": {},
+            "-columns-4-empty-rows": {"intervals": (4, False), "may_empty_rows": True},
+            "-lists-in-order": {"has_bits": True, "deterministic": True},
+        }.items()
+    },
+    "learned": {"score_mod": "head_bias", "aux": (("float32", 2),), "wants_aux": (0,)},
+}
+SECOND = ("full", "causal", "window", "varlen-causal", "d64", "d96")
+# Bytes: a compute thread's addresses of dS, for want of registers beside both chunks of scores.
+BLACKWELL_SPILLS = {"softcap": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [(name, "sm_100a") for name in BLACKWELL] + [(name, "sm_103a") for name in SECOND],
+)
+def test_compiles_well_for_blackwell(name: str, arch: str) -> None:
+    problem, mods = problem_of(BLACKWELL[name])
+    target = Target.named(arch)
+    choice = select_bwd_config(
+        *(problem.head_dim, problem.head_dim_v, problem.mask_kind),
+        deterministic=problem.deterministic,
+        modifier=problem.score_modifier,
+        kernel=arch_spec(target).backward,
+    )
+    with compile_lock():
+        meta = build_bwd(problem, choice, target, mods).meta
+    facts = f"{name}: {meta}"
+    # a fifth of the register file for each of five warpgroups, which they share out
+    assert meta["registers"] == 96, facts
+    assert meta["spill_bytes"] <= BLACKWELL_SPILLS.get(name, 0), facts
+    assert not meta["warnings"], facts
+    assert meta["smem_bytes"] <= 232448, facts
 
 
 def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
@@ -153,5 +200,7 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
 def test_public_paths() -> None:
     from flash_mask_cute import flash_bwd
     from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
+    from flash_mask_cute.sm100.flash_bwd import FlashAttentionBackwardSm100
 
     assert flash_bwd.FlashAttentionBackwardSm90 is FlashAttentionBackwardSm90
+    assert flash_bwd.FlashAttentionBackwardSm100 is FlashAttentionBackwardSm100
