@@ -146,9 +146,9 @@ def _flash_attn_fwd(
         max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, page_table, None, False,
         None if config is None else FwdConfig.of(config),
     )  # fmt: skip
-    masks = _masks_of(
-        score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch, startend_row_indices
-    )
+    lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
+    if not (score_mod is mask_mod is aux_tensors is lists is columns is None):
+        masks = Masks(score_mod, mask_mod, aux_tensors, lists, columns)
     prepared, key = find_fwd(_prepared_fwd, tensors, masks, options)
     if prepared is None:
         prepared = prepare_fwd(AttentionCall.made(Direction.FORWARD, tensors, masks, options))
@@ -243,22 +243,14 @@ def _flash_attn_bwd(
         max_seqlen_k, q_start, 1, None, True, None, score_mod_bwd, deterministic,
         None if config is None else BwdConfig.of(config),
     )  # fmt: skip
-    masks = _masks_of(
-        score_mod, mask_mod, aux_tensors, block_sparse_tensors_torch, startend_row_indices
-    )
+    lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
+    if not (score_mod is mask_mod is aux_tensors is lists is columns is None):
+        masks = Masks(score_mod, mask_mod, aux_tensors, lists, columns)
     prepared, key = find_bwd(_prepared_bwd, tensors, masks, options)
     if prepared is None:
         prepared = prepare_bwd(AttentionCall.made(Direction.BACKWARD, tensors, masks, options))
         _keep(_prepared_bwd, key, prepared)
     return prepared(tensors, masks)
-
-
-def _masks_of(
-    score_mod: Any, mask_mod: Any, aux_tensors: Any, block_lists: Any, intervals: Any
-) -> Masks | None:
-    if score_mod is mask_mod is aux_tensors is block_lists is intervals is None:
-        return None
-    return Masks(score_mod, mask_mod, aux_tensors, block_lists, intervals)
 
 
 def explain(

@@ -84,7 +84,8 @@ def find_fwd(
     that it wraps.
     """
     (
-        q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *_
+        q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+        _, _, _, _, _, _, _,
     ) = tensors  # fmt: skip
     try:
         # the first question is the cheaper one

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from flash_mask_cute.flex.block_mask import lists_of
+from flash_mask_cute.flex.block_mask import lists_of, says_no_more
+from flash_mask_cute.flex.captures import Path, described
 from flash_mask_cute.flex.convention import check_torch_mod
-from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.flex.lower import lower_mod
+from flash_mask_cute.flex.together import put_together
 from flash_mask_cute.functional import flash_attn_func
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -57,6 +61,7 @@ def flex_attention(
         ValueError, RuntimeError, NotImplementedError: as torch's function, of heads that differ
             without enable_gqa, of a block_mask for other lengths, batch or heads, of a sliced one.
         TypeError: a mod does not take torch's arguments.
+        IndexError: on the CPU, a mod reads past the end of a tensor.
         NotImplementedError: a mod does what no kernel can (`lower_mod`); max_scores.
 
     Example:
@@ -67,33 +72,54 @@ def flex_attention(
     _check_block_mask(query, key, block_mask)
     _check_results(return_lse, return_aux)
     _check_options(kernel_options)
+    score = mask = lists = window = None
     if score_mod is not None:
         check_torch_mod(score_mod, "score_mod")
-    mask_mod = lists = None
+        score = lower_mod(score_mod, "score_mod", query.device)
     if block_mask is not None:
-        mask_mod = block_mask.mask_mod
-        check_torch_mod(mask_mod, "mask_mod")
-        lists = lists_of(block_mask)
-    mods = as_cute_mods(score_mod, mask_mod, None, query.device)
+        check_torch_mod(block_mask.mask_mod, "mask_mod")
+        mask = lower_mod(block_mask.mask_mod, "mask_mod", query.device)
+        seqlens = query.shape[2], key.shape[2]
+        if mask.band is not None and says_no_more(block_mask, mask.band, seqlens):
+            window = mask.band.as_window(*seqlens)
+        if window is None:
+            lists = lists_of(block_mask)
+    mods = put_together(score, None if window else mask)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
+    origins = (*(score.origins if score else ()), *(mask.origins if mask and not window else ()))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    result = flash_attn_func(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        softmax_scale=scale,
-        score_mod=mods.score_mod,
-        mask_mod=mods.mask_mod,
-        aux_tensors=mods.aux_tensors,
-        block_sparse_tensors=lists,
-        return_lse=wants_lse,
-    )
+    with _named_as_captured(origins):
+        result = flash_attn_func(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            softmax_scale=scale,
+            window_size=window or (None, None),
+            score_mod=mods.score_mod,
+            mask_mod=mods.mask_mod,
+            aux_tensors=mods.aux_tensors,
+            block_sparse_tensors=lists,
+            return_lse=wants_lse,
+        )
     out, lse = result if wants_lse else (result, None)
     out = _in_order_of(query, out.transpose(1, 2))
     if return_aux is not None:
         return out, AuxOutput(lse=lse, max_scores=None)
     return (out, lse) if return_lse else out
+
+
+@contextmanager
+def _named_as_captured(origins: Sequence[Path]) -> Iterator[None]:
+    """An index outside an aux tensor is one outside what the caller's mod captured."""
+    try:
+        yield
+    except IndexError as error:
+
+        def origin(found: re.Match[str]) -> str:
+            return described(origins[int(found[1])])
+
+        raise IndexError(re.sub(r"aux_tensors\[(\d+)\]", origin, str(error))) from error
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:

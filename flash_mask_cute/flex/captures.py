@@ -90,7 +90,7 @@ class _Walk(Traversal):
             self._tensor(obj)
         elif type(obj) is int or type(obj) is float:
             self._emit(b"number", type(obj).__name__)
-            self.numbers.append(CapturedNumber(obj, tuple(self._trail)))  # type: ignore[arg-type]
+            self.numbers.append(CapturedNumber(obj, tuple(self._trail)))
         else:
             before = len(self.numbers)
             super()._value(obj)

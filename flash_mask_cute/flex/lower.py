@@ -12,7 +12,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from flash_mask_cute.flex.captures import CapturedTensor, Captures, Path, described, find_captures
 from flash_mask_cute.flex.rebuild import NoCopyError, with_numbers
+from flash_mask_cute.flex.simplify import Band, Bound, band_of, find_bounds
 from flash_mask_cute.flex.text import AUX, Source, Text, UnknownOperator, write
 from flash_mask_cute.flex.trace import Trace, name_of, trace, trace_with_numbers
 from flash_mask_cute.flex.values import DSL_NAMES, NotLowerable
@@ -36,12 +37,15 @@ class LoweredMod:
 
     mod: `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)` of
     CuTe, the same object for every mod with the same text. aux_tensors: what it reads, as it is to
-    be passed as aux_tensors. source: the text of `mod`.
+    be passed as aux_tensors. source: the text of `mod`. origins: how the torch mod reaches each of
+    the tensors. band: what a mask_mod says, if two numbers say it all.
     """
 
     mod: Callable[..., Any]
     aux_tensors: tuple[Tensor, ...]
     source: str
+    origins: tuple[Path, ...] = ()
+    band: Band | None = None
 
 
 def lower_mod(
@@ -69,15 +73,17 @@ def lower_mod(
     captures = find_captures(mod)
     target = _device_of(captures, device)
     program, captures = _program(mod, kind, captures, target)
-    return LoweredMod(program.mod, program.aux_tensors(mod, captures, target), program.source)
+    return program.at_call(mod, captures, target)
 
 
 def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
     """The same mod, which finds its tensors behind `count` others."""
+    if not count or not lowered.aux_tensors:
+        return lowered
     source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
     kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
     with _LOCK:
-        return LoweredMod(_mod_of(source, kind), lowered.aux_tensors, source)
+        return replace(lowered, mod=_mod_of(source, kind), source=source)
 
 
 def mod_source(mod: Callable[..., Any], kind: str | None = None) -> str:
@@ -107,7 +113,8 @@ class Program:
     """What a structure was lowered to.
 
     found: the captured tensors of a mod that no walk can follow, for which the program is made anew
-    at each call. constants: tensors that the mod makes, by device.
+    at each call. varying: which of the captured numbers are no constants of it. bounds: of a mask
+    that is a band. constants: tensors that the mod makes, by device.
     """
 
     mod: Callable[..., Any]
@@ -116,23 +123,27 @@ class Program:
     module: GraphModule
     found: tuple[CapturedTensor, ...] | None = None
     varying: tuple[int, ...] = ()
+    bounds: tuple[Bound, ...] | None = None
     constants: dict[Any, Tensor] = field(default_factory=dict)
 
-    def aux_tensors(
+    def at_call(
         self, mod: Callable[..., Any], captures: Captures, device: torch.device
-    ) -> tuple[Tensor, ...]:
+    ) -> LoweredMod:
+        """For a mod of this structure, and what it captured."""
         captured = captures.tensors if self.found is None else self.found
         numbers = tuple(captures.numbers[i].number for i in self.varying)
         computed = _Computed(self.module, captured, numbers)
-        made = []
+        made: list[Tensor] = []
+        origins: list[Path] = []
+        path: Path
         for source in self.sources:
             if source.captured is not None:
                 tensor, path = captured[source.captured]
             elif source.number is not None:
                 assert source.computed is not None
                 number = computed.of(source.computed)
-                made.append(torch.full((1,), number, dtype=source.number, device=device))
-                continue
+                tensor = torch.full((1,), number, dtype=source.number, device=device)
+                path = (("", "a number"),)
             elif source.computed is not None:
                 tensor, path = computed.of(source.computed), (("", "a tensor computed inside"),)
             else:
@@ -141,7 +152,9 @@ class Program:
             if source.detached:
                 tensor = tensor.detach()
             made.append(_as_aux(tensor, device, mod, path))
-        return tuple(made)
+            origins.append(path)
+        band = None if self.bounds is None else band_of(self.bounds, computed.of)
+        return LoweredMod(self.mod, tuple(made), self.source, tuple(origins), band)
 
     def _constant_on(self, tensor: Tensor, device: torch.device) -> Tensor:
         key = id(tensor), device
@@ -358,6 +371,7 @@ def _lowered(
     program = Program(
         _mod_of(text.source, kind), text.source, text.sources, found.module,
         None if is_followed else text.captured, varying,
+        None if is_score else find_bounds(found.module),
     )  # fmt: skip
     return program, found, text
 

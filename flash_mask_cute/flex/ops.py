@@ -144,7 +144,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def promoted(*operands: Any) -> torch.dtype:
     """The dtype in which torch computes with operands, arrays or Python numbers."""
-    stand_ins = [
+    stand_ins: list[Any] = [
         torch.empty(x.shape if isinstance(x, Array) else [len(x.left)] * len(x.left),
                     dtype=x.dtype, device="meta")
         if isinstance(x, Array | Table)

@@ -23,7 +23,7 @@ class patch_flex_attention:
 
     def __init__(self) -> None:
         self._before: Any = torch_module.flex_attention
-        torch_module.flex_attention = flex_attention  # type: ignore[assignment]
+        torch_module.flex_attention = flex_attention
 
     def __enter__(self) -> patch_flex_attention:
         return self

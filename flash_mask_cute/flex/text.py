@@ -153,7 +153,8 @@ class _Writer:
         )
 
     def _operator(self, node: Node) -> None:
-        name, out = _name(node), node.meta.get("val")
+        name = _name(node)
+        out: Any = node.meta.get("val")
         if isinstance(out, torch.SymInt | torch.SymFloat) and name != "_local_scalar_dense":
             self._number(node)
             return
@@ -165,11 +166,11 @@ class _Writer:
             self._hosted.add(node)
         elif name in _FILLED:
             place = _FILLED[name]
-            number = place if isinstance(place, bool) else node.args[place]
+            number: Any = place if isinstance(place, bool) else node.args[place]
             if isinstance(number, Node):
                 self._values[node] = self._filled(node, self._value(number), out)
                 return
-            self._known[node] = torch.full(tuple(out.shape), number, dtype=out.dtype)  # type: ignore[arg-type]
+            self._known[node] = torch.full(tuple(out.shape), number, dtype=out.dtype)
         else:
             self._values[node] = self._lowered(node, name, out)
 
@@ -204,9 +205,10 @@ class _Writer:
         rule = ops.RULES.get(name)
         if rule is None:
             raise UnknownOperator(str(self._refusal(node, "has no CuTe text")), node.target)
-        args, kwargs = torch.fx.node.map_aggregate(
+        operands: Any = torch.fx.node.map_aggregate(
             (node.args, node.kwargs), lambda x: self._value(x) if isinstance(x, Node) else x
         )
+        args, kwargs = operands
         reads_whole = name not in ("index", "select", *_LIFTS)
         tables = [x for x in (*args, *kwargs.values()) if isinstance(x, Table)]
         call = self._call_of(node, out, args, kwargs)

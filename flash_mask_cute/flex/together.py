@@ -50,19 +50,29 @@ def as_cute_mods(
     # what traces is loaded when there is something to trace
     from flash_mask_cute.flex.lower import lower_mod
 
-    aux = list(aux_tensors or ())
-    if score_mod is not None and lowers_score:
-        lowered = _behind(aux, lower_mod(score_mod, "score_mod", device))
-        aux += lowered.aux_tensors
-        score_mod = lowered.mod
-    if mask_mod is not None and lowers_mask:
-        lowered = _behind(aux, lower_mod(mask_mod, "mask_mod", device))
-        aux += [x.detach() if x.requires_grad else x for x in lowered.aux_tensors]
-        mask_mod = lowered.mod
-    return CuteMods(score_mod, mask_mod, aux or None)
+    lowered = put_together(
+        lower_mod(score_mod, "score_mod", device) if score_mod and lowers_score else None,
+        lower_mod(mask_mod, "mask_mod", device) if mask_mod and lowers_mask else None,
+        aux_tensors or (),
+    )
+    return CuteMods(
+        lowered.score_mod or score_mod, lowered.mask_mod or mask_mod, lowered.aux_tensors
+    )
 
 
-def _behind(aux: list[Tensor], lowered: LoweredMod) -> LoweredMod:
+def put_together(
+    score: LoweredMod | None, mask: LoweredMod | None, others: Sequence[Tensor] = ()
+) -> CuteMods:
+    """Lowered mods over one list of tensors, which begins with `others`."""
     from flash_mask_cute.flex.lower import shifted
 
-    return shifted(lowered, len(aux)) if aux and lowered.aux_tensors else lowered
+    aux = list(others)
+    if score is not None:
+        score = shifted(score, len(aux))
+        aux += score.aux_tensors
+    if mask is not None:
+        mask = shifted(mask, len(aux))
+        aux += [x.detach() if x.requires_grad else x for x in mask.aux_tensors]
+    return CuteMods(
+        None if score is None else score.mod, None if mask is None else mask.mod, aux or None
+    )

@@ -27,9 +27,10 @@ from flash_mask_cute.flex.values import NotLowerable
 _TORCH = str(Path(torch.__file__).parent)
 INDEX_NAMES = ("b_idx", "h_idx", "q_idx", "kv_idx")
 # By which a mod asks how large a tensor is: what it does may then depend on that.
+_CLASS: Any = Tensor
 _ASKS_SHAPE = {
-    Tensor.shape.__get__,
-    Tensor.ndim.__get__,
+    _CLASS.shape.__get__,
+    _CLASS.ndim.__get__,
     Tensor.size,
     Tensor.numel,
     Tensor.nelement,
@@ -181,7 +182,8 @@ class _Notes(TorchFunctionMode):
 def _as_tensors(indices: Any) -> Any:
     """Numbers that are not known take the place of an index as tensors only."""
     if isinstance(indices, torch.SymInt):
-        return torch.scalar_tensor(indices, dtype=torch.int64)
+        number: Any = indices
+        return torch.scalar_tensor(number, dtype=torch.int64)
     if isinstance(indices, tuple):
         return tuple(map(_as_tensors, indices))
     return indices

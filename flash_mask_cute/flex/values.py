@@ -8,7 +8,7 @@ until its elements are wanted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -97,7 +97,7 @@ class Array:
     def of_tensor(tensor: Tensor) -> Array:
         """Of known contents."""
         flat = tensor.detach().reshape(-1).tolist()
-        elements = map(constant_element, flat)
+        elements: Iterable[Element] = map(constant_element, flat)
         if tensor.dtype == torch.float32:
             elements = (x._replace(text=_shortest(x)) for x in elements)
         return Array(tensor.dtype, tuple(tensor.shape), tuple(elements))

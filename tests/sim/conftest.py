@@ -8,6 +8,7 @@ which say so by `ARCH`, are skipped too.
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 
 import pytest
 
+# Which tests of a large module run: so many, drawn by the seed in SAMPLE_SEED ("all": every one).
+SAMPLED = {"test_flash_bwd_sm100_sim": 28}
+SAMPLE_SEED = "FLASH_MASK_SIM_SEED"
 HERE = Path(__file__).resolve().parent
 HOPPER = "sm_90a"
 ACTIVE_ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", HOPPER)
@@ -49,6 +53,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
     sim.activate(ACTIVE_ARCH, sms=SMS)
     _run_what_caches_load(sim)
+
+
+def pytest_report_header() -> str:
+    drawn = ", ".join(f"{count} tests of {name}" for name, count in SAMPLED.items())
+    return f"{SAMPLE_SEED}={_sample_seed()} draws {drawn}; {SAMPLE_SEED}=all runs every one"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not drawn of modules that run as a whole."""
+    seed = _sample_seed()
+    if seed == "all" or any("::" in arg for arg in config.args):
+        return
+    left_out: set[str] = set()
+    for name, count in SAMPLED.items():
+        ids = sorted(item.nodeid for item in items if item.path.stem == name)
+        drawn = random.Random(f"{seed} {name}").sample(ids, min(count, len(ids)))
+        left_out |= set(ids) - set(drawn)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _sample_seed() -> str:
+    return os.environ.get(SAMPLE_SEED, "0")
 
 
 class _Loaded:

@@ -304,8 +304,8 @@ def test_captured_contents_change_without_a_new_trace() -> None:
 
 
 def test_create_block_mask_takes_a_torch_mod() -> None:
-    lists = flash_mask_cute.create_block_mask(documents, B, None, L, S, "cpu", 32)
-    wanted = small(documents)
+    lists = flash_mask_cute.create_block_mask(documents, B, None, 128, 128, "cpu", 32)
+    wanted = small(documents, 128, 128)
     assert torch.equal(lists.mask_block_cnt, wanted.kv_num_blocks)
     assert lists.full_block_cnt is not None and wanted.full_kv_num_blocks is not None
     assert torch.equal(lists.full_block_cnt, wanted.full_kv_num_blocks)
@@ -361,6 +361,12 @@ def test_what_is_refused(change: dict[str, Any], error: type, says: str) -> None
     given: dict[str, Any] = {"query": Q, "key": K, "value": V, "enable_gqa": True}
     with pytest.raises(error, match=says):
         flex_attention(**{**given, **change})
+
+
+def test_an_index_past_the_end_names_what_was_captured() -> None:
+    table = torch.zeros(2, 100)
+    with pytest.raises(IndexError, match="closure variable 'table' of .* index 100 of dimension 1"):
+        flex_attention(Q, K, V, lambda s, b, h, q, k: s + table[b, k], enable_gqa=True)
 
 
 def test_hints_for_torchs_kernels_are_ignored() -> None:

@@ -1,0 +1,152 @@
+"""Masks that are bands run without a callable, and see what torch's mask sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
+from torch_values import dense_attention
+
+from flash_mask_cute.flex import attention, flex_attention, lower_mod
+from flash_mask_cute.flex.simplify import Band
+
+Mod = Callable[..., Tensor]
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def window(size: int) -> Mod:
+    return lambda b, h, q, k: q - k <= size
+
+
+BANDS: dict[str, tuple[Mod, Band]] = {
+    "causal": (causal, Band(None, 0)),
+    "strictly": (lambda b, h, q, k: q > k, Band(None, -1)),
+    "from the other side": (lambda b, h, q, k: k <= q, Band(None, 0)),
+    "shifted": (lambda b, h, q, k: q + 7 >= k, Band(None, 7)),
+    "window": (and_masks(causal, window(20)), Band(20, 0)),
+    "strict window": (and_masks(causal, lambda b, h, q, k: q - k < 20), Band(19, 0)),
+    "two-sided": (lambda b, h, q, k: (q - k).abs() <= 9, Band(9, 9)),
+    "two-sided, turned": (lambda b, h, q, k: torch.abs(k - q) < 9, Band(8, 8)),
+    "negated": (lambda b, h, q, k: -q <= -k, Band(None, 0)),
+    "of int64": (lambda b, h, q, k: q.long() - k.long() + 2 >= 0, Band(None, 2)),
+    "all": (noop_mask, Band(None, None)),
+    "the narrower": (and_masks(window(20), window(12), causal), Band(12, 0)),
+}
+OTHERS: dict[str, Mod] = {
+    "or": or_masks(causal, window(3)),
+    "of batch": lambda b, h, q, k: q >= k + b,
+    "scaled": lambda b, h, q, k: 2 * q >= k,
+    "of keys": lambda b, h, q, k: k < 10,
+    "equal": lambda b, h, q, k: q == k,
+    "remainder": lambda b, h, q, k: (q - k) % 3 == 0,
+    "in floats": lambda b, h, q, k: q.float() >= k.float(),
+    "outside": lambda b, h, q, k: (q - k).abs() >= 9,
+    "small integers": lambda b, h, q, k: q.to(torch.int8) >= k.to(torch.int8),
+    "not": lambda b, h, q, k: ~(q >= k),
+    "never": lambda b, h, q, k: b.new_zeros((), dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_a_band_is_found_and_is_right(name: str) -> None:
+    mod, band = BANDS[name]
+    assert lower_mod(mod, "mask_mod").band == band
+    q, k = torch.arange(40)[:, None], torch.arange(40)
+    left = -40 if band.left is None else q - band.left
+    right = 40 if band.right is None else q + band.right
+    visible = create_mask(mod, 1, 1, 40, 40, "cpu")[0, 0]
+    inside = ((k >= left) & (k <= right)).expand(40, 40)
+    assert torch.equal(visible.expand(40, 40), inside)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_band_stays_a_mod(name: str) -> None:
+    assert lower_mod(OTHERS[name], "mask_mod").band is None
+
+
+def test_a_number_that_changes_moves_the_band() -> None:
+    for size in (20, 30, 31):
+        assert lower_mod(and_masks(window(size), causal), "mask_mod").band == Band(size, 0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What attention is asked with."""
+    seen: list[dict[str, Any]] = []
+    attend = attention.flash_attn_func
+
+    def record(*tensors: Tensor, **given: Any) -> Any:
+        seen.append(given)
+        return attend(*tensors, **given)
+
+    monkeypatch.setattr(attention, "flash_attn_func", record)
+    return seen
+
+
+def check(mask: BlockMask, mod: Mod, lq: int, lk: int) -> None:
+    g = torch.Generator().manual_seed(lq)
+    q, k, v = (torch.randn(1, 2, n, 8, generator=g) for n in (lq, lk, lk))
+    out, lse = flex_attention(q, k, v, block_mask=mask, return_lse=True)
+    visible = create_mask(mod, 1, 1, lq, lk, "cpu")
+    wanted = dense_attention(q.double(), k.double(), v.double(), None, lambda *_: visible)
+    torch.testing.assert_close(out.double(), wanted[0], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse.double(), wanted[1], rtol=2e-6, atol=2e-6)
+
+
+LENGTHS = [(150, 150), (150, 151), (151, 150), (100, 150), (150, 100), (1, 150), (150, 1)]
+
+
+@pytest.mark.parametrize(("lq", "lk"), LENGTHS)
+@pytest.mark.parametrize("name", ["causal", "strictly", "shifted", "window", "two-sided", "all"])
+def test_bands_of_unequal_lengths(name: str, lq: int, lk: int, calls: list[dict[str, Any]]) -> None:
+    mod, band = BANDS[name]
+    mask = create_block_mask(mod, None, None, lq, lk, device="cpu", BLOCK_SIZE=32)
+    check(mask, mod, lq, lk)
+    if band.as_window(lq, lk) is not None:
+        assert calls[-1]["mask_mod"] is None and calls[-1]["block_sparse_tensors"] is None
+
+
+def test_causal_is_our_causal_where_lengths_agree_only() -> None:
+    assert Band(None, 0).as_window(150, 150) == (None, 0)
+    assert Band(None, 0).as_window(151, 150) == (None, 1)
+    # -1 would be an open side
+    assert Band(None, 0).as_window(150, 151) is None
+    assert Band(None, 0).as_window(150, 152) == (None, -2)
+    assert Band(3, -5).as_window(9, 9) is None
+
+
+def test_lists_that_hide_more_are_applied(calls: list[dict[str, Any]]) -> None:
+    mask = create_block_mask(causal, None, None, 150, 150, device="cpu", BLOCK_SIZE=32)
+    check(mask, causal, 150, 150)
+    assert calls[-1]["block_sparse_tensors"] is None
+    assert mask.full_kv_num_blocks is not None
+    mask.full_kv_num_blocks[0, 0, 3] -= 1
+    row = int(mask.full_kv_indices[0, 0, 3, 2])  # type: ignore[index]
+    edited = lambda b, h, q, k: causal(b, h, q, k) & ~((q // 32 == 3) & (k // 32 == row))  # noqa: E731
+    check(mask, edited, 150, 150)
+    assert calls[-1]["block_sparse_tensors"] is not None
+
+
+def test_blocks_that_are_called_full_are_not_cut(calls: list[dict[str, Any]]) -> None:
+    lists = create_block_mask(noop_mask, None, None, 150, 150, device="cpu", BLOCK_SIZE=32)
+    everything = torch.full((1, 1, 5), 5, dtype=torch.int32)
+    blocks = torch.arange(5, dtype=torch.int32).expand(1, 1, 5, 5).contiguous()
+    mask = BlockMask.from_kv_blocks(
+        torch.zeros_like(everything), blocks, everything, blocks, 32, causal, lists.seq_lengths
+    )
+    check(mask, noop_mask, 150, 150)
+    assert calls[-1]["block_sparse_tensors"] is not None
