@@ -316,31 +316,55 @@ def test_a_long_function_is_noticed() -> None:
     assert long_functions(longer + "def f():\n    pass\n")
 
 
-INDEX = ROOT / "docs" / "README.md"
+DOCS = ROOT / "docs"
+INDEX = DOCS / "README.md"
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 
 
-def index_paths() -> list[str]:
-    """Everything in backticks that stands in the index table."""
-    rows = [line for line in INDEX.read_text().splitlines() if line.startswith("|")]
-    return re.findall(r"`([^`]+)`", "\n".join(rows))
+def outside_code(text: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
 
 
-def test_concept_index_names_existing_files() -> None:
-    named = index_paths()
-    assert len(named) > 20
-    missing = [name for name in named if not (ROOT / name).is_file()]
-    assert not missing, f"docs/README.md names {missing}"
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """Targets of the relative links of a page: the file and the anchor, "" if there is none."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", outside_code(page.read_text())):
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            yield (page.parent / name).resolve() if name else page, anchor
 
 
-def test_every_module_and_page_is_in_the_index() -> None:
-    """A file that nobody can find from the start page might as well not exist."""
-    pages = (ROOT / "docs").glob("*.md")
-    expected = {
-        str(path.relative_to(ROOT))
-        for path in (*MODULES, *pages)
-        if path.name not in ("__init__.py", "README.md")
-    }
-    assert not expected - set(index_paths())
+def anchors(page: Path) -> set[str]:
+    """Those of the headings of a page, as code hosts make them."""
+    headings = re.findall(r"^#+ (.+)$", outside_code(page.read_text()), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_pages_lead_somewhere(page: Path) -> None:
+    for target, anchor in links(page):
+        assert target.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: no #{anchor} in {target}"
+
+
+def test_anchors_are_those_of_headings(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `mask_mod`, twice\n\n```\n# no heading\n```\n\n## Second-order\n")
+    assert anchors(page) == {"a-mask_mod-twice", "second-order"}
+
+
+def test_the_index_leads_to_every_folder_and_page() -> None:
+    """A file that nobody can find from the start page might as well not exist. A module is found by
+    its folder, which the index names, or by its own name."""
+    named = {target for target, _ in links(INDEX)}
+    missing = [
+        path.relative_to(ROOT)
+        for path in MODULES
+        if path.name != "__init__.py"
+        and not {path, *path.parents[: len(path.relative_to(ROOT / PACKAGE).parts) - 1]} & named
+    ]
+    assert not missing, f"docs/README.md does not lead to {missing}"
+    assert not set(PAGES) - named - {INDEX}
 
 
 def project_texts() -> Iterator[Path]:

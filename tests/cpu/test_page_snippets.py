@@ -1,0 +1,51 @@
+"""The Python of the pages that a user reads first runs on the CPU.
+
+A block of README.md or docs/coming_from.md runs alone, as its reader copies it. The blocks of the
+other pages continue each other.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from example_modules import ROOT, load_example
+
+ALONE = ("README.md", "docs/coming_from.md")
+IN_ORDER = ("docs/masks.md", "docs/pytorch.md")
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), flags=re.S | re.M)
+
+
+SNIPPETS = [
+    *(
+        pytest.param(code, id=f"{page}-{number}")
+        for page in ALONE
+        for number, code in enumerate(blocks(page), 1)
+    ),
+    *(pytest.param("\n".join(blocks(page)), id=page) for page in IN_ORDER),
+]
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_a_snippet_runs_without_a_gpu(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written to a file, because the compiler reads the source of callables back."""
+    assert code, "a page without snippets"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    torch.manual_seed(0)
+    path = tmp_path / f"snippet_{tmp_path.name}.py"
+    path.write_text(code)
+    load_example(path, monkeypatch)
+
+
+def test_the_readme_is_short_and_trains_first() -> None:
+    """At most 150 lines; the first snippet has a forward and a backward."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    first = blocks("README.md")[0]
+    assert "flash_attn_func(" in first and ".backward()" in first
