@@ -8,6 +8,7 @@ gate       the check that a result is the case's function
 gradients  the same of a backward
 peers      who is measured
 timing     how time is taken
+everyday   shapes that people run, out of everyday_shapes.json: names and sizes
 sweep      the draws of a sweep; prep: what preparing a mask means
 paper      the table of the FlashMask paper: its cases, who takes part
 ahead      compiling before the first case; pace: how long cases take
@@ -101,6 +102,8 @@ def row_of(
     direction = "bwd" if case.kind == "backward" else "fwd"
     extra = [f"d_v={case.d_v}"] if case.d_v != case.d else []
     extra += [f"window={case.window}"] if case.window is not None else []
+    extra += [f"n_k={case.n_k}"] if case.n_k else []
+    extra += ["sink"] if case.sink else []
     extra += [f"softcap={case.softcap}"] if case.softcap else []
     extra += [f"score_mod={case.score_mod}"] if case.score_mod else []
     extra += [case.form] if case.form != "native" and is_ours else []

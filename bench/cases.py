@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bench import masks
+from bench import everyday, masks
 from bench.masks import Draw, Mask, make_mask, paper_draw
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ REMEMBERED = (8192, 32768, 131072, 524288, 1048576)
 REMEMBERED_BACKWARD = REMEMBERED[:3]
 PREPARED = (*SWEPT, "global_sliding_window", "random_eviction")
 SCORE_MODS = ("", "alibi", "t5_bias", "softcap")
+# Mean of the sinks that are drawn.
+SINK_LEVEL = 4.0
 # Masks that are also told by mask_mod and block lists.
 LISTED = ("document", "random_eviction")
 
@@ -41,6 +43,8 @@ class BenchCase:
 
     n: tokens of a sequence; with `doc_lengths`, of the longest document.
     tokens: tokens of the whole batch, so the batch is tokens // n, or the number of documents.
+    n_k: keys of a sequence, where they are not its n tokens, else 0. Causality then aligns the last
+        query with the last key, and no query may see nothing.
     window: keys visible before the query's own (sliding_window is causal as well; the global one
         is not, and sees as many after it).
     form: how our kernel is told: "native" flags and lengths, column intervals, a mask_mod with
@@ -52,6 +56,7 @@ class BenchCase:
         over many draws), "memory" (bytes of a forward beyond inputs and outputs), "memory_backward"
         (those of the backward alone).
     deterministic: a backward that is measured with sums in a fixed order as well.
+    sink: a learnable logit per head, that has no value.
     Raises ValueError where the fields contradict each other.
     """
 
@@ -72,6 +77,8 @@ class BenchCase:
     draw: Draw | None = None
     score_mod: str = ""
     deterministic: bool = False
+    n_k: int = 0
+    sink: bool = False
 
     def __post_init__(self) -> None:
         known_values = {"kind": KINDS, "mask": MASKS, "dtype": DTYPES, "form": FORMS}
@@ -94,6 +101,14 @@ class BenchCase:
             raise ValueError(f"{self.name}: the documents of draw do not hold n={self.n} tokens")
         if self.deterministic and self.kind != "backward":
             raise ValueError(f"{self.name}: deterministic with kind={self.kind!r}")
+        if self.sink and (self.form != "native" or self.kind not in ("attention", "backward")):
+            raise ValueError(f"{self.name}: sink with form={self.form!r}, kind={self.kind!r}")
+        aligned = self.mask == "full" or self.mask == "causal" and self.n_k >= self.n
+        if self.n_k and (self.form != "native" or not aligned):
+            raise ValueError(
+                f"{self.name}: n_k={self.n_k} with n={self.n}, mask={self.mask!r}, "
+                f"form={self.form!r}"
+            )
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -109,10 +124,21 @@ class BenchCase:
         """Whether k > q is hidden, whatever else is."""
         return self.mask == "varlen_causal" or self.mask in masks.CAUSAL
 
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Keys of each sequence."""
+        return (self.n_k,) * self.batch if self.n_k else self.lengths
+
+    @property
+    def first_query(self) -> int:
+        """Where the mask of a sequence has its first query: the last query is the last key's."""
+        return max(0, self.n_k - self.n)
+
     def mask_of(self, length: int) -> Mask:
-        """The mask of one sequence of `length` tokens."""
+        """The mask of one sequence of `length` tokens, among as many tokens as the longer side has:
+        queries from `first_query` on, keys from 0 on."""
         name = "causal" if self.varlen else self.mask
-        return make_mask(name, length, self.window, self.draw)
+        return make_mask(name, max(length, self.n_k), self.window, self.draw)
 
     @property
     def varlen(self) -> bool:
@@ -138,10 +164,11 @@ class Saved(NamedTuple):
 
 
 class CaseTensors(NamedTuple):
-    """q (batch, n, heads, d), k and v with heads_kv and d_v; varlen: (tokens, heads, d).
+    """q (batch, n, heads, d), k and v with heads_kv and d_v, n_k rows where the case has them;
+    varlen: (tokens, heads, d).
 
     cu_seqlens: int32 (documents + 1,), or None where the batch is dense. saved: where gradients are
-    returned.
+    returned. sink: fp32 (heads,), or None.
     """
 
     q: torch.Tensor
@@ -149,6 +176,7 @@ class CaseTensors(NamedTuple):
     v: torch.Tensor
     cu_seqlens: torch.Tensor | None
     saved: Saved | None = None
+    sink: torch.Tensor | None = None
 
 
 def document_lengths(
@@ -303,6 +331,48 @@ def _backwards() -> Iterator[BenchCase]:
         yield _masked(f"bwd-mod-d128-{_size(n)}-document-alone", 128, "document", n, **fields)
 
 
+def _shape(shape: everyday.Shape, *, is_backward: bool) -> BenchCase:
+    masks_of = {"window": "sliding_window", "varlen causal": "varlen_causal"}
+    return BenchCase(
+        name=shape.case_name(is_backward=is_backward),
+        mask=masks_of.get(shape.mask, shape.mask),
+        d=shape.head_dim,
+        d_v=shape.head_dim_v,
+        n=max(shape.documents, default=shape.seqlen),
+        tokens=shape.batch * shape.seqlen,
+        heads=shape.heads,
+        heads_kv=shape.heads_kv,
+        window=shape.window,
+        doc_lengths=shape.documents,
+        kind="backward" if is_backward else "attention",
+        n_k=shape.seqlen_k,
+        sink=shape.sink,
+    )
+
+
+def _width(width: everyday.Width, mask: str, *, is_backward: bool) -> BenchCase:
+    return BenchCase(
+        name=width.case_name(mask, is_backward=is_backward),
+        mask=mask,
+        d=width.d,
+        d_v=width.d_v,
+        n=everyday.WIDTH_TOKENS,
+        tokens=everyday.WIDTH_BATCH * everyday.WIDTH_TOKENS,
+        heads=everyday.WIDTH_HEADS,
+        heads_kv=everyday.WIDTH_HEADS,
+        kind="backward" if is_backward else "attention",
+    )
+
+
+def _everyday() -> Iterator[BenchCase]:
+    """Each backward after its forward, widths of one mask and direction together."""
+    ways = (False, True)
+    yield from (_shape(shape, is_backward=way) for shape in everyday.SHAPES for way in ways)
+    for mask in everyday.WIDTH_MASKS:
+        for way in ways:
+            yield from (_width(width, mask, is_backward=way) for width in everyday.WIDTHS)
+
+
 _ALL = (
     *(_dense(128, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
     *(_dense(64, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
@@ -330,6 +400,7 @@ _ALL = (
     *_backwards(),
     *map(_memory, REMEMBERED),
     *_memory_backwards(),
+    *_everyday(),
 )
 CASES: dict[str, BenchCase] = {case.name: case for case in _ALL}
 
@@ -348,8 +419,9 @@ def make_tensors(case: BenchCase, device: str, seed: int) -> CaseTensors:
 
     generator = torch.Generator(device=device).manual_seed(seed)
     rows = (case.tokens,) if case.varlen else (case.batch, case.n)
+    keys = (case.batch, case.n_k) if case.n_k else rows
 
-    def draw(heads: int, width: int) -> torch.Tensor:
+    def draw(rows: tuple[int, ...], heads: int, width: int) -> torch.Tensor:
         shape = (*rows, heads, width)
         dtype = getattr(torch, case.dtype)
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
@@ -358,5 +430,11 @@ def make_tensors(case: BenchCase, device: str, seed: int) -> CaseTensors:
     if case.varlen:
         ends = torch.tensor((0, *case.lengths), device=device).cumsum(0)
         cu_seqlens = ends.to(torch.int32)
-    q, k, v = draw(case.heads, case.d), draw(case.heads_kv, case.d), draw(case.heads_kv, case.d_v)
-    return CaseTensors(q, k, v, cu_seqlens)
+    q = draw(rows, case.heads, case.d)
+    k, v = (draw(keys, case.heads_kv, width) for width in (case.d, case.d_v))
+    sink = None
+    if case.sink:
+        # near the LSE of a hundred keys, so that a result without it is wrong by much
+        noise = torch.randn(case.heads, device=device, generator=generator)
+        sink = SINK_LEVEL + noise
+    return CaseTensors(q, k, v, cu_seqlens, sink=sink)

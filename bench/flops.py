@@ -23,15 +23,22 @@ from bench.masks import BoolArray, IntArray, Mask
 TILE = 128
 
 
-def touched(begins: IntArray, ends: IntArray, tile_m: int = TILE, tile_n: int = TILE) -> BoolArray:
+def touched(
+    begins: IntArray,
+    ends: IntArray,
+    tile_m: int = TILE,
+    tile_n: int = TILE,
+    *,
+    queries: int | None = None,
+) -> BoolArray:
     """Which tiles (query blocks, key blocks) hold a row of the intervals of their keys.
 
-    begins, ends: (n, intervals), the rows [begin, end) of each key, none where begin >= end. Time
-    is that of the keys plus that of the tiles: block rows are counted by where intervals start and
-    stop.
+    begins, ends: (n, intervals), the rows [begin, end) of each key, none where begin >= end.
+    queries: how many rows there are, n where None. Time is that of the keys plus that of the tiles:
+    block rows are counted by where intervals start and stop.
     """
     n, intervals = begins.shape
-    blocks_m, blocks_n = -(-n // tile_m), -(-n // tile_n)
+    blocks_m, blocks_n = -(-(n if queries is None else queries) // tile_m), -(-n // tile_n)
     some = begins < ends
     column = (np.arange(n) // tile_n).repeat(intervals).reshape(n, intervals)[some]
     shape = (blocks_n, blocks_m + 1)
@@ -71,9 +78,12 @@ def block_lists(
 
 
 @lru_cache(maxsize=256)
-def _tiles(mask: Mask) -> tuple[int, int]:
-    """(visible, all) tiles of one sequence."""
-    visible = touched(*mask.visible_rows())
+def _tiles(mask: Mask, first_query: int, queries: int, keys: int) -> tuple[int, int]:
+    """(visible, all) tiles of one sequence, whose queries and keys are a part of the mask's."""
+    begins, ends = (
+        np.clip(side[:keys] - first_query, 0, queries) for side in mask.visible_rows()
+    )
+    visible = touched(begins, ends, queries=queries)
     return int(visible.sum()), visible.size
 
 
@@ -81,7 +91,8 @@ def tile_counts(case: BenchCase) -> tuple[int, int]:
     """(visible, all) 128x128 tiles of one head, summed over the sequences of the batch."""
     visible = total = 0
     for length, times in Counter(case.lengths).items():
-        seen, every = _tiles(case.mask_of(length))
+        mask = case.mask_of(length)
+        seen, every = _tiles(mask, case.first_query, length, case.n_k or length)
         visible += times * seen
         total += times * every
     return visible, total
@@ -112,7 +123,8 @@ def listing() -> str:
     """One line for each case."""
     lines = []
     for case in CASES.values():
-        shape = f"{case.kind:15} {case.mask:21} d {case.d:3}/{case.d_v:3} n {case.n:6}"
+        length = f"{case.n}/{case.n_k}" if case.n_k else str(case.n)
+        shape = f"{case.kind:15} {case.mask:21} d {case.d:3}/{case.d_v:3} n {length:>10}"
         heads = f"batch {case.batch:3} heads {case.heads:2}/{case.heads_kv:2} {case.dtype}"
         lines.append(f"{case.name:40} {shape} {heads} {attention_flops(case) / 1e12:8.4f} TFLOP")
     return "\n".join(lines)

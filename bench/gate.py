@@ -93,17 +93,30 @@ def masked_scores(
     return scores.masked_fill(hidden, -float("inf"))
 
 
+def with_sink(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """Scores (.., keys) of one head, and its sink (), if there is one, as the last of (.., keys +
+    1): a key without a value."""
+    import torch
+
+    if sink is None:
+        return scores
+    column = sink.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1)
+
+
 def _attend(
     case: BenchCase,
     hidden: torch.Tensor,
     modify: Any,
+    sink: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O (d_v,) and LSE () of one query: products in the dtype of the arguments, the rest wider."""
-    scores = masked_scores(case, hidden, modify, q, k)
-    return scores.softmax(0).to(v.dtype) @ v, scores.double().logsumexp(0)
+    logits = with_sink(masked_scores(case, hidden, modify, q, k), sink)
+    probs = logits.softmax(0)[: len(k)]
+    return probs.to(v.dtype) @ v, logits.double().logsumexp(0)
 
 
 def reference(case: BenchCase, tensors: CaseTensors, seed: int, count: int = 64) -> Reference:
@@ -112,17 +125,20 @@ def reference(case: BenchCase, tensors: CaseTensors, seed: int, count: int = 64)
 
     device = tensors.q.device
     q, k, v = (t.reshape(-1, *t.shape[-2:]) for t in tensors[:3])
-    starts = np.concatenate(([0], np.cumsum(case.lengths)))
+    starts, key_starts = (
+        np.concatenate(([0], np.cumsum(lengths))) for lengths in (case.lengths, case.key_lengths)
+    )
     tables = score_tables(case, device)
     rows = sample_rows(case, seed, count)
     exact, eager = [], []
     for sequence, head, query in rows:
-        length, start = case.lengths[sequence], int(starts[sequence])
-        keys = np.arange(length)
-        seen = case.mask_of(length).sees(np.full_like(keys, query), keys)
+        mask = case.mask_of(case.lengths[sequence])
+        start, start_k = int(starts[sequence]), int(key_starts[sequence])
+        keys = np.arange(case.key_lengths[sequence])
+        seen = mask.sees(np.full_like(keys, query + case.first_query), keys)
         hidden = torch.from_numpy(~seen).to(device)
         head_kv = head // (case.heads // case.heads_kv)
-        part = slice(start, start + length)
+        part = slice(start_k, start_k + len(keys))
         row = q[start + query, head], k[part, head_kv], v[part, head_kv]
 
         def modify(scores: torch.Tensor, head: int = head, query: int = query) -> torch.Tensor:
@@ -134,7 +150,8 @@ def reference(case: BenchCase, tensors: CaseTensors, seed: int, count: int = 64)
             )
             return result
 
-        attend = partial(_attend, case, hidden, modify if case.score_mod else None)
+        sink = None if tensors.sink is None else tensors.sink[head]
+        attend = partial(_attend, case, hidden, modify if case.score_mod else None, sink)
         exact.append(attend(*(t.double() for t in row)))
         eager.append(attend(*row))
     columns = (torch.stack([x[i].double() for x in of]) for of in (exact, eager) for i in (0, 1))

@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.cases import BenchCase, CaseTensors
 from bench.flops import TILE
-from bench.gate import Verdict, masked_scores
+from bench.gate import Verdict, masked_scores, with_sink
 from bench.mods import (
     mask_tables,
     score_definition,
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 NAMES = ("dQ", "dK", "dV")
 # Scores at a time: 2 GiB of float64.
 SCORES = 2**28
+# What the gradient of a sink may be off by, of the sum of the magnitudes of its terms: they are
+# fp32, each of an exponential by hardware approximation, as are their sums.
+SINK_SHARE = 5e-5
 
 
 class Place(NamedTuple):
@@ -54,12 +57,17 @@ class Slice(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Gradients in float64 for each place: of float64 and of eager same-dtype attention."""
+    """Gradients in float64 for each place: of float64 and of eager same-dtype attention.
+
+    sink: those of all sinks, and the sums of the magnitudes of their terms, (heads,) each; None
+    without sinks.
+    """
 
     case: BenchCase
     places: list[Place]
     exact: list[Slice]
     eager: list[Slice]
+    sink: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def sample_places(case: BenchCase, seed: int) -> list[Place]:
@@ -70,15 +78,16 @@ def sample_places(case: BenchCase, seed: int) -> list[Place]:
 
 def _cut(case: BenchCase, place: Place, x: torch.Tensor) -> torch.Tensor:
     """(length, heads of the place, width) of a tensor laid out as q or as k."""
-    start = int(np.sum(case.lengths[: place.sequence], dtype=np.int64))
+    lengths = case.lengths if case.varlen else (x.shape[1],) * case.batch
+    start = int(np.sum(lengths[: place.sequence], dtype=np.int64))
     heads = x.shape[-2] // case.heads_kv
     first = place.head_kv * heads
-    rows = slice(start, start + case.lengths[place.sequence])
+    rows = slice(start, start + lengths[place.sequence])
     return x.reshape(-1, *x.shape[-2:])[rows, first : first + heads]
 
 
-def _chunks(length: int) -> Iterator[slice]:
-    step = max(1, SCORES // length)
+def _chunks(length: int, keys: int) -> Iterator[slice]:
+    step = max(1, SCORES // keys)
     yield from (slice(begin, min(begin + step, length)) for begin in range(0, length, step))
 
 
@@ -95,27 +104,31 @@ def _differentiate(
     mask = case.mask_of(length)
     sees = torch_mask_mod(mask, mask_tables(mask, device))
     language = torch_language(score_tables(case, device), torch.promote_types(dtype, torch.float32))
-    index = torch.arange(length, device=device)
+    index = torch.arange(length, device=device) + case.first_query
+    keys = torch.arange(len(k), device=device)[None]
     dq = torch.zeros_like(q)
     dk, dv = torch.zeros_like(k, dtype=torch.float64), torch.zeros_like(v, dtype=torch.float64)
     for head in range(heads):
-        at = torch.tensor(place.head_kv * heads + head, device=device)
-        for rows in _chunks(length):
-            queries, keys = index[rows, None], index[None]
+        number = place.head_kv * heads + head
+        at = torch.tensor(number, device=device)
+        sink = None if tensors.sink is None else tensors.sink[number]
+        for rows in _chunks(length, len(k)):
+            queries = index[rows, None]
 
             def modify(scores: torch.Tensor, at: Any = at, queries: Any = queries) -> Any:
-                return score_definition(case)(scores, at, queries, index[None], language)
+                return score_definition(case)(scores, at, queries, keys, language)
 
             leaves = [x.detach().requires_grad_() for x in (q[rows, head], k[:, 0], v[:, 0])]
             hidden = ~sees(None, None, queries, keys)
             scores = masked_scores(case, hidden, modify if case.score_mod else None, *leaves[:2])
-            probs = scores.softmax(-1)
+            logits = with_sink(scores, sink)
+            probs = logits.softmax(-1)[:, : len(k)]
             results, given = [probs.to(dtype) @ leaves[2]], [dout[rows, head]]
             if dtype != torch.float64:
                 # the error of sum(O dO) acts as a gradient of the LSE does
                 wide = probs.detach() @ leaves[2].detach().to(probs.dtype)
                 rounding = results[0].detach() - wide
-                results.append(scores.logsumexp(-1))
+                results.append(logits.logsumexp(-1))
                 given.append(-(rounding * given[0]).sum(-1))
             by_q, by_k, by_v = torch.autograd.grad(results, leaves, given)
             dq[rows, head] = by_q
@@ -124,8 +137,24 @@ def _differentiate(
     return Slice(dq.double(), dk.to(dtype).double(), dv.to(dtype).double())
 
 
+def _sink_gradients(tensors: CaseTensors) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """-sum(exp(sink - LSE) sum(O dO)) over all rows of each head, and its terms' magnitudes.
+
+    Unlike those of q, k and v it is made of what the forward saved: it needs every row.
+    """
+    if tensors.sink is None:
+        return None
+    assert tensors.saved is not None
+    out, lse, dout = tensors.saved
+    products = (out.double() * dout.double()).sum(-1)
+    # lse: (batch, heads, n), or (heads, tokens)
+    shares = (tensors.sink.double()[:, None] - lse.double()).exp().transpose(-1, -2)
+    terms = (products * shares).reshape(-1, len(tensors.sink))
+    return -terms.sum(0), terms.abs().sum(0)
+
+
 def reference(case: BenchCase, tensors: CaseTensors, seed: int) -> Reference:
-    """What `check` compares with, over `sample_places(case, seed)`."""
+    """What `check` compares with, over `sample_places(case, seed)`, and all sinks."""
     import torch
 
     places = sample_places(case, seed)
@@ -133,7 +162,7 @@ def reference(case: BenchCase, tensors: CaseTensors, seed: int) -> Reference:
         [_differentiate(case, place, tensors, dtype) for place in places]
         for dtype in (torch.float64, tensors.q.dtype)
     )
-    return Reference(case, places, exact, eager)
+    return Reference(case, places, exact, eager, _sink_gradients(tensors))
 
 
 def _by_tile(x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +174,7 @@ def _by_tile(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(truth: Reference, gradients: Sequence[torch.Tensor], *, rule: float) -> Verdict:
-    """Compare (dq, dk, dv) with float64 autograd.
+    """Compare (dq, dk, dv), and with sinks (dq, dk, dv, dsink), with float64 autograd.
 
     Each 128 rows of a head pass when their largest error is at most `rule` times that of eager
     attention in the case's dtype, plus one unit in the last place of their largest value; by RMS
@@ -153,11 +182,13 @@ def check(truth: Reference, gradients: Sequence[torch.Tensor], *, rule: float) -
     """
     import torch
 
+    if len(gradients) != len(NAMES) + (truth.sink is not None):
+        return Verdict(False, f"{len(gradients)} gradients")
     if not all(bool(x.isfinite().all()) for x in gradients):
         return Verdict(False, "a gradient is not finite, or was not written")
     shares = dict.fromkeys((*NAMES, *(f"{name} rms" for name in NAMES)), 0.0)
     for place, *slices in zip(truth.places, truth.exact, truth.eager, strict=True):
-        for name, x, exact, eager in zip(NAMES, gradients, *slices, strict=True):
+        for name, x, exact, eager in zip(NAMES, gradients[:3], *slices, strict=True):
             got = _cut(truth.case, place, x).double()
             parts = [_by_tile(part) for part in (got - exact, eager - exact, exact)]
             ulp = torch.finfo(x.dtype).eps
@@ -166,6 +197,10 @@ def check(truth: Reference, gradients: Sequence[torch.Tensor], *, rule: float) -
             for key, (error, allowed, size) in ((name, largest), (f"{name} rms", rms)):
                 share = error / (rule * allowed + ulp * size).clamp_min(1e-30)
                 shares[key] = max(shares[key], float(share.amax()))
+    if truth.sink is not None:
+        sums, size = truth.sink
+        share = (gradients[3].double() - sums).abs() / (rule * SINK_SHARE * size).clamp_min(1e-30)
+        shares["dSink"] = float(share.amax())
     text = ", ".join(f"{name} {value:.2f}" for name, value in shares.items())
     return Verdict(all(value <= 1.0 for value in shares.values()), f"of the allowed error: {text}")
 

@@ -43,7 +43,8 @@ def forecast(
     seconds = CASE_S + sum(PEER_S.get(peer, 0.0) for peer in peers)
     seconds += len(peers) * call_s * (1 + loop_calls(call_s, rounds, burst_s, least))
     if case.kind == "backward":
-        seconds += min(2, case.batch) * GRADIENTS_S * case.n**2
+        group = case.heads // case.heads_kv
+        seconds += min(2, case.batch) * group * GRADIENTS_S * case.n * (case.n_k or case.n)
     return seconds
 
 

@@ -51,8 +51,8 @@ class Peer(Protocol):
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
         """A callable without arguments that enqueues one pass: the forward, or where the case
-        returns gradients, (dq, dk, dv) of `tensors.saved`, the backward, of kind "host_train" with
-        a forward before it."""
+        returns gradients, (dq, dk, dv) of `tensors.saved`, and dsink where it has sinks, the
+        backward, of kind "host_train" with a forward before it."""
 
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out (.., heads, d_v) as q is laid out; lse (batch, heads, n) or (heads, tokens)."""
@@ -127,6 +127,8 @@ class CutePeer:
         return None
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
+        import torch
+
         interface = importlib.import_module(f"{self.package}.interface")
         options = self._options(case, tensors)
         if self.deterministic:
@@ -143,7 +145,12 @@ class CutePeer:
         if tensors.saved is None:
             raise ValueError(f"{case.name}: tensors without what its forward saved")
         out, lse, dout = tensors.saved
-        return partial(interface._flash_attn_bwd, *tensors[:3], out, dout, lse, **options)
+        backward = partial(interface._flash_attn_bwd, *tensors[:3], out, dout, lse, **options)
+        if tensors.sink is None or self.form:
+            return backward
+        # ours writes it where it is told to, flash-attn-4 returns it
+        dsink = torch.full_like(tensors.sink, torch.nan)
+        return lambda: (*backward(dsink=dsink), dsink)
 
     def _options(self, case: BenchCase, tensors: CaseTensors) -> dict[str, Any]:
         """What tells the mask and the mods."""
@@ -168,6 +175,8 @@ class CutePeer:
                 options["aux_tensors"] = list(tables.values())
         if case.softcap:
             options["softcap"] = case.softcap
+        if tensors.sink is not None:
+            options["learnable_sink"] = tensors.sink
         if cu_seqlens is not None:
             options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
             options |= {"max_seqlen_q": case.n, "max_seqlen_k": case.n}
@@ -239,8 +248,9 @@ class FlexPeer:
         # another backend takes the same block mask, in the same memory
         of_masks = ("prep", "memory") if self.backend is None else ()
         kinds = ("attention", "backward", *of_masks)
-        measured = case.kind in kinds and not case.varlen and not case.softcap
-        left_out = "varlen, softcap, host time, sweeps and the memory of a backward"
+        plain = not (case.varlen or case.softcap or case.n_k or case.sink)
+        measured = case.kind in kinds and plain
+        left_out = "varlen, softcap, n_k, sinks, host time, sweeps and the memory of a backward"
         return None if measured else f"not measured for {left_out}"
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
@@ -300,6 +310,10 @@ class SdpaPeer:
             return f"{call} takes no cu_seqlens"
         if case.softcap or case.score_mod:
             return f"{call} takes no softcap and no score_mod"
+        if case.sink:
+            return f"{call} takes no sink"
+        if case.n_k and (self.dense or case.causal):
+            return f"{call} aligns causality with the first key, a mask of {case.n_k} keys the last"
         if not self.dense and case.mask not in ("full", "causal"):
             return f"{call} takes no {case.mask} mask"
         if self.dense and (case.n > DENSE_TOKENS[case.kind] or case.mask == "full"):
