@@ -37,7 +37,15 @@ def kernel_of(peer: str, case: BenchCase) -> Hashable:
     told: Hashable = (case.mask, case.n)
     if case.form == "columns":
         told = mask.hidden.shape[1], mask.causal, case.mask in DOCUMENT_MASKS
-    fields = (case.kind, case.d, case.d_v, case.dtype, case.form, case.score_mod, case.varlen)
+    fields: tuple[Hashable, ...] = (
+        case.kind,
+        case.d,
+        case.d_v,
+        case.dtype,
+        case.form,
+        case.score_mod,
+        case.varlen,
+    )
     fields = (*fields, case.n_k, case.sink)
     return *fields, told, case.heads // case.heads_kv, bool(case.softcap)
 

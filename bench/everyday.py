@@ -1,7 +1,7 @@
 """Shapes that people run, and head dimensions at one shape: what their cases are made of.
 
-The shapes are those of `everyday_shapes.json`: models by name, with their heads, batches and lengths
-as they are trained and served on one GPU. Each is a case `shape-NAME` and its backward
+The shapes are those of `everyday_shapes.json`: models by name, with their heads, batches and
+lengths as they are trained and served on one GPU. Each is a case `shape-NAME` and its backward
 `bwd-shape-NAME`. Beside them `width-MASK-dD` times ours at one shape and many head dimensions: none
 may take longer than a larger one that is common.
 """

@@ -126,7 +126,7 @@ def flex_attention(
     origins = (*(score.origins if score else ()), *(mask.origins if mask and not window else ()))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     with _named_as_captured(origins):
-        result = flash_attn_func(
+        result: Any = flash_attn_func(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -142,7 +142,7 @@ def flex_attention(
     out = _in_order_of(query, out.transpose(1, 2))
     if return_aux is not None:
         return out, AuxOutput(lse=lse, max_scores=None)
-    return (out, lse) if return_lse else out
+    return (out, lse) if lse is not None else out
 
 
 @contextmanager

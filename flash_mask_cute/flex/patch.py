@@ -9,6 +9,8 @@ from torch.nn.attention import flex_attention as torch_module
 
 from flash_mask_cute.flex.attention import flex_attention
 
+_NAME = "flex_attention"
+
 
 class patch_flex_attention:
     """Make `torch.nn.attention.flex_attention.flex_attention` this package's function.
@@ -23,7 +25,7 @@ class patch_flex_attention:
 
     def __init__(self) -> None:
         self._before: Any = torch_module.flex_attention
-        torch_module.flex_attention = flex_attention
+        setattr(torch_module, _NAME, flex_attention)
 
     def __enter__(self) -> patch_flex_attention:
         return self
@@ -34,4 +36,4 @@ class patch_flex_attention:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        torch_module.flex_attention = self._before
+        setattr(torch_module, _NAME, self._before)
