@@ -38,6 +38,9 @@ def kernel_of(peer: str, case: BenchCase) -> Hashable:
     if case.form == "columns":
         told = mask.hidden.shape[1], mask.causal, case.mask in DOCUMENT_MASKS
     fields: tuple[Hashable, ...] = (
+        *(case.kind, case.d, case.d_v, case.dtype, case.form, case.score_mod, case.varlen),
+        *(case.n_k, case.sink),
+    )
         case.kind,
         case.d,
         case.d_v,
@@ -46,7 +49,6 @@ def kernel_of(peer: str, case: BenchCase) -> Hashable:
         case.score_mod,
         case.varlen,
     )
-    fields = (*fields, case.n_k, case.sink)
     return *fields, told, case.heads // case.heads_kv, bool(case.softcap)
 
 
