@@ -41,14 +41,6 @@ def kernel_of(peer: str, case: BenchCase) -> Hashable:
         *(case.kind, case.d, case.d_v, case.dtype, case.form, case.score_mod, case.varlen),
         *(case.n_k, case.sink),
     )
-        case.kind,
-        case.d,
-        case.d_v,
-        case.dtype,
-        case.form,
-        case.score_mod,
-        case.varlen,
-    )
     return *fields, told, case.heads // case.heads_kv, bool(case.softcap)
 
 
