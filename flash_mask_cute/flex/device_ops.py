@@ -13,6 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from flash_mask_cute.mods import derivative
+
 
 def where(condition: Any, x: Any, y: Any) -> Any:
     """x or y, of one dtype."""
@@ -177,6 +179,11 @@ def power(x: Any, y: Any) -> Any:
 
 def sigmoid(x: Any) -> Any:
     return 1.0 / (1.0 + cute.math.exp(-x))
+
+
+def detached(x: Any) -> Any:
+    """x, without a derivative by it."""
+    return derivative.detached(x)
 
 
 def is_nan(x: Any) -> Any:

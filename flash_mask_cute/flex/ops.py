@@ -499,7 +499,16 @@ def _to(call: Call) -> Array:
 # -- what leaves the elements as they are -------------------------------------------------------
 
 
-@rule("detach", "clone", "alias", "lift_fresh_copy", "lift_fresh", "contiguous", "view_of")
+@rule("detach")
+def _detach(call: Call) -> Any:
+    """Of a whole tensor in memory, whoever reads it has taken the gradient away."""
+    array = call.args[0]
+    if not isinstance(array, Array) or not array.dtype.is_floating_point or array.is_constant:
+        return array
+    return call.elementwise((array,), array.dtype, lambda a: f"ops.detached({a})")
+
+
+@rule("clone", "alias", "lift_fresh_copy", "lift_fresh", "contiguous", "view_of")
 def _same(call: Call) -> Any:
     return call.args[0]
 

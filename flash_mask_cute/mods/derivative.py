@@ -27,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import vector
+from cutlass._mlir.dialects import arith, vector
 
 from flash_mask_cute.mods.aux_reads import METADATA, tensors_of, with_tensors
 from flash_mask_cute.mods.calling import call_score_mod
@@ -92,6 +92,17 @@ def differentiate(
         ) from error
     d_score = gradient.get(_key(origins[0]), Float32(0.0))
     return value, d_score, terms
+
+
+def detached(x: cutlass.Numeric) -> cutlass.Numeric:
+    """The floating-point scalar x, by which `differentiate` takes nothing to depend on x.
+
+    A product with 1, which compilers remove, marked by an attribute.
+    """
+    dtype = type(x)
+    product = arith.mulf(x.ir_value(), dtype(1.0).ir_value())
+    product.owner.operation.attributes[_DETACHED] = ir.UnitAttr.get()
+    return dtype(product)
 
 
 def call_score_mod_bwd(
@@ -359,6 +370,8 @@ _INTRINSIC_MODIFIERS = {"approx", "full", "ftz", "rn", "rz", "rm", "rp", "f", "d
 # the instruction that `cute.arch.exp2` writes out
 _ASSEMBLY = {"ex2.approx.ftz.f32 $0, $1;": "math.exp2"}
 
+# Of an operation whose result counts as constant, see `detached`.
+_DETACHED = "flash_mask.detached"
 # Constant between jumps.
 _PIECEWISE_CONSTANT = {
     "arith.cmpf",
@@ -453,7 +466,7 @@ def _values_that_depend_on(origins: Sequence[ir.Value], block: ir.Block) -> set[
             _flatten(_in_block(user, block), user)
             if user.name == "scf.yield":
                 pending.append(_parent(user).results[use.operand_number])
-            elif user.name not in _PIECEWISE_CONSTANT:
+            elif user.name not in _PIECEWISE_CONSTANT and _DETACHED not in user.attributes:
                 partials = _partials(user)
                 if use.operand_number >= len(partials) or partials[use.operand_number] is None:
                     _refuse(user)
