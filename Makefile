@@ -1,5 +1,5 @@
 # make demo   run the examples (on the GPU if there is one)
-# make test   CPU tests, the kernel on the software GPU where that is present, GPU tests where there is a Hopper GPU
+# make test   CPU tests, the kernels on the software GPU, GPU tests where there is a Hopper GPU
 # make lint   ruff check, ruff format --check, mypy
 #
 # Which Python: PYTHON=... if given. Otherwise `python3`, if it already has every module that the target needs (so a
@@ -48,6 +48,7 @@ test-gpu: $(call needs_venv,$(DEV))
 test-sim: $(call needs_venv,$(DEV))
 	FLASH_MASK_SIM_ARCH=sm_90a $(DEV) -m pytest tests/sim -n $(WORKERS)
 	FLASH_MASK_SIM_ARCH=sm_100a $(DEV) -m pytest tests/sim -n $(WORKERS)
+	$(DEV) -m pytest tests/software_gpu -n $(WORKERS)
 
 lint: $(call needs_venv,$(DEV))
 	$(DEV) -m ruff check .

@@ -94,8 +94,7 @@ def run(compiled, ptx_text, *args, **options):
 
     compiled: what cute.compile returned. ptx_text: PTX to run instead of its own, or None.
     args: its arguments; torch CPU tensors among them are taken for CUDA tensors, and results appear
-    in
-    them. options: those of Machine (delay=seed, resident=n, slow={...}).
+    in them. options: those of Machine (delay=seed, resident=n, slow={...}).
     Returns the statistics, a Result. Raises SimError, or Deadlock, which is one.
     """
     driver.take_launches()

@@ -6,127 +6,148 @@ from .operands import Mem, Pair, Sink
 from .state import BLOCK, Mbar
 
 
-# mbarrier
 def mbarrier(m, p, ins):
+    make = {
+        "init": mbarrier_init,
+        "inval": mbarrier_inval,
+        "arrive": mbarrier_arrive,
+        "arrive_drop": mbarrier_arrive,
+        "expect_tx": mbarrier_tx,
+        "complete_tx": mbarrier_tx,
+        "try_wait": mbarrier_wait,
+        "test_wait": mbarrier_wait,
+    }.get(ins.mods[1])
+    return make and make(m, p, ins)
+
+
+def mbarrier_init(m, p, ins):
+    a = ins.args
+    ad, cnt = address(p, a[0]), reader(p, a[1], 4)
+
+    def init(W, mask):
+        for lane in lanes_of(mask):
+            cta, off = where_shared(m, W, ins, ad(W, lane))
+            if off & 7:
+                m.fail(W, ins, f"misaligned mbarrier {off:#x}")
+            n = cnt(W, lane)
+            if not 0 < n < 1 << 20:
+                m.fail(W, ins, f"mbarrier arrival count {n}")
+            cta.mbars[off] = Mbar(n, ins.line)
+            cta.shadow[off : off + 8] = 1
+
+    return init
+
+
+def mbarrier_inval(m, p, ins):
+    a = ins.args
+    ad = address(p, a[0])
+
+    def inval(W, mask):
+        for lane in lanes_of(mask):
+            cta, off = where_shared(m, W, ins, ad(W, lane))
+            cta.mbars.pop(off, None)
+
+    return inval
+
+
+def mbarrier_arrive(m, p, ins):
     mods, a = ins.mods, ins.args
-    what = mods[1]
-    if what == "init":
-        ad, cnt = address(p, a[0]), reader(p, a[1], 4)
+    what = ins.mods[1]
+    has_dst = not isinstance(a[0], Mem)
+    dst = a[0] if has_dst and not isinstance(a[0], Sink) else None
+    rest = a[1:] if has_dst else a
+    ad = address(p, rest[0])
+    exp = "expect_tx" in mods
+    num = reader(p, rest[1], 4) if len(rest) > 1 else None
+    do = p.dst(dst, 8) if dst is not None else None
 
-        def init(W, mask):
-            for lane in lanes_of(mask):
-                cta, off = where_shared(m, W, ins, ad(W, lane))
-                if off & 7:
-                    m.fail(W, ins, f"misaligned mbarrier {off:#x}")
-                n = cnt(W, lane)
-                if not 0 < n < 1 << 20:
-                    m.fail(W, ins, f"mbarrier arrival count {n}")
-                cta.mbars[off] = Mbar(n, ins.line)
-                cta.shadow[off : off + 8] = 1
+    def arrive(W, mask):
+        cx = Ctx(m, p, ins, W, mask)
+        if W.cta.umma and W.cta.umma.get("pending", {}).get(W.index):
+            m.warn(
+                "mbarrier.arrive while tcgen05.st of this warp is not waited for "
+                "(tcgen05.wait::st)",
+                ins,
+            )
+        for lane in lanes_of(mask):
+            cta, off = where_shared(m, W, ins, ad(W, lane))
+            b = cx.mbar(cta, off)
+            if do is not None:
+                W.v64[(do >> 3) + lane] = b.phase
+            n = 1
+            if num is not None:
+                if exp:
+                    b.tx += num(W, lane)
+                else:
+                    n = num(W, lane)
+            if what == "arrive_drop":
+                b.expected -= n
+            cx.mbar_arrive(cta, off, n)
 
-        return init
-    if what == "inval":
-        ad = address(p, a[0])
+    return arrive
 
-        def inval(W, mask):
-            for lane in lanes_of(mask):
-                cta, off = where_shared(m, W, ins, ad(W, lane))
-                cta.mbars.pop(off, None)
 
-        return inval
-    if what in ("arrive", "arrive_drop"):
-        has_dst = not isinstance(a[0], Mem)
-        dst = a[0] if has_dst and not isinstance(a[0], Sink) else None
-        rest = a[1:] if has_dst else a
-        ad = address(p, rest[0])
-        exp = "expect_tx" in mods
-        num = reader(p, rest[1], 4) if len(rest) > 1 else None
-        do = p.dst(dst, 8) if dst is not None else None
+def mbarrier_tx(m, p, ins):
+    a = ins.args
+    what = ins.mods[1]
+    ad, num = address(p, a[0]), reader(p, a[1], 4)
 
-        def arrive(W, mask):
-            cx = Ctx(m, p, ins, W, mask)
-            if W.cta.umma and W.cta.umma.get("pending", {}).get(W.index):
-                m.warn(
-                    "mbarrier.arrive while tcgen05.st of this warp is not waited for "
-                    "(tcgen05.wait::st)",
+    def tx(W, mask):
+        cx = Ctx(m, p, ins, W, mask)
+        for lane in lanes_of(mask):
+            cta, off = where_shared(m, W, ins, ad(W, lane))
+            if what == "expect_tx":
+                cx.mbar_expect_tx(cta, off, num(W, lane))
+            else:
+                cx.mbar_complete_tx(cta, off, num(W, lane))
+
+    return tx
+
+
+def mbarrier_wait(m, p, ins):
+    mods, a = ins.mods, ins.args
+    d = p.pred(a[0].a if isinstance(a[0], Pair) else a[0])
+    ad = address(p, a[1])
+    par = "parity" in mods
+    val = reader(p, a[2], 4 if par else 8)
+
+    def wait(W, mask):
+        ok = 0
+        blocked = None
+        for lane in lanes_of(mask):
+            cta, off = where_shared(m, W, ins, ad(W, lane))
+            b = cta.mbars.get(off)
+            if b is None:
+                m.fail(
+                    W,
                     ins,
+                    f"wait on shared offset {off:#x} of CTA rank {cta.rank}, where no "
+                    "mbarrier is initialised",
                 )
-            for lane in lanes_of(mask):
-                cta, off = where_shared(m, W, ins, ad(W, lane))
-                b = cx.mbar(cta, off)
-                if do is not None:
-                    W.v64[(do >> 3) + lane] = b.phase
-                n = 1
-                if num is not None:
-                    if exp:
-                        b.tx += num(W, lane)
-                    else:
-                        n = num(W, lane)
-                if what == "arrive_drop":
-                    b.expected -= n
-                cx.mbar_arrive(cta, off, n)
+            v = val(W, lane)
+            if par and v > 1:
+                m.fail(W, ins, f"parity {v}")
+            if ((b.phase & 1) != v) if par else (b.phase != v):
+                ok |= 1 << lane
+            else:
+                blocked = (
+                    f"mbarrier at {off:#x} of CTA rank {cta.rank} for "
+                    f"{'parity' if par else 'phase'} {v}; it is in {b}"
+                )
+        if blocked and not ok:
+            if not W.allow_false and not (
+                m.delay and m.rng.random() < 0.4
+            ):  # try_wait may time out at any moment
+                return BLOCK(blocked, soft=True)
+            W.allow_false = False
+            W.set_pred(d, mask, 0)
+            W.why[ins.pc] = blocked
+            return False
+        W.set_pred(d, mask, ok)
 
-        return arrive
-    if what in ("expect_tx", "complete_tx"):
-        ad, num = address(p, a[0]), reader(p, a[1], 4)
-
-        def tx(W, mask):
-            cx = Ctx(m, p, ins, W, mask)
-            for lane in lanes_of(mask):
-                cta, off = where_shared(m, W, ins, ad(W, lane))
-                if what == "expect_tx":
-                    cx.mbar_expect_tx(cta, off, num(W, lane))
-                else:
-                    cx.mbar_complete_tx(cta, off, num(W, lane))
-
-        return tx
-    if what in ("try_wait", "test_wait"):
-        d = p.pred(a[0].a if isinstance(a[0], Pair) else a[0])
-        ad = address(p, a[1])
-        par = "parity" in mods
-        val = reader(p, a[2], 4 if par else 8)
-
-        def wait(W, mask):
-            ok = 0
-            blocked = None
-            for lane in lanes_of(mask):
-                cta, off = where_shared(m, W, ins, ad(W, lane))
-                b = cta.mbars.get(off)
-                if b is None:
-                    m.fail(
-                        W,
-                        ins,
-                        f"wait on shared offset {off:#x} of CTA rank {cta.rank}, where no "
-                        "mbarrier is initialised",
-                    )
-                v = val(W, lane)
-                if par and v > 1:
-                    m.fail(W, ins, f"parity {v}")
-                if ((b.phase & 1) != v) if par else (b.phase != v):
-                    ok |= 1 << lane
-                else:
-                    blocked = (
-                        f"mbarrier at {off:#x} of CTA rank {cta.rank} for "
-                        f"{'parity' if par else 'phase'} {v}; it is in {b}"
-                    )
-            if blocked and not ok:
-                if not W.allow_false and not (
-                    m.delay and m.rng.random() < 0.4
-                ):  # try_wait may time out at any moment
-                    return BLOCK(blocked, soft=True)
-                W.allow_false = False
-                W.set_pred(d, mask, 0)
-                W.why[ins.pc] = blocked
-                return False
-            W.set_pred(d, mask, ok)
-
-        return wait
-    if what == "pending_count":
-        return None
-    return None
+    return wait
 
 
-# named and cluster barriers
 def barrier(m, p, ins):
     mods, a = ins.mods, ins.args
     if mods[1] == "cluster":

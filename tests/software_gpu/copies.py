@@ -9,7 +9,6 @@ from .operands import Mem, Reg, Vec
 from .ptx_types import SIZE
 
 
-# cp.async, bulk copies, TMA
 def cp(m, p, ins):
     mods, a = ins.mods, ins.args
     if mods[1] == "async" and "bulk" not in mods and mods[2] in ("ca", "cg"):

@@ -81,7 +81,6 @@ def _build() -> tuple[str, str]:
     return libs
 
 
-# launches
 @dataclasses.dataclass
 class Launch:
     name: str
@@ -236,7 +235,6 @@ def set_launch_handler(fn) -> None:
     _handler = fn
 
 
-# install
 def install(arch: str = "sm_90a", sms: int = 132, env: bool = True, trace: int = 0):
     """Load the fake driver and point CuTe DSL (not yet imported) at the fake runtime.
 

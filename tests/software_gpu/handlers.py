@@ -49,7 +49,6 @@ def make(m, p, ins):
     return None
 
 
-# wgmma groups
 def wg(m, p, ins):
     what = ins.mods[1]
     if what == "mma_async":
@@ -102,7 +101,6 @@ def tensor_core(m, p, ins):
     return run
 
 
-# calls: printf and assertions
 def call(m, p, ins):
     names = [x.name for x in ins.args if isinstance(x, Sym)]
     fn = names[0] if names else "?"

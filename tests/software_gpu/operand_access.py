@@ -7,8 +7,8 @@ from .ptx_types import SIZE, Unsupported
 from .state import SMEM_MAX
 
 
-# operand access: functions (warp, lane) -> int
 def reader(p, x, size):
+    """(warp, lane) -> value of an operand"""
     o = p.src(x, size, exact=False) if not isinstance(x, Reg) else p.src(x, SIZE[x.type])
     size = SIZE[x.type] if isinstance(x, Reg) else size
     if size == 4:

@@ -155,7 +155,6 @@ def replace(desc, field: str, value: int, index: int = 0) -> bytes:
     return bytes(w)
 
 
-# shared memory
 def swizzle_address(addr, swizzle: int):
     """Shared-memory address bits after the swizzle (addr: int or integer array, absolute shared
     offset).
@@ -277,7 +276,6 @@ def store_scatter4(tm, coords, smem, off, mem=raw_memory):
     return _gather(tm, coords, "store", smem, off, mem)
 
 
-# reductions
 def bf16_to_f32(x):
     return (np.asarray(x, np.uint16).astype(np.uint32) << 16).view(np.float32)
 

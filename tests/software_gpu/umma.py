@@ -23,7 +23,6 @@ def new_tmem() -> np.ndarray:
     return np.zeros((LANES, COLUMNS), np.uint32)
 
 
-# descriptors
 SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}
 
 
@@ -110,7 +109,6 @@ def check_shape(i: InstrDesc, cta_group: int) -> None:
         raise UmmaError(f"shape M={i.m} N={i.n} is not allowed for cta_group::{cta_group}")
 
 
-# shared memory operand
 @functools.lru_cache(maxsize=1024)
 def operand_offsets(
     phase: int, lbo: int, sbo: int, swizzle: int, rows: int, k: int, es: int, mn_major: bool
@@ -118,8 +116,7 @@ def operand_offsets(
     """Byte offset of element (row, k) from the start address less `phase`.
 
     phase: start & 1023, which sets the phase of the swizzle. rows: the M or N extent. k: the K
-    extent in
-    elements. es: bytes of an element.
+    extent in elements. es: bytes of an element.
     """
     r, c = np.arange(rows)[:, None], np.arange(k)[None, :] * np.ones((rows, 1), np.int64)
     if not mn_major:
@@ -190,7 +187,6 @@ def smem_matrix(
     return _as_f32(smem.view(f"u{es}")[idx // es], dtype)
 
 
-# TMEM operands
 def split_addr(taddr: int) -> tuple[int, int]:
     return taddr >> 16 & 0xFFFF, taddr & 0xFFFF
 
@@ -201,8 +197,7 @@ def d_map(m: int, n: int, cta_group: int):
     D[row, noff + j] is [lanes[i], col + j].
     cta_group::1: of M=128 row r is in lane r; of M=64 rows 16w..16w+15 are in lanes 32w..32w+15.
     cta_group::2, rows counted inside this CTA's half: of M=256 row r is in lane r; of M=128 rows
-    0-63
-    are there twice: lanes 0-63 hold the first half of the columns, lanes 64-127 the second half.
+    0-63 are there twice: lanes 0-63 hold the first half of the columns, lanes 64-127 the second.
     """
     if m == 128 and cta_group == 1 or m == 256:
         return [(np.arange(128), np.arange(128), 0, n)]
@@ -297,7 +292,6 @@ def mma(
             tmem[ln[keep], cols] = new[keep]
 
 
-# ld / st
 @functools.lru_cache(maxsize=256)
 def ldst_map(shape: str, num: int, split: int = 0):
     """(lane[32, R], column[32, R]) of register r of thread t, relative to the address.
