@@ -26,6 +26,12 @@ from flash_mask_cute.flex.values import (
     check_size,
     computed_in,
     constant_element,
+    low_of_greatest,
+    low_of_least,
+    low_of_sum,
+    no_low,
+    zero_if_both,
+    zero_if_either,
 )
 
 Rule = Callable[["Call"], Any]
@@ -59,16 +65,17 @@ class Call:
         operands: Sequence[Any],
         computed: torch.dtype,
         write: Callable[..., str],
-        is_nonneg: Callable[..., bool] = lambda *_: False,
+        low: Callable[..., float | None] = lambda *_: None,
         result: torch.dtype | None = None,
     ) -> Array:
         """write: makes the text of an element from those of the operands, which have the dtype
-        `computed`; what it writes is of dtype `result`, or `computed`."""
+        `computed`; what it writes is of dtype `result`, or `computed`. low: from the operands,
+        what it is known not to be less than."""
         arrays = [self._operand_in(x, computed).broadcast(self.shape) for x in operands]
         made = []
         for elements in zip(*(x.elements for x in arrays), strict=True):
             text = write(*(x.text for x in elements))
-            element = Element(text, is_simple=False, is_nonneg=is_nonneg(*elements))
+            element = Element(text, is_simple=False, low=low(*elements))
             element = converted(element, result or computed, self.dtype)
             made.append(self.name_element(element))
         return Array(self.dtype, self.shape, tuple(made))
@@ -161,19 +168,7 @@ def promoted(*operands: Any) -> torch.dtype:
 # -- arithmetic ---------------------------------------------------------------------------------
 
 
-def _both(x: Element, y: Element) -> bool:
-    return x.is_nonneg and y.is_nonneg
-
-
-def _either(x: Element, y: Element) -> bool:
-    return x.is_nonneg or y.is_nonneg
-
-
-def _never(x: Element, y: Element) -> bool:
-    return False
-
-
-def _arithmetic(symbol: str, is_nonneg: Callable[..., bool]) -> Rule:
+def _arithmetic(symbol: str, low: Callable[..., float | None]) -> Rule:
     def apply(call: Call) -> Array:
         alpha = call.operand(2, "alpha", 1)
         x, y = call.args[:2]
@@ -187,14 +182,14 @@ def _arithmetic(symbol: str, is_nonneg: Callable[..., bool]) -> Rule:
             scaled = replace(call, args=(y, alpha), kwargs={}, name=f"{call.name}_scaled",
                              shape=shape)  # fmt: skip
             y = RULES["mul"](scaled)
-        return call.elementwise((x, y), computed, lambda a, b: f"{a} {symbol} {b}", is_nonneg)
+        return call.elementwise((x, y), computed, lambda a, b: f"{a} {symbol} {b}", low)
 
     return apply
 
 
-RULES["add"] = _arithmetic("+", _both)
-RULES["sub"] = _arithmetic("-", _never)
-RULES["mul"] = _arithmetic("*", _both)
+RULES["add"] = _arithmetic("+", low_of_sum)
+RULES["sub"] = _arithmetic("-", no_low)
+RULES["mul"] = _arithmetic("*", zero_if_both)
 
 
 @rule("rsub")
@@ -209,7 +204,7 @@ def _divided(call: Call, whole: str, floating: str) -> Array:
     name = floating if computed.is_floating_point else whole
     if not computed.is_floating_point and isinstance(y, int) and y == 0:
         raise ZeroDivisionError("integer division by 0")
-    nonneg = _both if whole != "remainder" else (lambda a, b: b.is_nonneg)
+    nonneg = zero_if_both if whole != "remainder" else (lambda a, b: zero_if_both(b, b))
     return call.elementwise((x, y), computed, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
 
 
@@ -269,16 +264,16 @@ def _pow(call: Call) -> Array:
         name = "sqrt" if y > 0 else "rsqrt"
         return call.elementwise((x,), computed, lambda a: f"cute.math.{name}({a})")
     if isinstance(x, int | float) and x == 2:
-        return call.elementwise((y,), computed, lambda a: f"cute.math.exp2({a})")
+        return call.elementwise((y,), computed, lambda a: f"cute.math.exp2({a}, fastmath=True)")
     return call.elementwise((x, y), computed, lambda a, b: f"ops.power({a}, {b})")
 
 
 @rule("maximum", "minimum", "fmax", "fmin")
 def _extreme(call: Call) -> Array:
     name = "maximum" if "max" in call.name_of_operator else "minimum"
-    nonneg = _either if name == "maximum" else _both
+    low = low_of_greatest if name == "maximum" else low_of_least
     dtype = computed_in(call.dtype)
-    return call.elementwise(call.args[:2], dtype, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
+    return call.elementwise(call.args[:2], dtype, lambda a, b: f"ops.{name}({a}, {b})", low)
 
 
 @rule("clamp", "clamp_min", "clamp_max", "clip", "hardtanh")
@@ -293,11 +288,11 @@ def _clamp(call: Call) -> Array:
     value = call.args[0]
     if low is not None:
         value = call.elementwise(
-            (value, low), computed, lambda a, b: f"ops.at_least({a}, {b})", _either
+            (value, low), computed, lambda a, b: f"ops.at_least({a}, {b})", low_of_greatest
         )
     if high is not None:
         value = call.elementwise(
-            (value, high), computed, lambda a, b: f"ops.at_most({a}, {b})", _both
+            (value, high), computed, lambda a, b: f"ops.at_most({a}, {b})", low_of_least
         )
     return cast(as_array(value, call.dtype, call), call.dtype)
 
@@ -305,7 +300,7 @@ def _clamp(call: Call) -> Array:
 @rule("relu")
 def _relu(call: Call) -> Array:
     dtype = computed_in(call.dtype)
-    return call.elementwise(call.args[:1], dtype, lambda a: f"ops.maximum({a}, 0)", lambda _: True)
+    return call.elementwise(call.args[:1], dtype, lambda a: f"ops.maximum({a}, 0)", lambda _: 0)
 
 
 # -- functions of one number --------------------------------------------------------------------
@@ -315,7 +310,7 @@ _FUNCTIONS = {
     **{
         name: f"cute.math.{name}({{}})"
         for name in (
-            *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt"),
+            *("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt"),
             *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
         )
     },
@@ -324,6 +319,7 @@ _FUNCTIONS = {
     "special_erf": "ops.erf({})",
     "reciprocal": "1.0 / {}",
     "silu": "{0} * ops.sigmoid({0})",
+    "exp2": "cute.math.exp2({}, fastmath=True)",
 }
 
 
@@ -417,7 +413,7 @@ def _bitwise(symbol: str, is_logical: bool) -> Rule:
         x, y = call.args[:2]
         if is_logical or call.dtype == torch.bool:
             return _join(call, x, y, symbol)
-        nonneg = _either if symbol == "&" else _both
+        nonneg = zero_if_either if symbol == "&" else zero_if_both
         dtype = computed_in(call.dtype)
         return call.elementwise((x, y), dtype, lambda a, b: f"{a} {symbol} {b}", nonneg)
 
@@ -432,7 +428,7 @@ def _join(call: Call, x: Any, y: Any, symbol: str) -> Array:
         known, other = (a, b) if a.constant is not None else (b, a)
         if known.constant is None or symbol == "^":
             text = f"{typed(a, torch.bool)} {symbol} {typed(b, torch.bool)}"
-            made.append(call.name_element(Element(text, is_simple=False, is_nonneg=True)))
+            made.append(call.name_element(Element(text, is_simple=False, low=0)))
         elif bool(known.constant) == (symbol == "|"):
             made.append(known)
         else:
@@ -450,7 +446,7 @@ def _not(call: Call) -> Array:
     if call.dtype != torch.bool:
         return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"~{a}")
     return call.elementwise(
-        call.args[:1], torch.bool, lambda a: f"{a} == False", lambda _: True, torch.bool
+        call.args[:1], torch.bool, lambda a: f"{a} == False", lambda _: 0, torch.bool
     )
 
 
@@ -460,7 +456,7 @@ def _shift(name: str, symbol: str) -> Rule:
         if call.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint32):
             raise NotLowerable(f"shifts {call.dtype}: make it int32 by .int()")
         bits = torch.iinfo(call.dtype).bits
-        nonneg = _both if symbol == ">>" else _never
+        nonneg = zero_if_both if symbol == ">>" else no_low
         if isinstance(y, int) and 0 <= y < bits:
             return call.elementwise((x, y), call.dtype, lambda a, b: f"{a} {symbol} {b}", nonneg)
         return call.elementwise((x, y), call.dtype, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
@@ -486,7 +482,7 @@ def _where(call: Call) -> Array:
             continue
         chosen = [typed(x, call.dtype), typed(y, call.dtype)]
         text = f"ops.where({c.text}, {chosen[0]}, {chosen[1]})"
-        made.append(call.name_element(Element(text, is_simple=False, is_nonneg=_both(x, y))))
+        made.append(call.name_element(Element(text, is_simple=False, low=low_of_least(x, y))))
     return Array(call.dtype, call.shape, tuple(made))
 
 
@@ -622,7 +618,7 @@ def _reduced(
         total = functools.reduce(
             lambda a, b: call.name_element(
                 Element(
-                    write(typed(a, dtype), b.text), is_simple=False, is_nonneg=_both(a, b)
+                    write(typed(a, dtype), b.text), is_simple=False, low=zero_if_both(a, b)
                 )  # fmt: skip
             ),
             parts,

@@ -124,7 +124,7 @@ class _Writer:
         elif node.op == "placeholder":
             name = self._arguments.pop(0)
             dtype = torch.float32 if name == "s" else torch.int32
-            self._values[node] = Array(dtype, (), (Element(name, is_nonneg=name != "s"),))
+            self._values[node] = Array(dtype, (), (Element(name, low=None if name == "s" else 0),))
         elif node.op == "get_attr":
             self._held(node)
         else:

@@ -55,17 +55,21 @@ class Element(NamedTuple):
     """An expression of one number.
 
     constant: its value, where that is known. is_simple: a name or a number, which may be written
-    twice. is_nonneg: it is known not to be negative.
+    twice. low: it is known not to be less; None: nothing is known.
     """
 
     text: str
     constant: bool | int | float | None = None
     is_simple: bool = True
-    is_nonneg: bool = False
+    low: float | None = None
+
+    @property
+    def is_nonneg(self) -> bool:
+        return self.low is not None and self.low >= 0
 
 
 def constant_element(value: bool | int | float) -> Element:
-    return Element(literal(value), value, is_nonneg=value >= 0)
+    return Element(literal(value), value, low=None if math.isnan(value) else value)
 
 
 def literal(value: bool | int | float) -> str:
@@ -186,12 +190,12 @@ class Table:
         ):
             place = tuple(slice(None) if x is None else int(x.constant or 0) for x in self.indices)
             return Array.of_tensor(self.known[place])
-        is_nonneg = self.dtype in _UNSIGNED
+        low = 0 if self.dtype in _UNSIGNED else None
         elements = []
         for point in _coordinates(extents):
             places = {i: constant_element(x) for i, x in enumerate(point)}
             text = self.at(places).read()
-            elements.append(Element(text, is_simple=False, is_nonneg=is_nonneg))
+            elements.append(Element(text, is_simple=False, low=low))
         return Array(self.dtype, extents, tuple(elements))
 
 
@@ -217,3 +221,30 @@ class Number:
             held = torch.float64 if dtype == torch.float64 else torch.float32
         element = Element(f"aux[{self.aux(held)}][0]", is_simple=False)
         return Array(held, (), (element,))
+
+
+# -- what results are known not to be less than, from the operands ------------------------------
+
+
+def low_of_sum(x: Element, y: Element) -> float | None:
+    return None if x.low is None or y.low is None else x.low + y.low
+
+
+def low_of_least(x: Element, y: Element) -> float | None:
+    return None if x.low is None or y.low is None else min(x.low, y.low)
+
+
+def low_of_greatest(x: Element, y: Element) -> float | None:
+    return max((z.low for z in (x, y) if z.low is not None), default=None)
+
+
+def zero_if_both(x: Element, y: Element) -> float | None:
+    return 0 if x.is_nonneg and y.is_nonneg else None
+
+
+def zero_if_either(x: Element, y: Element) -> float | None:
+    return 0 if x.is_nonneg or y.is_nonneg else None
+
+
+def no_low(x: Element, y: Element) -> None:
+    return None

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-# Which tests of a large module run: so many, drawn by the seed in SAMPLE_SEED ("all": every one).
-SAMPLED = {"test_flash_bwd_sm100_sim": 28}
+# Of the tests that take long, by module or function: so many run, drawn by the seed in SAMPLE_SEED
+# ("all": every one). A backward with each of its roles slow once takes many minutes.
+SAMPLED = {"test_flash_bwd_sm100_sim": 28, "test_slow_roles_sm100_sim::test_backward": 0}
 SAMPLE_SEED = "FLASH_MASK_SIM_SEED"
 HERE = Path(__file__).resolve().parent
 HOPPER = "sm_90a"
@@ -65,11 +66,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     left_out: set[str] = set()
     for name, count in SAMPLED.items():
-        ids = sorted(item.nodeid for item in items if item.path.stem == name)
+        ids = sorted(item.nodeid for item in items if _is_of(item, name))
         drawn = random.Random(f"{seed} {name}").sample(ids, min(count, len(ids)))
         left_out |= set(ids) - set(drawn)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _is_of(item: pytest.Item, name: str) -> bool:
+    module, _, function = name.partition("::")
+    return item.path.stem == module and item.name.startswith(function)
 
 
 def _sample_seed() -> str:
