@@ -94,7 +94,7 @@ def check_launch(arch):
         enc(q, 136, (64, 128)) == 1 and enc(q, 144, (128, 128)) == 1 and enc(q, 144, (64, 257)) == 1
     )
     print(
-        "skeleton",
+        "launch",
         arch,
         "ok:",
         first.grid,
