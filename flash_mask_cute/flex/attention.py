@@ -125,11 +125,11 @@ def flex_attention(
         block_sparse_tensors=lists,
         return_lse=wants_lse,
     )
-    out, lse = result if wants_lse else (result, None)
+    out, lse = result if isinstance(result, tuple) else (result, None)
     out = _in_order_of(query, out.transpose(1, 2))
     if return_aux is not None:
         return out, AuxOutput(lse=lse, max_scores=None)
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
