@@ -152,11 +152,12 @@ def self_test(device: torch.device) -> Iterator[Check]:
         return [out, *torch.autograd.grad(out, inputs, dout)]
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    in_heads = [x.transpose(1, 2) for x in exact]
-    out = scaled_dot_product_attention(*in_heads, is_causal=True).transpose(1, 2)
+    q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in exact)
+    out = scaled_dot_product_attention(q_heads, k_heads, v_heads, is_causal=True).transpose(1, 2)
     references = gradients_of(out, exact, dout.double())
     inputs = [x.to(device).requires_grad_() for x in (q, k, v)]
-    found = gradients_of(flash_attn_func(*inputs, causal=True), inputs, dout.to(device))
+    q, k, v = inputs
+    found = gradients_of(flash_attn_func(q, k, v, causal=True), inputs, dout.to(device))
     limit = TOLERANCES[str(dtype).removeprefix("torch.")]
     for name, result, reference in zip(("out", "dq", "dk", "dv"), found, references, strict=True):
         error = (result.cpu().double() - reference).abs().max() / reference.abs().max()

@@ -31,7 +31,7 @@ def read(code: int, output: str) -> Answer:
 def ask(cache: Path | str, before: str = "") -> Answer:
     """In a process of its own, without a GPU; `before` is run first."""
     program = (
-        f"import runpy, sys; {before}; runpy.run_module('flash_mask_cute', run_name='__main__')"
+        f"import runpy, sys; {before}\nrunpy.run_module('flash_mask_cute', run_name='__main__')"
     )
     child = subprocess.run(
         [sys.executable, "-c", program],

@@ -21,13 +21,19 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal as stderr, and lines every 20 ms."""
+def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal as stderr, and lines every 20 ms. No fixture: pytest sets stderr after those."""
     made = Terminal()
     monkeypatch.setattr(sys, "stderr", made)
     monkeypatch.setattr(progress, "INTERVAL_S", 0.02)
     return made
+
+
+def wait_for(text: str, terminal: Terminal) -> None:
+    deadline = time.monotonic() + 60.0
+    while text not in terminal.getvalue():
+        assert time.monotonic() < deadline, f"{text} was never written"
+        time.sleep(0.001)
 
 
 def lines_of(terminal: Terminal) -> list[str]:
@@ -37,19 +43,19 @@ def lines_of(terminal: Terminal) -> list[str]:
     return text.strip().split("\r")
 
 
-def test_a_share_of_the_work(terminal: Terminal) -> None:
+def test_a_share_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
     is_half_done = threading.Event()
     with tells_progress("counting", lambda: 5 if is_half_done.is_set() else 0, 10):
-        while "0%" not in terminal.getvalue():
-            time.sleep(0.001)
+        wait_for("0%", terminal)
         is_half_done.set()
-        while "50%" not in terminal.getvalue():
-            time.sleep(0.001)
+        wait_for("50%", terminal)
     lines = lines_of(terminal)
     assert (lines[0], lines[-1]) == ("counting:   0% after 0 s", "counting:  50% after 0 s")
 
 
-def test_short_work_says_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
     monkeypatch.setattr(progress, "INTERVAL_S", 60.0)
     begin = time.monotonic()
     with tells_progress("counting", lambda: 0, 1):
@@ -58,11 +64,11 @@ def test_short_work_says_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyP
     assert time.monotonic() - begin < 30.0, "it waited for the next line"
 
 
-def test_an_error_ends_the_line(terminal: Terminal) -> None:
+def test_an_error_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
     threads = threading.active_count()
     with pytest.raises(ValueError, match="broken"), tells_progress("counting", lambda: 1, 2):
-        while not terminal.getvalue():
-            time.sleep(0.001)
+        wait_for("50%", terminal)
         raise ValueError("broken")
     assert lines_of(terminal)[-1].startswith("counting:  50%")
     assert threading.active_count() == threads
@@ -82,9 +88,10 @@ def long_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors):
     return (q_idx * 7 + kv_idx * 3) >= -1
 
 
-def test_block_lists_on_the_cpu(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_lists_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scan lets the watching thread run, and counts lists that are done; the result is that of
     a scan that nobody watches."""
+    terminal = open_terminal(monkeypatch)
     monkeypatch.setenv("FLASH_MASK_CUTE_CACHE_DIR", "off")
     create_block_mask(long_mod, 1, 1, 8, 8, device="cpu")
     terminal.truncate(0)
