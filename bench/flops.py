@@ -80,9 +80,7 @@ def block_lists(
 @lru_cache(maxsize=256)
 def _tiles(mask: Mask, first_query: int, queries: int, keys: int) -> tuple[int, int]:
     """(visible, all) tiles of one sequence, whose queries and keys are a part of the mask's."""
-    begins, ends = (
-        np.clip(side[:keys] - first_query, 0, queries) for side in mask.visible_rows()
-    )
+    begins, ends = (np.clip(side[:keys] - first_query, 0, queries) for side in mask.visible_rows())
     visible = touched(begins, ends, queries=queries)
     return int(visible.sum()), visible.size
 
