@@ -1,10 +1,10 @@
 """python -m bench.report [ROWS]: what a file of rows says.
 
 Without an option the table of every run. --table paper prints the FlashMask paper's Tables 4 to 9,
-ours and peers side by side, --table shapes those of everyday shapes (`bench.tables`). --bars compares the figures with what they must
-reach. The latest run that can decide a bar decides it, together with the other runs of its commit
-that can: by the median of their ratios, as equal code in two processes may differ by 7 %. Where a
-run has timed a shape under two names, their mean counts.
+ours and peers side by side, --table shapes those of everyday shapes (`bench.tables`). --bars
+compares the figures with what they must reach. The latest run that can decide a bar decides it,
+together with the other runs of its commit that can: by the median of their ratios, as equal code in
+two processes may differ by 7 %. Where a run has timed a shape under two names, their mean counts.
 
 forward   ours / flash-attn-4 in the same case, at sustained load
 masks     ours / flash-attn-4 native causal of the same head dimension and length, for the twelve
