@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,9 +69,12 @@ class Width(NamedTuple):
     d: int
     d_v: int
 
+    @property
+    def label(self) -> str:
+        return f"d{self.d}" if self.d_v == self.d else f"d{self.d}v{self.d_v}"
+
     def case_name(self, mask: str, *, is_backward: bool = False) -> str:
-        of_v = "" if self.d_v == self.d else f"v{self.d_v}"
-        return f"{'bwd-' if is_backward else ''}width-{mask}-d{self.d}{of_v}"
+        return f"{'bwd-' if is_backward else ''}width-{mask}-{self.label}"
 
 
 SHAPES = tuple(Shape.of(entry) for entry in json.loads(DATA.read_text())["shapes"])
@@ -100,6 +104,13 @@ def table_names() -> tuple[str, ...]:
 
 def is_width(name: str) -> bool:
     return name.removeprefix("bwd-").startswith("width-")
+
+
+def compared(left: Iterable[str]) -> set[str]:
+    """The widths whose time is held against that of a width in `left`, in the same run: it has to
+    be of the same mask and direction."""
+    groups = {name.rpartition("-")[0] for name in left if is_width(name)}
+    return {f"{group}-{width.label}" for group in groups for width in WIDTHS}
 
 
 def takes_part(peer: str, case: BenchCase) -> bool:

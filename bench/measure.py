@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from bench import DETERMINISTIC, Json, gradients, paper, row_of, timing
+from bench import DETERMINISTIC, Json, everyday, gradients, paper, row_of, timing
 from bench.cases import BenchCase, CaseTensors, make_tensors
 from bench.gate import PEER_RULE, RULE, Verdict, check, poison, reference
 from bench.peers import PEERS, Call, Peer, column_mask, save_forward
@@ -15,6 +15,11 @@ from bench.sweep import dense_case, draw_cases
 
 SWEEP_ROWS = 8
 OURS = ("ours", DETERMINISTIC)
+# Whether a table wants a peer in a case.
+TABLES: dict[str, Callable[[str, BenchCase], bool]] = {
+    "paper": paper.takes_part,
+    "shapes": everyday.takes_part,
+}
 # (peer, its call, rule) -> verdict
 Judge = Callable[[Peer, Call, float], Verdict]
 
@@ -27,10 +32,11 @@ class Refused(Exception):
 class Options:
     """What a worker is told; `deadline` is in seconds since the epoch.
 
-    repeats, singles: rounds of the modes loop and single, none where 0. burst_s, load_s: seconds of
-    a loop burst, and of the load under which clock and power are read (0: not read). gate_rows: how
-    many random rows the gate of a forward samples. table: whether only those peers take part that
-    the table of `bench.paper` wants in a case, with bursts of one call and more.
+    repeats, singles, shorts: rounds of the modes loop, single and short, none where 0. burst_s,
+    load_s: seconds of a loop burst, and of the load under which clock and power are read (0: not
+    read). gate_rows: how many random rows the gate of a forward samples. table: "", or a name in
+    TABLES: only those peers take part that this table wants in a case, with bursts of one call and
+    more.
     """
 
     names: tuple[str, ...]
@@ -47,11 +53,12 @@ class Options:
     run: str
     report: str = ""
     gate_rows: int = 64
-    table: bool = False
+    table: str = ""
+    shorts: int = 0
 
     def peers_of(self, case: BenchCase) -> tuple[str, ...]:
         """The peers that are wanted in a case, ours first."""
-        wanted = [p for p in self.peers if not self.table or paper.takes_part(p, case)]
+        wanted = [p for p in self.peers if not self.table or TABLES[self.table](p, case)]
         return tuple(sorted(wanted, key=lambda name: name != "ours"))
 
     def least_calls(self, case: BenchCase) -> int:
@@ -67,8 +74,8 @@ class Inputs:
         self._tensors: CaseTensors | None = None
 
     def of(self, case: BenchCase, seed: int) -> CaseTensors:
-        sizes = (case.lengths, case.varlen, case.heads, case.heads_kv, case.d, case.d_v)
-        key = (*sizes, case.dtype, seed)
+        sizes = (case.lengths, case.key_lengths, case.varlen, case.heads, case.heads_kv)
+        key = (*sizes, case.d, case.d_v, case.sink, case.dtype, seed)
         if self._tensors is None or self._key != key:
             self._tensors = None  # before others of the same size are made
             self._key, self._tensors = key, make_tensors(case, "cuda", seed)
@@ -162,6 +169,7 @@ def measure_calls(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
     modes: dict[str, Callable[[], timing.Samples]] = {
         "loop": lambda: timing.time_loop(calls, options.repeats, options.burst_s, least),
         "single": lambda: timing.time_single(calls, options.singles),
+        "short": lambda: timing.time_short(calls, options.shorts),
     }
     if case.kind in ("host", "host_train"):
         modes = {"warm": lambda: timing.time_host(calls)}

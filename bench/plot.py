@@ -31,7 +31,15 @@ from bench.paper import DIMS, LENGTHS, table_name
 from bench.prep import block_mask_bytes, dense_mask_bytes, interval_bytes
 from bench.report import TARGETS, bars
 from bench.rows import RESULTS, read_rows
-from bench.tables import DIRECTIONS, PEER_LABELS, Figures, headline, markdown, paper_tables
+from bench.tables import (
+    DIRECTIONS,
+    PEER_LABELS,
+    Figures,
+    headline,
+    markdown,
+    paper_tables,
+    shape_table,
+)
 
 FOLDER = ROOT / "docs" / "figures"
 COLOURS = {
@@ -176,6 +184,7 @@ PAGES: dict[str, dict[str, Callable[[Rows], str]]] = {
         "d128": lambda rows: _speed(rows, 128, "figures"),
         "d64": lambda rows: _speed(rows, 64, "figures"),
         "bars": count_bars,
+        "shapes": shape_table,
         "forward-parts": lambda rows: breakdown.table(rows, "fwd"),
         "backward-parts": lambda rows: breakdown.table(rows, "bwd"),
         "sparsity": _sparsity,

@@ -1,10 +1,10 @@
 """python -m bench.report [ROWS]: what a file of rows says.
 
 Without an option the table of every run. --table paper prints the FlashMask paper's Tables 4 to 9,
-ours and peers side by side (`bench.tables`). --bars compares the figures with what they must
-reach. The latest run that can decide a bar decides it, together with the other runs of its commit
-that can: by the median of their ratios, as equal code in two processes may differ by 7 %. Where a
-run has timed a shape under two names, their mean counts.
+ours and peers side by side, --table shapes those of everyday shapes (`bench.tables`). --bars
+compares the figures with what they must reach. The latest run that can decide a bar decides it,
+together with the other runs of its commit that can: by the median of their ratios, as equal code in
+two processes may differ by 7 %. Where a run has timed a shape under two names, their mean counts.
 
 forward   ours / flash-attn-4 in the same case, at sustained load
 masks     ours / flash-attn-4 native causal of the same head dimension and length, for the twelve
@@ -18,6 +18,12 @@ backward  dense and masks as above, with 1.06 r for both head dimensions and 1.1
           time of a deterministic backward over that of the default; ours / flash-attn-4 with the
           same mask_mod and block lists. Without a bar, where there are rows: the host time of a
           forward and its backward, ours / flash-attn-4; the bytes that a backward needs
+shapes    everyday shapes, both directions: ours / flash-attn-4 in the same case, or / cuDNN where
+          flash-attn-4 took part in the run and refused: 1.00, but 0.97 in the backward of ungrouped
+          heads at d=128 and in the forward at d=256; the geometric mean of all shapes, 1.15 forward
+          and 1.08 backward, which has no figure before all are measured. Milliseconds of ours at
+          one shape over those at the next larger of the head dimensions 64, 96, 128, 192, 256: 1.00
+          at most
 """
 
 from __future__ import annotations
@@ -32,11 +38,12 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench import DETERMINISTIC, ROOT, Json, format_table, name_of, peer_of, tells_code
+from bench.everyday import SHAPES, WIDTH_MASKS, WIDTHS, Shape, bound
 from bench.linearity import sweeps
 from bench.masks import MASKS
 from bench.paper import DIMS, LENGTHS
 from bench.rows import RESULTS, read_rows
-from bench.tables import paper_tables
+from bench.tables import DIRECTIONS, PEER_LABELS, ShapeFigures, paper_tables, shape_table
 
 TARGETS = ROOT / "bench" / "targets.json"
 OF_FULL, LOW_R = 0.95, 0.9
@@ -76,8 +83,11 @@ BACKWARD_CALLABLES = {
     for mask, bar in (("document", 1.25), ("random_eviction", 1.8))
 }
 DETERMINISTIC_SHARE = {f"bwd-det-d128-8k-{mask}": 1.20 for mask in ("causal", "document")}
+TABLES = {"paper": paper_tables, "shapes": shape_table}
 PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
 R_SQUARED, INTERCEPT = 0.99, 0.05
+SHAPE_BAR, SHAPE_BAR_OF_FEW = 1.00, 0.97
+SHAPE_MEANS = {"fwd": 1.15, "bwd": 1.08}
 COLD_LIMITS = {"import": 3.0, "first_call": 4.0, "first_call_cached": 1.0}
 
 
@@ -287,6 +297,57 @@ def linearity_bars(rows: Sequence[Json]) -> Iterator[Bar]:
         yield Bar(f"sweep {sweep.mask} intercept / dense", share, INTERCEPT, most=True)
 
 
+def shape_bar(shape: Shape, direction: str) -> float:
+    """What ours / flash-attn-4 must be."""
+    if direction == "fwd":
+        few = shape.head_dim == 256
+    else:
+        few = shape.head_dim == shape.head_dim_v == 128 and shape.heads == shape.heads_kv
+    return SHAPE_BAR_OF_FEW if few else SHAPE_BAR
+
+
+def shape_bars(rows: Sequence[Json], direction: str) -> Iterator[Bar]:
+    figures, found = ShapeFigures(rows), list[float]()
+    for shape in SHAPES:
+        name = shape.case_name(is_backward=direction == "bwd")
+        bar = shape_bar(shape, direction)
+        comparisons = figures.comparisons(name, direction)
+        if not comparisons:
+            yield Bar(name, None, bar)
+            continue
+        found.append(median(each.ratio(direction) for each in comparisons))
+        latest = comparisons[0]
+        peer = PEER_LABELS[latest.rival["peer"]]
+        against = f"against {peer}" if latest.rival["peer"] != "fa4" else ""
+        mode = "bursts of ten calls" if latest.ours["variant"] == "short" else ""
+        runs = _runs(each.ours["run"] for each in comparisons)
+        yield Bar(name, found[-1], bar, remark=", ".join(filter(None, (against, mode, runs))))
+    mean = exp(sum(map(log, found)) / len(found)) if found else None
+    remark = f"geometric mean of {len(found)} of {len(SHAPES)} shapes"
+    if mean is not None and len(found) < len(SHAPES):
+        mean, remark = None, f"{remark}: {mean:.3f}"
+    prefix = "bwd-" if direction == "bwd" else ""
+    yield Bar(f"{prefix}shape mean", mean, SHAPE_MEANS[direction], remark=remark)
+
+
+def width_bars(figures: Figures) -> Iterator[Bar]:
+    """Milliseconds of ours over those at the next larger common head dimension."""
+    for direction in DIRECTIONS:
+        for mask in WIDTH_MASKS:
+            for width in WIDTHS:
+                larger = bound(width)
+                if larger is None:
+                    continue
+                names = [
+                    each.case_name(mask, is_backward=direction == "bwd") for each in (width, larger)
+                ]
+                wanted = [((name,), "ours") for name in names]
+                found = figures.measured(f"{direction}_ms", *wanted)
+                figure = median(ms / most for ms, most in found.values()) if found else None
+                remark = ", ".join((f"time / {larger.label}", *filter(None, [_runs(found)])))
+                yield Bar(names[0], figure, 1.0, most=True, remark=remark)
+
+
 def bars(rows: Sequence[Json], targets: Sequence[Json]) -> dict[str, list[Bar]]:
     """All bars by heading, also those that no row decides."""
     figures = Figures(rows)
@@ -301,6 +362,9 @@ def bars(rows: Sequence[Json], targets: Sequence[Json]) -> dict[str, list[Bar]]:
         "backward of masks: ours / flash-attn-4 native causal": list(
             mask_bars(figures, targets, BWD)
         ),
+        "everyday shapes: ours / flash-attn-4": list(shape_bars(rows, "fwd")),
+        "backward of everyday shapes: ours / flash-attn-4": list(shape_bars(rows, "bwd")),
+        "head dimensions: time of ours / that of a larger one": list(width_bars(figures)),
     }
 
 
@@ -309,13 +373,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", nargs="?", default=str(RESULTS), help="default: %(default)s")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--bars", action="store_true", help="each bar, the figure, met or short")
-    shown.add_argument("--table", choices=("paper",), help="the FlashMask paper's tables")
+    shown.add_argument("--table", choices=tuple(TABLES), help="the paper's tables, or shapes")
     parser.add_argument("--run", default="", help="only runs whose id starts so")
     parser.add_argument("--targets", default=str(TARGETS), help="levels of the peers")
     args = parser.parse_args(argv)
     rows = read_rows(args.rows)
     rows = [row for row in rows if row["run"].startswith(args.run)]
-    text = paper_tables(rows) if args.table else format_table(rows)
+    text = TABLES[args.table](rows) if args.table else format_table(rows)
     if args.bars:
         targets = json.loads(Path(args.targets).read_text())["rows"]
         groups = bars(rows, targets).items()

@@ -1,11 +1,11 @@
-"""python -m bench.run [PATTERN ...] [--table paper]: gate, time, append rows, print a table.
+"""python -m bench.run [PATTERN ...] [--table NAME]: gate, time, append rows, print a table.
 
 A case is timed only after our result passed `bench.gate.check` on the very input; a red case writes
 no row and makes the exit code 1. Cases run in a worker process. When it dies (a CUDA error,
 a hang longer than --case-seconds) a new one goes on with the cases that are left, as a run of its
 own: figures of different runs are never compared.
 
-With --resume, which --table paper implies, cases whose rows of this very commit are in --out are
+With --resume, which --table implies, cases whose rows of this very commit are in --out are
 left out, but for the references of their size, which every run measures itself.
 """
 
@@ -29,8 +29,10 @@ from pathlib import Path
 from bench import (
     Json,
     commit_here,
+    everyday,
     format_table,
     name_of,
+    paper,
     peer_of,
     tells_code,
     versions,
@@ -40,9 +42,8 @@ from bench.ahead import compile_ahead, deal, jobs
 from bench.cases import CASES, BenchCase, select
 from bench.flops import listing
 from bench.linearity import summary
-from bench.measure import Inputs, Options, measure, say
+from bench.measure import TABLES, Inputs, Options, measure, say
 from bench.pace import Pace, forecast
-from bench.paper import table_names
 from bench.peers import DEFAULT_PEERS, PEERS
 from bench.rows import RESULTS, append_row, read_rows
 
@@ -51,18 +52,19 @@ DIED = 3
 NO_GPU = 2
 Report = dict[str, str]
 FIGURES = ("fwd", "bwd", "us", "bytes")
-# Unless the command says otherwise: in general, and for a table.
+# Unless the command says otherwise: in general, and for each table.
 GENERAL = {
     "peers": ",".join(DEFAULT_PEERS),
     "repeats": 5,
     "singles": 10,
+    "shorts": 0,
     "burst": 0.4,
     "load": 1.0,
     "gate_rows": 64,
     "resume": False,
     "ahead": 0,
 }
-FOR_TABLE = GENERAL | {
+FOR_PAPER = GENERAL | {
     "peers": "ours,fa4",
     "singles": 0,
     "burst": 0.15,
@@ -71,6 +73,9 @@ FOR_TABLE = GENERAL | {
     "resume": True,
     "ahead": min(14, max(1, (os.cpu_count() or 2) - 2)),
 }
+DEFAULTS = {"": GENERAL, "paper": FOR_PAPER}
+DEFAULTS["shapes"] = FOR_PAPER | {"peers": "ours,fa4,cudnn", "shorts": 9}
+NAMES = {"paper": paper.table_names, "shapes": everyday.table_names}
 
 
 def tell(report: str, name: str, outcome: str) -> None:
@@ -148,9 +153,11 @@ def work(told: str) -> int:
 
 
 def references(left: Sequence[str], done: Sequence[str]) -> tuple[str, ...]:
-    """Those of `done` that rows of `left` are compared with: full and causal of the same size."""
+    """Those of `done` that rows of `left` are compared with: full and causal of the same size, or
+    other head dimensions of the same shape."""
     sizes = {name.rpartition("-")[0] for name in left if name.startswith(("mask-", "bwd-mask-"))}
     kept = {f"{size}-{mask}" for size in sizes for mask in ("full", "causal")}
+    kept |= everyday.compared(left)
     return tuple(name for name in done if name in kept)
 
 
@@ -202,16 +209,20 @@ def launch_worker(options: Options, names: tuple[str, ...], attempt: int) -> Rep
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m bench.run", description="Speed on one GPU.", epilog=f"For a table: {FOR_TABLE}."
+        "python -m bench.run",
+        description="Speed on one GPU.",
+        epilog="; ".join(f"for --table {name}: {DEFAULTS[name]}" for name in TABLES),
     )
     add = parser.add_argument
     add("patterns", nargs="*", default=["*"], help="globs over case names")
     add("--list", action="store_true", help="print the cases and stop")
-    add("--table", choices=("paper",), help="the cases of the FlashMask paper's tables")
+    tables = "the cases of the FlashMask paper's tables, or of everyday shapes"
+    add("--table", choices=tuple(TABLES), default="", help=tables)
     others = ", ".join(name for name in PEERS if name not in DEFAULT_PEERS)
     add("--peers", help=f"default: {GENERAL['peers']}; also {others}")
     add("--repeats", type=int, help="rounds of loop (5); 0: none")
     add("--singles", type=int, help="rounds of single (10); 0: none")
+    add("--shorts", type=int, help="rounds of short, single bursts of ten calls (0); 0: none")
     add("--burst", type=float, help="seconds of one loop burst (0.4)")
     add("--load", type=float, help="seconds of load to read clock and power (1); 0: none")
     add("--gate-rows", type=int, help="random rows that the gate of a forward samples (64)")
@@ -223,7 +234,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", default=str(RESULTS), help="JSONL file that rows are appended to")
     add("--commit", help="short hash, where git cannot tell")
     args = parser.parse_args(argv)
-    for key, value in (FOR_TABLE if args.table else GENERAL).items():
+    for key, value in DEFAULTS[args.table].items():
         if getattr(args, key) is None:
             setattr(args, key, value)
     args.peers = tuple(args.peers.split(","))
@@ -232,7 +243,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"--peers: {sorted(unknown)} not in {sorted(PEERS)}")
         args.names = select(args.patterns)
         if args.table:
-            args.names = tuple(name for name in table_names() if name in args.names)
+            args.names = tuple(name for name in NAMES[args.table]() if name in args.names)
         if not args.names:
             raise ValueError(f"--table {args.table}: no case of it matches {args.patterns}")
     except ValueError as error:
@@ -258,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(reason)
         return NO_GPU
     run = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{random.randrange(16**4):04x}"
-    taken = ("names", "peers", "repeats", "singles", "seed", "out", "gate_rows")
+    taken = ("names", "peers", "repeats", "singles", "shorts", "seed", "out", "gate_rows", "table")
     options = Options(
         **{key: getattr(args, key) for key in taken},
         burst_s=args.burst,
@@ -267,7 +278,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         deadline=time.time() + args.seconds,
         commit=args.commit or commit_here(),
         run=run,
-        table=bool(args.table),
     )
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""The rows of the paper's cases as tables: the layout of its Tables 4 to 9, and the README's.
+"""The rows of the paper's cases as tables: the layout of its Tables 4 to 9, and the README's; and
+those of everyday shapes.
 
 A figure of ours comes from the latest run that has it, with flash-attn-4's causal attention of that
 size beside it if any run does, or from one of the same commit that has the other direction as well;
@@ -8,10 +9,11 @@ names its runs, by a letter. Only figures of one run may be compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from bench import Json, name_of, peer_of
+from bench import Json, name_of, peer_of, tells_code
+from bench.everyday import SHAPES, Shape
 from bench.masks import MASKS
 from bench.paper import DIMS, LENGTHS, table_name, table_names
 
@@ -30,6 +32,12 @@ COLUMNS = (
     *("fw TFLOP/s", "bw TFLOP/s", "total TFLOP/s", "sparsity", "runs"),
 )
 NOTHING = "-"
+# A call that takes less may cost the host more than the device, and flatter whom it costs less.
+HOST_MS = 0.5
+SHAPE_COLUMNS = (
+    *("shape", "heads", "d", "forward", "flash-attn-4", "cuDNN", "ratio"),
+    *("backward", "flash-attn-4", "cuDNN", "ratio", "runs"),
+)
 
 
 class Figures:
@@ -210,3 +218,115 @@ def _headline_cell(figures: Figures, row: Json | None, d: int, size: str, way: s
         return NOTHING
     causal = figures.reference(row, d, size, way)
     return f"{row[way]:.0f}" + (f" ({row[way] / causal[way]:.2f})" if causal else "")
+
+
+class Comparison(NamedTuple):
+    """Figures of one run in one mode: of ours, and of the peer that it is held against."""
+
+    ours: Json
+    rival: Json
+    rows: Mapping[str, Json]
+
+    def ratio(self, direction: str) -> float:
+        """How many times as fast ours is."""
+        key = f"{direction}_ms"
+        ratio: float = self.rival[key] / self.ours[key]
+        return ratio
+
+
+class ShapeFigures:
+    """What the rows say of everyday shapes.
+
+    Figures are those of `loop`, or where the call of any peer takes less than HOST_MS, those of
+    `short`, which the host's cost is not in. Ours is held against flash-attn-4, or where that has
+    no row in a run in which it took part, against cuDNN.
+    """
+
+    def __init__(self, rows: Sequence[Json]) -> None:
+        self._by_run: dict[str, dict[str, dict[str, dict[str, Json]]]] = {}
+        wanted = {shape.case_name(is_backward=way) for shape in SHAPES for way in (False, True)}
+        self._runs_of_fa4: set[str] = set()
+        for row in rows:
+            if row["variant"] in ("loop", "short") and name_of(row) in wanted:
+                by_case = self._by_run.setdefault(row["run"], {})
+                by_mode = by_case.setdefault(name_of(row), {})
+                by_mode.setdefault(row["variant"], {})[peer_of(row)] = row
+                if row["peer"] == "fa4":
+                    self._runs_of_fa4.add(row["run"])
+
+    def comparisons(self, name: str, direction: str) -> list[Comparison]:
+        """Of all runs that have one, of the last commit with such a run; the latest run first."""
+        found: list[Comparison] = []
+        for run in reversed(self._by_run):
+            comparison = self._comparison(run, name, f"{direction}_ms")
+            if comparison is None:
+                continue
+            commit = comparison.ours["commit"]
+            if found and commit != found[0].ours["commit"]:
+                continue
+            found.append(comparison)
+            if not tells_code(commit):
+                break
+        return found
+
+    def _comparison(self, run: str, name: str, key: str) -> Comparison | None:
+        by_mode = self._by_run[run].get(name, {})
+        rows = by_mode.get("loop", {})
+        if rows and min(row[key] for row in rows.values()) < HOST_MS:
+            rows = by_mode.get("short", {})
+        rival = rows.get("fa4")
+        if rival is None and run in self._runs_of_fa4:
+            rival = rows.get("cudnn")
+        if "ours" not in rows or rival is None:
+            return None
+        return Comparison(rows["ours"], rival, rows)
+
+
+def _shape_cells(found: Sequence[Comparison], direction: str) -> list[str]:
+    """TFLOP/s of ours, flash-attn-4 and cuDNN in the latest run, and ours over its rival."""
+    if not found:
+        return [NOTHING] * 4
+    rows = found[0].rows
+    rates = (
+        f"{rows[p][direction]:.0f}" if p in rows else NOTHING for p in ("ours", "fa4", "cudnn")
+    )
+    return [*rates, f"{found[0].ratio(direction):.2f}"]
+
+
+def _shape_line(figures: ShapeFigures, shape: Shape, letters: Letters) -> list[str] | None:
+    ways = [
+        figures.comparisons(shape.case_name(is_backward=way == "bwd"), way) for way in DIRECTIONS
+    ]
+    if not any(ways):
+        return None
+    of_v = "" if shape.head_dim_v == shape.head_dim else f"/{shape.head_dim_v}"
+    cells = (_shape_cells(found, way) for found, way in zip(ways, DIRECTIONS, strict=True))
+    runs = (_run_mark(found, letters) for found in ways)
+    return [
+        f"{shape.name}, {shape.mask}",
+        f"{shape.heads}/{shape.heads_kv}",
+        f"{shape.head_dim}{of_v}",
+        *(cell for of_way in cells for cell in of_way),
+        " ".join(runs),
+    ]
+
+
+def _run_mark(found: Sequence[Comparison], letters: Letters) -> str:
+    """The run's letter, with a star where its figures are of short bursts."""
+    if not found:
+        return NOTHING
+    ours = found[0].ours
+    return letters.of(ours) + ("*" if ours["variant"] == "short" else "")
+
+
+def shape_table(rows: Sequence[Json]) -> str:
+    """Markdown: TFLOP/s of everyday shapes in both directions, each direction of one run, and what
+    the runs were. Shapes without a comparison are left out."""
+    figures, letters = ShapeFigures(rows), Letters()
+    lines = [line for shape in SHAPES if (line := _shape_line(figures, shape, letters))]
+    if not lines:
+        return "No everyday shape is among the rows."
+    legend = [f"- {line}" for line in letters.legend()]
+    if any("*" in line[-1] for line in lines):
+        legend.append(f"- \\*: single bursts of ten calls, where a call takes under {HOST_MS} ms")
+    return "\n\n".join((markdown(SHAPE_COLUMNS, lines, 1), "\n".join(legend)))

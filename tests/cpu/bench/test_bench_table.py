@@ -19,7 +19,7 @@ from bench.cases import CASES, BenchCase, make_tensors
 from bench.rows import append_row, read_rows
 
 NOWHERE = measure.Options(
-    (), ("ours", "fa4"), 5, 0, 0.15, 0.0, 9.0, 9.0, 3, "", "abc", "", table=True
+    (), ("ours", "fa4"), 5, 0, 0.15, 0.0, 9.0, 9.0, 3, "", "abc", "", table="paper"
 )
 
 
@@ -58,7 +58,7 @@ def test_references_of_the_table_are_measured_once(all_installed: None) -> None:
     with_flex = [CASES[name] for name, told in found.items() if "flex" in told]
     assert len(with_flex) == 48 and {(c.d, c.n) for c in with_flex} == {(128, 8192), (128, 32768)}
     assert all(told[0] == "ours" for told in found.values())
-    everywhere = replace(asked, table=False)
+    everywhere = replace(asked, table="")
     assert everywhere.peers_of(CASES["mask-d128-8k-full"]) == ("ours", "flex", "fa4")
 
 
