@@ -279,7 +279,7 @@ def explain(
     return explain_fwd(call, None if target is None else Target.named(target))
 
 
-_FWD_KEYWORDS = keywords_of(Direction.FORWARD)[3:]
+_, _, _, *_FWD_KEYWORDS = keywords_of(Direction.FORWARD)
 _OF_FUNCTIONAL = {
     "window_size": ("window_size_left", "window_size_right"),
     "block_sparse_tensors": ("block_sparse_tensors_torch",),
