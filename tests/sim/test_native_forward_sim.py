@@ -56,7 +56,7 @@ def load_for_simulator(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     wrapped: dict[int, Tensor] = {}
 
     def to_simulated(tensor: Tensor, alignment: int = 4) -> Any:
-        simulated = to_cute(simulator.driver.as_cuda(tensor), alignment)
+        simulated = to_cute(simulator.device_memory.as_cuda(tensor), alignment)
         wrapped[id(simulated)] = tensor
         return simulated
 
