@@ -128,7 +128,7 @@ BLACKWELL = {
             "-lists-in-order": {"has_bits": True, "deterministic": True},
         }.items()
     },
-    "learned": {"score_mod": "head_bias", "aux": (("float32", 2),), "wants_aux": (0,)},
+    "learned": {"score_mod": "head_bias", "aux": (("float32", 1),), "wants_aux": (0,)},
 }
 SECOND = ("full", "causal", "window", "varlen-causal", "d64", "d96")
 # Bytes: a compute thread's addresses of dS, for want of registers beside both chunks of scores.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.config import select_fwd_config
 from flash_mask_cute.call.kernels import build_fwd
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
@@ -48,7 +49,7 @@ def code_facts(kind: str, mod: Callable[..., Any], aux: tuple[Tensor, ...]) -> t
     problem = AttentionProblem("bfloat16", 128, 128, **fields)
     shapes = FwdShapes(1, 1000, 1000, 1000, 1000, 8, 8, 128, 128)
     target = Target.named("sm_90a")
-    tiles = select_fwd_config(problem, shapes, family=target.family).tiles
+    tiles = select_fwd_config(problem, shapes, spec=arch_spec(target)).tiles
     mods = Mods(**{kind: mod, "mask_mod" if kind == "score_mod" else "score_mod": None})
     with compile_lock():
         meta = build_fwd(problem, tiles, target, mods).meta
