@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
+from flash_mask_cute.call import plan as plan_module
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
@@ -76,7 +78,9 @@ def bwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
 
 
 def stored_bits(call: AttentionCall) -> BitStoring | None:
-    mask_bits = plan(call, TARGET).mask_bits
+    """Of a call whose documents are not packed, whatever its size."""
+    with mock.patch.object(plan_module, "can_pack", lambda call: False):
+        mask_bits = plan(call, TARGET).mask_bits
     assert mask_bits is None or isinstance(mask_bits, BitStoring)
     return mask_bits
 
