@@ -207,6 +207,7 @@ class FlashAttentionForwardSm90:
         stored_bits: tuple | None = None,
         part: tuple | None = None,
         mLSELow: cute.Tensor | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
     ):
         """Launch on `stream`.
 
@@ -222,12 +223,13 @@ class FlashAttentionForwardSm90:
         stored answers, and with mCuSeqlensQ `places`, in place of a mask_mod and block lists
         (`rules/mask_rules.py` describes all four), for the query blocks that this launch computes:
         its `part`, a pair (`StoredArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what
-        rounding takes from it.
+        rounding takes from it. mQStart: `Lengths.q_start`; block lists are then given as bits only,
+        as rows of a tile need not begin where blocks do.
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
         plan = self.plan
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
         stored = blocks = group_bytes = None
         check_given("part", part, stored_bits is not None)
@@ -287,8 +289,9 @@ class FlashAttentionForwardSm90:
         # otherwise the end of the keys may cut a block, for which only a walk's first is ready
         uncut_first = self._has_cutters(masks)
         ring, walk = planning_rings(
-            storage, 1 + plan.num_painters, mma_warps, ascending=False, uncut_first=uncut_first
-        )
+            storage, 1 + plan.num_painters, mma_warps, ascending=False, uncut_first=uncut_first,
+            fields=lengths.work_fields,
+        )  # fmt: skip
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             k=Channel.create(storage.k_barriers.data_ptr(), plan.stages_k, loads, mma_warps),
