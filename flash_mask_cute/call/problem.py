@@ -60,6 +60,7 @@ class AttentionProblem:
     (`traits.py`), which tiles of the forward depend on. reads_bits: what a mask_mod and block
     lists say was stored (`plan.py`), and neither is here. deterministic, and
     may_empty_rows, that masks may leave queries which see nothing: only backwards differ by these.
+    split: how a forward computes work tiles in pieces (`splits.py`), None: it does not.
 
     The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
     as bits only.
@@ -93,6 +94,7 @@ class AttentionProblem:
     reads_bits: bool = False
     deterministic: bool = False
     may_empty_rows: bool = False
+    split: str | None = None
 
     @property
     def is_local(self) -> bool:
