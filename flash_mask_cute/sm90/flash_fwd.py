@@ -591,7 +591,7 @@ class FlashAttentionForwardSm90:
                     lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
         if const_expr(partials is None):
             self._store_output(operands, sO, acc_O, lengths, work)
-        elif const_expr(not partials.by_slots):
+        elif const_expr(not partials.by_slots):  # noqa: SIM114 (decided while tracing)
             self._store_piece(output, lengths, work, partials)
         elif partials.is_piece(work):
             self._store_piece(output, lengths, work, partials)
@@ -642,7 +642,7 @@ class FlashAttentionForwardSm90:
                 target = partials.o[(*place, None)]
                 for c in cutlass.range_constexpr(0, cute.size(output, mode=[1]), 2):
                     column = wgmma.first_col_of(thread) + wgmma.col_offset(c)
-                    if const_expr(plan.tile_dv == plan.head_dim_v):
+                    if const_expr(plan.tile_dv == plan.head_dim_v):  # noqa: SIM114 (while tracing)
                         _store_pair(target, column, output[r, c], output[r, c + 1])
                     elif column < plan.head_dim_v:
                         _store_pair(target, column, output[r, c], output[r, c + 1])
