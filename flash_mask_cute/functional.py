@@ -24,10 +24,9 @@ from flash_mask_cute.autograd.passes import (
     run_forward,
 )
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
-from flash_mask_cute.call.arguments import window_sides
+from flash_mask_cute.call.arguments import QStart, window_sides
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
-from flash_mask_cute.call.mask_extents import check_q_start
-from flash_mask_cute.call.packed import holds_documents
+from flash_mask_cute.call.packed import holds_documents, start_that_counts
 from flash_mask_cute.call.validate import (
     check_gradient_settings,
     check_unsupported,
@@ -56,7 +55,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[False] = False, config: Any = None,
+    q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -68,7 +67,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[True], config: Any = None,
+    q_start: QStart = None, return_lse: Literal[True], config: Any = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -80,7 +79,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    q_start: QStart = None, return_lse: bool = False, config: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -104,7 +103,7 @@ def flash_attn_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     return_lse: bool = False,
     config: Any = None,
     **unknown: NoReturn,
@@ -167,7 +166,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[False] = False, config: Any = None,
+    q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -183,7 +182,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[True], config: Any = None,
+    q_start: QStart = None, return_lse: Literal[True], config: Any = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -199,7 +198,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    q_start: QStart = None, return_lse: bool = False, config: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -230,7 +229,7 @@ def flash_attn_varlen_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     return_lse: bool = False,
     config: Any = None,
     **unknown: NoReturn,
@@ -266,7 +265,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: Literal[False] = False, training: bool = True,
-    softmax_scale: float | None = None, deterministic: bool = False, q_start: int | None = None,
+    softmax_scale: float | None = None, deterministic: bool = False, q_start: QStart = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -275,7 +274,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: Literal[True], training: bool = True, softmax_scale: float | None = None,
-    deterministic: bool = False, q_start: int | None = None,
+    deterministic: bool = False, q_start: QStart = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -284,7 +283,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: bool = False, training: bool = True, softmax_scale: float | None = None,
-    deterministic: bool = False, q_start: int | None = None,
+    deterministic: bool = False, q_start: QStart = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -302,7 +301,7 @@ def flashmask_attention(
     training: bool = True,
     softmax_scale: float | None = None,
     deterministic: bool = False,
-    q_start: int | None = None,
+    q_start: QStart = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under column intervals, called as PaddlePaddle's function of this name.
@@ -311,7 +310,8 @@ def flashmask_attention(
     heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: as in `flash_attn_func`, or an
     int >= 0 for both sides; None or -1 leaves a side open. It and the intervals may be given
     together. deterministic, q_start: as in `flash_attn_func`; with fewer queries than keys,
-    q_start=0 says that the intervals' row 0 is the first query.
+    q_start=0 says that the first query is the intervals' row 0, and "end" that the last one is at
+    the last key.
 
     Returns:
         out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
@@ -458,11 +458,10 @@ def _attend_by_operators(
     """For what wants to see operators: a trace, a dispatch mode, a tensor subclass."""
     refuse_transforms(but_functionalize=True)
     refuse_dual_level()
-    # an operator's arguments are numbers
-    check_q_start(call.q_start)
     others = (
         call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k, call.max_seqlen_q,
         call.max_seqlen_k, call.score_mod, call.mask_mod, call.block_sparse_tensors_torch,
+        start_that_counts(call.q_start),
     )  # fmt: skip
     packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
     arguments = to_operator(call, q.shape[0] if packs else None)

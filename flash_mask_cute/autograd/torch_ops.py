@@ -26,6 +26,9 @@ from flash_mask_cute.autograd.passes import (
     save,
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
+from flash_mask_cute.call.arguments import QStart
+from flash_mask_cute.call.mask_extents import check_position
+from flash_mask_cute.call.problem import END
 from flash_mask_cute.interface import (
     BwdConfig,
     FwdConfig,
@@ -52,10 +55,11 @@ _CALL_SCHEMA = (
     "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
     "SymInt? column_seqlen_q, "
     "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
-    "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config, SymInt? q_start"
+    "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config, SymInt? q_start, "
+    "Tensor? q_starts"
 )
-# what stands for `ANY` there
-_ANY_SEQLEN = -1
+# what stands for `ANY` and for `END` there
+_ANY_SEQLEN = _END_POSITION = -1
 
 
 class OperatorCall(NamedTuple):
@@ -95,6 +99,7 @@ class OperatorCall(NamedTuple):
     pack_gqa: bool | None = None
     config: str | None = None
     q_start: int | None = None
+    q_starts: Tensor | None = None
 
 
 _AUX_POSITION = OperatorCall._fields.index("aux_tensors")
@@ -186,10 +191,30 @@ def to_operator(call: Call, batch: int | None = None) -> OperatorCall:
         deterministic=call.deterministic,
         pack_gqa=call.pack_gqa,
         config=_config_text(call.config),
-        q_start=call.q_start,
+        **_operator_start(call.q_start),
         **_operator_lists(call),
         **_operator_columns(call, batch),
     )
+
+
+def _operator_start(q_start: Any) -> dict[str, Any]:
+    """The argument q_start, of which an operator takes numbers and tensors.
+
+    Raises:
+        TypeError, ValueError: it is neither, nor `END`.
+    """
+    if q_start is None:
+        return {}
+    if isinstance(q_start, Tensor):
+        return {"q_starts": q_start}
+    check_position(q_start)
+    return {"q_start": _END_POSITION if q_start == END else q_start}
+
+
+def _start_of(given: OperatorCall) -> QStart:
+    if given.q_starts is not None:
+        return given.q_starts
+    return END if given.q_start == _END_POSITION else given.q_start
 
 
 def _operator_lists(call: Call) -> dict[str, Any]:
@@ -286,7 +311,7 @@ def _from_operator(given: OperatorCall) -> Call:
         deterministic=x.deterministic,
         pack_gqa=x.pack_gqa,
         config=None if x.config is None else Configs.of(tuple(json.loads(x.config))),
-        q_start=x.q_start,
+        q_start=_start_of(x),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.block_sparsity import dense_states
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
 from flash_mask_cute.call.config import FwdTiles
@@ -16,7 +17,14 @@ from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.packed import call_by_documents
 from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
 from flash_mask_cute.call.prepare import compiled_fwd
-from flash_mask_cute.call.tile_classes import ColumnVerdicts, ListVerdicts, Verdicts, judge_row
+from flash_mask_cute.call.tile_classes import (
+    ColumnVerdicts,
+    ListVerdicts,
+    PlacedLists,
+    Verdicts,
+    judge_row,
+)
+from flash_mask_cute.cpu.tiles import start_of
 from flash_mask_cute.mask_prep.mask_bits import DocumentStoring
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -156,9 +164,9 @@ def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[s
 def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | None:
     """What lies on a device and would have to be read to count tiles, with its verb."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
-    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.q_starts
     if any(y is not None and y.is_cuda for y in lengths):
-        return "cu_seqlens or seqused are on the device"
+        return "cu_seqlens, seqused or q_start are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
         lists is not None and lists.mask_block_cnt.is_cuda
     ):
@@ -176,7 +184,8 @@ def _to_count(run: ExecutionPlan) -> ExecutionPlan:
 
 def _describe_masks(run: ExecutionPlan, counts_cut: bool) -> str:
     mask_bits = run.mask_bits
-    told = run.masks.describe(run.fwd_choice.tiles, are_bits=mask_bits is not None)
+    are_bits = mask_bits is not None or run.q_start is not None
+    told = run.masks.describe(run.fwd_choice.tiles, are_bits)
     if mask_bits is None:
         return told
     parts = mask_bits.num_parts
@@ -218,17 +227,23 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     if masks.block_lists is not None:
         tile, seqlens = (tiles.walk_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
         has_mod = masks.mask_mod is not None
-        verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
+        if run.q_start is None:
+            verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
+        elif masks.block_size is not None:
+            states = dense_states(masks.block_lists)
+            verdicts.append(PlacedLists(states, masks.block_size, has_mod, block_info))
     asks = masks.mask_mod is not None and masks.block_lists is None
     heads = shapes.heads_q // problem.packed_heads
     cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
     seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
+    start = run.q_start_of(tensors)
     work_tiles = full = cut = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
+        used = replace(used, q_start=start_of(start, batch_idx, used))
         m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.walk_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)

@@ -33,8 +33,9 @@ def compile_fwd(
     seqused_q, seqused_k, None, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k), stored
-    bits, what part of the call these are of (a pair), lse_low, where pieces go (partial outputs,
-    partial LSE, merges, number of splits); None for what the problem does not have.
+    bits, what part of the call these are of (a pair), lse_low, q_start (a tensor, or a number, of
+    which -1 is the end), where pieces go (partial outputs, partial LSE, merges, number of splits);
+    None for what the problem does not have.
     """
     name = arch_spec(target).forward.cache_name
     return cached_attention(
@@ -165,6 +166,7 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         stored_bits(problem, BitTiles.of_queries(tiles.tile_m, tiles.tile_n)),
         int32_pair() if problem.reads_bits else None,
         of_rows(problem.needs_lse_low),
+        fake_tensors.q_start(problem),
         _partials(problem),
     ]
 

@@ -39,7 +39,7 @@ class BwdKernels(NamedTuple):
     main: q, k, v, dout, stats, dq_accum, turns, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
     column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
-    gradients of aux tensors (a tuple), stored bits.
+    gradients of aux tensors (a tuple), stored bits, q_start (as in `compile_fwd`).
     postprocess: dq_accum, turns, dq, softmax_scale, cu_seqlens_q, seqused_q.
     clear_tails, where there may be tails: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
@@ -223,6 +223,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         fake_tensors.block_bits(problem),
         aux_grads(problem),
         stored_bits(problem, BitTiles.of_keys(tile_m, choice.tile_n)),
+        fake_tensors.q_start(problem),
     ]
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from flash_mask_cute.call.arch import arch_spec
-from flash_mask_cute.call.arguments import AttentionCall, Direction, Tensors
+from flash_mask_cute.call.arguments import EACH, AttentionCall, Direction, Tensors
 from flash_mask_cute.call.config import BwdChoice, FwdChoice, select_bwd_config, select_fwd_config
 from flash_mask_cute.call.copies import (
     Conversion,
@@ -37,8 +38,10 @@ from flash_mask_cute.call.packed import (
     packs_documents,
 )
 from flash_mask_cute.call.problem import (
+    END,
     AttentionProblem,
     FwdShapes,
+    fold_q_start,
     fold_window,
     may_empty_rows,
     sink_dtype,
@@ -85,7 +88,8 @@ class ExecutionPlan:
     """What runs a call of either direction, and how.
 
     target: whose kernels run, or, on the CPU, whose tiles are walked over. problem: as the kernel
-    sees it. softmax_scale may have any sign; window sides are None where they are open.
+    sees it. softmax_scale may have any sign; window sides are None where they are open; q_start is
+    None where it says nothing.
     conversions: of the caller's tensors that a kernel cannot take as they are, by name.
     is_out_like_q: a forward's new out may be made like q.
 
@@ -108,6 +112,7 @@ class ExecutionPlan:
     window_left: int | None
     window_right: int | None
     softcap: float
+    q_start: int | str | None = None
     gradients: GradientFacts | None = None
     conversions: dict[str, Conversion | None] = field(default_factory=dict)
     is_out_like_q: bool = False
@@ -155,14 +160,28 @@ class ExecutionPlan:
     def reads_lists(self) -> bool:
         """Whether the kernel reads block lists; otherwise it takes them as bits, as does what
         evaluates a mask_mod before attention."""
-        return self.direction is Direction.FORWARD and not self.problem.reads_bits
+        problem = self.problem
+        is_read = not problem.reads_bits and problem.q_start is None
+        return self.direction is Direction.FORWARD and is_read
+
+    @property
+    def kernel_q_start(self) -> int | str | None:
+        """What a kernel takes as q_start, `EACH` for a tensor of the call."""
+        return -1 if self.q_start == END else self.q_start
+
+    def q_start_of(self, tensors: Tensors) -> torch.Tensor | int | None:
+        """The same of a call."""
+        start: Any = self.kernel_q_start
+        return tensors.q_starts if start == EACH else start
 
     def with_choice(self, choice: FwdChoice | BwdChoice) -> ExecutionPlan:
         """The plan with these tiles, which decide on packing and on how it takes block lists."""
         problem = self.problem
         if isinstance(choice, FwdChoice):
             block_size = self.masks.block_size
-            are_bits = block_size is not None and not choice.tiles.nest_in(block_size)
+            are_bits = block_size is not None and (
+                problem.q_start is not None or not choice.tiles.nest_in(block_size)
+            )
             problem = replace(problem, packed_heads=choice.packed_heads, has_bits=are_bits)
         return replace(self, problem=problem, choice=choice)
 
@@ -183,15 +202,18 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
     is_forward = call.direction is Direction.FORWARD
     check = check_fwd_inputs if is_forward else check_bwd_inputs
     shapes = check(**call.arguments())
-    masks = ResolvedMasks.of(call.masks, call.options.causal, shapes, call.tensors.q.device)
+    device, start = call.tensors.q.device, call.options.q_start
+    masks = ResolvedMasks.of(call.masks, call.options.causal, shapes, device, start is not None)
     window = fold_window(
         call.options.causal or masks.is_causal,
         call.options.window_size_left,
         call.options.window_size_right,
     )
     problem = _fwd_problem if is_forward else _bwd_problem
-    seen = problem(call, masks, window)
+    start = _first_position(call, shapes, masks, window)
+    seen = _with_start(problem(call, masks, window), start)
     chosen, choose = _choose_tiles(call, shapes, masks, window, seen, target)
+    chosen = replace(chosen, q_start=start)
     if packs_documents(call):
         packed = call_by_documents(call, chosen.problem.needs_lse)
         return replace(chosen, packed=plan(packed, target))
@@ -263,6 +285,34 @@ def _bwd_problem(
         wants_aux=wants_aux,
         deterministic=call.options.deterministic,
     )
+
+
+def _first_position(
+    call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, window: _FoldedWindow
+) -> int | str | None:
+    """The argument q_start where it says something."""
+    start = call.options.q_start
+    if isinstance(start, Integral):
+        start = int(start)
+    if not masks.rows_fit(shapes.seqlen_q):
+        return start
+    is_causal, left, right = window
+    seen = (masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists)
+    return fold_q_start(
+        start,
+        is_banded=is_causal or not (left is right is None),
+        counts_rows=any(y is not None for y in seen),
+        is_square=shapes.seqlen_q == shapes.seqlen_k and not call.has_lengths,
+    )
+
+
+def _with_start(problem: AttentionProblem, start: int | str | None) -> AttentionProblem:
+    """The problem of calls that begin at some position. Their block lists are read as bits, as
+    tiles of queries need not begin where blocks do."""
+    if start is None:
+        return problem
+    kind = "each" if start == EACH else "number"
+    return replace(problem, q_start=kind, has_lists=False, has_full_lists=False)
 
 
 def _choose_tiles(
@@ -337,7 +387,9 @@ def _with_split(
     )
     if split is None:
         return problem
-    is_causal = problem.is_causal and (shapes.seqlen_q > 1 or problem.varlen_q)
+    is_at_end = problem.q_start is None or call.options.q_start == END
+    sees_all = shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
+    is_causal = problem.is_causal and not sees_all
     return replace(problem, split=split, is_causal=is_causal)
 
 
@@ -372,7 +424,7 @@ def _fwd_chooser(
         override=call.options.config,
         window=_visible(window),
         block_size=masks.block_size,
-        unpackable=masks.unpackable(shapes),
+        unpackable=masks.unpackable(shapes, call.options.q_start is not None),
         spec=arch_spec(target),
         decode_rows=rows,
     )

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Masks, Tensors
+from flash_mask_cute.call.arguments import EACH, Masks, Tensors
 from flash_mask_cute.call.combine import MergedForward
 from flash_mask_cute.call.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.masks import MaskArguments
@@ -35,7 +35,7 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_merge", "_out_shape", "_scale", "_softcap", "_store_bits",
+        "_mask_arguments", "_merge", "_out_shape", "_q_start", "_scale", "_softcap", "_store_bits",
         "_window_left", "_window_right",
     )  # fmt: skip
 
@@ -59,6 +59,7 @@ class KernelForward:
         _, self._scale = split_scale(plan.softmax_scale)
         self._window_left = plan.window_left
         self._window_right = plan.window_right
+        self._q_start = plan.kernel_q_start
         self._softcap = plan.softcap if plan.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
@@ -73,7 +74,7 @@ class KernelForward:
     ) -> tuple[Tensor, Tensor | None]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            _, _, _, _, _, _, _,
+            _, _, _, _, _, _, _, _, q_starts,
         ) = tensors  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -112,7 +113,8 @@ class KernelForward:
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 None, self._window_left, self._window_right, sink, lists, aux_tensors,
-                self._softcap, counter, columns, block_size, bits, stored, part, lse_low, partials,
+                self._softcap, counter, columns, block_size, bits, stored, part, lse_low,
+                q_starts if self._q_start == EACH else self._q_start, partials,
             )  # fmt: skip
             # so that the next part has its memory
             stored = None
@@ -181,6 +183,7 @@ class CpuForward:
             cu_seqlens_k=x.cu_seqlens_k,
             seqused_q=x.seqused_q,
             seqused_k=x.seqused_k,
+            q_start=plan.q_start_of(x),
             seqlen_q=plan.shapes.seqlen_q,
             seqlen_k=plan.shapes.seqlen_k,
             pack_gqa=plan.problem.packed_heads,

@@ -1,9 +1,9 @@
 """Whether a forward computes its work tiles in pieces, and where the pieces go.
 
 *By rows*: each work tile in as many pieces as the caller asks for (`num_splits` of 2 and more), as
-`BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA (`core/shares.py`),
-which is what the library chooses where it decides (`num_splits` 0). One split is one pass, without
-a merge.
+`BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
+(`core/shares.py`), which is what the library chooses where it decides (`num_splits` 0). One split
+is one pass, without a merge.
 """
 
 from __future__ import annotations

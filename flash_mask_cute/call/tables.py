@@ -14,9 +14,9 @@ class CallFacts(NamedTuple):
     """What conditions of rows are about.
 
     mask_kind: of the `AttentionProblem`. window: keys that a query sees at most, if its window is
-    closed on both sides. decode_rows: query rows that share keys, of a forward in pieces, else None.
-    functions_under_causal: see the problem. block_size: of block lists that
-    the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
+    closed on both sides. decode_rows: query rows that share keys, of a forward in pieces, else
+    None. functions_under_causal: see the problem. block_size: of block lists that the kernel would
+    read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
     order (deterministic).
     """
 

@@ -19,6 +19,7 @@ import torch
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
 from flash_mask_cute.call import axis_order
+from flash_mask_cute.call.arguments import QStart
 from flash_mask_cute.call.lengths import Side, check_lengths
 from flash_mask_cute.call.mask_extents import CallExtents, check_q_start
 from flash_mask_cute.call.problem import FwdShapes
@@ -79,7 +80,7 @@ def check_fwd_inputs(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: torch.Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     out: torch.Tensor | None = None,
@@ -101,11 +102,11 @@ def check_fwd_inputs(
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
     check_unsupported(num_splits, page_table)
-    check_q_start(q_start)
     _check_operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
     queries = Side("q", tuple(q.shape), q.device, cu_seqlens_q, seqused_q, max_seqlen_q)
     keys = Side("k", tuple(k.shape), k.device, cu_seqlens_k, seqused_k, max_seqlen_k)
     shapes = check_lengths(queries, keys, head_dim_v=v.shape[-1])
+    check_q_start(q_start, shapes.batch, q.device)
     _check_softmax_scale(softmax_scale)
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)

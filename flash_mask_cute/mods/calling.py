@@ -132,13 +132,13 @@ class RowPlace(NamedTuple):
 
     @staticmethod
     def of(work: Work, row: Int32, packed_heads: int) -> "RowPlace":
-        """row: of the sequence, or of its packed rows; past the end it is as the last position,
+        """row: of the call's queries, or of packed rows; past the end it is as the last position,
         since a callable may index tensors with it."""
         head_idx = work.head_idx
         if packed_heads > 1:
             head_idx = work.head_idx * packed_heads + row % packed_heads
         q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
-        return RowPlace(work.batch_idx, head_idx, q_idx)
+        return RowPlace(work.batch_idx, head_idx, work.position(q_idx))
 
 
 def inside(k_idx: Int32, work: Work) -> Int32:

@@ -38,7 +38,8 @@ class ListPosition(NamedTuple):
 class QueryWalks(MaskRules):
     """`MaskRules` for work tiles of tile_m query rows that visit blocks of keys.
 
-    cuts_overhang: all blocks of a tile count as cut if it reaches past the last query.
+    cuts_overhang: all blocks of a tile count as cut if it reaches past the last query, or before
+    position 0.
     """
 
     cuts_overhang: cutlass.Constexpr[bool] = False
@@ -137,10 +138,18 @@ class QueryWalks(MaskRules):
             listed, full, position = self._take_listed(work, base, position)
             visible_word = visible_word & listed
             asks_word = asks_word & (full ^ ALL)
+        elif const_expr(self.args.bits is not None):
+            # rows of a tile do not begin where blocks of the lists do
+            is_listed, asks = self.judge_listed(work, work.head_idx, work.block, n_block)
+            visible_word = visible_word & cute.arch.vote_ballot_sync(is_listed)
+            asks_word = cute.arch.vote_ballot_sync(asks)
         is_band = verdict.is_band
         if const_expr(self.cuts_overhang):
             rows = work.seqlen_q * self.block_info.qhead_per_kvhead_packgqa
             is_band = is_band | ((work.block + 1) * self.block_info.tile_m > rows)
+            if const_expr(work.q_start is not None):
+                first, _ = self.block_info.query_range(work.seqlen, work.block)
+                is_band = is_band | (first + work.q_start < 0)
         chunk = Chunk.of_votes(
             base, work.head_idx, visible_word, is_band, verdict.is_columns, asks_word
         )
@@ -296,7 +305,7 @@ class QueryWalks(MaskRules):
     ) -> tuple:
         """The given bits where a listed logical block asks for them, all where it is full."""
         args, info = self.args.bits, self.block_info
-        _, offset_k = self._asked_offsets(work)
+        _, offset_k = self._listed_offsets(work)
         first_k_idx = n_block * info.tile_n + offset_k
         last_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k + offset_k) - 1
         result = share.fill(0)
@@ -309,7 +318,7 @@ class QueryWalks(MaskRules):
     ) -> tuple:
         args = self.args.bits
         start = kb * args.block_k - first_k_idx
-        offset_q, _ = self._asked_offsets(work)
+        offset_q, _ = self._listed_offsets(work)
         added = []
         for group in range(share.num_groups):
             q_idx = cutlass.min(self._query(share.line(work, group)), work.seqlen_q - 1) + offset_q

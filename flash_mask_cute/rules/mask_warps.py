@@ -29,8 +29,8 @@ def plan_walks(
     """One warp: decide on work tiles and the blocks they visit, and announce both.
 
     num_splits: pieces of each work tile, which the scheduler counts as heads, piece by piece; None:
-    work tiles are computed as a whole. claims_late: a work tile is claimed when the one before is nearly through, not as soon as the
-    ring has room for it.
+    work tiles are computed as a whole. claims_late: a work tile is claimed when the one before is
+    nearly through, not as soon as the ring has room for it.
     """
     is_by_keys = isinstance(rules, KeyWalks)
     blocks_of = partial(rules.num_blocks, lengths), rules.first_block

@@ -218,6 +218,7 @@ class FlashAttentionBackwardSm100:
         block_bits=None,
         aux_grads=None,
         stored_bits: tuple | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionBackwardSm90`.
 
@@ -228,7 +229,7 @@ class FlashAttentionBackwardSm100:
         check_given("mTurns", mTurns, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         plan = self.plan
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
         window = (window_size_left, window_size_right)
         masks = MaskArgs.create(
@@ -292,7 +293,7 @@ class FlashAttentionBackwardSm100:
         turns = None
         if const_expr(self.deterministic):
             turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = plan.channels(storage, turns)
+        channels = plan.channels(storage, turns, lengths.work_fields)
         if warp_idx == Role.MMA:
             plan.group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()

@@ -379,12 +379,15 @@ class BwdPlan:
 
         return Storage
 
-    def channels(self, storage: Any, turns: cute.Tensor | None) -> Channels:
-        """The channels of a CTA, initialised by its first warp; turns: see `WalkRing`."""
+    def channels(
+        self, storage: Any, turns: cute.Tensor | None, fields: tuple[str, ...]
+    ) -> Channels:
+        """The channels of a CTA, initialised by its first warp; turns: see `WalkRing`, fields: see
+        `WorkRing`."""
         # load, mma and send, and those of many warps
         num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_PAINTERS
         ring, walk = planning_rings(
-            storage, num_walkers, 0, ascending=True, uncut_first=False, turns=turns
+            storage, num_walkers, 0, ascending=True, uncut_first=False, turns=turns, fields=fields
         )
 
         def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:

@@ -214,6 +214,7 @@ class FlashAttentionForwardSm100:
         stored_bits=None,
         part=None,
         mLSELow: cute.Tensor | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         refused = ("mPageTable", mPageTable), ("stored_bits", stored_bits)
@@ -223,7 +224,7 @@ class FlashAttentionForwardSm100:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         plan, group = self.plan, self.plan.group
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
@@ -276,7 +277,7 @@ class FlashAttentionForwardSm100:
             for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
-        channels = plan.channels(storage)
+        channels = plan.channels(storage, lengths.work_fields)
         if warp_idx == Role.MMA:
             group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()

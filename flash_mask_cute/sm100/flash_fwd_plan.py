@@ -351,14 +351,14 @@ class FwdPlan:
 
         return Storage
 
-    def channels(self, storage: Any) -> Channels:
-        """The channels of a CTA, initialised by its first warp."""
+    def channels(self, storage: Any, fields: tuple[str, ...]) -> Channels:
+        """The channels of a CTA, initialised by its first warp; fields: see `WorkRing`."""
         group, warps_of_half = self.group, SOFTMAX_WARPS // HALVES
         # load, mma (the leader's) and softmax and painting warps go through walks, those of the
         # output do not
         num_walkers = 2 + SOFTMAX_WARPS + NUM_PAINTERS - group.rank()
         ring, walk = planning_rings(
-            storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False
+            storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False, fields=fields
         )
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:

@@ -239,6 +239,7 @@ class FlashAttentionBackwardSm90:
         block_bits=None,
         aux_grads=None,
         stored_bits: tuple | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
     ):
         """Launch on `stream`.
 
@@ -251,7 +252,7 @@ class FlashAttentionBackwardSm90:
         `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32 tensors
         of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
         stored_bits: `tiles` and `states` of stored answers, with mCuSeqlensQ `places`, too, in
-        place of a mask_mod and block_bits (`rules/mask_rules.py`).
+        place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """
         check_given("mTurns", mTurns, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
@@ -259,7 +260,7 @@ class FlashAttentionBackwardSm90:
             check_given("softcap", softcap, False)
         plan = self.plan
         varlen_k = const_expr(mCuSeqlensK is not None)
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
         gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
@@ -323,7 +324,7 @@ class FlashAttentionBackwardSm90:
         turns = None
         if const_expr(self.deterministic):
             turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = plan.channels(storage, turns)
+        channels = plan.channels(storage, turns, lengths.work_fields)
         cute.arch.mbarrier_init_fence()
         if const_expr(plan.cta_pair):
             # also the other CTA's, on which this one arrives
@@ -476,7 +477,7 @@ class FlashAttentionBackwardSm90:
     def _first_seen(self, work: Work) -> Int32:
         """The first block of queries that causal masking lets see a key of this warpgroup."""
         first_key = work.block * self.plan.tile_n + self.plan.first_key()
-        return (first_key - (work.seqlen_k - work.seqlen_q)) // self.plan.tile_m
+        return (first_key - work.seqlen.shift) // self.plan.tile_m
 
     def _take(
         self,

@@ -563,10 +563,12 @@ class BwdPlan:
             ready=storage.ready.get_tensor(cute.make_layout(2)),
         )
 
-    def channels(self, storage: Any, turns: cute.Tensor | None) -> Channels:
+    def channels(
+        self, storage: Any, turns: cute.Tensor | None, fields: tuple[str, ...]
+    ) -> Channels:
         """The channels in a CTA's `storage`, made by all threads; they need a barrier afterwards.
 
-        turns: see `WalkRing`.
+        turns: see `WalkRing`; fields: see `WorkRing`.
         """
         mma_warps = self.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
@@ -575,8 +577,9 @@ class BwdPlan:
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
         num_walkers = 1 + self.num_painters
         ring, walk = planning_rings(
-            storage, num_walkers, mma_warps, ascending=True, uncut_first=False, turns=turns
-        )
+            storage, num_walkers, mma_warps, ascending=True, uncut_first=False, turns=turns,
+            fields=fields,
+        )  # fmt: skip
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)

@@ -215,6 +215,7 @@ class FlashAttentionForwardSm90:
         stored_bits: tuple | None = None,
         part: tuple | None = None,
         mLSELow: cute.Tensor | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
         mPartials: tuple | None = None,
     ):
         """Launch on `stream`.
@@ -231,7 +232,8 @@ class FlashAttentionForwardSm90:
         stored answers, and with mCuSeqlensQ `places`, in place of a mask_mod and block lists
         (`rules/mask_rules.py` describes all four), for the query blocks that this launch computes:
         its `part`, a pair (`StoredArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what
-        rounding takes from it.
+        rounding takes from it. mQStart: `Lengths.q_start`; block lists are then given as bits only,
+        as rows of a tile need not begin where blocks do.
 
         mPartials: where pieces of work tiles go, the tensors and the number of `Partials`. By slots
         all is written that `Combine` needs, by rows mO and mLSE are left to it.
@@ -239,7 +241,7 @@ class FlashAttentionForwardSm90:
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
         plan = self.plan
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
         stored = blocks = group_bytes = None
         check_given("part", part, stored_bits is not None)

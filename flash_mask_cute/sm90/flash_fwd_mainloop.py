@@ -485,7 +485,10 @@ class KeyBlocks:
         places = [RowPlace.of(work, row, heads) for row in rows]
         if is_cut:
             return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)
-        q_after, k_after = at_plain_distances(rows[0] // heads, first_k_idx, self.opaque_one - 1)
+        first_q_idx = rows[0] // heads
+        if work.q_start is not None:
+            first_q_idx += work.q_start
+        q_after, k_after = at_plain_distances(first_q_idx, first_k_idx, self.opaque_one - 1)
         places = [
             place._replace(q_idx=q_after(wgmma.row_offset(r) // heads))
             for r, place in enumerate(places)
