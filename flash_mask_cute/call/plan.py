@@ -397,7 +397,13 @@ def _may_pack(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, targ
     """Whether query heads of a group can share a tile."""
     rows = arch_spec(target).forward.packed_rows
     can_pack = rows % (shapes.heads_q // shapes.heads_kv) == 0
-    return can_pack and masks.unpackable(shapes) is None and call.options.pack_gqa is not False
+    return (
+        can_pack and _unpackable(call, shapes, masks) is None and call.options.pack_gqa is not False
+    )
+
+
+def _unpackable(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks) -> str | None:
+    return masks.unpackable(shapes, lists_are_bits=call.options.q_start is not None)
 
 
 def _visible(window: _FoldedWindow) -> int | None:
@@ -424,7 +430,7 @@ def _fwd_chooser(
         override=call.options.config,
         window=_visible(window),
         block_size=masks.block_size,
-        unpackable=masks.unpackable(shapes, call.options.q_start is not None),
+        unpackable=_unpackable(call, shapes, masks),
         spec=arch_spec(target),
         decode_rows=rows,
     )

@@ -11,13 +11,13 @@ from flash_mask_cute.core.tile_scheduler import ScheduleParams
 
 
 class QuerySchedule(NamedTuple):
-    """Work tiles, heads (packed ones count once) and how many of them for each KV head, and CTAs
-    to launch."""
+    """Work tiles, heads (packed ones count once) for each KV head, and CTAs to launch. num_splits:
+    pieces of each work tile, which count as heads of the work tiles; None: they have none."""
 
     params: ScheduleParams
-    num_heads: Int32
     heads_per_kv: Int32
     grid: Int32
+    num_splits: Int32 | None = None
 
     @staticmethod
     def create(
@@ -62,4 +62,9 @@ class QuerySchedule(NamedTuple):
         if not varlen_q:
             grid = cutlass.min(grid, num_blocks * num_rows * num_batch)
         params = ScheduleParams(num_blocks, num_rows, num_batch, heads_per_group, first_block)
-        return QuerySchedule(params, num_heads, heads_per_kv, grid)
+        return QuerySchedule(params, heads_per_kv, grid, num_splits)
+
+    @property
+    def num_heads(self) -> Int32:
+        heads = self.params.num_heads
+        return heads if self.num_splits is None else heads // self.num_splits
