@@ -29,7 +29,7 @@ _TILE_N_STEP = 16
 class FwdConfig:
     """Tile shape of a forward kernel; None lets the library choose that field.
 
-    tile_m, tile_n: query rows (128, 192 or 256) and keys (a multiple of 16) of a tile; on
+    tile_m, tile_n: query rows (64, 128, 192 or 256) and keys (a multiple of 16) of a tile; on
     Blackwell 256 and 128.
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
@@ -178,11 +178,12 @@ def select_fwd_config(
     block_size: tuple[int, int] | None = None,
     unpackable: str | None = None,
     spec: ArchSpec = SM90,
+    decode_rows: int | None = None,
 ) -> FwdChoice:
     """Choose tiles for the problem, and whether to pack heads for its shapes. window: the keys
     that a query sees at most, if the mask has both a left and a right edge. block_size: that of
     block lists. unpackable: an argument under which the heads of a group cannot share a tile.
-    spec: of the architecture whose kernel is to run.
+    spec: of the architecture whose kernel is to run. decode_rows: see `CallFacts`.
 
     Raises:
         ValueError: the override asks for what cannot run.
@@ -200,6 +201,7 @@ def select_fwd_config(
         shapes.seqlen_q,
         shapes.seqlen_k,
         window,
+        decode_rows,
         problem.functions_under_causal,
         None if problem.reads_bits else block_size,
         may_pair=override is None or override.cta_pair is not False,

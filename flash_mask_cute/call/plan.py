@@ -46,6 +46,7 @@ from flash_mask_cute.call.problem import (
     may_empty_rows,
     sink_dtype,
 )
+from flash_mask_cute.call.splits import BY_SLOTS, Splits, choose_split, decode_rows
 from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentStoring, Storing
 from flash_mask_cute.mods.traits import computes_functions
@@ -95,7 +96,8 @@ class ExecutionPlan:
     mask_bits: how a mask_mod is evaluated once for all heads before attention; problem and shapes
     are then those of the kernel that reads the bits, and without_bits is the plan of a kernel that
     evaluates the callable itself. packed: the plan of the packed sequences that are computed
-    instead, for a mask that is said to hold documents.
+    instead, for a mask that is said to hold documents. splits: the pieces in which a forward
+    computes its work tiles, None: it has one pass.
     """
 
     direction: Direction
@@ -117,6 +119,7 @@ class ExecutionPlan:
     mask_bits: Storing | None = None
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
+    splits: Splits | None = None
 
     @property
     def fwd_choice(self) -> FwdChoice:
@@ -330,7 +333,8 @@ def _choose_tiles(
     _, window_left, window_right = window
     gradients = sink = None
     if call.direction is Direction.FORWARD:
-        choose = _fwd_chooser(call, shapes, masks, window, target)
+        problem = _with_split(call, problem, shapes, masks, window, target)
+        choose = _fwd_chooser(call, shapes, masks, window, target, problem.split is not None)
         sink = call.tensors.learnable_sink
     else:
         seqlens = shapes.seqlen_q, shapes.seqlen_k
@@ -357,7 +361,57 @@ def _choose_tiles(
         gradients=gradients,
         conversions={"learnable_sink": sink_conversion(sink)},
     )
-    return chosen.with_choice(choice), choose
+    chosen = chosen.with_choice(choice)
+    if problem.split is not None:
+        number = target.num_sms if problem.split == BY_SLOTS else call.options.num_splits
+        tile_m = chosen.fwd_choice.tiles.tile_m
+        chosen = replace(chosen, splits=Splits.of(chosen.problem, shapes, number, tile_m))
+    return chosen, choose
+
+
+def _with_split(
+    call: AttentionCall,
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    window: _FoldedWindow,
+    target: Target,
+) -> AttentionProblem:
+    """The problem with the way in which work tiles are computed in pieces, if they are.
+
+    One query sees what it sees without causal masking, and kernels without masks do least.
+    """
+    may_pack = _may_pack(call, shapes, masks, target)
+    split = choose_split(
+        call.options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms
+    )
+    if split is None:
+        return problem
+    is_at_end = problem.q_start is None or call.options.q_start == END
+    sees_all = shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
+    is_causal = problem.is_causal and not sees_all
+    return replace(problem, split=split, is_causal=is_causal)
+
+
+def _may_pack(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target) -> bool:
+    """Whether query heads of a group can share a tile."""
+    rows = arch_spec(target).forward.packed_rows
+    can_pack = rows % (shapes.heads_q // shapes.heads_kv) == 0
+    return (
+        can_pack and _unpackable(call, shapes, masks) is None and call.options.pack_gqa is not False
+    )
+
+
+def _unpackable(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks) -> str | None:
+    return masks.unpackable(shapes, lists_are_bits=call.options.q_start is not None)
+
+
+def _visible(window: _FoldedWindow) -> int | None:
+    """Keys that a query sees at most, where both sides are closed."""
+    is_causal, left, right = window
+    if left is None or not (is_causal or right is not None):
+        return None
+    return left + (right or 0) + 1
 
 
 def _fwd_chooser(
@@ -366,20 +420,19 @@ def _fwd_chooser(
     masks: ResolvedMasks,
     window: _FoldedWindow,
     target: Target,
+    is_split: bool,
 ) -> Choose:
-    is_causal, left, right = window
-    visible = None
-    if left is not None and (is_causal or right is not None):
-        visible = left + (right or 0) + 1
+    rows = decode_rows(shapes, _may_pack(call, shapes, masks, target)) if is_split else None
     return partial(
         select_fwd_config,
         shapes=shapes,
         pack_gqa=call.options.pack_gqa,
         override=call.options.config,
-        window=visible,
+        window=_visible(window),
         block_size=masks.block_size,
-        unpackable=masks.unpackable(shapes, call.options.q_start is not None),
+        unpackable=_unpackable(call, shapes, masks),
         spec=arch_spec(target),
+        decode_rows=rows,
     )
 
 
@@ -422,6 +475,9 @@ def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) 
 
     A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
+    if chosen.splits is not None:
+        # each block of few queries is painted while keys come from memory
+        return chosen
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
         return chosen
     reading = chosen.with_choice(choose(reading_bits(chosen.problem)))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import EACH, Masks, Tensors
+from flash_mask_cute.call.combine import MergedForward
 from flash_mask_cute.call.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.masks import MaskArguments
 from flash_mask_cute.call.plan import ExecutionPlan
@@ -34,7 +35,7 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_out_shape", "_q_start", "_scale", "_softcap", "_store_bits",
+        "_mask_arguments", "_merge", "_out_shape", "_q_start", "_scale", "_softcap", "_store_bits",
         "_window_left", "_window_right",
     )  # fmt: skip
 
@@ -43,8 +44,10 @@ class KernelForward:
         plan: ExecutionPlan,
         function: Callable[..., None],
         store_bits: StoreBits | None = None,
+        merge: MergedForward | None = None,
     ) -> None:
         self._function = function
+        self._merge = merge
         self._store_bits = store_bits
         self._has_aux = bool(plan.problem.aux)
         self._index = -1 if plan.device.index is None else plan.device.index
@@ -98,17 +101,25 @@ class KernelForward:
         if store_bits is not None:
             asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
+        partials = counter = None
+        merge = self._merge
+        if merge is not None:
+            partials = merge.new_partials(q)
+        if merge is None or merge.counts:
+            counter = tile_counter(q, index)
         for stored, part, found in NOT_STORED if store_bits is None else store_bits(q, asked):
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 None, self._window_left, self._window_right, sink, lists, aux_tensors,
-                self._softcap, tile_counter(q, index), columns, block_size, bits, stored, part,
-                lse_low, q_starts if self._q_start == EACH else self._q_start,
+                self._softcap, counter, columns, block_size, bits, stored, part, lse_low,
+                q_starts if self._q_start == EACH else self._q_start, partials,
             )  # fmt: skip
             # so that the next part has its memory
             stored = None
+        if merge is not None:
+            merge(partials, out, lse)
         return result
 
 

@@ -65,6 +65,7 @@ class AttentionProblem:
     may_empty_rows, that masks may leave queries which see nothing: only backwards differ by these.
     q_start: whether the position of the first query is given, "number" for all sequences or "each"
     of them.
+    split: how a forward computes work tiles in pieces (`splits.py`), None: it does not.
 
     The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
     as bits only.
@@ -99,6 +100,7 @@ class AttentionProblem:
     deterministic: bool = False
     may_empty_rows: bool = False
     q_start: str | None = None
+    split: str | None = None
 
     @property
     def is_local(self) -> bool:

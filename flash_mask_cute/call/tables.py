@@ -14,8 +14,9 @@ class CallFacts(NamedTuple):
     """What conditions of rows are about.
 
     mask_kind: of the `AttentionProblem`. window: keys that a query sees at most, if its window is
-    closed on both sides. functions_under_causal: see the problem. block_size: of block lists that
-    the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
+    closed on both sides. decode_rows: query rows that share keys, of a forward in pieces, else
+    None. functions_under_causal: see the problem. block_size: of block lists that the kernel would
+    read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
     order (deterministic).
     """
 
@@ -25,6 +26,7 @@ class CallFacts(NamedTuple):
     seqlen_q: int = 0
     seqlen_k: int = 0
     window: int | None = None
+    decode_rows: int | None = None
     functions_under_causal: bool = False
     block_size: tuple[int, int] | None = None
     may_pair: bool = True
@@ -48,6 +50,7 @@ class FwdRow(NamedTuple):
     then reads the lists as they are, and no block is cut but by its own mask. Not where a mask_mod
     was evaluated before: its bits are of tiles of any size.
     for_functions: only where functions are computed of scores that causal masking alone hides.
+    for_decode: only of forwards in pieces, whose rows that share keys fit a tile.
     """
 
     max_dim: int
@@ -65,6 +68,7 @@ class FwdRow(NamedTuple):
     cta_pair: bool = False
     for_lists: bool = False
     for_functions: bool = False
+    for_decode: bool = False
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v)
@@ -80,6 +84,12 @@ class FwdRow(NamedTuple):
             most = self.max_window
             yield Condition(
                 f"window <= {most}", lambda call: call.window is not None and call.window <= most
+            )
+        if self.for_decode:
+            most_rows = self.tile_m
+            yield Condition(
+                f"in pieces, at most {most_rows} rows that share keys",
+                lambda call: call.decode_rows is not None and call.decode_rows <= most_rows,
             )
         if self.for_functions:
             yield Condition("functions of scores, causal", lambda call: call.functions_under_causal)
@@ -160,6 +170,16 @@ def describe_conditions(row: FwdRow | BwdRow) -> str:
 
 
 SM90_FWD = (
+    FwdRow(
+        *(64, 64, 64, 128, 6, 2, False),
+        "decoding waits for memory: one warpgroup, and as many keys in flight as fit",
+        for_decode=True,
+    ),
+    FwdRow(
+        *(128, 128, 64, 128, 3, 1, False),
+        "decoding waits for memory: one warpgroup, and as many keys in flight as fit",
+        for_decode=True,
+    ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
         "tiles of which the usual blocks of block lists are made",

@@ -23,6 +23,7 @@ from flash_mask_cute.call.arguments import QStart
 from flash_mask_cute.call.lengths import Side, check_lengths
 from flash_mask_cute.call.mask_extents import CallExtents, check_q_start
 from flash_mask_cute.call.problem import FwdShapes
+from flash_mask_cute.call.splits import MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
 from flash_mask_cute.mods.signature import as_callable, check_mod
@@ -218,20 +219,24 @@ def refuse_transforms(but_functionalize: bool = False) -> None:
 
 
 def check_unsupported(num_splits: int, page_table: object) -> None:
-    """Refuse arguments that are known, and not supported yet.
+    """Check num_splits, and refuse arguments that are known, and not supported yet.
 
     Raises:
         TypeError: num_splits is no int.
-        NotImplementedError: num_splits is not 1, or page_table not None.
+        ValueError: num_splits is negative, or too large.
+        NotImplementedError: page_table is not None.
     """
-    if page_table is None and type(num_splits) is int and num_splits == 1:
+    if page_table is None and type(num_splits) is int and 0 <= num_splits <= 1:
         return  # isinstance of an abstract class takes three times as long
     if page_table is not None:
         raise NotImplementedError(
             f"page_table is not supported yet, got {brief(page_table)}; it must be None"
         )
-    if check_int("num_splits", num_splits, "an int") != 1:
-        raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
+    if not 0 <= check_int("num_splits", num_splits, "an int") <= MOST_SPLITS:
+        raise ValueError(
+            f"num_splits must be 0 (the library decides), or from 1 to {MOST_SPLITS}, got "
+            f"{num_splits}"
+        )
 
 
 def check_gradient_settings(

@@ -12,6 +12,8 @@ from flash_mask_cute.core.work_ring import WORK_FIELDS, WorkRing
 
 SMEM_CAPACITY = 232448
 REGISTER_FILE = 65536
+# of a thread
+MAX_REGISTERS = 255
 THREADS_PER_WARPGROUP = 128
 WARPS_PER_WARPGROUP = 4
 RING_STAGES = 4

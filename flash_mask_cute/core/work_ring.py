@@ -21,8 +21,10 @@ class Work(NamedTuple):
     block: of queries in the forward, of keys in the backward; head_idx counts KV heads in the
     backward, and where query heads are packed.
     slot: rows that the sequence occupies on the block's side, in use or not.
-    q_start: the position of its first query, in launches that are given one. Fields that may be
-    None are in ring entries only where a launch has them (`WorkRing.fields`).
+    q_start: the position of its first query, in launches that are given one. first_block,
+    end_block: the key blocks that this CTA's piece of it may visit, and place, where that goes
+    (`core/partials.py`), in launches that compute work tiles in pieces. Fields that may be None are
+    in ring entries only where a launch has them (`WorkRing.fields`).
     """
 
     block: Int32
@@ -34,6 +36,9 @@ class Work(NamedTuple):
     offset_k: Int32
     seqlen_k: Int32
     q_start: Int32 | None = None
+    first_block: Int32 | None = None
+    end_block: Int32 | None = None
+    place: Int32 | None = None
 
     @property
     def has_scores(self) -> Boolean:
@@ -52,6 +57,7 @@ class Work(NamedTuple):
 
 # the fields of every launch
 WORK_FIELDS = tuple(name for name in Work._fields if name not in Work._field_defaults)
+PIECE_FIELDS = ("first_block", "end_block", "place")
 NO_WORK = Work(-1, *[0] * (len(Work._fields) - 1))
 
 

@@ -4,7 +4,7 @@ A line of a bit tile is a query row (of the packed rows, where heads share a til
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -46,13 +46,17 @@ class QueryWalks(MaskRules):
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles that a launch has of a packed sequence, rows that are not in use included."""
-        starts, info = lengths.cu_seqlens_q, self.block_info
-        rows = (starts[batch_idx + 1] - starts[batch_idx]) * info.qhead_per_kvhead_packgqa
-        blocks = cute.ceil_div(rows, info.tile_m)
+        starts = lengths.cu_seqlens_q
+        blocks = self.num_query_blocks(starts[batch_idx + 1] - starts[batch_idx])
         if self.first_block is None:
             return blocks
         first, end = self.args.stored.rows_of_part(batch_idx)
         return cutlass.min(end, blocks) - cutlass.min(first, blocks)
+
+    def num_query_blocks(self, slot: Int32) -> Int32:
+        """Work tiles of a head of a sequence that occupies so many rows."""
+        info = self.block_info
+        return cute.ceil_div(slot * info.qhead_per_kvhead_packgqa, info.tile_m)
 
     @property
     def first_block(self) -> Callable[[Int32], Int32] | None:
@@ -68,16 +72,35 @@ class QueryWalks(MaskRules):
 
     # -- tiles ----------------------------------------------------------------------------------
 
+    def key_blocks(self, work: Work) -> tuple[Int32, Int32]:
+        """The key blocks [min, max) that a work tile may visit."""
+        if self.skip:
+            return self.block_info.get_n_block_min_max(work.seqlen, work.block)
+        return Int32(0), cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+
+    def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
+        """One of `num_splits` pieces of a work tile, whose head_idx counts the heads of all."""
+        piece = work.head_idx // num_heads
+        work = work._replace(head_idx=work.head_idx - piece * num_heads, place=piece)
+        first, end = self.key_blocks(work)
+        if self.skip:
+            of_splits = replace(self.block_info, is_split_kv=True)
+            first, end = of_splits.get_n_block_min_max(work.seqlen, work.block, piece, num_splits)
+        else:
+            of_piece = cute.ceil_div(end, num_splits)
+            first = cutlass.min(piece * of_piece, end)
+            end = cutlass.min(first + of_piece, end)
+        return work._replace(first_block=first, end_block=end)
+
     @cute.jit
     def plan(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
         """Send the walk of a work tile as chunks from `number` on; returns the next number.
 
         A walk that sees nothing visits one hidden block, so that no role has a special case.
         """
-        n_block_min, n_block_max = self.block_info.get_n_block_min_max(work.seqlen, work.block)
-        if const_expr(not self.skip):
-            n_block_min = Int32(0)
-            n_block_max = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+        n_block_min, n_block_max = work.first_block, work.end_block
+        if const_expr(work.first_block is None):
+            n_block_min, n_block_max = self.key_blocks(work)
         # a planning warp has few registers but those of the whole warp
         n_block_min = cute.arch.make_warp_uniform(n_block_min)
         position = self._list_start(work)
@@ -106,6 +129,10 @@ class QueryWalks(MaskRules):
         if const_expr(self.args.stored is not None):
             is_visible, asks = self._look_up(work, work.block, n_block, is_visible)
             asks_word = cute.arch.vote_ballot_sync(asks)
+        exists = n_block < cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+        if const_expr(work.first_block is not None):
+            of_piece = (n_block >= work.first_block) & (n_block < work.end_block)
+            is_visible, exists = is_visible & of_piece, exists & of_piece
         visible_word = cute.arch.vote_ballot_sync(is_visible)
         if const_expr(self.args.lists is not None):
             listed, full, position = self._take_listed(work, base, position)
@@ -127,7 +154,6 @@ class QueryWalks(MaskRules):
             base, work.head_idx, visible_word, is_band, verdict.is_columns, asks_word
         )
         if const_expr(not self.skip):
-            exists = n_block < cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
             chunk = chunk.without_skipping(exists, self.args.columns is not None)
         return chunk, position
 

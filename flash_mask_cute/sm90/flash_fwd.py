@@ -59,16 +59,18 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Kind
-from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.core.work_ring import PIECE_FIELDS, Work
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import QueryWalks
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs, check_given
 from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
+from flash_mask_cute.rules.share_walks import KeyBlockLine, plan_shares
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, Position, Tiles, tile_rows
 from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
@@ -82,6 +84,8 @@ from flash_mask_cute.sm90.warpgroups import (
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/measured_facts.md).
 L2_SHARE = 24 * 1024 * 1024
+# how work tiles are computed in pieces, and where these lie (`core/partials.py`)
+BY_ROWS, BY_SLOTS = "rows", "slots"
 
 
 class FlashAttentionForwardSm90:
@@ -105,6 +109,8 @@ class FlashAttentionForwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: CTAs to launch at most
     :param cta_pair: False
+    :param split: how work tiles are computed in pieces: "rows", as many of each as the launch says,
+        "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
     :raises NotImplementedError: for an option of other kernels that this one does not have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -134,6 +140,7 @@ class FlashAttentionForwardSm90:
         skip_blocks: bool = True,
         num_sms: int = 132,
         cta_pair: bool = False,
+        split: str | None = None,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         plan = FwdPlan(
@@ -178,6 +185,7 @@ class FlashAttentionForwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
+        self.split = split
 
     @cute.jit
     def __call__(
@@ -208,6 +216,7 @@ class FlashAttentionForwardSm90:
         part: tuple | None = None,
         mLSELow: cute.Tensor | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
+        mPartials: tuple | None = None,
     ):
         """Launch on `stream`.
 
@@ -225,6 +234,9 @@ class FlashAttentionForwardSm90:
         its `part`, a pair (`StoredArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what
         rounding takes from it. mQStart: `Lengths.q_start`; block lists are then given as bits only,
         as rows of a tile need not begin where blocks do.
+
+        mPartials: where pieces of work tiles go, the tensors and the number of `Partials`. By slots
+        all is written that `Combine` needs, by rows mO and mLSE are left to it.
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
@@ -239,10 +251,21 @@ class FlashAttentionForwardSm90:
                 blocks = part
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
+        partials = num_splits = None
+        check_given("mPartials", mPartials, self.split is not None)
+        if const_expr(mPartials is not None):
+            partials = Partials(*mPartials)
+            num_splits = partials.num_splits
+            check_given("merges", partials.merges, self.split == BY_SLOTS)
+            check_given("num_splits", num_splits, self.split == BY_ROWS)
         schedule = QuerySchedule.create(
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
-            group_bytes, self.num_sms, blocks,
+            group_bytes, self.num_sms, blocks, num_splits,
         )  # fmt: skip
+        grid = schedule.grid
+        if const_expr(self.split == BY_SLOTS):
+            # as many as there are shares
+            grid = Int32(partials.merges.shape[0])
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
@@ -259,8 +282,10 @@ class FlashAttentionForwardSm90:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         lse = LseTensors(mLSE, mLSELow)
-        self.kernel(operands, lse, lengths, score_args, masks, schedule, tile_counter).launch(
-            grid=(schedule.grid, 1, 1),
+        self.kernel(
+            operands, lse, lengths, score_args, masks, schedule, tile_counter, partials
+        ).launch(
+            grid=(grid, 1, 1),
             block=(plan.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -276,6 +301,7 @@ class FlashAttentionForwardSm90:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
+        partials: Partials | None,
     ):
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -288,9 +314,12 @@ class FlashAttentionForwardSm90:
         loads = 1
         # otherwise the end of the keys may cut a block, for which only a walk's first is ready
         uncut_first = self._has_cutters(masks)
+        fields = lengths.work_fields
+        if const_expr(self.split is not None):
+            fields = (*fields, *PIECE_FIELDS)
         ring, walk = planning_rings(
             storage, 1 + plan.num_painters, mma_warps, ascending=False, uncut_first=uncut_first,
-            fields=lengths.work_fields,
+            fields=fields,
         )  # fmt: skip
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
@@ -315,7 +344,8 @@ class FlashAttentionForwardSm90:
 
         painter = warp_idx - plan.first_painter
         if warp_idx < Role.MMA:
-            cute.arch.setmaxregister_decrease(plan.helper_registers)
+            if const_expr(plan.moves_registers):
+                cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
                 operand_loads = OperandLoads(
                     operands,
@@ -329,22 +359,42 @@ class FlashAttentionForwardSm90:
                 )
                 operand_loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.PLAN:
-                scheduler = TileScheduler(
-                    schedule.params,
-                    tile_counter,
-                    self.is_causal or self.is_local,
-                    lengths.cu_seqlens_q is not None,
-                )
-                rules = self._rules(masks, lengths)
-                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                self.plan_work(channels, lengths, masks, schedule, tile_counter, partials)
             elif const_expr(not plan.painter_warpgroup):
                 self.paint(painter, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
-            cute.arch.setmaxregister_increase(plan.mma_registers)
-            self.mma(operands, tiles, channels, lse, lengths, score_args, masks)
+            if const_expr(plan.moves_registers):
+                cute.arch.setmaxregister_increase(plan.mma_registers)
+            self.mma(operands, tiles, channels, lse, lengths, score_args, masks, partials)
         elif const_expr(plan.painter_warpgroup):
             cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
             self.paint(painter, tiles, channels, lengths, masks)
+
+    def plan_work(
+        self,
+        channels: Channels,
+        lengths: Lengths,
+        masks: MaskArgs,
+        schedule: QuerySchedule,
+        tile_counter: cute.Tensor | None,
+        partials: Partials | None,
+    ):
+        """Planning warp: choose work tiles, or pieces of them, and their walks."""
+        rules, params = self._rules(masks, lengths), schedule.params
+        if const_expr(self.split == BY_SLOTS):
+            line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
+            plan_shares(line, channels.ring, channels.walk, partials.merges)
+        else:
+            scheduler = TileScheduler(
+                params,
+                tile_counter,
+                self.is_causal or self.is_local,
+                lengths.cu_seqlens_q is not None,
+            )
+            num_splits = None if const_expr(partials is None) else partials.num_splits
+            plan_walks(
+                scheduler, rules, lengths, channels.ring, channels.walk, num_splits=num_splits
+            )
 
     def paint(
         self, painter: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
@@ -372,6 +422,7 @@ class FlashAttentionForwardSm90:
         lengths: Lengths,
         score_args: ScoreArgs,
         masks: MaskArgs,
+        partials: Partials | None,
     ):
         """MMA warpgroup: 64 query rows of every work tile."""
         plan, ring = self.plan, channels.ring
@@ -436,7 +487,7 @@ class FlashAttentionForwardSm90:
             if const_expr(plan.share_qo):
                 o_stage += channels.q.index(tile) * plan.num_mma_warpgroups
             sO = tiles.o[None, None, o_stage]
-            self._epilogue(operands, sO, blocks, lse, lengths, score_args.sink, work)
+            self._epilogue(operands, sO, blocks, lse, lengths, score_args.sink, work, partials)
             ring.release(tile)
             at = at.next_tile()
             if const_expr(plan.overlaps_tiles):
@@ -502,17 +553,21 @@ class FlashAttentionForwardSm90:
         lengths: Lengths,
         mSink: cute.Tensor | None,
         work: Work,
+        partials: Partials | None,
     ):
         """Scale the accumulator, store it (by way of sO) and the LSE of this warpgroup's rows."""
         plan, acc_O = self.plan, blocks.acc_O
         thread = thread_in_warpgroup()
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        is_packed = lengths.cu_seqlens_q is not None
         rows = tile_rows(plan, work, thread)
         q_idx = tuple(row // plan.packed_heads for row in rows)
         heads = tuple(work.head_idx * plan.packed_heads + row % plan.packed_heads for row in rows)
         sinks = None
         if const_expr(mSink is not None):
             sinks = tuple(mSink[head].to(Float32) for head in heads)
+            if const_expr(partials is not None):
+                adds = partials.is_first(work)
+                sinks = tuple(cutlass.select_(adds, sink, -Float32.inf) for sink in sinks)
         output = wgmma.rows_by_cols(acc_O)
         for r, (factor, row_lse, low) in enumerate(blocks.softmax.finalize(sinks)):
             if const_expr(lengths.seqused_q is not None):
@@ -526,10 +581,37 @@ class FlashAttentionForwardSm90:
                 # adding 0 makes the zeros of a row that saw nothing positive, however they came
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
+            is_told = (thread % 4 == 0) & (q_idx[r] < work.slot)
+            if const_expr(partials is not None):
+                if is_told & partials.is_piece(work):
+                    tile_row = rows[r] - work.block * plan.tile_m
+                    place = partials.row(work, is_packed, heads[r], q_idx[r], tile_row)
+                    partials.lse[place] = row_lse
+                is_told = is_told & (partials.is_piece(work) == Boolean(False))
             if const_expr(lse.lse is not None):  # noqa: SIM102 (decided while tracing)
-                if thread % 4 == 0 and q_idx[r] < work.slot:
+                if is_told:
                     lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
+        if const_expr(partials is None):
+            self._store_output(operands, sO, acc_O, lengths, work)
+        elif const_expr(not partials.by_slots):  # noqa: SIM114 (decided while tracing)
+            self._store_piece(output, lengths, work, partials)
+        elif partials.is_piece(work):
+            self._store_piece(output, lengths, work, partials)
+        else:
+            self._store_output(operands, sO, acc_O, lengths, work)
 
+    @cute.jit
+    def _store_output(
+        self,
+        operands: tma.Operands,
+        sO: cute.Tensor,
+        acc_O: cute.Tensor,
+        lengths: Lengths,
+        work: Work,
+    ):
+        """Store this warpgroup's rows of the output, by way of sO."""
+        plan = self.plan
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # the previous tile's store must have read the staging memory, and all warps their queries
         is_storing_warp = warp_idx % WARPS_PER_WARPGROUP == 0
         if is_storing_warp:
@@ -546,3 +628,30 @@ class FlashAttentionForwardSm90:
             dst, src = tma.tile_of(operands.o_atom, gO, first, (plan.row_tile, plan.tile_dv), sO)
             cute.copy(operands.o_atom, src, dst)
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _store_piece(self, output: cute.Tensor, lengths: Lengths, work: Work, partials: Partials):
+        """Store this thread's rows and columns of a piece, straight from registers."""
+        plan, thread = self.plan, thread_in_warpgroup()
+        is_packed = lengths.cu_seqlens_q is not None
+        rows = tile_rows(plan, work, thread)
+        for r, row in enumerate(rows):
+            q_idx, of_group = row // plan.packed_heads, row % plan.packed_heads
+            if q_idx < work.slot:
+                head_idx = work.head_idx * plan.packed_heads + of_group
+                tile_row = row - work.block * plan.tile_m
+                place = partials.row(work, is_packed, head_idx, q_idx, tile_row)
+                target = partials.o[(*place, None)]
+                for c in cutlass.range_constexpr(0, cute.size(output, mode=[1]), 2):
+                    column = wgmma.first_col_of(thread) + wgmma.col_offset(c)
+                    if const_expr(plan.tile_dv == plan.head_dim_v):  # noqa: SIM114 (while tracing)
+                        _store_pair(target, column, output[r, c], output[r, c + 1])
+                    elif column < plan.head_dim_v:
+                        _store_pair(target, column, output[r, c], output[r, c + 1])
+
+
+def _store_pair(target: cute.Tensor, column: Int32, first: Float32, second: Float32) -> None:
+    """Write two fp32 values to a row, from an even column on."""
+    values = cute.make_rmem_tensor((2,), Float32)
+    values[0], values[1] = first, second
+    cute.autovec_copy(values, cute.local_tile(target, (2,), (column // 2,)))

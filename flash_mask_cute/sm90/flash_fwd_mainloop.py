@@ -500,16 +500,21 @@ class KeyBlocks:
     @cute.jit
     def first_turn(self):
         """Begin the turns: a warpgroup issues its products after the one before it, in a circle."""
-        if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
-            self.pass_turn()
+        if const_expr(self.plan.takes_turns):  # noqa: SIM102 (decided while tracing)
+            if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
+                self.pass_turn()
 
     def wait_turn(self) -> None:
+        if not self.plan.takes_turns:
+            return
         cute.arch.barrier(
             barrier_id=Barrier.TURN + mma_warpgroup_idx(),
             number_of_threads=2 * THREADS_PER_WARPGROUP,
         )
 
     def pass_turn(self) -> None:
+        if not self.plan.takes_turns:
+            return
         warpgroup_idx = mma_warpgroup_idx()
         is_last = warpgroup_idx == self.plan.num_mma_warpgroups - 1
         following = cutlass.select_(is_last, Int32(0), warpgroup_idx + 1)

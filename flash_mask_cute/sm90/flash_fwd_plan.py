@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core.cta import (
+    MAX_REGISTERS,
     RING_STAGES,
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
@@ -33,8 +34,9 @@ SCALAR_REGISTERS = 28
 # What ptxas wants for a product besides its accumulator, of the registers of a launch: it holds
 # each instruction to these, whatever the warpgroup took later.
 PRODUCT_REGISTERS = 30
-# what MMA warpgroups may take, by their number; the more, the less is left for the others
-MMA_REGISTERS = {2: (216, 232), 3: (152, 160), 4: (112,)}
+# What MMA warpgroups may take, by their number; the more, the less is left for the others. One has
+# what it needs from the launch.
+MMA_REGISTERS = {1: (MAX_REGISTERS,), 2: (216, 232), 3: (152, 160), 4: (112,)}
 # the same beside a warpgroup of painters, and what that takes
 MMA_REGISTERS_BESIDE_PAINTERS = 208
 PAINTER_REGISTERS = 56
@@ -59,7 +61,8 @@ class FwdPlan:
     A second query stage, or an output of its own, lets the next tile's query arrive, and its first
     scores be computed, while this tile's output leaves. With `painter_warpgroup` a warpgroup of its
     own paints, instead of two warps: asking a mask_mod about every score of a block is much work.
-    cta_pair: what other kernels do, and this one does not.
+    cta_pair: what other kernels do, and this one does not. packed_heads: a power of two; of the
+    heads that share a tile, `group` are there, None: all.
     """
 
     dtype: type[cutlass.Numeric]
@@ -73,6 +76,22 @@ class FwdPlan:
     share_qo: bool = False
     painter_warpgroup: bool = False
     cta_pair: bool = False
+    group: int | None = None
+
+    @property
+    def heads_there(self) -> int:
+        """Query heads of a KV head that share a tile."""
+        return self.packed_heads if self.group is None else self.group
+
+    @property
+    def moves_registers(self) -> bool:
+        """Whether warpgroup 0 gives registers to the others: one of these has as many as it can."""
+        return self.num_mma_warpgroups > 1
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether MMA warpgroups issue their products one after the other."""
+        return self.num_mma_warpgroups > 1
 
     @property
     def tile_d(self) -> int:
@@ -255,8 +274,8 @@ class FwdPlan:
             return "cta_pair is not supported on Hopper"
         if self.painter_warpgroup and self.tile_m != 128:
             return f"a warpgroup of painters needs tile_m 128, got {self.tile_m}"
-        if self.tile_m not in (128, 192, 256):
-            return f"tile_m must be 128, 192 or 256, got {self.tile_m}"
+        if self.tile_m not in (64, 128, 192, 256):
+            return f"tile_m must be 64, 128, 192 or 256, got {self.tile_m}"
         max_n = COLUMNS.num_words * WORD
         if self.tile_n % 16 or not 16 <= self.tile_n <= max_n:
             return f"tile_n must be a multiple of 16 in 16..{max_n}, got {self.tile_n}"
