@@ -144,14 +144,14 @@ def flash_attn_func(
         refuse_keywords("flash_attn_func", unknown)
     check_num_splits(num_splits)
     if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = _scale_number(softmax_scale)
+        softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     call = Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
         mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
         deterministic, pack_gqa, config, q_start, None, num_splits,
     )  # fmt: skip
-    return _attend(q, k, v, learnable_sink, call, return_lse)
+    return attend(q, k, v, learnable_sink, call, return_lse)
 
 
 @overload
@@ -251,7 +251,7 @@ def flash_attn_varlen_func(
         refuse_keywords("flash_attn_varlen_func", unknown)
     check_num_splits(num_splits)
     if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = _scale_number(softmax_scale)
+        softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     call = Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
@@ -259,7 +259,7 @@ def flash_attn_varlen_func(
         block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa, config,
         q_start, page_table, num_splits,
     )  # fmt: skip
-    return _attend(q, k, v, learnable_sink, call, return_lse)
+    return attend(q, k, v, learnable_sink, call, return_lse)
 
 
 @overload
@@ -359,7 +359,7 @@ def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
 
 
-def _scale_number(softmax_scale: Any) -> Any:
+def scale_number(softmax_scale: Any) -> Any:
     """Read once, for the backward as well."""
     if (
         isinstance(softmax_scale, Tensor)
@@ -373,7 +373,7 @@ def _scale_number(softmax_scale: Any) -> Any:
     return number_of("softmax_scale", softmax_scale)
 
 
-def _attend(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_bool("return_lse", return_lse)

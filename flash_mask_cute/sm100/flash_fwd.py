@@ -178,8 +178,7 @@ class FlashAttentionForwardSm100:
         self.is_local = is_local
         self.mask_mod = mask_mod
         self.score_mod = score_mod
-        # of the score_mod, known while the kernel is traced
-        self.traits = ScoreModTraits()
+        self.traits = ScoreModTraits()  # of the score_mod, known while the kernel is traced
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
         self.skip_blocks = skip_blocks
