@@ -1,4 +1,7 @@
-"""A cache of keys and values as attention takes it: checked, and viewed."""
+"""A cache of keys and values as attention takes it: checked, and viewed.
+
+Dynamo cannot trace the checks. A compiled graph is checked by the operators that run in it.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,13 @@ class CacheView(NamedTuple):
 
 def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
     """Sequences of a call; what q is wrong in is told by the checks of attention."""
-    check_tensor("q", q)
+    if not torch.compiler.is_compiling():
+        check_tensor("q", q)
+        if cu_seqlens_q is not None:
+            check_tensor("cu_seqlens_q", cu_seqlens_q)
     assert isinstance(q, Tensor)
     if cu_seqlens_q is None:
         return q.shape[0] if q.dim() else 0
-    check_tensor("cu_seqlens_q", cu_seqlens_q)
     return max(cu_seqlens_q.numel() - 1, 0)
 
 
@@ -83,6 +88,8 @@ def seqlens_of(cache_seqlens: Any, cache: Cache) -> Tensor | None:
         return None
     batch, capacity, device = cache.batch, cache.capacity, cache.k.device
     if isinstance(cache_seqlens, Tensor):
+        if torch.compiler.is_compiling():
+            return cache_seqlens
         check_batch_vector("cache_seqlens", cache_seqlens, batch, device)
         values = cache_seqlens.tolist() if device.type == "cpu" else []
         for length in values:
@@ -107,6 +114,8 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
     Raises:
         TypeError, ValueError, NotImplementedError: naming argument and value.
     """
+    if torch.compiler.is_compiling():
+        return
     k, v = cache.k, cache.v
     for name, tensor in (("k_cache", k), ("v_cache", v)):
         check_tensor(name, tensor)
@@ -148,7 +157,7 @@ def check_contents(cache: Cache) -> None:
     Raises:
         ValueError: naming the value.
     """
-    if cache.k.device.type != "cpu":
+    if torch.compiler.is_compiling() or cache.k.device.type != "cpu":
         return
     entries, rows = cache.k.shape[:2]
     if cache.batch_idx is not None:
