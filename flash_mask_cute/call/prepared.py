@@ -101,12 +101,9 @@ class KernelForward:
         if store_bits is not None:
             asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
-        partials = counter = None
         merge = self._merge
-        if merge is not None:
-            partials = merge.new_partials(q)
-        if merge is None or merge.counts:
-            counter = tile_counter(q, index)
+        partials = None if merge is None else merge.new_partials(q)
+        counter = tile_counter(q, index) if merge is None or merge.counts else None
         for stored, part, found in NOT_STORED if store_bits is None else store_bits(q, asked):
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
@@ -118,7 +115,7 @@ class KernelForward:
             )  # fmt: skip
             # so that the next part has its memory
             stored = None
-        if merge is not None:
+        if merge is not None and partials is not None:
             merge(partials, out, lse)
         return result
 
