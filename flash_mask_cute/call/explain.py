@@ -42,9 +42,9 @@ class Explanation:
     visited as they are, visited and masked, and left out; `plot` counts the same of a mask. Where
     its documents are packed sequences they are tiles of the dense call, of which those between
     documents are skipped; `note` counts the tiles of the sequences. registers: per thread at
-    launch. splits: in how many pieces work tiles are computed, and the scratch memory of that, empty
-    if they are computed as a whole. copies: the tensors that each launch copies for the kernel, and why, empty if it copies
-    none; the CPU path takes them as they are.
+    launch. copies: the tensors that each launch copies for the kernel, and why, empty if it copies
+    none; the CPU path takes them as they are. splits: the pieces in which work tiles are computed,
+    and the scratch memory of that, empty if there are none.
     """
 
     where: str
