@@ -29,7 +29,7 @@ from flash_mask_cute.call.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.packed import holds_documents, start_that_counts
 from flash_mask_cute.call.validate import (
     check_gradient_settings,
-    check_unsupported,
+    check_num_splits,
     refuse_transforms,
     settle_order,
 )
@@ -142,14 +142,14 @@ def flash_attn_func(
     """
     if unknown:
         refuse_keywords("flash_attn_func", unknown)
-    check_unsupported(num_splits, None)
+    check_num_splits(num_splits)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = _scale_number(softmax_scale)
     left, right = window_sides(window_size)
     call = Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
         mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
-        deterministic, pack_gqa, config, q_start,
+        deterministic, pack_gqa, config, q_start, None, num_splits,
     )  # fmt: skip
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
@@ -238,16 +238,18 @@ def flash_attn_varlen_func(
 
     With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim), with
     cu_seqlens_k k and v are; a side without it is dense. seqused_* (int32, batch) count the rows in
-    use of each slot. lse of packed queries is (heads_q, total_q). Gradients are 0 in rows that are
-    not in use.
+    use of each slot. With page_table (int32, (batch, max_pages)) k and v are pools of pages (pages,
+    page_size, heads_kv, d): the keys of sequence b lie in pages page_table[b, 0], page_table[b, 1]
+    and so on, seqused_k of them. lse of packed queries is (heads_q, total_q). Gradients are 0 in
+    rows that are not in use.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; page_table is not
-            supported yet.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; there are no gradients by
+            pages.
     """
     if unknown:
         refuse_keywords("flash_attn_varlen_func", unknown)
-    check_unsupported(num_splits, page_table)
+    check_num_splits(num_splits)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = _scale_number(softmax_scale)
     left, right = window_sides(window_size)
@@ -255,7 +257,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, left, right, softcap, score_mod, mask_mod, aux_tensors,
         block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa, config,
-        q_start,
+        q_start, page_table, num_splits,
     )  # fmt: skip
     return _attend(q, k, v, learnable_sink, call, return_lse)
 
@@ -445,6 +447,7 @@ def _attend_eagerly(
         mask = ColumnMask(call.startend_row_indices, call.causal)
         call = call._replace(startend_row_indices=mask)
     if wants_aux or _needs_graph(q, k, v, sink):
+        call = _recorded(call)
         aux_tensors: Any = call.aux_tensors
         wanted = [aux_tensors[i] for i in wants_aux]
         out, lse = Attention.apply(q, k, v, sink, call, wants_aux, *wanted)
@@ -463,10 +466,27 @@ def _attend_by_operators(
         call.max_seqlen_k, call.score_mod, call.mask_mod, call.block_sparse_tensors_torch,
         start_that_counts(call.q_start),
     )  # fmt: skip
+    if _needs_graph(q, k, v, sink):
+        call = _recorded(call)
     packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
     arguments = to_operator(call, q.shape[0] if packs else None)
     out, lse, _ = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
     return out, lse
+
+
+def _recorded(call: Call) -> Call:
+    """The call where a graph is recorded.
+
+    Raises:
+        NotImplementedError: of pages, which have no gradients.
+    """
+    if call.page_table is not None:
+        raise NotImplementedError(
+            "there are no gradients by keys and values in pages, or of queries beside page_table: "
+            "use torch.no_grad(), or detach what requires grad"
+        )
+    # one pass has the bits of which a backward is the derivative
+    return call._replace(num_splits=1) if call.num_splits == 0 else call
 
 
 def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:

@@ -7,6 +7,8 @@ ADDRESS_MASK = 15
 # A window side as wide as this is open: no sequence is longer, and kernels add window sides to
 # positions in 32 bits.
 OPEN_WINDOW = 1 << 30
+# keys of a page
+MAX_PAGE_SIZE = 256
 # Positions of queries are smaller, so that they and window sides add up in 32 bits.
 MAX_POSITION = 1 << 29
 # keys of a bit tile, whatever the tile has

@@ -64,6 +64,8 @@ class Call(NamedTuple):
     pack_gqa: bool | None
     config: Any
     q_start: QStart = None
+    page_table: Tensor | None = None
+    num_splits: int = 1
 
     @property
     def configs(self) -> Configs:

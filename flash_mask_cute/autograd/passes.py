@@ -42,6 +42,8 @@ def run_forward(
         v,
         learnable_sink=sink,
         pack_gqa=call.pack_gqa,
+        num_splits=call.num_splits,
+        page_table=call.page_table,
         return_lse=return_lse,
         lse_low=lse_low,
         config=call.configs.forward,

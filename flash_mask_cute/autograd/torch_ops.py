@@ -56,7 +56,7 @@ _CALL_SCHEMA = (
     "SymInt? column_seqlen_q, "
     "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
     "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config, SymInt? q_start, "
-    "Tensor? q_starts"
+    "Tensor? q_starts, Tensor? page_table, int num_splits"
 )
 # what stands for `ANY` and for `END` there
 _ANY_SEQLEN = _END_POSITION = -1
@@ -100,6 +100,8 @@ class OperatorCall(NamedTuple):
     config: str | None = None
     q_start: int | None = None
     q_starts: Tensor | None = None
+    page_table: Tensor | None = None
+    num_splits: int = 1
 
 
 _AUX_POSITION = OperatorCall._fields.index("aux_tensors")
@@ -191,6 +193,8 @@ def to_operator(call: Call, batch: int | None = None) -> OperatorCall:
         deterministic=call.deterministic,
         pack_gqa=call.pack_gqa,
         config=_config_text(call.config),
+        page_table=call.page_table,
+        num_splits=call.num_splits,
         **_operator_start(call.q_start),
         **_operator_lists(call),
         **_operator_columns(call, batch),
@@ -312,6 +316,8 @@ def _from_operator(given: OperatorCall) -> Call:
         pack_gqa=x.pack_gqa,
         config=None if x.config is None else Configs.of(tuple(json.loads(x.config))),
         q_start=_start_of(x),
+        page_table=x.page_table,
+        num_splits=x.num_splits,
     )
 
 

@@ -169,7 +169,7 @@ class AttentionCall(NamedTuple):
     def has_lengths(self) -> bool:
         """Whether sequences differ in length, or may."""
         x, options = self.tensors, self.options
-        lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k
+        lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table
         return any(y is not None for y in (*lengths, options.max_seqlen_q, options.max_seqlen_k))
 
 

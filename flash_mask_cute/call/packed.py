@@ -73,7 +73,7 @@ def rows_follow(*tensors: Tensor | None) -> bool:
 def packs_documents(call: AttentionCall) -> bool:
     """Whether the documents of a call's mask are to be packed sequences."""
     x, masks, options = call.tensors, call.masks, call.options
-    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table
     others = (
         *lengths, options.max_seqlen_q, options.max_seqlen_k, masks.score_mod, masks.mask_mod,
         masks.block_sparse_tensors_torch, start_that_counts(options.q_start),

@@ -51,6 +51,7 @@ from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentStoring, Storing
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.checks import brief
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.target import Target
 
@@ -219,10 +220,18 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
         return replace(chosen, packed=plan(packed, target))
     if chosen.backend is Backend.CPU:
         return chosen
+    _refuse_pages(call)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
     return _with_mask_bits(chosen, choose, call)
+
+
+def _refuse_pages(call: AttentionCall) -> None:
+    """Kernels have no pages yet."""
+    if call.tensors.page_table is not None:
+        table = brief(call.tensors.page_table)
+        raise NotImplementedError(f"page_table is not supported by kernels yet, got {table}")
 
 
 _FoldedWindow: TypeAlias = tuple[bool, int | None, int | None]

@@ -19,6 +19,7 @@ from flash_mask_cute.call.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.masks import MaskArguments
 from flash_mask_cute.call.plan import ExecutionPlan
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
+from flash_mask_cute.cpu.paged import gather_pages
 from flash_mask_cute.cpu.tiles import NEG_INF
 from flash_mask_cute.mask_prep.mask_bits import NOT_STORED, Asked, StoreBits
 
@@ -167,10 +168,13 @@ class CpuForward:
         if x.lse_low is not None:
             x.lse_low.zero_()
         tile_m, tile_n = plan.walk_tile
+        k, v = x.k, x.v
+        if x.page_table is not None:
+            k, v = (gather_pages(pool, x.page_table) for pool in (k, v))
         flash_attn_fwd_cpu(
             x.q,
-            x.k,
-            x.v,
+            k,
+            v,
             softmax_scale=plan.softmax_scale,
             window_left=plan.window_left,
             window_right=0 if plan.problem.is_causal else plan.window_right,
