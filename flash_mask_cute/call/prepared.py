@@ -75,7 +75,7 @@ class KernelForward:
     ) -> tuple[Tensor, Tensor | None]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            _, _, _, _, _, _, _, _, q_starts,
+            _, _, _, _, _, _, _, page_table, q_starts,
         ) = tensors  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -110,7 +110,7 @@ class KernelForward:
                 cu_seqlens_q = cu_seqlens_k = found
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                None, self._window_left, self._window_right, sink, lists, aux_tensors,
+                page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
                 self._softcap, counter, columns, block_size, bits, stored, part, lse_low,
                 q_starts if self._q_start == EACH else self._q_start, partials,
             )  # fmt: skip

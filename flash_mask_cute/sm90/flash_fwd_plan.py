@@ -62,7 +62,8 @@ class FwdPlan:
     scores be computed, while this tile's output leaves. With `painter_warpgroup` a warpgroup of its
     own paints, instead of two warps: asking a mask_mod about every score of a block is much work.
     cta_pair: what other kernels do, and this one does not. packed_heads: a power of two; of the
-    heads that share a tile, `group` are there, None: all.
+    heads that share a tile, `group` are there, None: all. page_box: of keys and values in pages,
+    keys that a page has together, None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -77,6 +78,7 @@ class FwdPlan:
     painter_warpgroup: bool = False
     cta_pair: bool = False
     group: int | None = None
+    page_box: int | None = None
 
     @property
     def heads_there(self) -> int:
@@ -207,11 +209,16 @@ class FwdPlan:
 
     @property
     def box_k(self) -> tuple[int, int]:
-        return self.tile_n, self.tile_d
+        return self.keys_of_box, self.tile_d
 
     @property
     def box_v(self) -> tuple[tuple[int, int], int]:
-        return (1, self.tile_n), self.tile_dv
+        return (1, self.keys_of_box), self.tile_dv
+
+    @property
+    def keys_of_box(self) -> int:
+        """Keys that TMA brings at a time."""
+        return self.tile_n if self.page_box is None else self.page_box
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
@@ -281,6 +288,11 @@ class FwdPlan:
             return f"tile_n must be a multiple of 16 in 16..{max_n}, got {self.tile_n}"
         if ROWS_PER_WARPGROUP % self.packed_heads:
             return f"pack_gqa needs a group of heads that divides 64, got {self.packed_heads}"
+        if self.page_box is not None and (self.page_box % 8 or self.tile_n % self.page_box):
+            return (
+                f"page_box must be a multiple of 8 that divides tile_n={self.tile_n}, got "
+                f"{self.page_box}"
+            )
         if self.share_qo and (self.tile_dv > self.tile_d):
             return "share_qo needs head_dim_v <= head_dim"
         if self.share_qo and self.stages_q > 1 and self.tile_dv != self.tile_d:
