@@ -48,9 +48,7 @@ def paged(inputs: Inputs, page_size: int, layout: str = "NHD", seed: int = 0) ->
     moved = [x.to(to) if layout == "NHD" else _moved(x, to) for x in pools]
     # the oracle reads what lies in rows
     oracle = replace(inputs, plain_keywords=inputs.plain_keywords | {"seqused_k": used.to(to)})
-    result = replace(
-        inputs, k=moved[0], v=moved[1], plain_keywords=inputs.plain_keywords | more
-    )
+    result = replace(inputs, k=moved[0], v=moved[1], plain_keywords=inputs.plain_keywords | more)
     result.__dict__["reference"] = oracle.reference
     result.__dict__["eager"] = oracle.eager
     return result

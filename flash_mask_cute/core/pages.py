@@ -20,17 +20,26 @@ class PageRow(NamedTuple):
     in_use: Int32
 
 
+# the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
+# swizzled in groups of so many
+LEAST_BOX = 8
+
+
 class Pages(NamedTuple):
-    """table (batch, max_pages) int32; page_size: rows of a page; num_pages: of the pool."""
+    """table (batch, max_pages) int32; page_size: rows of a page; num_pages: of the pool. k, v: the
+    pools (num_pages, page_size, heads, d), where rows are copied one by one."""
 
     table: cute.Tensor
     page_size: Int32
     num_pages: Int32
+    k: cute.Tensor | None = None
+    v: cute.Tensor | None = None
 
     @staticmethod
-    def of(table: cute.Tensor, pool: cute.Tensor) -> "Pages":
-        """pool: (num_pages, page_size, ...)."""
-        return Pages(table, Int32(pool.shape[1]), Int32(pool.shape[0]))
+    def of(table: cute.Tensor, k: cute.Tensor, v: cute.Tensor, by_rows: bool) -> "Pages":
+        """k, v: the pools. by_rows: rows are copied one by one."""
+        pools = (k, v) if by_rows else ()
+        return Pages(table, Int32(k.shape[1]), Int32(k.shape[0]), *pools)
 
     def number(self, batch_idx: Int32, key: Int32) -> Int32:
         """The page of a key of a sequence, which has one at least."""

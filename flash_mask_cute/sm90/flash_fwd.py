@@ -59,7 +59,7 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
-from flash_mask_cute.core.pages import Pages
+from flash_mask_cute.core.pages import LEAST_BOX, Pages
 from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
@@ -251,7 +251,7 @@ class FlashAttentionForwardSm90:
         check_given("mPageTable", mPageTable, plan.page_box is not None)
         pages = None
         if const_expr(mPageTable is not None):
-            pages = Pages.of(mPageTable, mK)
+            pages = Pages.of(mPageTable, mK, mV, by_rows=plan.page_box % LEAST_BOX != 0)
             lengths = lengths._replace(seqlen_k=mPageTable.shape[1] * pages.page_size)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
         stored = blocks = group_bytes = None
@@ -318,7 +318,7 @@ class FlashAttentionForwardSm90:
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
-            for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
+            for atom in operands.atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
         mma_warps = plan.num_mma_warps

@@ -37,6 +37,10 @@ PAGE_CASES = (
     PageCase(_D128, 64, "packed"),
     PageCase(_D128, 8, "HND", 1),
     PageCase(_D128, 24),
+    PageCase(_DECODE, 1),
+    PageCase(_D128, 4, "HND"),
+    PageCase(_D128, 17, "packed", 3),
+    PageCase(_PREFILL, 2, "HND", 1),
     PageCase(_PREFILL, 32, num_splits=1),
     PageCase(_PREFILL, 128, "HND", 2),
 )
