@@ -17,6 +17,7 @@ from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.packed import call_by_documents
 from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
 from flash_mask_cute.call.prepare import compiled_fwd
+from flash_mask_cute.call.splits import BY_SLOTS
 from flash_mask_cute.call.tile_classes import (
     ColumnVerdicts,
     ListVerdicts,
@@ -42,7 +43,8 @@ class Explanation:
     its documents are packed sequences they are tiles of the dense call, of which those between
     documents are skipped; `note` counts the tiles of the sequences. registers: per thread at
     launch. copies: the tensors that each launch copies for the kernel, and why, empty if it copies
-    none; the CPU path takes them as they are.
+    none; the CPU path takes them as they are. splits: the pieces in which work tiles are computed,
+    and the scratch memory of that, empty if there are none.
     """
 
     where: str
@@ -62,6 +64,7 @@ class Explanation:
     spill_bytes: int | None
     note: str
     copies: str = ""
+    splits: str = ""
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -76,6 +79,7 @@ class Explanation:
             + (", output in the query's place" if tiles.share_qo else ""),
             "because": self.reason,
             "packed heads": "none" if self.packed_heads == 1 else str(self.packed_heads),
+            "splits": self.splits or "none: one pass",
             "masks": self.masks or "causal and window at most",
             "grid": _known(self.grid, "CTAs"),
             "work tiles": _known(self.work_tiles),
@@ -145,6 +149,7 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
         copies=describe_copies(**run.conversions),
+        splits="" if run.splits is None else run.splits.describe(),
     )
 
 
@@ -202,6 +207,10 @@ def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
     if run.shapes.is_empty:
         return 0
     ctas = run.fwd_choice.tiles.ctas_per_tile
+    if run.splits is not None and run.splits.kind == BY_SLOTS:
+        return run.splits.number
+    if run.splits is not None and work_tiles is not None:
+        work_tiles *= run.splits.number
     most = run.target.num_sms // ctas
     if run.problem.varlen_q:
         return most * ctas

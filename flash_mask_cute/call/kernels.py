@@ -30,7 +30,7 @@ def compile_fwd(
     """The compiled kernel, from the cache or built now. mods: the callables of problem's keys.
 
     `function` takes, by position: q, k, v, out, lse, softmax_scale, cu_seqlens_q, cu_seqlens_k,
-    seqused_q, seqused_k, None, window_left, window_right, learnable_sink, block lists (four
+    seqused_q, seqused_k, page_table, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k), stored
     bits, what part of the call these are of (a pair), lse_low, q_start (a tensor, or a number, of
@@ -85,6 +85,7 @@ def build_fwd(
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         split=problem.split,
+        page_box=problem.page_box,
         **asdict(tiles),
     )
     smem_bytes = kernel.plan.smem_bytes
@@ -153,7 +154,7 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         cutlass.Float32(1.0),
         fake_tensors.stream(),
         *lengths(problem),
-        None,
+        None if problem.page_box is None else strided(2),
         *fake_tensors.window(problem),
         fake_tensors.vector(problem.sink_dtype),
         lists,

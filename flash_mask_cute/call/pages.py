@@ -6,6 +6,8 @@ that are in use are checked by value.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from flash_mask_cute.limits import MAX_PAGE_SIZE
@@ -17,6 +19,12 @@ def paged_shape(k: torch.Tensor, page_table: torch.Tensor) -> tuple[int, ...]:
     batch, max_pages = page_table.shape
     _, page_size, heads, dim = k.shape
     return batch, max_pages * page_size, heads, dim
+
+
+def page_box_of(page_size: int, tile_n: int) -> int:
+    """Keys that kernels with so many keys a tile read at a time of such pages: as many as lie side
+    by side in each page wherever a tile begins."""
+    return math.gcd(page_size, tile_n)
 
 
 def check_page_table(k: torch.Tensor, page_table: object) -> None:

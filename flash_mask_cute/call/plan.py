@@ -37,6 +37,7 @@ from flash_mask_cute.call.packed import (
     can_pack,
     packs_documents,
 )
+from flash_mask_cute.call.pages import page_box_of
 from flash_mask_cute.call.problem import (
     END,
     AttentionProblem,
@@ -51,7 +52,6 @@ from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentStoring, Storing
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
-from flash_mask_cute.runtime.checks import brief
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.target import Target
 
@@ -220,18 +220,10 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
         return replace(chosen, packed=plan(packed, target))
     if chosen.backend is Backend.CPU:
         return chosen
-    _refuse_pages(call)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
     return _with_mask_bits(chosen, choose, call)
-
-
-def _refuse_pages(call: AttentionCall) -> None:
-    """Kernels have no pages yet."""
-    if call.tensors.page_table is not None:
-        table = brief(call.tensors.page_table)
-        raise NotImplementedError(f"page_table is not supported by kernels yet, got {table}")
 
 
 _FoldedWindow: TypeAlias = tuple[bool, int | None, int | None]
@@ -343,7 +335,8 @@ def _choose_tiles(
     gradients = sink = None
     if call.direction is Direction.FORWARD:
         problem = _with_split(call, problem, shapes, masks, window, target)
-        choose = _fwd_chooser(call, shapes, masks, window, target, problem.split is not None)
+        decodes = problem.split is not None or call.tensors.page_table is not None
+        choose = _fwd_chooser(call, shapes, masks, window, target, decodes)
         sink = call.tensors.learnable_sink
     else:
         seqlens = shapes.seqlen_q, shapes.seqlen_k
@@ -371,6 +364,9 @@ def _choose_tiles(
         conversions={"learnable_sink": sink_conversion(sink)},
     )
     chosen = chosen.with_choice(choice)
+    if call.tensors.page_table is not None:
+        box = page_box_of(call.tensors.k.shape[1], chosen.fwd_choice.tiles.tile_n)
+        chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
     if problem.split is not None:
         number = target.num_sms if problem.split == BY_SLOTS else call.options.num_splits
         tile_m = chosen.fwd_choice.tiles.tile_m
@@ -429,9 +425,9 @@ def _fwd_chooser(
     masks: ResolvedMasks,
     window: _FoldedWindow,
     target: Target,
-    is_split: bool,
+    decodes: bool,
 ) -> Choose:
-    rows = decode_rows(shapes, _may_pack(call, shapes, masks, target)) if is_split else None
+    rows = decode_rows(shapes, _may_pack(call, shapes, masks, target)) if decodes else None
     return partial(
         select_fwd_config,
         shapes=shapes,
@@ -484,7 +480,7 @@ def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) 
 
     A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
-    if chosen.splits is not None:
+    if chosen.splits is not None or chosen.problem.page_box is not None:
         # each block of few queries is painted while keys come from memory
         return chosen
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):

@@ -75,7 +75,7 @@ class KernelForward:
     ) -> tuple[Tensor, Tensor | None]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            _, _, _, _, _, _, _, _, q_starts,
+            _, _, _, _, _, _, _, page_table, q_starts,
         ) = tensors  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -102,24 +102,21 @@ class KernelForward:
         if store_bits is not None:
             asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
-        partials = counter = None
         merge = self._merge
-        if merge is not None:
-            partials = merge.new_partials(q)
-        if merge is None or merge.counts:
-            counter = tile_counter(q, index)
+        partials = None if merge is None else merge.new_partials(q)
+        counter = tile_counter(q, index) if merge is None or merge.counts else None
         for stored, part, found in NOT_STORED if store_bits is None else store_bits(q, asked):
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                None, self._window_left, self._window_right, sink, lists, aux_tensors,
+                page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
                 self._softcap, counter, columns, block_size, bits, stored, part, lse_low,
                 q_starts if self._q_start == EACH else self._q_start, partials,
             )  # fmt: skip
             # so that the next part has its memory
             stored = None
-        if merge is not None:
+        if merge is not None and partials is not None:
             merge(partials, out, lse)
         return result
 

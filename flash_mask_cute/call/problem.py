@@ -65,7 +65,8 @@ class AttentionProblem:
     may_empty_rows, that masks may leave queries which see nothing: only backwards differ by these.
     q_start: whether the position of the first query is given, "number" for all sequences or "each"
     of them.
-    split: how a forward computes work tiles in pieces (`splits.py`), None: it does not.
+    split: how a forward computes work tiles in pieces (`splits.py`), None: it does not. page_box:
+    of keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
 
     The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
     as bits only.
@@ -101,6 +102,7 @@ class AttentionProblem:
     may_empty_rows: bool = False
     q_start: str | None = None
     split: str | None = None
+    page_box: int | None = None
 
     @property
     def is_local(self) -> bool:

@@ -54,6 +54,13 @@ class Splits(NamedTuple):
     def num_bytes(self) -> int:
         return 4 * (math.prod(self.out_shape) + math.prod(self.lse_shape))
 
+    def describe(self) -> str:
+        """In words."""
+        scratch = f"{self.num_bytes} bytes of scratch, and a launch that merges"
+        if self.kind == BY_SLOTS:
+            return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
+        return f"{self.number} of each work tile; {scratch}"
+
 
 def decode_rows(shapes: FwdShapes, may_pack: bool) -> int:
     """Rows of a sequence that share keys: all heads of a group, where they can share a tile."""
@@ -83,6 +90,10 @@ def choose_split(
     rows = decode_rows(shapes, may_pack)
     heads = shapes.heads_kv if may_pack else shapes.heads_q
     is_decoding = rows <= DECODE_ROWS
-    tiles = math.ceil(rows / (DECODE_ROWS if is_decoding else _ROWS)) * heads * shapes.batch
+    tile_m, group = (DECODE_ROWS if is_decoding else _ROWS), rows // max(shapes.seqlen_q, 1)
+    tiles = math.ceil(rows / tile_m) * shapes.batch
+    if problem.varlen_q:
+        tiles = min(tiles, shapes.total_q * group // tile_m + shapes.batch)
+    tiles *= heads
     most = num_sms * _MANY_WAVES if is_decoding else num_sms
     return BY_SLOTS if tiles < most else None

@@ -108,7 +108,8 @@ class FwdPlan:
 
     stages_kv, stages_q: key blocks and query tiles in flight. share_qo: what other kernels do, and
     this one does not. cta_pair: two CTAs with neighbouring tiles of queries walk over the keys
-    together, and each loads half of every block.
+    together, and each loads half of every block. page_box: of keys and values in pages, keys that a
+    page has together, None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -121,6 +122,7 @@ class FwdPlan:
     stages_q: int = 1
     share_qo: bool = False
     cta_pair: bool = False
+    page_box: int | None = None
 
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = HALVES

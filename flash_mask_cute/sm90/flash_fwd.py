@@ -59,6 +59,7 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.pages import LEAST_BOX, Pages
 from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
@@ -111,6 +112,8 @@ class FlashAttentionForwardSm90:
     :param cta_pair: False
     :param split: how work tiles are computed in pieces: "rows", as many of each as the launch says,
         "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
+    :param page_box: keys lie in pages, in each so many side by side; a divisor of tile_n and of the
+        page size of every launch
     :raises NotImplementedError: for an option of other kernels that this one does not have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -141,6 +144,7 @@ class FlashAttentionForwardSm90:
         num_sms: int = 132,
         cta_pair: bool = False,
         split: str | None = None,
+        page_box: int | None = None,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         plan = FwdPlan(
@@ -154,6 +158,7 @@ class FlashAttentionForwardSm90:
             stages_q,
             share_qo,
             cta_pair=cta_pair,
+            page_box=page_box,
         )
         if mask_mod is not None and num_threads != plan.num_threads:
             # if there are registers for it
@@ -235,13 +240,19 @@ class FlashAttentionForwardSm90:
         rounding takes from it. mQStart: `Lengths.q_start`; block lists are then given as bits only,
         as rows of a tile need not begin where blocks do.
 
+        mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
+        head_dim), in whose pages keys lie (`core/pages.py`).
+
         mPartials: where pieces of work tiles go, the tensors and the number of `Partials`. By slots
         all is written that `Combine` needs, by rows mO and mLSE are left to it.
         """
-        if const_expr(mPageTable is not None):
-            raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
         plan = self.plan
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        check_given("mPageTable", mPageTable, plan.page_box is not None)
+        pages = None
+        if const_expr(mPageTable is not None):
+            pages = Pages.of(mPageTable, mK, mV, by_rows=plan.page_box % LEAST_BOX != 0)
+            lengths = lengths._replace(seqlen_k=mPageTable.shape[1] * pages.page_size)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
         stored = blocks = group_bytes = None
         check_given("part", part, stored_bits is not None)
@@ -283,7 +294,7 @@ class FlashAttentionForwardSm90:
             check_given("mLSELow", mLSELow, False)
         lse = LseTensors(mLSE, mLSELow)
         self.kernel(
-            operands, lse, lengths, score_args, masks, schedule, tile_counter, partials
+            operands, lse, lengths, score_args, masks, schedule, tile_counter, partials, pages
         ).launch(
             grid=(grid, 1, 1),
             block=(plan.num_threads, 1, 1),
@@ -302,11 +313,12 @@ class FlashAttentionForwardSm90:
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
         partials: Partials | None,
+        pages: Pages | None,
     ):
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
-            for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
+            for atom in operands.atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
         mma_warps = plan.num_mma_warps
@@ -356,6 +368,7 @@ class FlashAttentionForwardSm90:
                     schedule.heads_per_kv,
                     plan,
                     tiles.words,
+                    pages=pages,
                 )
                 operand_loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.PLAN:

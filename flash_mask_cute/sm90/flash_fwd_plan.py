@@ -24,6 +24,7 @@ from flash_mask_cute.core.cta import (
     registers_left,
 )
 from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
+from flash_mask_cute.core.pages import LEAST_BOX
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
@@ -62,7 +63,8 @@ class FwdPlan:
     scores be computed, while this tile's output leaves. With `painter_warpgroup` a warpgroup of its
     own paints, instead of two warps: asking a mask_mod about every score of a block is much work.
     cta_pair: what other kernels do, and this one does not. packed_heads: a power of two; of the
-    heads that share a tile, `group` are there, None: all.
+    heads that share a tile, `group` are there, None: all. page_box: of keys and values in pages,
+    keys that a page has together, None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -77,6 +79,7 @@ class FwdPlan:
     painter_warpgroup: bool = False
     cta_pair: bool = False
     group: int | None = None
+    page_box: int | None = None
 
     @property
     def heads_there(self) -> int:
@@ -207,11 +210,16 @@ class FwdPlan:
 
     @property
     def box_k(self) -> tuple[int, int]:
-        return self.tile_n, self.tile_d
+        return self.keys_of_box, self.tile_d
 
     @property
     def box_v(self) -> tuple[tuple[int, int], int]:
-        return (1, self.tile_n), self.tile_dv
+        return (1, self.keys_of_box), self.tile_dv
+
+    @property
+    def keys_of_box(self) -> int:
+        """Keys that TMA brings at a time."""
+        return self.tile_n if self.page_box is None else self.page_box
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
@@ -281,6 +289,16 @@ class FwdPlan:
             return f"tile_n must be a multiple of 16 in 16..{max_n}, got {self.tile_n}"
         if ROWS_PER_WARPGROUP % self.packed_heads:
             return f"pack_gqa needs a group of heads that divides 64, got {self.packed_heads}"
+        if self.page_box is not None and self.tile_n % self.page_box:
+            return f"page_box must divide tile_n={self.tile_n}, got {self.page_box}"
+        if self.page_box is not None and self.page_box % LEAST_BOX:
+            if (self.tile_d, self.tile_dv) != (self.head_dim, self.head_dim_v):
+                return (
+                    f"pages of a size that {LEAST_BOX} does not divide need head dimensions that "
+                    f"are multiples of 16, got {self.head_dim} and {self.head_dim_v}"
+                )
+            if self.stages_kv < 2:
+                return "pages of such a size need two stages"
         if self.share_qo and (self.tile_dv > self.tile_d):
             return "share_qo needs head_dim_v <= head_dim"
         if self.share_qo and self.stages_q > 1 and self.tile_dv != self.tile_d:
