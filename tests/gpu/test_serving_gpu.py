@@ -1,4 +1,4 @@
-"""A cache of keys and values on a GPU: right, the same under every graph replay, without waiting."""
+"""A cache of keys and values on a GPU: right, the same in every replay, without waiting."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Decoding:
         )
         self.seqlens = torch.zeros(batch, dtype=INT, device=CUDA)
         self.capacity = pages * page_size
-        self.mask = builders.sink_window(self.capacity, 70, 4, device=CUDA)
+        self.mask = builders.sink_window(self.capacity, 4, 70, device=CUDA)
 
     def step(self) -> Tensor:
         out = flash_attn_with_kvcache(
