@@ -17,6 +17,7 @@ from flash_mask_cute.call.tables import (
     describe_conditions,
     rows_for,
 )
+from flash_mask_cute.limits import padded_group
 from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import H200_SMS
 
@@ -188,8 +189,7 @@ def select_fwd_config(
     Raises:
         ValueError: the override asks for what cannot run.
         NotImplementedError: no kernel of the architecture has these head dimensions; or pack_gqa is
-            True for a group of heads that does not divide `packed_rows`, or that `unpackable` keeps
-            apart.
+            True for a group of more heads than `packed_rows`, or that `unpackable` keeps apart.
     """
     kernel = spec.forward
     if kernel.exact_dims:
@@ -204,12 +204,14 @@ def select_fwd_config(
         decode_rows,
         problem.functions_under_causal,
         None if problem.reads_bits else block_size,
-        may_pair=override is None or override.cta_pair is not False,
+        may_pair=decode_rows is None and (override is None or override.cta_pair is not False),
     )
     row = next(rows_for(kernel.rows, call))
     tiles, smem_bytes, reason = _fit(kernel, row, problem.head_dim, problem.head_dim_v, override)
     group = shapes.heads_q // shapes.heads_kv
-    packed = _choose_packing(kernel.packed_rows, group, shapes.seqlen_q, pack_gqa, unpackable)
+    packed = _choose_packing(
+        kernel.packed_rows, group, shapes.seqlen_q, pack_gqa, unpackable, decode_rows is not None
+    )
     if packed > 1:
         cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < {SHORT_QUERY}"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
@@ -227,22 +229,26 @@ def _check_exact_dims(spec: ArchSpec, head_dim: int, head_dim_v: int) -> None:
 
 
 def _choose_packing(
-    rows: int, group: int, seqlen_q: int, pack_gqa: bool | None, unpackable: str | None
+    rows: int,
+    group: int,
+    seqlen_q: int,
+    pack_gqa: bool | None,
+    unpackable: str | None,
+    decodes: bool,
 ) -> int:
-    can_pack = rows % group == 0
-    if pack_gqa and not can_pack:
+    if pack_gqa and group > rows:
         raise NotImplementedError(
-            f"pack_gqa=True needs a group of query heads per KV head that divides {rows}, got "
-            f"{group}"
+            f"pack_gqa=True needs a group of at most {rows} query heads per KV head, got {group}"
         )
     if pack_gqa and group > 1 and unpackable is not None:
         raise NotImplementedError(
             f"pack_gqa=True is not supported together with {unpackable}; leave pack_gqa at None or "
             "False"
         )
-    can_pack = can_pack and unpackable is None
     if pack_gqa is None:
-        pack_gqa = can_pack and seqlen_q < SHORT_QUERY
+        # rows without a head waste products, which is worth it where memory is waited for
+        can_pack = group <= rows and (decodes or padded_group(group) == group)
+        pack_gqa = can_pack and unpackable is None and seqlen_q < SHORT_QUERY
     return group if pack_gqa else 1
 
 

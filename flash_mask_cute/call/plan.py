@@ -400,8 +400,7 @@ def _with_split(
 
 def _may_pack(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target) -> bool:
     """Whether query heads of a group can share a tile."""
-    rows = arch_spec(target).forward.packed_rows
-    can_pack = rows % (shapes.heads_q // shapes.heads_kv) == 0
+    can_pack = shapes.heads_q // shapes.heads_kv <= arch_spec(target).forward.packed_rows
     return (
         can_pack and _unpackable(call, shapes, masks) is None and call.options.pack_gqa is not False
     )

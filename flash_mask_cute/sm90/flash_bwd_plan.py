@@ -138,7 +138,7 @@ class BwdPlan:
     has_reference: bool = False
 
     # heads of a group pass by one after the other
-    packed_heads = 1
+    packed_heads = group_size = 1
 
     @property
     def shares_keys(self) -> bool:
