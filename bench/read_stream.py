@@ -1,15 +1,11 @@
 """A kernel that only reads: the ceiling of what waits for memory. Needs Triton."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def read_words(words: Any, sums: Any, steps: Any, BLOCK: tl.constexpr) -> None:
+def read_words(words, sums, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sums `steps` blocks of int32 a program, one after the other."""
     base = tl.program_id(0).to(tl.int64) * steps * BLOCK
     total = tl.zeros((BLOCK,), tl.int32)

@@ -17,3 +17,9 @@ MAX_COLUMNS = 128
 MAX_PACKED_SEQLEN = 1 << 26
 # rows of a packed tensor: cu_seqlens are int32
 MAX_PACKED_ROWS = 1 << 31
+
+
+def padded_group(heads: int) -> int:
+    """Rows of a position in a tile that so many query heads share: a power of two, so that tiles
+    have whole positions."""
+    return 1 << (heads - 1).bit_length()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.plan import ExecutionPlan
 from flash_mask_cute.call.splits import BY_SLOTS
+from flash_mask_cute.limits import padded_group
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
@@ -83,7 +84,7 @@ class MergedForward:
             tiles = plan.fwd_choice.tiles
             by_slots = {
                 "tile_m": tiles.tile_m,
-                "packed_heads": problem.packed_heads,
+                "packed_heads": padded_group(problem.packed_heads),
                 "group": problem.packed_heads,
             }
         facts = CombineFacts(

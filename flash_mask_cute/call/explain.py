@@ -26,6 +26,7 @@ from flash_mask_cute.call.tile_classes import (
     judge_row,
 )
 from flash_mask_cute.cpu.tiles import start_of
+from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mask_prep.mask_bits import DocumentStoring
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -227,7 +228,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
         is_local=problem.is_local,
         window_size_left=run.window_left,
         window_size_right=run.window_right,
-        qhead_per_kvhead_packgqa=problem.packed_heads,
+        qhead_per_kvhead_packgqa=padded_group(problem.packed_heads),
     )
     verdicts: list[Verdicts] = []
     if masks.column_mask is not None:
@@ -253,7 +254,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
         used = replace(used, q_start=start_of(start, batch_idx, used))
-        m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.walk_m)
+        m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.walk_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
         for m_block in range(m_blocks):

@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple
 
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.limits import padded_group
 
 BY_ROWS, BY_SLOTS = "rows", "slots"
 MOST_SPLITS = 256
@@ -64,7 +65,7 @@ class Splits(NamedTuple):
 
 def decode_rows(shapes: FwdShapes, may_pack: bool) -> int:
     """Rows of a sequence that share keys: all heads of a group, where they can share a tile."""
-    return shapes.seqlen_q * (shapes.heads_q // shapes.heads_kv if may_pack else 1)
+    return shapes.seqlen_q * (padded_group(shapes.heads_q // shapes.heads_kv) if may_pack else 1)
 
 
 def choose_split(

@@ -26,7 +26,8 @@ STEPS_IN_FLIGHT = 1
 class LoadShape(Protocol):
     """What a plan says about loads.
 
-    row_tile: the (packed heads, positions) of a box of query rows. q_fills, q_boxes: fills of the
+    row_tile: the (packed heads, positions) of a box of query rows. group_size: how many of the rows
+    of a position are heads. q_fills, q_boxes: fills of the
     query channel for a work tile, and boxes of a fill. box_k (keys, d) and box_v ((1, keys), d_v):
     what this CTA fetches of a key and of a value block, all or its part. bytes_q, bytes_k, bytes_v:
     of a fill, by this CTA. overlaps_tiles: the next tile's query may be fetched before this tile's
@@ -38,6 +39,7 @@ class LoadShape(Protocol):
     tile_d: int
     tile_dv: int
     packed_heads: int
+    group_size: int
     row_tile: tuple[int, int]
     box_k: tuple[int, int]
     box_v: tuple[tuple[int, int], int]
@@ -364,7 +366,7 @@ class OperandLoads:
             for box in cutlass.range_constexpr(shape.q_boxes):
                 tile_row = work.block * shape.tile_m + (fill * shape.q_boxes + box) * rows_of_box
                 first = (
-                    work.head_idx * shape.packed_heads,
+                    work.head_idx * shape.group_size,
                     work.offset_q + tile_row // shape.packed_heads,
                 )
                 src, dst = tma.tile_of(

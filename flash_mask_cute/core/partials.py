@@ -13,6 +13,8 @@ from flash_mask_cute.core.work_ring import Work
 
 # words of a `Merge` in memory
 MERGE_WORDS = 8
+# how work tiles are computed in pieces, and where these lie
+BY_ROWS, BY_SLOTS = "rows", "slots"
 # `Work.place` of a work tile that is computed as a whole
 WHOLE = -1
 
@@ -62,6 +64,23 @@ class Partials(NamedTuple):
     merges: cute.Tensor | None
     num_splits: Int32 | None
 
+    @staticmethod
+    def of(given: tuple | None, split: str | None) -> "Partials | None":
+        """From the argument of a launch, whose kernel has this `split`.
+
+        :raises ValueError: it is not what such a kernel takes
+        """
+        if (given is not None) != (split is not None):
+            raise ValueError(f"mPartials must fit the kernel's split, {split!r}")
+        if given is None:
+            return None
+        partials = Partials(*given)
+        is_of_slots = partials.merges is not None and partials.num_splits is None
+        is_of_rows = partials.merges is None and partials.num_splits is not None
+        if not (is_of_slots if split == BY_SLOTS else is_of_rows):
+            raise ValueError(f"mPartials must be for split={split!r}")
+        return partials
+
     @property
     def by_slots(self) -> bool:
         return self.merges is not None
@@ -86,3 +105,17 @@ class Partials(NamedTuple):
         if queries_are_packed:
             return work.place, 0, work.offset_q + q_idx, head_idx
         return work.place, work.batch_idx, q_idx, head_idx
+
+
+class OutputRows(NamedTuple):
+    """The output (batch, row, head, d), or (row, head, d) of packed queries, written row by row."""
+
+    o: cute.Tensor
+
+    def row(
+        self, work: Work, queries_are_packed: bool, head_idx: Int32, q_idx: Int32, tile_row: Int32
+    ) -> tuple:
+        """As `Partials.row`."""
+        if queries_are_packed:
+            return work.offset_q + q_idx, head_idx
+        return work.batch_idx, q_idx, head_idx

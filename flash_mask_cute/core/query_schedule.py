@@ -27,6 +27,7 @@ class QuerySchedule(NamedTuple):
         head_dims: tuple[int, int],
         tile_m: int,
         packed_heads: int,
+        group_size: int,
         group_bytes: int | None,
         num_sms: int,
         blocks: tuple[Int32, Int32] | None = None,
@@ -34,15 +35,16 @@ class QuerySchedule(NamedTuple):
     ) -> "QuerySchedule":
         """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
 
-        group_bytes: dense, heads whose keys and values have so many bytes together come in a group,
-        so that they stay in the L2 cache while all their query blocks pass; None: the heads of one
-        KV head are a group. blocks: of each dense sequence only these, the first one and how many.
+        packed_heads: rows of a position; group_size: the heads among them. group_bytes: dense,
+        heads whose keys and values have so many bytes together come in a group, so that they stay
+        in the L2 cache while all their query blocks pass; None: the heads of one KV head are a
+        group. blocks: of each dense sequence only these, the first one and how many.
         num_splits: pieces of each work tile, which count as heads.
         """
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
         heads_kv = mK.shape[1] if const_expr(lengths.cu_seqlens_k is not None) else mK.shape[2]
-        num_heads = heads_q // packed_heads
+        num_heads = heads_q // group_size
         num_batch = mQ.shape[0]
         if varlen_q:
             num_batch = lengths.cu_seqlens_q.shape[0] - 1

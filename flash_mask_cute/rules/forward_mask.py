@@ -14,6 +14,7 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.calling import head_of_row
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import ALL, WORD, bit_range
 from flash_mask_cute.rules.mask_rules import (
@@ -293,7 +294,7 @@ class QueryWalks(MaskRules):
                 bits = Int32(0)
                 for i in range(ASKED_AT_ONCE):
                     row = first_row + i
-                    head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
+                    head_idx = head_of_row(work, row, heads, self.group_size)
                     visible = self._ask_mod(work, head_idx, self._query(row), k_idx)
                     bits = bit_tile.set_if(visible, bits, i)
                 asked.append(bit_tile.push(words[len(asked)], bits, ASKED_AT_ONCE))

@@ -206,6 +206,7 @@ class MaskRules:
     lie in one tensor. skip: leave hidden blocks out and cut-free blocks unpainted; without it every
     block of a sequence is visited and painted, to the same result. counts_offsets: mask_mod and
     block lists know positions in an entry, in which a sequence begins at offset_q and offset_k.
+    group_size: heads among the packed ones of `block_info`.
     """
 
     args: MaskArgs
@@ -216,6 +217,7 @@ class MaskRules:
     keys_are_packed: cutlass.Constexpr[bool]
     skip: cutlass.Constexpr[bool]
     counts_offsets: cutlass.Constexpr[bool]
+    group_size: cutlass.Constexpr[int]
 
     @classmethod
     def of_kernel(
@@ -246,6 +248,7 @@ class MaskRules:
             keys_are_packed,
             kernel.skip_blocks,
             False,
+            kernel.plan.group_size,
             *more,
         )
 

@@ -152,7 +152,7 @@ class BwdPlan:
     has_reference: bool = False
 
     # heads of a group pass by one after the other
-    packed_heads = 1
+    packed_heads = group_size = 1
     tile_n = walk_n = TILE_N
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 

@@ -54,25 +54,29 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.pages import LEAST_BOX, Pages
+from flash_mask_cute.core.partials import BY_SLOTS, Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Block, Kind
-from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.core.work_ring import PIECE_FIELDS
+from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mods.calling import RowPlace, ScoreModTraits, inside, modify_row
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import QueryWalks
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
 from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
+from flash_mask_cute.rules.share_walks import KeyBlockLine, plan_shares
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.exponentials import WholeRows
+from flash_mask_cute.sm100.flash_fwd_output import OutputWarps
 from flash_mask_cute.sm100.flash_fwd_plan import (
     HALVES,
     NUM_PAINTERS,
     OUTPUT_REGISTERS,
     PAINTER_REGISTERS,
-    ROWS_PER_WARP,
     SOFTMAX_REGISTERS,
     SOFTMAX_WARPS,
     Channels,
@@ -85,8 +89,6 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
 # keys and values of the heads in flight should stay in an L2 cache of 126 MB; as a share, what was
 # measured on Hopper
 L2_SHARE = 64 * 1024 * 1024
-# columns of the output that a thread holds at a time; few, as its warps have few registers
-OUTPUT_CHUNK = 16
 
 
 class MmaState(NamedTuple):
@@ -116,7 +118,7 @@ class FlashAttentionForwardSm100:
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
-    :param pack_gqa: the query heads of a KV head (a divisor of 32) share a tile's rows
+    :param pack_gqa: the query heads of a KV head (at most 32) share a tile's rows
     :param tile_m, tile_n: query rows and keys of a tile, 256 and 128
     :param num_stages: key blocks in flight
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
@@ -129,6 +131,7 @@ class FlashAttentionForwardSm100:
     :param num_sms: CTAs to launch at most
     :param cta_pair: two CTAs share keys and values, and take work tiles by turns: the launch makes
         no use of tile_counter
+    :param split, page_box: as of `FlashAttentionForwardSm90`; not with cta_pair
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -154,6 +157,8 @@ class FlashAttentionForwardSm100:
         fast_exp: bool = False,
         num_sms: int = 148,
         cta_pair: bool = False,
+        split: str | None = None,
+        page_box: int | None = None,
     ):
         self.plan = FwdPlan(
             dtype,
@@ -161,12 +166,16 @@ class FlashAttentionForwardSm100:
             head_dim if head_dim_v is None else head_dim_v,
             tile_m,
             tile_n,
-            qhead_per_kvhead if pack_gqa else 1,
+            padded_group(qhead_per_kvhead) if pack_gqa else 1,
             num_stages,
             stages_q,
             share_qo,
             cta_pair,
+            qhead_per_kvhead if pack_gqa else None,
+            page_box,
         )
+        if cta_pair and (split is not None or page_box is not None):
+            raise NotImplementedError("pairs of CTAs have no split and no page_box")
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         reason = self.plan.infeasible()
@@ -184,6 +193,7 @@ class FlashAttentionForwardSm100:
         self.skip_blocks = skip_blocks
         self.arithmetic = WholeRows(uses_polynomial=not fast_exp)
         self.num_sms = num_sms
+        self.split = split
 
     @cute.jit
     def __call__(
@@ -214,24 +224,35 @@ class FlashAttentionForwardSm100:
         part=None,
         mLSELow: cute.Tensor | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
+        mPartials: tuple | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
-        refused = ("mPageTable", mPageTable), ("stored_bits", stored_bits)
-        for name, given in (*refused, ("part", part)):
+        for name, given in (("stored_bits", stored_bits), ("part", part)):
             if const_expr(given is not None):
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         plan, group = self.plan, self.plan.group
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        check_given("mPageTable", mPageTable, plan.page_box is not None)
+        pages = None
+        if const_expr(mPageTable is not None):
+            pages = Pages.of(mPageTable, mK, mV, by_rows=plan.page_box % LEAST_BOX != 0)
+            lengths = lengths._replace(seqlen_k=mPageTable.shape[1] * pages.page_size)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())
+        partials = Partials.of(mPartials, self.split)
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.walk_m, plan.packed_heads,
-            group_bytes, self.num_sms // group.size,
+            plan.group_size, group_bytes, self.num_sms // group.size,
+            num_splits=None if const_expr(partials is None) else partials.num_splits,
         )  # fmt: skip
+        grid = schedule.grid
+        if const_expr(self.split == BY_SLOTS):
+            # as many as there are shares
+            grid = Int32(partials.merges.shape[0])
         masks = MaskArgs.create(
             self,
             (window_size_left, window_size_right),
@@ -251,8 +272,11 @@ class FlashAttentionForwardSm100:
             masks,
             schedule,
             None if const_expr(group.is_pair) else tile_counter,
+            partials,
+            pages,
+            mO if const_expr(plan.is_padded) else None,
         ).launch(
-            grid=(schedule.grid * group.size, 1, 1),
+            grid=(grid * group.size, 1, 1),
             block=(plan.num_threads, 1, 1),
             cluster=group.cluster,
             stream=stream,
@@ -269,14 +293,20 @@ class FlashAttentionForwardSm100:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
+        partials: Partials | None,
+        pages: Pages | None,
+        mO: cute.Tensor | None,
     ):
         plan, group = self.plan, self.plan.group
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == Role.LOAD:
-            for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
+            for atom in operands.atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
-        channels = plan.channels(storage, lengths.work_fields)
+        fields = lengths.work_fields
+        if const_expr(self.split is not None):
+            fields = (*fields, *PIECE_FIELDS)
+        channels = plan.channels(storage, fields)
         if warp_idx == Role.MMA:
             group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()
@@ -291,7 +321,10 @@ class FlashAttentionForwardSm100:
             self.softmax(tiles, channels, score_args.scales, masks)
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
-            self.output(operands, tiles, channels, lse, lengths, score_args)
+            OutputWarps(
+                plan, operands, tiles, channels, lse, lengths, score_args.sink,
+                self._rows(score_args.scales), partials, mO,
+            ).run()  # fmt: skip
         elif warp_idx < Role.PAINT:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
@@ -304,22 +337,14 @@ class FlashAttentionForwardSm100:
                     schedule.heads_per_kv,
                     plan,
                     part=group.rank(),
+                    pages=pages,
                 )
                 loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.MMA:
                 if group.is_leader():
                     self.mma(storage, channels)
             elif warp_idx == Role.PLAN:
-                scheduler = TileScheduler(
-                    schedule.params,
-                    tile_counter,
-                    self.is_causal or self.is_local,
-                    lengths.cu_seqlens_q is not None,
-                    group.size,
-                )
-                rules = QueryWalks.of_kernel(self, umma.COLUMNS, masks, lengths)
-                rules = rules.of_rows(plan.walk_m)
-                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                self.plan_work(channels, lengths, masks, schedule, tile_counter, partials)
         else:
             cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
             painter = warp_idx - Role.PAINT
@@ -330,6 +355,33 @@ class FlashAttentionForwardSm100:
         group.sync()
         if warp_idx == Role.MMA:
             group.free()
+
+    def plan_work(
+        self,
+        channels: Channels,
+        lengths: Lengths,
+        masks: MaskArgs,
+        schedule: QuerySchedule,
+        tile_counter: cute.Tensor | None,
+        partials: Partials | None,
+    ):
+        """Planning warp: choose work tiles, or pieces of them, and their walks."""
+        params, ring, walk = schedule.params, channels.ring, channels.walk
+        rules = QueryWalks.of_kernel(self, umma.COLUMNS, masks, lengths)
+        rules = rules.of_rows(self.plan.walk_m)
+        if const_expr(self.split == BY_SLOTS):
+            line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
+            plan_shares(line, ring, walk, partials.merges)
+        else:
+            scheduler = TileScheduler(
+                params,
+                tile_counter,
+                self.is_causal or self.is_local,
+                lengths.cu_seqlens_q is not None,
+                self.plan.group.size,
+            )
+            num_splits = None if const_expr(partials is None) else partials.num_splits
+            plan_walks(scheduler, rules, lengths, ring, walk, num_splits=num_splits)
 
     # -- mma ------------------------------------------------------------------------------------
 
@@ -583,118 +635,9 @@ class FlashAttentionForwardSm100:
                 scores,
                 0,
                 scales.scale_mod,
-                RowPlace.of(work, row, self.plan.packed_heads),
+                RowPlace.of(work, row, self.plan.packed_heads, self.plan.group_size),
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
                 self.traits.factor,
                 self.traits.takes_rows,
             )
-
-    # -- output ---------------------------------------------------------------------------------
-
-    @cute.jit
-    def output(
-        self,
-        operands: tma.Operands,
-        tiles: Tiles,
-        channels: Channels,
-        lse: LseTensors,
-        lengths: Lengths,
-        score_args: ScoreArgs,
-    ):
-        """Output warp: 32 rows of both halves of every work tile."""
-        rows = self._rows(score_args.scales)
-        tile = Int32(0)
-        while channels.ring.wait(tile):
-            for half in cutlass.range(HALVES, unroll=1):
-                self._store_half(
-                    operands, tiles, channels, lse, lengths, score_args.sink, rows, tile, half
-                )
-            channels.ring.release(tile)
-            tile += 1
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def _store_half(
-        self,
-        operands,
-        tiles,
-        channels,
-        lse: LseTensors,
-        lengths,
-        mSink,
-        rows,
-        tile: Int32,
-        half: Int32,
-    ):
-        """Write the LSE of this thread's row, scale the row, and store this warp's rows by TMA."""
-        plan = self.plan
-        half_tile = HALVES * tile + half
-        work = channels.ring.read(tile)
-        thread = thread_in_warpgroup()
-        row = work.block * plan.tile_m + half * umma.ROWS + thread
-        q_idx = row // plan.packed_heads
-        head_idx = work.head_idx * plan.packed_heads + row % plan.packed_heads
-        sinks = None
-        if const_expr(mSink is not None):
-            sinks = (mSink[head_idx].to(Float32),)
-        channels.sums.wait(half_tile)
-        rows.row_max[0] = tiles.sums[0, half * umma.ROWS + thread]
-        rows.row_sum[0] = tiles.sums[1, half * umma.ROWS + thread]
-        cute.arch.sync_warp()
-        channels.sums.release(half_tile)
-        factor, row_lse, low = rows.finalize(sinks)[0]
-        # what was loaded for an empty sequence is a row that is not in use, or a neighbour's
-        is_used = work.has_scores
-        if const_expr(lengths.seqused_q is not None):
-            is_used = is_used & (q_idx < work.seqlen_q)
-            row_lse = cutlass.select_(q_idx < work.seqlen_q, row_lse, -Float32.inf)
-            if const_expr(low is not None):
-                low = cutlass.select_(q_idx < work.seqlen_q, low, Float32(0.0))
-        if const_expr(lse.lse is not None):  # noqa: SIM102 (decided while tracing)
-            if q_idx < work.slot:
-                lse.store(lengths, work, head_idx, q_idx, row_lse, low)
-
-        zeroes = lengths.seqused_q is not None or lengths.keys_may_be_absent
-        channels.o.wait(half_tile)
-        umma.fence_after_wait()
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.OUTPUT
-        sO = cute.flat_divide(tiles.o[lane, None, warp], (OUTPUT_CHUNK,))
-        for first in cutlass.range_constexpr(0, plan.tile_dv, plan.columns_o):
-            # what was staged here before must have left
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            for c in cutlass.range_constexpr(plan.columns_o // OUTPUT_CHUNK):
-                at = plan.column_o(half) + first + c * OUTPUT_CHUNK
-                values = umma.load_columns(at, OUTPUT_CHUNK, thread)
-                umma.wait_loads()
-                for i in cutlass.range_constexpr(OUTPUT_CHUNK):
-                    # adding 0 makes the zeros of a row that saw nothing positive
-                    value = cute.math.fma(values[0, i], factor, Float32(0.0))
-                    if const_expr(zeroes):
-                        value = cutlass.select_(is_used, value, Float32(0.0))
-                    values[0, i] = value
-                rounded = cute.make_rmem_tensor(OUTPUT_CHUNK, plan.dtype)
-                values = cute.make_tensor(values.iterator, rounded.layout)
-                rounded.store(values.load().to(plan.dtype))
-                cute.autovec_copy(rounded, sO[None, c])
-            if const_expr(first + plan.columns_o == plan.tile_dv):
-                umma.fence_before_arrival()
-                cute.arch.sync_warp()
-                channels.o.release(half_tile)
-            self._store_columns(operands, tiles.o, lengths, work, half, first, warp)
-
-    def _store_columns(self, operands, sO, lengths, work: Work, half, first: int, warp):
-        """Send what a warp has staged in its part of sO to some columns of its rows."""
-        plan = self.plan
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        tile_row = work.block * plan.tile_m + half * umma.ROWS + warp * ROWS_PER_WARP
-        start = (work.head_idx * plan.packed_heads, tile_row // plan.packed_heads)
-        is_packed = lengths.cu_seqlens_q is not None
-        gO = tma.of_sequence(operands.o, is_packed, work.batch_idx, work.offset_q, work.slot)
-        gO = cute.domain_offset(((0, 0), first), gO)
-        dst, src = tma.tile_of(operands.o_atom, gO, start, plan.box_o, sO)
-        cute.copy(operands.o_atom, src[None, warp], dst)
-        cute.arch.cp_async_bulk_commit_group()

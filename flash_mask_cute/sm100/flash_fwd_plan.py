@@ -108,8 +108,9 @@ class FwdPlan:
 
     stages_kv, stages_q: key blocks and query tiles in flight. share_qo: what other kernels do, and
     this one does not. cta_pair: two CTAs with neighbouring tiles of queries walk over the keys
-    together, and each loads half of every block. page_box: of keys and values in pages, keys that a
-    page has together, None: they lie in rows.
+    together, and each loads half of every block. packed_heads: rows of a position, a power of two
+    (`padded_group`), of which the first `heads_there` are heads. page_box: of keys and values in
+    pages, keys that a page has together, None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -122,7 +123,18 @@ class FwdPlan:
     stages_q: int = 1
     share_qo: bool = False
     cta_pair: bool = False
+    heads_there: int | None = None
     page_box: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of a KV head that share a tile."""
+        return self.packed_heads if self.heads_there is None else self.heads_there
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of a tile are no head's, and must not be stored."""
+        return self.group_size != self.packed_heads
 
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = HALVES
@@ -154,13 +166,18 @@ class FwdPlan:
 
     @property
     def box_k(self) -> tuple[int, int]:
-        """What this CTA loads of a key block: the rows that it contributes to operand B."""
-        return self.tile_n // self.group.size, self.tile_d
+        """What this CTA loads of a key block, or of it at a time: the rows that it contributes to
+        operand B."""
+        return self.page_box or self.keys_of_cta, self.tile_d
+
+    @property
+    def keys_of_cta(self) -> int:
+        return self.tile_n // self.group.size
 
     @property
     def box_v(self) -> tuple[tuple[int, int], int]:
-        """What this CTA loads of a value block, ((1, keys), columns)."""
-        return (1, self.tile_n), self.tile_dv // self.group.size
+        """What this CTA loads of a value block, or of it at a time, ((1, keys), columns)."""
+        return (1, self.page_box or self.tile_n), self.tile_dv // self.group.size
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
@@ -193,7 +210,7 @@ class FwdPlan:
 
     @property
     def bytes_k(self) -> int:
-        return self.box_k[0] * self.box_k[1] * 2
+        return self.keys_of_cta * self.tile_d * 2
 
     @property
     def bytes_v(self) -> int:
@@ -245,7 +262,7 @@ class FwdPlan:
         if self.share_qo:
             return "share_qo is not supported on Blackwell"
         if ROWS_PER_WARP % self.packed_heads:
-            return f"pack_gqa needs a group of heads that divides 32, got {self.packed_heads}"
+            return f"pack_gqa needs a group of at most 32 heads, got {self.group_size}"
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
         if self.num_columns > NUM_COLUMNS:

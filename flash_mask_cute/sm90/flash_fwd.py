@@ -52,20 +52,19 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
-    WARPS_PER_WARPGROUP,
     planning_rings,
     swizzled,
-    thread_in_warpgroup,
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.pages import LEAST_BOX, Pages
-from flash_mask_cute.core.partials import Partials
+from flash_mask_cute.core.partials import BY_SLOTS, Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Kind
-from flash_mask_cute.core.work_ring import PIECE_FIELDS, Work
+from flash_mask_cute.core.work_ring import PIECE_FIELDS
+from flash_mask_cute.limits import padded_group
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import QueryWalks
 from flash_mask_cute.rules.intervals import Intervals
@@ -73,20 +72,17 @@ from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs, check_
 from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
 from flash_mask_cute.rules.share_walks import KeyBlockLine, plan_shares
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, Position, Tiles, tile_rows
-from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, Barrier, FwdPlan
+from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
+from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, Position, Tiles
+from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, FwdPlan
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
-    store_rows,
-    sync_warpgroup,
 )
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/measured_facts.md).
 L2_SHARE = 24 * 1024 * 1024
-# how work tiles are computed in pieces, and where these lie (`core/partials.py`)
-BY_ROWS, BY_SLOTS = "rows", "slots"
 
 
 class FlashAttentionForwardSm90:
@@ -97,7 +93,7 @@ class FlashAttentionForwardSm90:
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
-    :param pack_gqa: the query heads of a KV head (a divisor of 64) share a tile's rows
+    :param pack_gqa: the query heads of a KV head (at most 64) share a tile's rows
     :param tile_m, tile_n: query rows and keys of a tile
     :param num_stages: key and value blocks in flight
     :param num_threads: None, or what follows from the tiles; with mask_mod, the number without a
@@ -153,11 +149,12 @@ class FlashAttentionForwardSm90:
             head_dim_v,
             tile_m,
             tile_n,
-            qhead_per_kvhead if pack_gqa else 1,
+            padded_group(qhead_per_kvhead) if pack_gqa else 1,
             num_stages,
             stages_q,
             share_qo,
             cta_pair=cta_pair,
+            heads_there=qhead_per_kvhead if pack_gqa else None,
             page_box=page_box,
         )
         if mask_mod is not None and num_threads != plan.num_threads:
@@ -262,16 +259,11 @@ class FlashAttentionForwardSm90:
                 blocks = part
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
-        partials = num_splits = None
-        check_given("mPartials", mPartials, self.split is not None)
-        if const_expr(mPartials is not None):
-            partials = Partials(*mPartials)
-            num_splits = partials.num_splits
-            check_given("merges", partials.merges, self.split == BY_SLOTS)
-            check_given("num_splits", num_splits, self.split == BY_ROWS)
+        partials = Partials.of(mPartials, self.split)
+        num_splits = None if const_expr(partials is None) else partials.num_splits
         schedule = QuerySchedule.create(
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
-            group_bytes, self.num_sms, blocks, num_splits,
+            plan.group_size, group_bytes, self.num_sms, blocks, num_splits,
         )  # fmt: skip
         grid = schedule.grid
         if const_expr(self.split == BY_SLOTS):
@@ -294,8 +286,17 @@ class FlashAttentionForwardSm90:
             check_given("mLSELow", mLSELow, False)
         lse = LseTensors(mLSE, mLSELow)
         self.kernel(
-            operands, lse, lengths, score_args, masks, schedule, tile_counter, partials, pages
-        ).launch(
+            operands,
+            lse,
+            lengths,
+            score_args,
+            masks,
+            schedule,
+            tile_counter,
+            partials,
+            pages,
+            mO if const_expr(plan.is_padded) else None,
+        ).launch(  # fmt: skip
             grid=(grid, 1, 1),
             block=(plan.num_threads, 1, 1),
             stream=stream,
@@ -314,6 +315,7 @@ class FlashAttentionForwardSm90:
         tile_counter: cute.Tensor | None,
         partials: Partials | None,
         pages: Pages | None,
+        mO: cute.Tensor | None,
     ):
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -378,7 +380,7 @@ class FlashAttentionForwardSm90:
         elif warp_idx < Role.MMA + mma_warps:
             if const_expr(plan.moves_registers):
                 cute.arch.setmaxregister_increase(plan.mma_registers)
-            self.mma(operands, tiles, channels, lse, lengths, score_args, masks, partials)
+            self.mma(operands, tiles, channels, lse, lengths, score_args, masks, partials, mO)
         elif const_expr(plan.painter_warpgroup):
             cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
             self.paint(painter, tiles, channels, lengths, masks)
@@ -436,9 +438,11 @@ class FlashAttentionForwardSm90:
         score_args: ScoreArgs,
         masks: MaskArgs,
         partials: Partials | None,
+        mO: cute.Tensor | None,
     ):
         """MMA warpgroup: 64 query rows of every work tile."""
         plan, ring = self.plan, channels.ring
+        epilogue = Epilogue(plan, operands, lse, lengths, score_args.sink, partials, mO)
         blocks = KeyBlocks.create(
             plan,
             self.score_mod,
@@ -500,7 +504,7 @@ class FlashAttentionForwardSm90:
             if const_expr(plan.share_qo):
                 o_stage += channels.q.index(tile) * plan.num_mma_warpgroups
             sO = tiles.o[None, None, o_stage]
-            self._epilogue(operands, sO, blocks, lse, lengths, score_args.sink, work, partials)
+            epilogue.run(blocks, sO, work)
             ring.release(tile)
             at = at.next_tile()
             if const_expr(plan.overlaps_tiles):
@@ -555,116 +559,3 @@ class FlashAttentionForwardSm90:
             blocks.take_query(tile)
             blocks.channels.k.wait(block)
         blocks.issue_scores(acc_S, tile, block)
-
-    @cute.jit
-    def _epilogue(
-        self,
-        operands: tma.Operands,
-        sO: cute.Tensor,
-        blocks: KeyBlocks,
-        lse: LseTensors,
-        lengths: Lengths,
-        mSink: cute.Tensor | None,
-        work: Work,
-        partials: Partials | None,
-    ):
-        """Scale the accumulator, store it (by way of sO) and the LSE of this warpgroup's rows."""
-        plan, acc_O = self.plan, blocks.acc_O
-        thread = thread_in_warpgroup()
-        is_packed = lengths.cu_seqlens_q is not None
-        rows = tile_rows(plan, work, thread)
-        q_idx = tuple(row // plan.packed_heads for row in rows)
-        heads = tuple(work.head_idx * plan.packed_heads + row % plan.packed_heads for row in rows)
-        sinks = None
-        if const_expr(mSink is not None):
-            sinks = tuple(mSink[head].to(Float32) for head in heads)
-            if const_expr(partials is not None):
-                adds = partials.is_first(work)
-                sinks = tuple(cutlass.select_(adds, sink, -Float32.inf) for sink in sinks)
-        output = wgmma.rows_by_cols(acc_O)
-        for r, (factor, row_lse, low) in enumerate(blocks.softmax.finalize(sinks)):
-            if const_expr(lengths.seqused_q is not None):
-                used = q_idx[r] < work.seqlen_q
-                row_lse = cutlass.select_(used, row_lse, -Float32.inf)
-                if const_expr(low is not None):
-                    low = cutlass.select_(used, low, Float32(0.0))
-                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
-                    output[r, c] = cutlass.select_(used, output[r, c] * factor, Float32(0.0))
-            else:
-                # adding 0 makes the zeros of a row that saw nothing positive, however they came
-                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
-                    output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
-            is_told = (thread % 4 == 0) & (q_idx[r] < work.slot)
-            if const_expr(partials is not None):
-                if is_told & partials.is_piece(work):
-                    tile_row = rows[r] - work.block * plan.tile_m
-                    place = partials.row(work, is_packed, heads[r], q_idx[r], tile_row)
-                    partials.lse[place] = row_lse
-                is_told = is_told & (partials.is_piece(work) == Boolean(False))
-            if const_expr(lse.lse is not None):  # noqa: SIM102 (decided while tracing)
-                if is_told:
-                    lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
-        if const_expr(partials is None):
-            self._store_output(operands, sO, acc_O, lengths, work)
-        elif const_expr(not partials.by_slots):  # noqa: SIM114 (decided while tracing)
-            self._store_piece(output, lengths, work, partials)
-        elif partials.is_piece(work):
-            self._store_piece(output, lengths, work, partials)
-        else:
-            self._store_output(operands, sO, acc_O, lengths, work)
-
-    @cute.jit
-    def _store_output(
-        self,
-        operands: tma.Operands,
-        sO: cute.Tensor,
-        acc_O: cute.Tensor,
-        lengths: Lengths,
-        work: Work,
-    ):
-        """Store this warpgroup's rows of the output, by way of sO."""
-        plan = self.plan
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        # the previous tile's store must have read the staging memory, and all warps their queries
-        is_storing_warp = warp_idx % WARPS_PER_WARPGROUP == 0
-        if is_storing_warp:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        sync_warpgroup(Barrier.EPILOGUE)
-        store_rows(wgmma.rounded(acc_O, plan.dtype), plan.mma_pv(), sO)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        sync_warpgroup(Barrier.EPILOGUE)
-        if is_storing_warp:
-            tile_row = work.block * plan.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-            first = (work.head_idx * plan.packed_heads, tile_row // plan.packed_heads)
-            is_packed = lengths.cu_seqlens_q is not None
-            gO = tma.of_sequence(operands.o, is_packed, work.batch_idx, work.offset_q, work.slot)
-            dst, src = tma.tile_of(operands.o_atom, gO, first, (plan.row_tile, plan.tile_dv), sO)
-            cute.copy(operands.o_atom, src, dst)
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def _store_piece(self, output: cute.Tensor, lengths: Lengths, work: Work, partials: Partials):
-        """Store this thread's rows and columns of a piece, straight from registers."""
-        plan, thread = self.plan, thread_in_warpgroup()
-        is_packed = lengths.cu_seqlens_q is not None
-        rows = tile_rows(plan, work, thread)
-        for r, row in enumerate(rows):
-            q_idx, of_group = row // plan.packed_heads, row % plan.packed_heads
-            if q_idx < work.slot:
-                head_idx = work.head_idx * plan.packed_heads + of_group
-                tile_row = row - work.block * plan.tile_m
-                place = partials.row(work, is_packed, head_idx, q_idx, tile_row)
-                target = partials.o[(*place, None)]
-                for c in cutlass.range_constexpr(0, cute.size(output, mode=[1]), 2):
-                    column = wgmma.first_col_of(thread) + wgmma.col_offset(c)
-                    if const_expr(plan.tile_dv == plan.head_dim_v):  # noqa: SIM114 (while tracing)
-                        _store_pair(target, column, output[r, c], output[r, c + 1])
-                    elif column < plan.head_dim_v:
-                        _store_pair(target, column, output[r, c], output[r, c + 1])
-
-
-def _store_pair(target: cute.Tensor, column: Int32, first: Float32, second: Float32) -> None:
-    """Write two fp32 values to a row, from an even column on."""
-    values = cute.make_rmem_tensor((2,), Float32)
-    values[0], values[1] = first, second
-    cute.autovec_copy(values, cute.local_tile(target, (2,), (column // 2,)))

@@ -482,7 +482,8 @@ class KeyBlocks:
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
         if half is not None:
             first_k_idx += half * HALF_KEYS
-        places = [RowPlace.of(work, row, heads) for row in rows]
+        group = heads, self.plan.group_size
+        places = [RowPlace.of(work, row, *group) for row in rows]
         if is_cut:
             return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)
         first_q_idx = rows[0] // heads

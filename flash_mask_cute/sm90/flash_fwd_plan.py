@@ -28,7 +28,12 @@ from flash_mask_cute.core.pages import LEAST_BOX
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
-from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, WORDS_PER_STEP
+from flash_mask_cute.sm90.wgmma import (
+    COLUMNS,
+    ROWS_PER_WARPGROUP,
+    WORDS_PER_STEP,
+    tile_columns,
+)
 
 # what a thread needs besides the fragments of S, P and O, or ptxas serialises the products
 SCALAR_REGISTERS = 28
@@ -62,9 +67,9 @@ class FwdPlan:
     A second query stage, or an output of its own, lets the next tile's query arrive, and its first
     scores be computed, while this tile's output leaves. With `painter_warpgroup` a warpgroup of its
     own paints, instead of two warps: asking a mask_mod about every score of a block is much work.
-    cta_pair: what other kernels do, and this one does not. packed_heads: a power of two; of the
-    heads that share a tile, `group` are there, None: all. page_box: of keys and values in pages,
-    keys that a page has together, None: they lie in rows.
+    cta_pair: what other kernels do, and this one does not. packed_heads: rows of a position, a
+    power of two (`padded_group`), of which the first `heads_there` are heads. page_box: of keys and
+    values in pages, keys that a page has together, None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -78,13 +83,18 @@ class FwdPlan:
     share_qo: bool = False
     painter_warpgroup: bool = False
     cta_pair: bool = False
-    group: int | None = None
+    heads_there: int | None = None
     page_box: int | None = None
 
     @property
-    def heads_there(self) -> int:
+    def group_size(self) -> int:
         """Query heads of a KV head that share a tile."""
-        return self.packed_heads if self.group is None else self.group
+        return self.packed_heads if self.heads_there is None else self.heads_there
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of a tile are no head's, and must not be stored."""
+        return self.group_size != self.packed_heads
 
     @property
     def moves_registers(self) -> bool:
@@ -98,11 +108,11 @@ class FwdPlan:
 
     @property
     def tile_d(self) -> int:
-        return -(-self.head_dim // 16) * 16
+        return tile_columns(self.head_dim)
 
     @property
     def tile_dv(self) -> int:
-        return -(-self.head_dim_v // 16) * 16
+        return tile_columns(self.head_dim_v)
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -288,7 +298,7 @@ class FwdPlan:
         if self.tile_n % 16 or not 16 <= self.tile_n <= max_n:
             return f"tile_n must be a multiple of 16 in 16..{max_n}, got {self.tile_n}"
         if ROWS_PER_WARPGROUP % self.packed_heads:
-            return f"pack_gqa needs a group of heads that divides 64, got {self.packed_heads}"
+            return f"pack_gqa needs a group of at most 64 heads, got {self.group_size}"
         if self.page_box is not None and self.tile_n % self.page_box:
             return f"page_box must divide tile_n={self.tile_n}, got {self.page_box}"
         if self.page_box is not None and self.page_box % LEAST_BOX:
