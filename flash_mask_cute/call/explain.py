@@ -17,7 +17,7 @@ from flash_mask_cute.call.packed import call_by_documents
 from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
 from flash_mask_cute.call.prepare import compiled_fwd
 from flash_mask_cute.call.tile_classes import ColumnVerdicts, ListVerdicts, Verdicts, judge_row
-from flash_mask_cute.mask_prep.mask_bits import DocumentStoring
+from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
@@ -103,7 +103,7 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         counted = call_by_documents(call, dense.problem.needs_lse)
     meta = _compiled_facts(run, device, notes)
     tiles = run.fwd_choice.tiles
-    packs = isinstance(run.mask_bits, DocumentStoring)
+    packs = isinstance(run.mask_bits, DocumentBitsPlan)
     work_tiles = full = cut = skipped = None
     if packs and device != "cpu":
         notes.append("tile counts are unknown: documents are found on the device")
@@ -169,24 +169,24 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
 def _to_count(run: ExecutionPlan) -> ExecutionPlan:
     """The plan whose sequences are counted, under the tiles of the kernel: found documents are not
     known to the host."""
-    if run.without_bits is None or not isinstance(run.mask_bits, DocumentStoring):
+    if run.without_bits is None or not isinstance(run.mask_bits, DocumentBitsPlan):
         return run
     return replace(run.without_bits, choice=run.choice)
 
 
 def _describe_masks(run: ExecutionPlan, counts_cut: bool) -> str:
     mask_bits = run.mask_bits
-    told = run.masks.describe(run.fwd_choice.tiles, are_bits=mask_bits is not None)
+    text = run.masks.describe(run.fwd_choice.tiles, are_bits=mask_bits is not None)
     if mask_bits is None:
-        return told
-    parts = mask_bits.num_parts
+        return text
+    parts = mask_bits.num_query_chunks
     of_part = "" if parts == 1 else f" for each of {parts} parts"
-    told += f"; mask_mod is asked once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
+    text += f"; mask_mod is asked once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
     if counts_cut:
-        told += " (tiles that it hides are skipped then, and counted as cut here)"
-    if isinstance(mask_bits, DocumentStoring):
-        told += "; documents that its answers tell of are packed sequences"
-    return told
+        text += " (tiles that it hides are skipped then, and counted as cut here)"
+    if isinstance(mask_bits, DocumentBitsPlan):
+        text += "; documents that its answers tell of are packed sequences"
+    return text
 
 
 def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
@@ -203,7 +203,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     """(work tiles, full key tiles, cut ones, skipped ones), over all heads and sequences."""
     shapes, problem, tiles, masks = run.shapes, run.problem, run.fwd_choice.tiles, run.masks
     block_info = BlockInfo(
-        tiles.walk_m,
+        tiles.cluster_tile_m,
         tiles.tile_n,
         is_causal=problem.is_causal,
         is_local=problem.is_local,
@@ -216,10 +216,10 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
         bounds = masks.column_mask.bounds(tiles.tile_n, tensors.cu_seqlens_k)
         verdicts.append(ColumnVerdicts(masks.column_mask, bounds, block_info))
     if masks.block_lists is not None:
-        tile, seqlens = (tiles.walk_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
+        tile, seqlens = (tiles.cluster_tile_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
         has_mod = masks.mask_mod is not None
         verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
-    asks = masks.mask_mod is not None and masks.block_lists is None
+    needs_mask_mod = masks.mask_mod is not None and masks.block_lists is None
     heads = shapes.heads_q // problem.packed_heads
     cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
     seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
@@ -229,12 +229,12 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
-        m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.walk_m)
+        m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.cluster_tile_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
         for m_block in range(m_blocks):
             _, is_visible, is_cut = judge_row(
-                block_info, verdicts, asks, heads, batch_idx, used, m_block
+                block_info, verdicts, needs_mask_mod, heads, batch_idx, used, m_block
             )
             cut += int((is_visible & is_cut).sum())
             full += int((is_visible & ~is_cut).sum())
