@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 class CallFacts(NamedTuple):
     """What conditions of rows are about.
 
-    tuning_class: of the `AttentionProblem`. window: keys that a query sees at most, if its window is
-    closed on both sides. functions_under_causal: see the problem. block_size: of block lists that
-    the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
-    order (deterministic). sequences: of `seqlen_q` queries and one head each; num_sms: CTAs that
-    run at once.
+    tuning_class: of the `AttentionProblem`. window: keys that a query sees at most, if the window
+    is closed on both sides. functions_under_causal: see the problem. block_size: of block lists
+    that the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums
+    have an order (deterministic). sequences: of `seqlen_q` queries and one head each; num_sms: CTAs
+    that run at once.
     """
 
     head_dim: int
@@ -50,16 +50,16 @@ class Condition(NamedTuple):
 class FwdRow(NamedTuple):
     """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, and why these.
 
-    masks: the `AttentionProblem.tuning_class`s it is for, all if empty. max_window: for windows,
+    masks: the tuning classes of problems that it is for, all if empty. max_window: for windows,
     closed on both sides, of at most so many keys. min_seqlen_q, min_seqlen_k: for at least so many
     queries and keys, max_seqlen_q: for at most so many queries. above_dim: head_dim is greater.
     gain: how much faster full attention is than with tiles of 128 rows, if as many SMs are busy;
     where the last wave of CTAs costs more than that, the row is not for it. cta_pair: a pair of
-    CTAs, with a tile each, walks over the keys together.
-    native_block_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
-    then reads the lists as they are, and no block is cut but by its own mask. Not where a mask_mod
-    was evaluated before: its bits are of tiles of any size.
-    needs_sfu: only where functions are computed of scores that causal masking alone hides.
+    CTAs, with a tile each, walks over the keys together. native_block_lists: only beside block
+    lists whose blocks are made of whole tiles of this row. The kernel then reads the lists as they
+    are, and a block is partial only by its own mask. It is not for problems that read mask bits,
+    which exist for tiles of any size. needs_sfu: only where functions of scores are computed under
+    causal masking alone, which keeps the special function units busy.
     """
 
     max_dim: int
@@ -124,8 +124,8 @@ class BwdRow(NamedTuple):
     """Query rows of a block and buffers of the backward, and why these; for head_dim <= max_dim and
     head_dim_v <= max_dim_v.
 
-    masks: the `tuning_class`s of problems that the row is for, None for all. min_seqlen_k: keys that a
-    sequence has at least. above_dim: head_dim is greater. value_cols, clears_dq, cta_pair: see
+    masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k: keys that
+    a sequence has at least. above_dim: head_dim is greater. value_cols, clears_dq, cta_pair: see
     `BwdConfig`; rows with clears_dq are for sums without an order, those with cta_pair also for
     scores that nothing modifies, and devices with two SMs.
     """
