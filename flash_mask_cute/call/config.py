@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from flash_mask_cute.call.arch import SM90, SM90_BACKWARD, ArchSpec, BackwardKernel, ForwardKernel
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, TuningClass
 from flash_mask_cute.call.tables import (
     BwdRow,
     CallFacts,
@@ -373,7 +373,7 @@ class BwdChoice:
 def select_bwd_config(
     head_dim: int,
     head_dim_v: int,
-    tuning_class: str,
+    tuning_class: TuningClass,
     override: BwdConfig | None = None,
     seqlen_k: int = 0,
     deterministic: bool = False,
