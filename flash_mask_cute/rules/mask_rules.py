@@ -18,7 +18,7 @@ from cutlass import Boolean, Int32, Uint32, const_expr
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE, state_of_warp
+from flash_mask_cute.core.tile_state import has_hidden, has_visible, state_of_warp
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import call_mask_mod
 from flash_mask_cute.rules.bit_tile import ALL, WORD, Columns
@@ -315,11 +315,11 @@ class MaskRules:
                 at = n_block * self._bit_tiles_per_tile + i
                 at = cutlass.min(at, cute.size(self.args.mask_bits.states, mode=[2]) - 1)
                 state = state | self.args.mask_bits.state(work.batch_idx, m_block, at)
-        return (state & VISIBLE) != 0, (state & HIDDEN) != 0
+        return has_visible(state), has_hidden(state)
 
     @cute.jit
     def state_of_words(self, words: tuple) -> Int32:
-        """What is seen in a warp's words of a tile, VISIBLE and HIDDEN."""
+        """The state of what a warp's words of a tile cover."""
         is_any_visible, is_any_hidden = Boolean(False), Boolean(False)
         for word in words:
             used = word & self.used_bits
