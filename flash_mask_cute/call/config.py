@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from flash_mask_cute.call.arch import SM90, SM90_BACKWARD, ArchSpec, BackwardKernel, ForwardKernel
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, TuningClass
 from flash_mask_cute.call.tables import (
     BwdRow,
     CallFacts,
@@ -353,9 +353,10 @@ class BwdTiles:
 class BwdChoice:
     """The tiles of a problem, what the kernel's plan says about them, and why they were chosen.
 
-    tile_n: keys of a CTA at a time, cluster_tile_n: of a walk. tile_d, tile_dv: columns of a tile of Q and
-    K, and of V, which are those of the scratch memory that their gradients are summed in.
-    group_splits: CTAs that share the query heads of a group (`call/group_splits.py`).
+    tile_n: keys of a CTA's tile. cluster_tile_n: keys of a whole cluster's tiles. tile_d, tile_dv:
+    columns of a tile of Q and K, and of V, which are those of the scratch memory that their
+    gradients are summed in. group_splits: CTAs that share the query heads of a group
+    (`call/group_splits.py`).
     """
 
     tiles: BwdTiles
@@ -372,7 +373,7 @@ class BwdChoice:
 def select_bwd_config(
     head_dim: int,
     head_dim_v: int,
-    tuning_class: str,
+    tuning_class: TuningClass,
     override: BwdConfig | None = None,
     seqlen_k: int = 0,
     deterministic: bool = False,
@@ -380,8 +381,9 @@ def select_bwd_config(
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
 ) -> BwdChoice:
-    """Choose tiles: the first row that takes the head dimensions, the `tuning_class` and the keys of a
-    problem, with fewer stages where it does not fit beside the override, or without pairs of CTAs.
+    """Choose tiles: the first row for these head dimensions, this `tuning_class` and so many keys.
+
+    It gets fewer stages, or no pairs of CTAs, where it does not fit beside the override.
 
     modifier: `AttentionProblem.score_modifier`. kernel: the one that is to run. How a group of
     heads is split is not decided here.

@@ -34,16 +34,16 @@ class BwdKernels(NamedTuple):
     """The compiled functions, in the order of their launches. They take, by position and None for
     what the problem does not have:
 
-    preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without), sink,
-    sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
-    main: q, k, v, dout, stats, dq_accum, semaphores, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
-    seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
-    column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
-    gradients of aux tensors (a tuple), stored bits.
+    preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without),
+    sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
+    main: q, k, v, dout, stats, dq_accum, semaphores, dk, dv, softmax_scale, cu_seqlens_q,
+    cu_seqlens_k, seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap,
+    tile_counter, column tensors (indices, bounds), block bits (visible, full, block_q, block_k),
+    sums of the gradients of aux tensors (a tuple), mask bits.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
     add_dk, add_dv, where a group's heads are split (dk and dv of main are then partial sums):
     partial sums, None, dk or dv, 1, cu_seqlens_k, seqused_k.
-    zero_padding, where there may be tails: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
+    zero_padding, where there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
 
     preprocess: Callable[..., Any]

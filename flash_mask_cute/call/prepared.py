@@ -105,10 +105,10 @@ class KernelForward:
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 None, self._window_left, self._window_right, sink, lists, aux_tensors,
-                self._softcap, tile_counter(q, index), columns, block_size, bits, mask_bits, query_chunk,
-                lse_low, max_scores,
+                self._softcap, tile_counter(q, index), columns, block_size, bits, mask_bits,
+                query_chunk, lse_low, max_scores,
             )  # fmt: skip
-            # so that the next part has its memory
+            # so that the next chunk has its memory
             mask_bits = None
         return result
 

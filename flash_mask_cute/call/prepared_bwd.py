@@ -36,7 +36,8 @@ class KernelBackward:
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
         "_parts_shape", "_partial_shapes", "_reads_query_early", "_scale", "_scale_dq", "_softcap",
-        "_stats_shape", "_make_mask_bits", "_padding", "_wants_aux", "_window_left", "_window_right",
+        "_stats_shape", "_make_mask_bits", "_padding", "_wants_aux", "_window_left",
+        "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -114,7 +115,7 @@ class KernelBackward:
         mask_bits = None
         if self._make_mask_bits is not None:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
-            # the only part
+            # the only chunk
             mask_bits, _, found = next(self._make_mask_bits(q, mask_inputs))
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found

@@ -213,8 +213,8 @@ class FlashAttentionForwardSm100:
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m, plan.packed_heads,
-            group_bytes, self.num_sms // group.size,
+            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m,
+            plan.packed_heads, group_bytes, self.num_sms // group.size,
         )  # fmt: skip
         masks = MaskArgs.create(
             self,

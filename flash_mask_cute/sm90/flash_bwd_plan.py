@@ -87,9 +87,9 @@ class Tiles(NamedTuple):
 
     p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32
     sums of a part. stats: `core.row_blocks.stats_words`, words: `QUERY_WORDS`, of a query block.
-    bits: of a block that is cut; any_bits: for 32 keys of these each, whether any is set. ready: in one
-    of two places by turns, whether the bits of the next block had come when both warpgroups met in
-    a block.
+    bits: of a partial block. any_bits: for each 32 keys, the bits that any of them has set. ready:
+    two places, used alternately: whether the bits of the next block had arrived when both
+    warpgroups met in a block.
     """
 
     q: cute.Tensor

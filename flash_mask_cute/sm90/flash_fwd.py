@@ -225,11 +225,11 @@ class FlashAttentionForwardSm90:
         blocksparse_tensors: a `BlockSparseTensors` of blocks of block_size, a pair of multiples of
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
-        sizes, of logical blocks in which tiles do not nest. mask_bit_tensors: `tiles` and `states` of
-        stored answers, and with mCuSeqlensQ `places`, in place of a mask_mod and block lists
-        (`rules/mask_rules.py` describes all four), for the query blocks that this launch computes:
-        its `query_chunk`, a pair (`MaskBitsArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what
-        rounding takes from it. mMaxScores: like mLSE, the largest score of each row.
+        sizes, of logical blocks in which tiles do not nest. mask_bit_tensors: `tiles` and `states`
+        of a `MaskBitsArgs`, and `places` with mCuSeqlensQ, in place of a mask_mod and block lists
+        (`rules/mask_rules.py`). They are for the query blocks that this launch computes, its
+        `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, what rounding takes
+        from it. mMaxScores: like mLSE, the largest score of each row.
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")

@@ -372,7 +372,7 @@ def project_texts() -> Iterator[Path]:
     for folder in (PACKAGE, "tests", "bench", "docs", "examples", ".ci"):
         for path in (ROOT / folder).rglob("*"):
             hidden = any(part[0] in "._" for part in path.relative_to(ROOT / folder).parts[:-1])
-            if path.is_file() and not hidden and path.suffix not in (".pyc", ".png"):
+            if path.is_file() and not hidden and path.suffix not in (".pyc", ".png", ".xz"):
                 yield path
     for name in (
         "README.md",

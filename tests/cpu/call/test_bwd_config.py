@@ -10,6 +10,7 @@ import pytest
 
 from flash_mask_cute.call.arch import SM100
 from flash_mask_cute.call.config import BwdConfig, BwdTiles, select_bwd_config
+from flash_mask_cute.call.problem import TuningClass
 from flash_mask_cute.call.tables import SM90_BWD, SM100_BWD
 
 STAGES = ("stages_q", "stages_do", "stages_kv")
@@ -17,7 +18,7 @@ STAGES = ("stages_q", "stages_do", "stages_kv")
 
 @pytest.mark.parametrize("row", SM90_BWD, ids=lambda row: f"{row.max_dim}-{row.tile_m}")
 def test_a_row_runs_as_written(row: Any) -> None:
-    dims, kind = (row.max_dim, row.max_dim_v), (row.masks or ("edges",))[0]
+    dims, kind = (row.max_dim, row.max_dim_v), (row.masks or (TuningClass.EDGES,))[0]
     num_sms = 2 if row.cta_pair else 1
     choice = select_bwd_config(*dims, kind, seqlen_k=row.min_seqlen_k, num_sms=num_sms)
     for field in asdict(choice.tiles).keys() - {"skip_blocks"}:
