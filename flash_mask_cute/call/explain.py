@@ -29,7 +29,7 @@ class Explanation:
     where: device that computes. kernel: what runs there or would run on `arch`. packed_heads: query
     heads that share a tile, 1 for none. grid: CTAs. masks: those beyond causal and window, in
     words. work_tiles: query tiles over all heads (groups of packed heads) and sequences.
-    full_key_tiles, partial_key_tiles, empty_key_tiles: over all work tiles, the key tiles that are
+    full_key_tiles, cut_key_tiles, skipped_key_tiles: over all work tiles, the key tiles that are
     visited as they are, visited and masked, and left out; `plot` counts the same of a mask. Where
     its documents are packed sequences they are tiles of the dense call, of which those between
     documents are skipped; `note` counts the tiles of the sequences. registers: per thread at
@@ -47,8 +47,8 @@ class Explanation:
     grid: int | None
     work_tiles: int | None
     full_key_tiles: int | None
-    partial_key_tiles: int | None
-    empty_key_tiles: int | None
+    cut_key_tiles: int | None
+    skipped_key_tiles: int | None
     smem_bytes: int
     registers: int | None
     spill_bytes: int | None
@@ -71,8 +71,8 @@ class Explanation:
             "masks": self.masks or "causal and window at most",
             "grid": _known(self.grid, "CTAs"),
             "work tiles": _known(self.work_tiles),
-            "key tiles": f"{_known(self.full_key_tiles)} full, {_known(self.partial_key_tiles)} cut, "
-            f"{_known(self.empty_key_tiles)} skipped",
+            "key tiles": f"{_known(self.full_key_tiles)} full, {_known(self.cut_key_tiles)} cut, "
+            f"{_known(self.skipped_key_tiles)} skipped",
             "registers": f"{_known(self.registers)} per thread at launch, "
             f"{_known(self.spill_bytes, 'bytes')} spilled",
             "shared memory": f"{self.smem_bytes} bytes",
@@ -130,8 +130,8 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         grid=_grid(run, work_tiles),
         work_tiles=work_tiles,
         full_key_tiles=full,
-        partial_key_tiles=cut,
-        empty_key_tiles=skipped,
+        cut_key_tiles=cut,
+        skipped_key_tiles=skipped,
         smem_bytes=run.choice.smem_bytes,
         registers=meta.get("registers"),
         spill_bytes=meta.get("spill_bytes"),

@@ -187,7 +187,7 @@ def test_it_counts_as_explain_does(pyplot: Any, name: str, head_dim: int) -> Non
     tile_m, tile_n = told.tiles.tile_m, told.tiles.tile_n
     title = plot(mask, tile_m=tile_m, tile_n=tile_n).get_title()
     counts = [int(n) for n in re.findall(r"(\d+) (?:skipped|partial|full)", title)]
-    of_explain = (told.empty_key_tiles, told.partial_key_tiles, told.full_key_tiles)
+    of_explain = (told.skipped_key_tiles, told.cut_key_tiles, told.full_key_tiles)
     assert of_explain == tuple(2 * count for count in counts)
     assert sum(counts) == -(-seqlen // tile_m) * -(-seqlen // tile_n)
     # what scores say: a tile past the last key is masked; a mask of blocks may be visited in vain
