@@ -10,8 +10,10 @@ from torch import Tensor
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
-from flash_mask_cute.call.config import FwdTiles
+from flash_mask_cute.call.config import FwdTiles, select_bwd_config
 from flash_mask_cute.call.copies import describe_copies
+from flash_mask_cute.call.group_splits import partial_sums_bytes, split_group
+from flash_mask_cute.call.kernels_bwd import num_row_blocks
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.packed import call_by_documents
 from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
@@ -120,6 +122,8 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
             _, full, partial, empty = _count_tiles(of_dense, call.tensors)
     if run.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
+    elif split := _describe_split_backward(run):
+        notes.append(split)
     return Explanation(
         where=device,
         kernel=arch_spec(run.target).forward.class_name,
@@ -138,6 +142,32 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
         copies=describe_copies(**run.conversions),
+    )
+
+
+def _describe_split_backward(run: ExecutionPlan) -> str | None:
+    """Over how many CTAs a backward of this call splits groups of heads, if it does."""
+    kernel, problem, shapes = arch_spec(run.target).backward, run.problem, run.shapes
+    group = shapes.heads_q // shapes.heads_kv
+    if not kernel.splits_groups or group == 1:
+        return None
+    choice = select_bwd_config(
+        shapes.head_dim,
+        shapes.head_dim_v,
+        problem.tuning_class,
+        seqlen_k=shapes.seqlen_k,
+        kernel=kernel,
+    )
+    window = run.window_left, run.window_right
+    choice = split_group(choice, problem, shapes, window, run.target.num_sms, None)
+    rows = shapes.total_k if problem.varlen_k else shapes.seqlen_k
+    blocks = num_row_blocks(rows, shapes.batch, problem.varlen_k, choice.tile_n)
+    num_bytes = partial_sums_bytes(choice, shapes, blocks)
+    if not num_bytes:
+        return None
+    return (
+        f"a backward splits each group of heads over {choice.group_splits} CTAs, with {num_bytes} "
+        "bytes of partial sums"
     )
 
 

@@ -66,7 +66,8 @@ class AttentionProblem:
     dtype and sink_dtype are names of torch dtypes ("bfloat16"); sink_dtype None means no sink.
     packed_heads: query heads of a KV head that share a tile's rows, 1 for no packing. Lengths,
     batch, number of heads, strides and values are run-time arguments and not here. needs_lse_low:
-    with a score_mod, what rounding takes from LSE is written, too.
+    with a score_mod, what rounding takes from LSE is written, too. needs_max_scores: the largest
+    score of each row is.
 
     intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
@@ -96,6 +97,7 @@ class AttentionProblem:
     sink_dtype: str | None = None
     needs_lse: bool = True
     needs_lse_low: bool = False
+    needs_max_scores: bool = False
     intervals: tuple[int, bool] | None = None
     score_mod: str | None = None
     mask_mod: str | None = None

@@ -41,7 +41,7 @@ for both CTAs, and what products complete is told to both (`umma.Group`, `Channe
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -77,8 +77,10 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
     SOFTMAX_WARPS,
     Channels,
     FwdPlan,
+    MmaState,
     Products,
     Role,
+    SoftmaxState,
     Tiles,
 )
 
@@ -87,25 +89,6 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
 L2_SHARE = 64 * 1024 * 1024
 # columns of the output that a thread holds at a time; few, as its warps have few registers
 OUTPUT_CHUNK = 16
-
-
-class MmaState(NamedTuple):
-    """Key blocks whose scores were issued so far.
-
-    is_first: the next one is the first of its tile. accumulates: the last one was not.
-    """
-
-    blocks: Int32
-    is_first: Boolean
-    accumulates: Boolean
-
-
-class SoftmaxState(NamedTuple):
-    """Key blocks and cut blocks so far, and whether the next one is the first of its tile."""
-
-    blocks: Int32
-    cuts: Int32
-    is_first: Boolean
 
 
 class FlashAttentionForwardSm100:
@@ -214,6 +197,7 @@ class FlashAttentionForwardSm100:
         mask_bit_tensors=None,
         query_chunk=None,
         mLSELow: cute.Tensor | None = None,
+        mMaxScores: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         refused = ("mPageTable", mPageTable), ("mask_bit_tensors", mask_bit_tensors)
@@ -245,7 +229,7 @@ class FlashAttentionForwardSm100:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         self.kernel(
             operands,
-            LseTensors(mLSE, mLSELow),
+            LseTensors(mLSE, mLSELow, mMaxScores),
             lengths,
             ScoreArgs(scales, learnable_sink),
             masks,
@@ -288,7 +272,7 @@ class FlashAttentionForwardSm100:
 
         if warp_idx < Role.OUTPUT:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            self.softmax(tiles, channels, score_args.scales, masks)
+            self.softmax(tiles, channels, score_args.scales, masks, lse, lengths)
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
             self.output(operands, tiles, channels, lse, lengths, score_args)
@@ -407,18 +391,26 @@ class FlashAttentionForwardSm100:
 
     # -- softmax --------------------------------------------------------------------------------
 
-    def _rows(self, scales: ScoreScales) -> OnlineSoftmax:
+    def _rows(self, scales: ScoreScales, keeps_largest: bool = False) -> OnlineSoftmax:
         """The softmax of a thread's row."""
         factor = None if self.score_mod is None else self.traits.factor
-        more = self.plan.dtype, self.arithmetic, factor
+        more = self.plan.dtype, self.arithmetic, factor, keeps_largest
         return OnlineSoftmax.create(scales.scale_log2, 1, *more)
 
     @cute.jit
-    def softmax(self, tiles: Tiles, channels: Channels, scales: ScoreScales, masks: MaskArgs):
+    def softmax(
+        self,
+        tiles: Tiles,
+        channels: Channels,
+        scales: ScoreScales,
+        masks: MaskArgs,
+        lse: LseTensors,
+        lengths: Lengths,
+    ):
         """Softmax warp: 32 rows of its half of every work tile, a thread each."""
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (SOFTMAX_WARPS // HALVES)
         row = half * umma.ROWS + thread_in_warpgroup()
-        rows = self._rows(scales)
+        rows = self._rows(scales, keeps_largest=lse.largest is not None)
         tile, chunk = Int32(0), Int32(0)
         state = SoftmaxState(Int32(0), Int32(0), Boolean(True))
         while channels.ring.wait(tile):
@@ -433,6 +425,9 @@ class FlashAttentionForwardSm100:
             tiles.sums[0, row] = rows.row_max[0]
             tiles.sums[1, row] = rows.row_sum[0]
             channels.sums.publish(half_tile)
+            if const_expr(lse.largest is not None):
+                work = channels.ring.read(tile)
+                lse.store_largest(lengths, work, *self._place_of(work, half), rows.largest()[0])
             channels.ring.release(tile)
             tile += 1
 
@@ -536,6 +531,7 @@ class FlashAttentionForwardSm100:
         """This thread's probabilities, rounded, into `probs`; their sum."""
         total = Float32(0.0)
         for chunk, scores in self._chunks(half, prepare):
+            rows.see(scores)
             total += rows.exponentials(scores, partial(self._keep, probs, chunk), exactly)[0]
         return total
 
@@ -632,9 +628,7 @@ class FlashAttentionForwardSm100:
         half_tile = HALVES * tile + half
         work = channels.ring.read(tile)
         thread = thread_in_warpgroup()
-        row = work.block * plan.tile_m + half * umma.ROWS + thread
-        q_idx = row // plan.packed_heads
-        head_idx = work.head_idx * plan.packed_heads + row % plan.packed_heads
+        head_idx, q_idx = self._place_of(work, half)
         sinks = None
         if const_expr(mSink is not None):
             sinks = (mSink[head_idx].to(Float32),)
@@ -684,6 +678,12 @@ class FlashAttentionForwardSm100:
                 cute.arch.sync_warp()
                 channels.o.release(half_tile)
             self._store_columns(operands, tiles.o, lengths, work, half, first, warp)
+
+    def _place_of(self, work: Work, half) -> tuple:
+        """Head and query of this thread's row of half a work tile."""
+        row = work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup()
+        packed_heads = self.plan.packed_heads
+        return work.head_idx * packed_heads + row % packed_heads, row // packed_heads
 
     def _store_columns(self, operands, sO, lengths, work: Work, half, first: int, warp):
         """Send what a warp has staged in its part of sO to some columns of its rows."""

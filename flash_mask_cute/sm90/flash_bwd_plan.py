@@ -384,7 +384,7 @@ class BwdPlan:
         for name in ("stages_q", "stages_do", "stages_kv"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        if self.cta_pair and not self.shares_keys:
+        if self.cta_pair and self.head_dim <= MAX_OWN_DIM:
             return f"cta_pair=True is for head_dim above {MAX_OWN_DIM}, got {self.head_dim}"
         if self.cta_pair and self.stages_kv > 1:
             # of the peer's keys there is one stage

@@ -213,6 +213,7 @@ class FlashAttentionForwardSm90:
         mask_bit_tensors: tuple | None = None,
         query_chunk: tuple | None = None,
         mLSELow: cute.Tensor | None = None,
+        mMaxScores: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -228,7 +229,7 @@ class FlashAttentionForwardSm90:
         of a `MaskBitsArgs`, and `places` with mCuSeqlensQ, in place of a mask_mod and block lists
         (`rules/mask_rules.py`). They are for the query blocks that this launch computes, its
         `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, what rounding takes
-        from it.
+        from it. mMaxScores: like mLSE, the largest score of each row.
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
@@ -262,7 +263,7 @@ class FlashAttentionForwardSm90:
         )
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
-        lse = LseTensors(mLSE, mLSELow)
+        lse = LseTensors(mLSE, mLSELow, mMaxScores)
         self.kernel(operands, lse, lengths, score_args, masks, schedule, tile_counter).launch(
             grid=(schedule.grid, 1, 1),
             block=(plan.num_threads, 1, 1),
@@ -390,6 +391,7 @@ class FlashAttentionForwardSm90:
             channels,
             score_args.scales,
             masks.aux_tensors,
+            keeps_largest=lse.largest is not None,
         )
         first_S = wgmma.make_accumulator(plan.tile_n)
         # P of a block; steps over whole blocks use both in turns
@@ -538,6 +540,10 @@ class FlashAttentionForwardSm90:
             if const_expr(lse.lse is not None):  # noqa: SIM102 (decided while tracing)
                 if thread % 4 == 0 and q_idx[r] < work.slot:
                     lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
+        if const_expr(lse.largest is not None):
+            for r, largest in enumerate(blocks.softmax.largest()):
+                if thread % 4 == 0:
+                    lse.store_largest(lengths, work, heads[r], q_idx[r], largest)
 
         # the previous tile's store must have read the staging memory, and all warps their queries
         is_storing_warp = warp_idx % WARPS_PER_WARPGROUP == 0
