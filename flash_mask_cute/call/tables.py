@@ -1,7 +1,7 @@
 """Tile shapes by head dimension and mask, as data. The first row whose conditions hold is used.
 
 The rows of Hopper for head dimensions 64, 128 and 256 were measured on an H200
-(docs/measured_facts.md), the others follow from what fits. Nothing on Blackwell was measured.
+(docs/facts/hopper_forward.md), the others follow from what fits. Nothing on Blackwell was measured.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ from flash_mask_cute.sm90.warpgroups import (
 )
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
-# 48 MB are slower for causal at 8K (docs/measured_facts.md).
+# 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md).
 L2_SHARE = 24 * 1024 * 1024
 
 
