@@ -69,6 +69,9 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.rules.intervals import Intervals
 
+    chosen = asdict(tiles)
+    if not arch_spec(target).forward.claims_late:
+        del chosen["claims_late"]
     kernel = arch_spec(target).forward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -82,7 +85,7 @@ def build_fwd(
         has_aux_tensors=bool(problem.aux),
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
-        **asdict(tiles),
+        **chosen,
     )
     smem_bytes = kernel.plan.smem_bytes
     arguments = _fake_arguments(problem, tiles)

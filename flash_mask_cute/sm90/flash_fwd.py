@@ -111,6 +111,7 @@ class FlashAttentionForwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: CTAs to launch at most
     :param cta_pair: False
+    :param claims_late: work tiles are claimed one at a time, for few that are not equal
     :raises NotImplementedError: for an option of other kernels that this one does not have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -140,6 +141,7 @@ class FlashAttentionForwardSm90:
         skip_blocks: bool = True,
         num_sms: int = 132,
         cta_pair: bool = False,
+        claims_late: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         plan = FwdPlan(
@@ -184,6 +186,7 @@ class FlashAttentionForwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
+        self.claims_late = claims_late
 
     @cute.jit
     def __call__(
@@ -342,7 +345,8 @@ class FlashAttentionForwardSm90:
                     lengths.cu_seqlens_q is not None,
                 )
                 rules = self._rules(masks, lengths)
-                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                rings = channels.ring, channels.walk
+                plan_walks(scheduler, rules, lengths, *rings, claims_late=self.claims_late)
             elif const_expr(not plan.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
