@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flash_mask_cute.autograd.arguments import Call
-from flash_mask_cute.flex.block_mask import lists_of, says_no_more
+from flash_mask_cute.flex.block_mask import intervals_of, lists_of, says_no_more
 from flash_mask_cute.flex.captures import Path, described
 from flash_mask_cute.flex.convention import check_torch_mod
 from flash_mask_cute.flex.lower import lower_mod
@@ -111,7 +111,7 @@ def flex_attention(
     _check_block_mask(query, key, block_mask)
     _check_results(return_lse, return_aux)
     _check_options(kernel_options)
-    score = mask = lists = window = None
+    score = mask = lists = window = columns = None
     if score_mod is not None:
         check_torch_mod(score_mod, "score_mod")
         score = lower_mod(score_mod, "score_mod", query.device)
@@ -121,18 +121,23 @@ def flex_attention(
         seqlens = query.shape[2], key.shape[2]
         if mask.band is not None and says_no_more(block_mask, mask.band, seqlens):
             window = mask.band.as_window(*seqlens)
-        if window is None:
+        if window is None and mask.columns is not None:
+            columns = intervals_of(block_mask, mask.columns, seqlens, query.shape[0])
+        if window is None and columns is None:
             lists = lists_of(block_mask)
-    mods = put_together(score, None if window else mask)
+        else:
+            # the mask is told without the mod
+            mask = None
+    mods = put_together(score, mask)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
-    origins = (*(score.origins if score else ()), *(mask.origins if mask and not window else ()))
+    origins = (*(score.origins if score else ()), *(mask.origins if mask else ()))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     scale = number_of("scale", scale)
     left, right = window or (None, None)
     call = Call(
         None, None, None, None, None, None, scale, False, left, right, 0.0, mods.score_mod,
-        mods.mask_mod, mods.aux_tensors, lists, None, None, False, None, None,
+        mods.mask_mod, mods.aux_tensors, lists, columns, None, False, None, None,
     )  # fmt: skip
     with _named_as_captured(origins):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
