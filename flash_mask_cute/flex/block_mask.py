@@ -50,6 +50,16 @@ def lists_of(block_mask: BlockMask) -> BlockSparseTensorsTorch:
     return _kept_of(block_mask).lists
 
 
+def lists_in_graph(block_mask: BlockMask) -> BlockSparseTensorsTorch:
+    """As `lists_of`, by operators of a graph."""
+    return BlockSparseTensorsTorch(
+        *_sorted(block_mask.kv_num_blocks, block_mask.kv_indices),
+        *_sorted(block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+        (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1]),
+        (block_mask.seq_lengths[0], block_mask.seq_lengths[1]),
+    )
+
+
 def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) -> bool:
     """Whether the lists hide nothing that a band lets a query see, and call no block full that it
     cuts, so that they may be left out. seqlens: queries and keys.

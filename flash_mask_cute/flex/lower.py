@@ -107,6 +107,13 @@ def lower_mod(
     return program.at_call(mod, captures, target)
 
 
+def found_program(
+    mod: Callable[..., Any], kind: str, device: torch.device
+) -> tuple[Program, Captures]:
+    """The program of a mod, and the captures by which it finds its tensors."""
+    return _program(mod, kind, find_captures(mod), device)
+
+
 def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
     """The same mod, which finds its tensors behind `count` others."""
     if not count or not lowered.aux_tensors:
@@ -192,6 +199,13 @@ class Program:
             tensors = tuple(x.tensor for x in captured)
             columns = Columns(self.form, tensors, numbers, computed.of)
         return LoweredMod(self.mod, tuple(made), self.source, tuple(origins), band, columns)
+
+    def number_of(self, source: Source, captures: Captures) -> int | float:
+        """The value of a number that is no constant of the program."""
+        numbers = tuple(captures.numbers[i].number for i in self.varying)
+        assert source.computed is not None
+        value: int | float = _Computed(self.module, captures.tensors, numbers).of(source.computed)
+        return value
 
     def _constant_on(self, tensor: Tensor, device: torch.device) -> Tensor:
         key = id(tensor), device
