@@ -38,6 +38,11 @@ FORWARDS = {
         },
         {"cta_pair": True},
     ),
+    "one-half": Slowed(
+        ISLANDS | {"lengths_q": (130, 9, 140), "lengths_k": (300, 20, 200), "head_dim": 256,
+                   "softmax_scale": 0.5},
+        {"cta_pair": False},
+    ),
 }  # fmt: skip
 
 
