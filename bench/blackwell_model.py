@@ -46,7 +46,10 @@ PEER: dict[str, dict[str, int]] = {
 # Of an SM of a B200, in a clock: bf16 operations of the tensor cores, exponentials, operations of
 # the fp32 pipe, bytes of shared memory (the paper of FlashAttention-4, arXiv 2603.05451).
 TENSOR, EXPONENTIALS, FP32, SHARED = 8192, 16, 128, 128
-BLOCK, THREADS_OF_WARP, VECTOR = 128, 32, 16
+# rows and columns of a block, lanes, bytes of a vector, and columns of a step of a product
+BLOCK, THREADS_OF_WARP, VECTOR, STEP = 128, 32, 16, 16
+# of UTCHMMA, those whose operand A is in shared memory and not in tensor memory
+FROM_SHARED = "UTCHMMA with A in shared memory"
 # commits of a block: S, dQ, Q that was read, dP, dO that was read
 COMMITS_OF_BLOCK = 5
 NO_DISASSEMBLER = "no nvdisasm and no cuobjdump that knows sm_100a"
@@ -83,12 +86,16 @@ def _count(
     counts = code.count(way)
     if wanted is not None and counts[wanted[0]] < wanted[1]:
         for inner in code.inner_loops(way):
-            again = code.count(inner)
-            if again[wanted[0]]:
-                counts += again
+            if code.count(inner)[wanted[0]]:
+                counts += code.count(inner)
+                way += inner
     if wanted is not None and counts[wanted[0]] != wanted[1]:
         raise ValueError(f"{wanted[0]} {counts[wanted[0]]} in the loop, {wanted[1]} expected")
     counts["instructions"] = sum(counts.values())
+    counts[FROM_SHARED] = sum(
+        code.instructions[i].opcode == "UTCHMMA" and code.instructions[i].operands[0] == "g"
+        for i in way
+    )
     return counts
 
 
@@ -119,7 +126,7 @@ def count_roles(text: str, tile_d: int, tile_dv: int) -> dict[str, dict[str, int
     whole, cut = sorted(bodies, key=lambda counts: counts["instructions"])
     commits = of_part(PARTS.helpers, "UTCBAR")[:COMMITS_OF_BLOCK]
     products = [i for i in of_part(PARTS.helpers, "UTCHMMA") if i < commits[-1]]
-    steps = (tile_d + tile_dv + 3 * BLOCK) // 16
+    steps = (tile_d + tile_dv + 3 * BLOCK) // STEP
     copies = of_part(PARTS.helpers, "UTMALDG")
     sums = of_part(PARTS.helpers, "UBLKRED")
     reduced = of_part(PARTS.reduce, "LDTM", "FENCE")
@@ -132,7 +139,7 @@ def count_roles(text: str, tile_d: int, tile_dv: int) -> dict[str, dict[str, int
         # the second half brings keys and values
         "load": _count(code, copies[: len(copies) // 2]),
     }
-    kept = ("instructions", *SHOWN)
+    kept = ("instructions", *SHOWN, FROM_SHARED)
     return {
         role: {op: counts[op] for op in kept if counts[op] or op == "BAR"}
         for role, counts in roles.items()
@@ -146,14 +153,13 @@ def shared_bytes(roles: dict[str, dict[str, int]], tile_d: int, tile_dv: int) ->
     lanes of a warp read at once, so an instruction moves one line.
     """
     rows = 2 * BLOCK  # bytes of a column of 128 rows in 16 bits
-    scores = 2 * rows * tile_d + 2 * rows * tile_dv
-    sums = rows * tile_dv + rows * tile_d
-    of_dq = rows * BLOCK + rows * tile_d
+    operands_a = roles["mma"][FROM_SHARED] * rows * STEP
+    operands_b = rows * (3 * tile_d + 2 * tile_dv)
     line = VECTOR * THREADS_OF_WARP
     compute = roles["compute, whole block"]
     staged = rows * 2 * tile_d
     return {
-        "operands": scores + sums + of_dq,
+        "operands": operands_a + operands_b,
         "dS": compute["STS"] * WARPS.compute * line,
         "dQ staged and read": 2 * staged,
         "Q and dO loaded": rows * (tile_d + tile_dv),
