@@ -70,11 +70,11 @@ NUM_PAINTERS = 4
 
 
 class Channels(NamedTuple):
-    """How the roles of a CTA hand things on (see `flash_bwd`)."""
+    """How the roles of a CTA hand things on (see `flash_bwd`); kv: where `BwdPlan.holds_keys`."""
 
     q: Channel
     do: Channel
-    kv: Channel
+    kv: Channel | None
     s: Channel
     dp: Channel
     dq: Channel
@@ -384,7 +384,6 @@ class BwdPlan:
             turns: words(CHUNK * WALK_STAGES)
             q_barriers: barriers(self.stages_q)
             do_barriers: barriers(self.stages_do)
-            kv_barriers: barriers(1)
             s_barriers: barriers(1)
             dp_barriers: barriers(1)
             dq_barriers: barriers(1)
@@ -393,6 +392,7 @@ class BwdPlan:
             bits_barriers: barriers(1)
             ring_barriers: barriers(RING_STAGES)
             walk_barriers: barriers(WALK_STAGES)
+            kv_barriers: barriers(1)
             tmem: cutlass.Int32
 
         return Storage
@@ -412,7 +412,7 @@ class BwdPlan:
             # products, and who reads the statistics
             q=channel(storage.q_barriers, 1, 1 + COMPUTE_WARPS, self.stages_q),
             do=channel(storage.do_barriers, 1, 1, self.stages_do),
-            kv=channel(storage.kv_barriers, COMPUTE_WARPS, 1),
+            kv=channel(storage.kv_barriers, COMPUTE_WARPS, 1) if self.holds_keys else None,
             s=channel(storage.s_barriers, 1, COMPUTE_WARPS),
             dp=channel(storage.dp_barriers, 1, COMPUTE_WARPS),
             dq=channel(storage.dq_barriers, 1, REDUCE_WARPS),
