@@ -42,7 +42,8 @@ class Code:
     @staticmethod
     def of(text: str) -> Code:
         """text: the disassembly of one kernel by nvdisasm or cuobjdump."""
-        instructions, places = [], {}
+        instructions: list[Instruction] = []
+        places: dict[str, int] = {}
         for line in text.splitlines():
             if label := LABEL.match(line):
                 places[label[1]] = len(instructions)

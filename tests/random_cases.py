@@ -71,7 +71,9 @@ def small_case(rng: random.Random, dims: tuple[tuple[int, int], ...], most: int)
     head_dim, head_dim_v = rng.choice(dims)
     if case.strided == "fused_qkv":
         head_dim_v = head_dim
-    fields: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim_v, "batch": 2}
+    name = f"{case.id.rpartition('-d')[0]}-d{head_dim}-dv{head_dim_v}"
+    fields: dict[str, Any] = {"id": name, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    fields["batch"] = 2
     for side in ("q", "k"):
         fields[f"seqlen_{side}"] = min(getattr(case, f"seqlen_{side}"), most)
         for name in (f"lengths_{side}", f"seqused_{side}"):
