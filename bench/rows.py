@@ -3,11 +3,16 @@
 What the rows of a run have in common stands once, in the head of the run, a line without `kind`. A
 row has its `run` and what is its own, which wins over the head. A head holds for the rows of its
 run after it, up to another head of that run. Runs may append to one file at the same time.
+
+Rows of finished runs may move to an archive beside the file, `<file>.xz`, which is read first:
+`xz -9e < FILE >> FILE.xz` appends to it, and then the file is emptied. A twentieth of the size is
+left.
 """
 
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 from bench import ROOT, Json
@@ -37,14 +42,29 @@ def append_row(path: str | Path, row: Json) -> None:
         file.write(own if heads[-1:] == [head] else head + own)
 
 
-def read_rows(path: str | Path) -> list[Json]:
-    """The rows of a file, each with what its head says.
+def _lines(path: Path) -> list[tuple[str, str]]:
+    """The lines of a file, those of its archive first, each with the place that an error names."""
+    archive, texts = path.with_name(path.name + ".xz"), list[tuple[Path, str]]()
+    if archive.exists():
+        with lzma.open(archive, "rt") as file:
+            texts.append((archive, file.read()))
+    if path.exists() or not texts:
+        texts.append((path, path.read_text()))
+    return [
+        (f"{source}, line {number}", line)
+        for source, text in texts
+        for number, line in enumerate(text.splitlines(), 1)
+    ]
 
-    Raises ValueError, with file and line, for a row that lacks a field of the head because no head
-    of its run stands before it.
+
+def read_rows(path: str | Path) -> list[Json]:
+    """The rows of a file and its archive, each with what its head says.
+
+    Raises FileNotFoundError where there is neither, and ValueError, with file and line, for a row
+    that lacks a field of the head because no head of its run stands before it.
     """
     heads, rows = dict[str, Json](), list[Json]()
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    for place, line in _lines(Path(path)):
         value: Json = json.loads(line)
         if "kind" not in value:
             heads[value["run"]] = value
@@ -52,6 +72,6 @@ def read_rows(path: str | Path) -> list[Json]:
         row = heads.get(value["run"], {}) | value
         if missing := [key for key in HEAD if key not in row]:
             lacks = f"a row of run {row['run']!r} before its head, without {', '.join(missing)}"
-            raise ValueError(f"{path}, line {number}: {lacks}")
+            raise ValueError(f"{place}: {lacks}")
         rows.append(row)
     return rows

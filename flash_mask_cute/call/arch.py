@@ -39,10 +39,12 @@ class ForwardKernel(AttentionKernel):
 
 @dataclass(frozen=True)
 class BackwardKernel(AttentionKernel):
-    """rows: of tiles. dq_order: in which order it leaves the sums of dQ (`BwdPostprocess`)."""
+    """rows: of tiles. dq_order: in which order it leaves the sums of dQ (`BwdPostprocess`).
+    splits_groups: several CTAs may share the query heads of a group."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
+    splits_groups: bool
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ SM90_BACKWARD = BackwardKernel(
     _backward_plan_sm90,
     SM90_BWD,
     "accumulators",
+    splits_groups=True,
 )
 SM90 = ArchSpec(
     "Hopper",
@@ -149,6 +152,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             _backward_plan_sm100,
             SM100_BWD,
             "lanes",
+            splits_groups=False,
         ),
         reads_mask_bits=False,
     )

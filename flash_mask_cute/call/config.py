@@ -73,8 +73,9 @@ class BwdConfig:
     value_cols: columns of the values that stay in registers, a multiple of 16, or 0.
     skip_blocks: as in `FwdConfig`. clears_dq: the sums of dQ are cleared before, and all add to
     them; otherwise who comes first stores (docs/backward_sm90.md). cta_pair: two CTAs with
-    neighbouring keys sum dQ together, with cleared sums; for head_dim above 192, where scores are
-    neither modified nor capped.
+    neighbouring keys sum dQ together, with cleared sums; for head_dim above 128, where scores are
+    neither modified nor capped. group_splits: CTAs that share the query heads of a group, each with
+    as many of them; a divisor of the group, 1 for head dimensions above 128.
 
     Raises:
         TypeError, ValueError: as by `FwdConfig`; value_cols may be 0.
@@ -88,6 +89,7 @@ class BwdConfig:
     skip_blocks: bool | None = None
     clears_dq: bool | None = None
     cta_pair: bool | None = None
+    group_splits: int | None = None
 
     def __post_init__(self) -> None:
         _check_values(self)
@@ -178,11 +180,12 @@ def select_fwd_config(
     block_size: tuple[int, int] | None = None,
     unpackable: str | None = None,
     spec: ArchSpec = SM90,
+    num_sms: int = H200_SMS,
 ) -> FwdChoice:
     """Choose tiles for the problem, and whether to pack heads for its shapes. window: the keys
     that a query sees at most, if the mask has both a left and a right edge. block_size: that of
     block lists. unpackable: an argument under which the heads of a group cannot share a tile.
-    spec: of the architecture whose kernel is to run.
+    spec: of the architecture whose kernel is to run. num_sms: CTAs that run at once.
 
     Raises:
         ValueError: the override asks for what cannot run.
@@ -200,6 +203,8 @@ def select_fwd_config(
         problem.functions_under_causal,
         None if problem.reads_bits else block_size,
         may_pair=override is None or override.cta_pair is not False,
+        sequences=shapes.batch * shapes.heads_q,
+        num_sms=num_sms,
     )
     row = next(rows_for(kernel.rows, call))
     tiles, smem_bytes, reason = _fit(kernel, row, problem.head_dim, problem.head_dim_v, override)
@@ -317,7 +322,8 @@ def check_feasible(
 
 @dataclass(frozen=True)
 class BwdTiles:
-    """A complete configuration of the backward: no field is open."""
+    """A complete configuration of the backward: no field is open. splits_group: several CTAs share
+    the query heads of a group."""
 
     tile_m: int
     stages_q: int
@@ -327,22 +333,26 @@ class BwdTiles:
     skip_blocks: bool = True
     clears_dq: bool = False
     cta_pair: bool = False
+    splits_group: bool = False
 
 
 @dataclass(frozen=True)
 class BwdChoice:
     """The tiles of a problem, what the kernel's plan says about them, and why they were chosen.
 
-    tile_n: keys of a CTA at a time, walk_n: of a walk. tile_d: columns of the scratch memory that
-    dQ is summed in.
+    tile_n: keys of a CTA at a time, walk_n: of a walk. tile_d, tile_dv: columns of a tile of Q and
+    K, and of V, which are those of the scratch memory that their gradients are summed in.
+    group_splits: CTAs that share the query heads of a group (`call/group_splits.py`).
     """
 
     tiles: BwdTiles
     tile_n: int
     walk_n: int
     tile_d: int
+    tile_dv: int
     smem_bytes: int
     reason: str
+    group_splits: int = 1
 
 
 @functools.lru_cache(maxsize=1024)
@@ -360,13 +370,15 @@ def select_bwd_config(
     """Choose tiles: the first row that takes the head dimensions, the `mask_kind` and the keys of a
     problem, with fewer stages where it does not fit beside the override, or without pairs of CTAs.
 
-    modifier: `AttentionProblem.score_modifier`. kernel: the one that is to run.
+    modifier: `AttentionProblem.score_modifier`. kernel: the one that is to run. How a group of
+    heads is split is not decided here.
 
     Raises:
         ValueError: the override asks for what cannot run.
         NotImplementedError: the kernel does not have these head dimensions.
     """
     given = given_fields(override)
+    given.pop("group_splits", None)
     if deterministic and given.get("clears_dq"):
         raise ValueError("config clears_dq=True is not for deterministic=True: sums have an order")
     why_alone = _why_alone(given, deterministic, modifier, num_sms)
@@ -396,7 +408,7 @@ def select_bwd_config(
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
                 reason = _join_reasons(_told(row), given, changed, refusal)
-                sizes = plan.tile_n, plan.walk_n, plan.tile_d, plan.smem_bytes
+                sizes = plan.tile_n, plan.walk_n, plan.tile_d, plan.tile_dv, plan.smem_bytes
                 return BwdChoice(tiles, *sizes, reason)
             refusal = refusal or why_not
     raise ValueError(

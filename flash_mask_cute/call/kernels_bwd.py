@@ -41,6 +41,8 @@ class BwdKernels(NamedTuple):
     column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
     gradients of aux tensors (a tuple), stored bits.
     postprocess: dq_accum, turns, dq, softmax_scale, cu_seqlens_q, seqused_q.
+    add_dk, add_dv, where a group's heads are split (dk and dv of main are then partial sums):
+    partial sums, None, dk or dv, 1, cu_seqlens_k, seqused_k.
     clear_tails, where there may be tails: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
 
@@ -48,6 +50,8 @@ class BwdKernels(NamedTuple):
     main: Callable[..., Any]
     postprocess: Callable[..., Any]
     clear_tails: Callable[..., Any] | None = None
+    add_dk: Callable[..., Any] | None = None
+    add_dv: Callable[..., Any] | None = None
 
 
 class Tails(NamedTuple):
@@ -75,7 +79,8 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter before only;
     marked_dim: head_dim, where rows of queries that see nothing are marked. num_stats: statistics
-    of a row (`BwdPlan`). order: of the sums of dQ; matters after only.
+    of a row (`BwdPlan`). order: of the sums of dQ, num_ctas that summed a row block, and whether
+    they are partial sums of dK or dV; these matter after only. For dK and dV rows are keys.
     """
 
     dtype: str
@@ -91,6 +96,8 @@ class RowFacts(NamedTuple):
     num_stats: int = 2
     has_lse_low: bool = False
     order: DqOrder = "accumulators"
+    num_ctas: int = 1
+    sums_parts: bool = False
 
 
 _Facts = TypeVar("_Facts", RowFacts, TailFacts)
@@ -138,7 +145,8 @@ def compile_bwd(
     of_scores = has_dlse, sink_dtype, marked_dim, num_stats(problem), has_lse_low
     before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
     order = arch_spec(target).backward.dq_order
-    after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order)
+    num_ctas = choice.walk_n // choice.tile_n
+    after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas)
 
     def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
         return cache.get(
@@ -160,11 +168,25 @@ def compile_bwd(
         cache,
     )
     postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess)
+    add_dk = add_dv = None
+    if choice.tiles.splits_group:
+        of_keys = problem.varlen_k, problem.has_seqused_k, True
+        facts_dk, facts_dv = (
+            RowFacts(problem.dtype, dim, choice.tile_n, cols, *of_keys, sums_parts=True)
+            for dim, cols in (
+                (problem.head_dim, choice.tile_d),
+                (problem.head_dim_v, choice.tile_dv),
+            )
+        )
+        add_dk = by_facts(POSTPROCESS_NAME, facts_dk, build_postprocess).function
+        add_dv = by_facts(POSTPROCESS_NAME, facts_dv, build_postprocess).function
     clear_tails = None
     if any(tails):
         facts = TailFacts(problem.dtype, problem.head_dim, problem.head_dim_v, tails)
         clear_tails = by_facts(CLEAR_TAILS_NAME, facts, build_clear_tails).function
-    return BwdKernels(preprocess.function, main.function, postprocess.function, clear_tails)
+    return BwdKernels(
+        preprocess.function, main.function, postprocess.function, clear_tails, add_dk, add_dv
+    )
 
 
 def build_bwd(
@@ -176,6 +198,9 @@ def build_bwd(
     """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.rules.intervals import Intervals
 
+    tiles = asdict(choice.tiles)
+    if not arch_spec(target).backward.splits_groups:
+        del tiles["splits_group"]
     kernel = arch_spec(target).backward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -189,7 +214,7 @@ def build_bwd(
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         may_empty_rows=problem.may_empty_rows,
-        **asdict(choice.tiles),
+        **tiles,
     )
     arguments = _main_arguments(problem, choice)
     smem_bytes = kernel.plan.smem_bytes
@@ -210,8 +235,15 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         scratch(stats_words(tile_m, num_stats(problem), problem.may_empty_rows)),
         scratch(tile_m * choice.tile_d),
         None if choice.tiles.clears_dq else strided(2),
-        operand(dtype, rank_k, problem.head_dim),
-        operand(dtype, rank_k, problem.head_dim_v),
+        *(
+            scratch(choice.tile_n * cols)
+            if choice.tiles.splits_group
+            else operand(dtype, rank_k, dim)
+            for dim, cols in (
+                (problem.head_dim, choice.tile_d),
+                (problem.head_dim_v, choice.tile_dv),
+            )
+        ),
         cutlass.Float32(1.0),
         fake_tensors.stream(),
         *lengths(problem),
@@ -269,6 +301,8 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.tile_m,
         facts.tile_d,
         facts.order,
+        facts.num_ctas,
+        facts.sums_parts,
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),

@@ -21,6 +21,7 @@ from flash_mask_cute.call.copies import (
     split_scale,
     tma_strides,
 )
+from flash_mask_cute.call.group_splits import split_group
 from flash_mask_cute.call.kernels_bwd import Tails
 from flash_mask_cute.call.mask_bits_plan import (
     choose_mask_bits,
@@ -286,7 +287,7 @@ def _choose_tiles(
         seqlens = shapes.seqlen_q, shapes.seqlen_k
         empties = may_empty_rows(problem, seqlens, (window_left, window_right))
         problem = replace(problem, may_empty_rows=empties)
-        choose = _bwd_chooser(call, shapes, target)
+        choose = _bwd_chooser(call, shapes, (window_left, window_right), target)
         if empties or call.tensors.dsink is not None:
             sink = call.tensors.learnable_sink
         gradients = _gradient_facts(call, problem, sink)
@@ -330,22 +331,36 @@ def _fwd_chooser(
         block_size=masks.block_size,
         unpackable=masks.unpackable(shapes),
         spec=arch_spec(target),
+        num_sms=target.num_sms,
     )
 
 
-def _bwd_chooser(call: AttentionCall, shapes: FwdShapes, target: Target) -> Choose:
+def _bwd_chooser(
+    call: AttentionCall,
+    shapes: FwdShapes,
+    window: tuple[int | None, int | None],
+    target: Target,
+) -> Choose:
+    kernel, override = arch_spec(target).backward, call.options.config
+    splits = getattr(override, "group_splits", None)
+    if not (kernel.splits_groups or splits in (None, 1)):
+        raise ValueError(f"config group_splits={splits} is not for {kernel.class_name}")
+
     def choose(problem: AttentionProblem) -> BwdChoice:
-        return select_bwd_config(
+        choice = select_bwd_config(
             shapes.head_dim,
             shapes.head_dim_v,
             problem.mask_kind,
-            override=call.options.config,
+            override=override,
             seqlen_k=shapes.seqlen_k,
             deterministic=call.options.deterministic,
             modifier=problem.score_modifier,
             num_sms=target.num_sms,
-            kernel=arch_spec(target).backward,
+            kernel=kernel,
         )
+        if not kernel.splits_groups:
+            return choice
+        return split_group(choice, problem, shapes, window, target.num_sms, splits)
 
     return choose
 

@@ -35,8 +35,8 @@ class KernelBackward:
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
-        "_parts_shape", "_reads_query_early", "_scale", "_scale_dq", "_softcap", "_stats_shape",
-        "_store_bits", "_tails", "_wants_aux", "_window_left", "_window_right",
+        "_parts_shape", "_partial_shapes", "_reads_query_early", "_scale", "_scale_dq", "_softcap",
+        "_stats_shape", "_store_bits", "_tails", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,7 @@ class KernelBackward:
         self._reads_query_early = problem.may_empty_rows
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if facts.sink_dtype else None
+        self._partial_shapes = _partial_shapes(plan) if choice.tiles.splits_group else None
         self._tails = facts.tails
         self._clears_dq = choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
@@ -133,17 +134,25 @@ class KernelBackward:
         if daux is not None:
             aux_sums = _aux_sums(daux, self._wants_aux, torch.float32)
             aux_grads = tuple(aux_sums.values()) or None
-        preprocess, main, postprocess, clear_tails = self._kernels
+        preprocess, main, postprocess, clear_tails, add_dk, add_dv = self._kernels
+        dk_sums, dv_sums = dk, dv
+        if self._partial_shapes is not None:
+            dk_sums, dv_sums = (
+                q.new_empty(shape, dtype=torch.float32) for shape in self._partial_shapes
+            )
         preprocess(
             out, dout, lse, dlse, stats, cleared, turns, sink, parts, cu_seqlens_q, seqused_q,
             q if self._reads_query_early else None, lse_low,
         )  # fmt: skip
         main(
-            q, k, v, dout, stats, dq_accum, turns, dk, dv, self._scale, cu_seqlens_q, cu_seqlens_k,
-            seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
+            q, k, v, dout, stats, dq_accum, turns, dk_sums, dv_sums, self._scale, cu_seqlens_q,
+            cu_seqlens_k, seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
             self._softcap, tile_counter(q, index), columns, bits, aux_grads, stored,
         )  # fmt: skip
         postprocess(dq_accum, turns, dq, self._scale_dq, cu_seqlens_q, seqused_q)
+        if add_dk is not None and add_dv is not None:
+            add_dk(dk_sums, None, dk, 1.0, cu_seqlens_k, seqused_k)
+            add_dv(dv_sums, None, dv, 1.0, cu_seqlens_k, seqused_k)
         if clear_tails is not None:
             has_dq, has_dk, has_dv = self._tails
             clear_tails(
@@ -155,6 +164,22 @@ class KernelBackward:
         if daux is not None and aux_sums is not None:
             _write_aux_gradients(daux, aux_sums)
         return result
+
+
+def _partial_shapes(plan: ExecutionPlan) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Of the partial sums of dK and dV: parts of groups, key blocks, sums."""
+    choice, problem, shapes = plan.bwd_choice, plan.problem, plan.shapes
+    blocks = num_row_blocks(
+        shapes.total_k if problem.varlen_k else shapes.seqlen_k,
+        shapes.batch,
+        problem.varlen_k,
+        choice.tile_n,
+    )
+    parts = shapes.heads_kv * choice.group_splits
+    return (
+        (parts, blocks, choice.tile_n * choice.tile_d),
+        (parts, blocks, choice.tile_n * choice.tile_dv),
+    )
 
 
 class EmptyBackward:

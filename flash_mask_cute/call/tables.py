@@ -16,7 +16,8 @@ class CallFacts(NamedTuple):
     mask_kind: of the `AttentionProblem`. window: keys that a query sees at most, if its window is
     closed on both sides. functions_under_causal: see the problem. block_size: of block lists that
     the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
-    order (deterministic).
+    order (deterministic). sequences: of `seqlen_q` queries and one head each; num_sms: CTAs that
+    run at once.
     """
 
     head_dim: int
@@ -29,6 +30,14 @@ class CallFacts(NamedTuple):
     block_size: tuple[int, int] | None = None
     may_pair: bool = True
     is_ordered: bool = False
+    sequences: int = 1
+    num_sms: int = 1
+
+    def fill(self, tile_m: int) -> float:
+        """How full a launch's waves of CTAs are of queries, with a tile of tile_m rows in each."""
+        tiles = self.sequences * -(-self.seqlen_q // tile_m)
+        waves = -(-tiles // self.num_sms)
+        return self.sequences * self.seqlen_q / max(waves * self.num_sms * tile_m, 1)
 
 
 class Condition(NamedTuple):
@@ -43,7 +52,10 @@ class FwdRow(NamedTuple):
 
     masks: the `AttentionProblem.mask_kind`s it is for, all if empty. max_window: for windows,
     closed on both sides, of at most so many keys. min_seqlen_q, min_seqlen_k: for at least so many
-    queries and keys. cta_pair: a pair of CTAs, with a tile each, walks over the keys together.
+    queries and keys, max_seqlen_q: for at most so many queries. above_dim: head_dim is greater.
+    gain: how much faster full attention is than with tiles of 128 rows, if as many SMs are busy;
+    where the last wave of CTAs costs more than that, the row is not for it. cta_pair: a pair of
+    CTAs, with a tile each, walks over the keys together.
     for_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
     then reads the lists as they are, and no block is cut but by its own mask. Not where a mask_mod
     was evaluated before: its bits are of tiles of any size.
@@ -65,17 +77,29 @@ class FwdRow(NamedTuple):
     cta_pair: bool = False
     for_lists: bool = False
     for_functions: bool = False
+    above_dim: int = 0
+    max_seqlen_q: int | None = None
+    gain: float | None = None
 
     def conditions(self) -> Iterator[Condition]:
-        yield from _dims_up_to(self.max_dim, self.max_dim_v)
+        yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
         if self.masks:
             yield Condition(" or ".join(self.masks), lambda call: call.mask_kind in self.masks)
         if self.min_seqlen_q:
             yield Condition(
                 f"seqlen_q >= {self.min_seqlen_q}", lambda call: call.seqlen_q >= self.min_seqlen_q
             )
+        if self.max_seqlen_q is not None:
+            longest = self.max_seqlen_q
+            yield Condition(f"seqlen_q <= {longest}", lambda call: call.seqlen_q <= longest)
         if self.min_seqlen_k:
             yield _keys_at_least(self.min_seqlen_k)
+        if self.gain is not None:
+            gain = self.gain
+            yield Condition(
+                f"waves filled as those of 128 rows, or less by {gain - 1:.0%} at most, if full",
+                lambda call: call.mask_kind != "full" or call.fill(128) <= gain * call.fill(192),
+            )
         if self.max_window is not None:
             most = self.max_window
             yield Condition(
@@ -181,14 +205,39 @@ SM90_FWD = (
         masks=("score_mod",),
     ),
     FwdRow(
+        *(64, 64, 128, 128, 3, 2, False),
+        "short sequences fill small tiles better, and waste less along the diagonal",
+        masks=("causal",),
+        max_seqlen_q=1024,
+    ),
+    FwdRow(
         *(64, 64, 192, 128, 3, 2, False),
         "three warpgroups hide the latency of the exponentials",
+        gain=1.2,
     ),
-    FwdRow(96, 96, 128, 128, 2, 2, False, "two warpgroups take turns; the next query waits ready"),
+    FwdRow(
+        *(64, 64, 128, 128, 3, 2, False),
+        "smaller tiles fill the last wave of CTAs",
+    ),
+    FwdRow(
+        *(80, 80, 192, 96, 2, 2, False),
+        "three warpgroups hide the latency of the exponentials; the next query waits ready",
+        masks=("full", "causal"),
+        above_dim=72,
+        gain=1.15,
+    ),
+    FwdRow(
+        *(96, 96, 192, 112, 3, 1, False),
+        "three warpgroups hide the latency of the exponentials",
+        masks=("full",),
+        gain=1.05,
+    ),
+    FwdRow(96, 96, 128, 128, 3, 2, False, "two warpgroups take turns; the next query waits ready"),
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
         "three warpgroups hide the latency of the exponentials, and each key serves more queries",
         masks=("full",),
+        gain=1.05,
     ),
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
@@ -281,6 +330,13 @@ SM90_BWD = (
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
         "registers for 64 queries and some values, which leave enough for who paints many edges",
+    ),
+    BwdRow(
+        *(192, 192, 64, 2, 2, 1, 0),
+        "two CTAs that sum dQ together add half as much of it to memory",
+        above_dim=128,
+        clears_dq=True,
+        cta_pair=True,
     ),
     BwdRow(*(192, 192, 64, 2, 2, 1, 0), "half of the sums' columns in each warpgroup"),
     BwdRow(

@@ -15,7 +15,7 @@ BLOCKS_APART, BLOCKS_APART_SHORT = 3, 8
 
 
 class KeySchedule(NamedTuple):
-    """Work tiles, query heads of a KV head, and groups of CTAs to launch."""
+    """Work tiles, query heads of each, and groups of CTAs to launch."""
 
     params: ScheduleParams
     group: Int32
@@ -29,18 +29,21 @@ class KeySchedule(NamedTuple):
         tiles: tuple[int, int],
         num_groups: int,
         is_short: bool | None,
+        group_splits: Int32 | int = 1,
     ) -> "KeySchedule":
         """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
 
         tiles: query rows of a block, and keys of a work tile. num_groups: CTAs, or groups of them
         with a work tile each, that run at a time at most. is_short: where sums have an order,
-        whether masks may make walks shorter than sequences; None: they have none.
+        whether masks may make walks shorter than sequences; None: they have none. group_splits:
+        work tiles of the same keys, with as many of the group's heads each; these count as heads.
         """
         tile_m, walk_n = tiles
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
         varlen_k = const_expr(lengths.cu_seqlens_k is not None)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
-        heads_kv = mK.shape[1] if varlen_k else mK.shape[2]
+        num_heads = (mK.shape[1] if varlen_k else mK.shape[2]) * group_splits
+        group = heads_q // num_heads
         num_batch = mK.shape[0]
         if const_expr(varlen_k):
             num_batch = lengths.cu_seqlens_k.shape[0] - 1
@@ -48,11 +51,11 @@ class KeySchedule(NamedTuple):
         heads_per_group = Int32(1)
         if const_expr(is_short is not None):
             rows = lengths.seqlen_q // num_batch if varlen_q else lengths.seqlen_q
-            row_blocks = cutlass.max(rows // tile_m * (heads_q // heads_kv), 1)
+            row_blocks = cutlass.max(rows // tile_m * group, 1)
             apart = BLOCKS_APART_SHORT if is_short or varlen_q else BLOCKS_APART
             heads_per_group = cute.ceil_div(apart * num_groups, row_blocks)
-        params = ScheduleParams(num_blocks, heads_kv, num_batch, heads_per_group)
+        params = ScheduleParams(num_blocks, num_heads, num_batch, heads_per_group)
         grid = Int32(num_groups)
         if const_expr(not varlen_k):
-            grid = cutlass.min(grid, num_blocks * heads_kv * num_batch)
-        return KeySchedule(params, heads_q // heads_kv, grid)
+            grid = cutlass.min(grid, num_blocks * num_heads * num_batch)
+        return KeySchedule(params, group, grid)

@@ -66,9 +66,34 @@ def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int) -> cute.Tensor:
 def column_parts(cols: int) -> tuple[int, ...]:
     """How two warpgroups share the columns of a tile: the widths of the parts of each.
 
-    Both have a part of the same width side by side, then both the next one. No part crosses a
-    multiple of 64, which keeps it inside the blocks that shared memory is swizzled in.
+    Both have a part of the same width side by side, then both the next one. Shared memory is
+    swizzled in blocks of 64 columns, or of 32 where 64 do not divide the tile's; a part is made of
+    whole blocks, or lies in one.
 
-    :param cols: 32 or a multiple of 64
+    :param cols: a multiple of 32
     """
-    return (64,) * (cols // 128) + ((cols % 128 // 2,) if cols % 128 else ())
+    rest = cols % 128 // 2
+    return (64,) * (cols // 128) + tuple(width for width in (32, 16) if rest & width)
+
+
+class ColumnPart(NamedTuple):
+    """Columns that two warpgroups share: `width` of each, the first one's from `first` on."""
+
+    first: int
+    width: int
+
+
+def dq_parts(cols: int, num_ctas: int) -> tuple[ColumnPart, ...]:
+    """How the columns of dQ are shared where a block has 64 rows, in the order in which their sums
+    lie in scratch memory.
+
+    :param cols: a multiple of 32, for two CTAs 192 or 256
+    :param num_ctas: CTAs that sum dQ together. The second one's parts mirror the first one's.
+    """
+    parts, first = [], 0
+    for width in column_parts(cols // num_ctas):
+        parts.append(ColumnPart(first, width))
+        first += 2 * width
+    if num_ctas > 1:
+        parts += [ColumnPart(cols - part.first - 2 * part.width, part.width) for part in parts]
+    return tuple(parts)

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.row_blocks import column_parts
+from flash_mask_cute.core.row_blocks import dq_parts
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
     VECTOR_16_BITS,
@@ -38,7 +38,7 @@ class BwdPostprocess:
 
     In the order of accumulators two warpgroups w of four warps v wrote the sums of a row block,
     each 64 rows of an accumulator with n columns: half of dQ's rows (tile_m 128), or parts of its
-    columns one after the other (tile_m 64, `column_parts`). What lane l has in the columns
+    columns one after the other (tile_m 64, `dq_parts`). What lane l has in the columns
     [8 g, 8 g + 8) of a part lies, from where the part begins, at
     (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4.
 
@@ -48,9 +48,11 @@ class BwdPostprocess:
     :param dtype: of dQ, 16 bits
     :param head_dim: a multiple of 8, at most accum_cols
     :param tile_m: query rows of a row block: 64 or 128
-    :param accum_cols: columns of a row block's sums: 32 or a multiple of 64, or one of 16 where
-        tile_m is 128
+    :param accum_cols: columns of a row block's sums: a multiple of 32, or one of 16 where tile_m is
+        128
     :param order: of the sums, "accumulators" or "lanes"; the latter is for tile_m 128
+    :param num_ctas: CTAs that summed a row block together, 1 or 2
+    :param sums_parts: the sums of several heads make one of the result
     :raises ValueError: a size is none of these
     """
 
@@ -61,21 +63,26 @@ class BwdPostprocess:
         tile_m: int,
         accum_cols: int,
         order: str = BY_ACCUMULATORS,
+        num_ctas: int = 1,
+        sums_parts: bool = False,
     ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
-        if accum_cols % (64 if tile_m == 64 and accum_cols != 32 else 16):
+        if accum_cols % (32 if tile_m == 64 else 16):
             raise ValueError(f"rows of {accum_cols} sums do not fit tile_m={tile_m}")
         if head_dim % VECTOR_16_BITS or not 0 < head_dim <= accum_cols:
             raise ValueError(f"head_dim must be a multiple of 8 up to accum_cols, got {head_dim}")
         if order not in (BY_ACCUMULATORS, BY_LANES) or (order == BY_LANES and tile_m != 128):
             raise ValueError(f"order {order!r} of sums does not fit tile_m={tile_m}")
+        if sums_parts and (order != BY_ACCUMULATORS or tile_m != 128):
+            raise ValueError(f"parts are summed by accumulators of 128 rows, got {order}, {tile_m}")
         self.dtype = dtype
         self.order = order
+        self.sums_parts = sums_parts
         self.tile_m = tile_m
         self.accum_cols = accum_cols
         self.vectors_per_row = head_dim // VECTOR_16_BITS
-        self.parts = column_parts(accum_cols) if tile_m == ROWS_PER_WARPGROUP else (accum_cols,)
+        self.parts = dq_parts(accum_cols, num_ctas) if tile_m == ROWS_PER_WARPGROUP else None
 
     @cute.jit
     def __call__(
@@ -91,7 +98,8 @@ class BwdPostprocess:
         """Launch on `stream`, for at least one head and row block.
 
         :param mdQaccum: fp32 (heads_q, num_row_blocks, tile_m * accum_cols), contiguous and aligned
-            to 16 bytes
+            to 16 bytes; with sums_parts (heads_q * parts, ...), the parts of a head one after the
+            other, which are added in this order
         :param mTurns: int32 (heads_q, num_row_blocks), or None if all row blocks have sums; 0:
             nobody has written those of a row block, which are zeros
         :param mdQ: (batch, seqlen_q, heads_q, head_dim) or packed (total_q, heads_q, head_dim),
@@ -104,7 +112,11 @@ class BwdPostprocess:
         seqlen_q = Int32(mdQ.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks, _ = mdQaccum.shape
-        self.kernel(mdQaccum, mTurns, mdQ, scale, lengths).launch(
+        num_parts = Int32(1)
+        if const_expr(self.sums_parts):
+            num_parts = heads // mdQ.shape[1 if const_expr(mCuSeqlensQ is not None) else 2]
+            heads = heads // num_parts
+        self.kernel(mdQaccum, mTurns, mdQ, scale, lengths, heads, num_parts).launch(
             grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
         )
 
@@ -116,12 +128,14 @@ class BwdPostprocess:
         mdQ: cute.Tensor,
         scale: Float32,
         lengths: Lengths,
+        heads: Int32,
+        num_parts: Int32,
     ):
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         # heads change fastest, as they do in memory
-        block = cta // mdQaccum.shape[0]
-        head_idx = cta - block * mdQaccum.shape[0]
+        block = cta // heads
+        head_idx = cta - block * heads
         # rows of pairs of columns
         layout = cute.make_layout(
             (self.tile_m, self.accum_cols // 2), stride=((self.accum_cols + PADDING) // 2, 1)
@@ -132,11 +146,11 @@ class BwdPostprocess:
             has_sums = Boolean(True)
             if const_expr(mTurns is not None):
                 has_sums = mTurns[head_idx, block] != 0
-            sums = mdQaccum[head_idx, block, None]
             if const_expr(self.order == BY_LANES):
-                self._lanes_to_rows(sums, sdQ, scale, thread)
+                self._lanes_to_rows(mdQaccum[head_idx, block, None], sdQ, scale, thread)
             else:
-                self._sums_to_rows(sums, sdQ, scale, thread)
+                parts = self._parts_of(mdQaccum, head_idx, block, num_parts)
+                self._sums_to_rows(parts, sdQ, scale, thread)
             cute.arch.sync_threads()
             sRows = cute.recast_tensor(sdQ, self.dtype)
             gdQ = rows_of_head(mdQ, head_idx, rows)
@@ -152,6 +166,19 @@ class BwdPostprocess:
                     for i in range_constexpr(cute.size(pairs)):
                         pairs[i] = cutlass.select_(is_sum, pairs[i], Int32(0))
                     cute.autovec_copy(values, vector_of(gdQ[row, None], vector, VECTOR_16_BITS))
+
+    def _parts_of(
+        self, mdQaccum: cute.Tensor, head_idx: Int32, block: Int32, num_parts: Int32
+    ) -> cute.Tensor:
+        """The sums of a row block, (sums, parts)."""
+        if not self.sums_parts:
+            sums = mdQaccum[head_idx, block, None]
+            return cute.make_tensor(sums.iterator, cute.make_layout((cute.size(sums), 1)))
+        first = mdQaccum[head_idx * num_parts, block, None]
+        stride = (1, mdQaccum.stride[0])
+        return cute.make_tensor(
+            first.iterator, cute.make_layout((cute.size(first), num_parts), stride=stride)
+        )
 
     @cute.jit
     def _lanes_to_rows(self, sums: cute.Tensor, sdQ: cute.Tensor, scale: Float32, thread: Int32):
@@ -189,19 +216,22 @@ class BwdPostprocess:
         scale: Float32,
         thread: Int32,
     ):
-        """Scaled and rounded, into sdQ."""
+        """Scaled and rounded, into sdQ. gdQaccum: (sums, parts)."""
         warpgroup_idx = thread // THREADS_PER_WARPGROUP
-        first_row, first_col = Int32(0), Int32(0)
-        if const_expr(self.tile_m > ROWS_PER_WARPGROUP):
+        if const_expr(self.parts is None):
             first_row = warpgroup_idx * ROWS_PER_WARPGROUP
-        first_value = 0
-        for width in self.parts:
-            if const_expr(self.tile_m == ROWS_PER_WARPGROUP):
-                first_col = first_value // self.tile_m + warpgroup_idx * width
-            size = width * ROWS_PER_WARPGROUP * NUM_WARPGROUPS
-            part = cute.make_tensor(gdQaccum.iterator + first_value, cute.make_layout(size))
-            self._part_to_rows(part, sdQ, scale, thread, width, first_row, first_col)
-            first_value += size
+            cols = self.accum_cols
+            self._part_to_rows(gdQaccum, sdQ, scale, thread, cols, first_row, Int32(0))
+        else:
+            first_value = 0
+            for first, width in self.parts:
+                first_col = first + warpgroup_idx * width
+                size = width * ROWS_PER_WARPGROUP * NUM_WARPGROUPS
+                part = cute.make_tensor(
+                    gdQaccum.iterator + first_value, cute.make_layout((size, 1))
+                )
+                self._part_to_rows(part, sdQ, scale, thread, width, Int32(0), first_col)
+                first_value += size
 
     @cute.jit
     def _part_to_rows(
@@ -224,8 +254,19 @@ class BwdPostprocess:
             for g in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
                 source = (warp * groups + g) * WARP + lane
-                cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
+                cute.autovec_copy(vector_of(part[None, 0], source, VECTOR_32_BITS), values)
                 sums.append(values)
+            if const_expr(self.sums_parts):
+                self._add_parts(part, sums, [(warp * groups + g) * WARP + lane for g in batch])
             for g, values in zip(batch, sums, strict=True):
                 pair = first_pair + g * (COLS_PER_GROUP // 2)
                 self._keep_rounded(values, sdQ, scale, first_row, pair, by_row=True)
+
+    @cute.jit
+    def _add_parts(self, parts: cute.Tensor, sums: list, sources: list):
+        """Add to each of `sums` the vector of its source in all parts but the first."""
+        for i in cutlass.range(1, cute.size(parts, mode=[1]), unroll=1):
+            for values, source in zip(sums, sources, strict=True):
+                more = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
+                cute.autovec_copy(vector_of(parts[None, i], source, VECTOR_32_BITS), more)
+                values.store(values.load() + more.load())

@@ -58,6 +58,7 @@ from flash_mask_cute.core.dq_sums import Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import BwdOperands
+from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.walk_ring import (
@@ -74,8 +75,9 @@ from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs, check_
 from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
+from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_plan import (
-    NUM_MMA_WARPGROUPS,
+    MAX_OWN_DIM,
     Barrier,
     BwdPlan,
     Channels,
@@ -87,6 +89,7 @@ from flash_mask_cute.sm90.gradient_stores import (
     scale,
     send_gradients,
     stage_dq,
+    store_sums,
 )
 from flash_mask_cute.sm90.warpgroups import (
     Role,
@@ -101,21 +104,6 @@ class BwdScoreArgs(NamedTuple):
     scales: ScoreScales
     aux_tensors: Any
     aux_grads: tuple[cute.Tensor, ...] | None
-
-
-class Fragments(NamedTuple):
-    """Shared memory as operands: a letter for the product, one for the operand.
-
-    dv_do, dk_q and dq_k: one for each part of the product's columns. peer_ds, peer_k: those of dQ
-    that the other CTA's keys have, in its one part.
-    """
-
-    dv_do: tuple[cute.Tensor, ...]
-    dk_q: tuple[cute.Tensor, ...]
-    dq_ds: cute.Tensor
-    dq_k: tuple[cute.Tensor, ...]
-    peer_ds: cute.Tensor | None = None
-    peer_k: cute.Tensor | None = None
 
 
 class FlashAttentionBackwardSm90:
@@ -141,6 +129,8 @@ class FlashAttentionBackwardSm90:
         not finite come marked
     :param cta_pair: two CTAs sum dQ together (`BwdPlan`); with clears_dq, without score_mod and
         soft cap, and for two SMs at least
+    :param splits_group: several CTAs take the same keys, each some of the group's heads, and leave
+        sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
     :param num_sms: CTAs to launch at most
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -169,6 +159,7 @@ class FlashAttentionBackwardSm90:
         cta_pair: bool = False,
         num_sms: int = 132,
         may_empty_rows: bool = False,
+        splits_group: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -199,6 +190,12 @@ class FlashAttentionBackwardSm90:
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
             )
+        if splits_group and self.plan.shares_keys:
+            raise ValueError(
+                f"splits_group=True is for head dimensions up to {MAX_OWN_DIM}, got "
+                f"{head_dim}/{head_dim_v}"
+            )
+        self.splits_group = splits_group
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -247,11 +244,13 @@ class FlashAttentionBackwardSm90:
         `BwdPreprocess`, with marks of rows if may_empty_rows, which zeroes mTurns (heads_q,
         row_blocks) int32; mdQaccum (heads_q, row_blocks, tile_m * tile_d) gets sums where mTurns is
         not 0 afterwards. With clears_dq it zeroes mdQaccum instead, and mTurns is None. Row blocks
-        are those of `RowBlocks`. tile_counter, column_tensors and block_bits are those of
-        `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32 tensors
-        of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
-        stored_bits: `tiles` and `states` of stored answers, with mCuSeqlensQ `places`, too, in
-        place of a mask_mod and block_bits (`rules/mask_rules.py`).
+        are those of `RowBlocks`. With splits_group mdK and mdV are fp32 sums (parts of groups, key
+        blocks, tile_n * tile_d or tile_dv), the parts of a group one after the other. tile_counter,
+        column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block lists are
+        always given as bits. aux_grads: fp32 tensors of the shapes of the aux tensors that
+        wants_aux numbers, to which their gradients are added. stored_bits: `tiles` and `states` of
+        stored answers, with mCuSeqlensQ `places`, too, in place of a mask_mod and block_bits
+        (`rules/mask_rules.py`).
         """
         check_given("mTurns", mTurns, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
@@ -261,7 +260,13 @@ class FlashAttentionBackwardSm90:
         varlen_k = const_expr(mCuSeqlensK is not None)
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
-        gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
+        group_splits = None
+        if const_expr(self.splits_group):
+            group_splits = mdK.shape[0] // (mK.shape[1] if varlen_k else mK.shape[2])
+            of_keys = Lengths(mCuSeqlensK, None, None, None, lengths.seqlen_k, Int32(0))
+            gradients = KeyGradients(mdK, mdV, RowBlocks(of_keys, plan.tile_n))
+        else:
+            gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
         window = (window_size_left, window_size_right)
         stored = None if const_expr(stored_bits is None) else StoredArgs(*stored_bits)
@@ -272,13 +277,14 @@ class FlashAttentionBackwardSm90:
         schedule = KeySchedule.create(
             lengths, mQ, mK, (plan.tile_m, plan.walk_n), self.num_sms // plan.num_ctas,
             is_short if self.deterministic else None,
+            1 if const_expr(group_splits is None) else group_splits,
         )  # fmt: skip
 
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         scratch = Scratch(mStats, mdQaccum, mTurns)
         self.kernel(
             operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule.params,
-            schedule.group, tile_counter, aux_grads,
+            schedule.group, group_splits, tile_counter, aux_grads,
         ).launch(
             grid=(schedule.grid * plan.num_ctas, 1, 1),
             block=(plan.num_threads, 1, 1),
@@ -310,6 +316,7 @@ class FlashAttentionBackwardSm90:
         masks: MaskArgs,
         schedule: ScheduleParams,
         group: Int32,
+        group_splits: Int32 | None,
         tile_counter: cute.Tensor | None,
         aux_grads: tuple[cute.Tensor, ...] | None,
     ):
@@ -337,7 +344,9 @@ class FlashAttentionBackwardSm90:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
                 scheme = (self.deterministic, self.clears_dq)
-                loads = BwdLoads.create(plan, scheme, operands, tiles, channels, scratch, lengths)
+                loads = BwdLoads.create(
+                    plan, scheme, operands, tiles, channels, scratch, lengths, group_splits
+                )
                 loads.run()
             elif warp_idx == Role.PLAN:
                 # those whose turn comes first, first
@@ -387,7 +396,7 @@ class FlashAttentionBackwardSm90:
         """MMA warpgroup: 64 keys of every work tile, or half of the columns of dK and dV."""
         plan = self.plan
         ring = channels.ring
-        at = self._fragments(tiles)
+        at = Fragments.create(plan, tiles)
         acc_dV = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_dv)]
         acc_dK = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_d)]
         chain = ScoreChain(
@@ -458,10 +467,16 @@ class FlashAttentionBackwardSm90:
                 # they are sent from where dS of the last block is
                 channels.grads.acquire(block)
             has_sums = work.has_scores & accumulate
-            send_gradients(plan, acc_dV, gradients.dv, tiles, block, work, has_sums)
-            send_gradients(plan, acc_dK, gradients.dk, tiles, block, work, has_sums)
+            if const_expr(self.splits_group):
+                store_sums(acc_dV[0], gradients.dv, gradients.blocks, work, has_sums)
+                store_sums(acc_dK[0], gradients.dk, gradients.blocks, work, has_sums)
+            else:
+                send_gradients(plan, acc_dV, gradients.dv, tiles, block, work, has_sums)
+                send_gradients(plan, acc_dK, gradients.dk, tiles, block, work, has_sums)
             # in the next block each warp writes dS where others may still send from
-            if const_expr(not plan.shares_keys):
+            if const_expr(self.splits_group):
+                pass
+            elif const_expr(not plan.shares_keys):
                 sync_warpgroup(Barrier.SENT)
             elif const_expr(plan.cta_pair or not chain.is_empty):
                 sync_both()
@@ -561,44 +576,12 @@ class FlashAttentionBackwardSm90:
         channels.do.wait(block)
         channels.do.release(block)
         scores.discard_bits(cut)
-        for i, width in enumerate(self.plan.parts_dq):
-            nothing = wgmma.make_accumulator(width)
-            nothing.fill(0.0)
+        for i, widths in enumerate(self.plan.parts_dq):
+            nothing = [wgmma.make_accumulator(width) for width in widths]
+            for acc in nothing:
+                acc.fill(0.0)
             stage_dq(self.plan, tiles, channels.dq, block, i, nothing)
         channels.q.release(block)
-
-    def _fragments(self, tiles: Tiles) -> Fragments:
-        plan = self.plan
-
-        def columns(
-            smem, rows: int, parts: tuple, make_mma: Callable, is_shared: bool, skipped: Any = 0
-        ) -> tuple:
-            """This warpgroup's parts of columns as operands B, of which they are the rows; skipped:
-            parts before the first one."""
-            across, first, operands = wgmma.transposed(smem), 0, []
-            for width in parts:
-                if is_shared:
-                    at = skipped + first // width + mma_warpgroup_idx()
-                    part = cute.local_tile(across, (width, rows), (at, 0, None))
-                operands.append(wgmma.operand_b(make_mma(width), part if is_shared else across))
-                first += NUM_MMA_WARPGROUPS * width
-            return tuple(operands)
-
-        rows, is_shared = wgmma.ROWS_PER_WARPGROUP, plan.shares_keys
-        parts_dv, parts_dk = plan.parts_keys(plan.tile_dv), plan.parts_keys(plan.tile_d)
-        of_dq = (rows, plan.parts_dq, plan.mma_dq, plan.num_row_groups == 1)
-        mma_dq = plan.mma_dq(plan.parts_dq[0])
-        skipped, of_peer = 0, ()
-        if plan.cta_pair:
-            skipped = cta_pairs.rank() * NUM_MMA_WARPGROUPS
-            of_peer = wgmma.operand_a(mma_dq, tiles.peer_ds), *columns(tiles.peer_k, *of_dq)
-        return Fragments(
-            columns(tiles.do, plan.tile_m, parts_dv, plan.mma_keys, is_shared),
-            columns(tiles.q, plan.tile_m, parts_dk, plan.mma_keys, is_shared),
-            wgmma.operand_a(mma_dq, tiles.ds),
-            columns(tiles.k, *of_dq, skipped),
-            *of_peer,
-        )
 
     def _issue_sums(self, accs: list, words, operands_b: tuple, stage: Int32, accumulate):
         """Start adding to the parts of dV or dK, a commit group each."""
@@ -616,8 +599,8 @@ class FlashAttentionBackwardSm90:
         issue_dQ: Callable,
         issue_dK: Callable,
         acc_dK: list,
-    ) -> tuple[cute.Tensor, int]:
-        """Start the first part of dQ, and dK, behind dV; returns the accumulator of dQ, and how
+    ) -> tuple[list, int]:
+        """Start the first part of dQ, and dK, behind dV; returns the accumulators of dQ, and how
         many products were begun after it."""
         if not self.plan.cta_pair:
             acc_dQ = issue_dQ(0)
@@ -626,12 +609,14 @@ class FlashAttentionBackwardSm90:
         # the other CTA's dS is needed late, and dO no longer than for dV
         issue_dK(acc_dK[:1], operands_b=at.dk_q[:1])
         acc_dQ = issue_dQ(0)
-        # dV is complete when these two are left
-        warpgroup.wait_group(2)
+        # dV is complete when these are left
+        warpgroup.wait_group(1 + len(acc_dQ))
         channels.do.release(block)
         channels.grads.wait(block)
-        pair = at.peer_ds[None, None, None, 0], at.peer_k[None, None, None, 0]
-        wgmma.issue_sum(self.plan.mma_dq(self.plan.parts_dq[0]), acc_dQ, [pair], True)
+        peer_ds = at.peer_ds[None, None, None, 0]
+        for acc, width, peer_k in zip(acc_dQ, self.plan.parts_dq[0], at.peer_k, strict=True):
+            pair = peer_ds, peer_k[None, None, None, 0]
+            wgmma.issue_sum(self.plan.mma_dq(width), acc, [pair], True)
         issue_dK(acc_dK[1:], operands_b=at.dk_q[1:])
         return acc_dQ, len(acc_dK[1:])
 
@@ -652,17 +637,17 @@ class FlashAttentionBackwardSm90:
 
     def _issue_dq(
         self, at: Fragments, ds_stage: Int32, tile: Int32, part: int, groups: tuple[Int32, ...]
-    ) -> cute.Tensor:
+    ) -> list:
         """Start this warpgroup's part of dQ = dS K, over the keys of groups; returns the
-        accumulator."""
-        plan = self.plan
-        width = plan.parts_dq[part]
-        acc_dQ = wgmma.make_accumulator(width)
+        accumulators, one for each width."""
+        plan, accs = self.plan, []
         row_group = mma_warpgroup_idx() if plan.num_row_groups > 1 else Int32(0)
-        pairs = []
-        for group in groups:
-            ds_tile = at.dq_ds[None, None, None, plan.ds_unit(ds_stage, group, row_group)]
-            k_tile = at.dq_k[part][None, None, None, plan.keys_unit(tile, group)]
-            pairs.append((ds_tile, k_tile))
-        wgmma.issue_sum(plan.mma_dq(width), acc_dQ, pairs, False)
-        return acc_dQ
+        for width, operand in zip(plan.parts_dq[part], at.dq_k[part], strict=True):
+            acc_dQ, pairs = wgmma.make_accumulator(width), []
+            for group in groups:
+                ds_tile = at.dq_ds[None, None, None, plan.ds_unit(ds_stage, group, row_group)]
+                k_tile = operand[None, None, None, plan.keys_unit(tile, group)]
+                pairs.append((ds_tile, k_tile))
+            wgmma.issue_sum(plan.mma_dq(width), acc_dQ, pairs, False)
+            accs.append(acc_dQ)
+        return accs

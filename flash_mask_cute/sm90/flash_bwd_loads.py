@@ -6,7 +6,6 @@ has left its staging memory, and the dQ of the last block. With a work tile's fi
 keys and values. docs/backward_sm90.md tells why.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -46,6 +45,7 @@ class BwdLoads:
     queries: QueryLoads
     sums: DqSums
     lengths: Lengths
+    group_splits: Int32 | None
 
     @staticmethod
     def create(
@@ -56,14 +56,16 @@ class BwdLoads:
         channels: Channels,
         scratch: Scratch,
         lengths: Lengths,
+        group_splits: Int32 | None,
     ) -> "BwdLoads":
-        """scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`."""
+        """scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`. group_splits: work
+        tiles of the same keys, or None where there are none such."""
         first = partial(_first_value, plan) if plan.cta_pair else None
-        sizes = tuple(math.prod(plan.shape_dq(width)) for width in plan.parts_dq)
+        sizes = tuple(plan.size_dq(widths) for widths in plan.parts_dq)
         staged = tiles.dq.iterator
         sums = DqSums(sizes, *scheme, staged, channels.dq, scratch, lengths, first)
         queries = QueryLoads(plan, operands, tiles, channels, scratch.stats, lengths)
-        return BwdLoads(plan, operands, tiles, channels, queries, sums, lengths)
+        return BwdLoads(plan, operands, tiles, channels, queries, sums, lengths, group_splits)
 
     @cute.jit
     def run(self):
@@ -143,6 +145,9 @@ class BwdLoads:
         plan, operands, tiles, channels = self.plan, self.operands, self.tiles, self.channels
         side, copies = tma.Side.of_keys(self.lengths), []
         place = work.batch_idx, work.offset_k, work.seqlen_k
+        head_idx = work.head_idx
+        if self.group_splits is not None:
+            head_idx = head_idx // self.group_splits
         with_k, with_v = channels.q.barrier(first), channels.do.barrier(first)
         kinds = [
             (operands.k_atom, operands.k, tiles.k, work.block, (0, plan.tile_d), with_k),
@@ -158,7 +163,7 @@ class BwdLoads:
                 row = block * plan.tile_n + group * wgmma.ROWS_PER_WARPGROUP
                 gmem, row = tma.readable_rows(source, side, *place, row)
                 box = ((1, wgmma.ROWS_PER_WARPGROUP), d)
-                src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem, first_col)
+                src, dst = tma.tile_of(atom, gmem, (head_idx, row), box, smem, first_col)
                 copies.append((atom, src, dst[None, plan.keys_unit(tile, group)], barrier))
         if plan.stages_kv == 1:
             with cute.arch.elect_one():

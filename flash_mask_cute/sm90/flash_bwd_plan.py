@@ -30,14 +30,14 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.query_loads import QUERY_WORDS
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.row_blocks import column_parts, stats_words
+from flash_mask_cute.core.row_blocks import ColumnPart, column_parts, dq_parts, stats_words
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90 import cta_pairs
 from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
-from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP
+from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
 
 NUM_MMA_WARPGROUPS = 2
 # the widest heads of which a warpgroup holds all columns of dK and dV for its keys
@@ -51,8 +51,10 @@ MAX_REGISTERS = 248
 # columns of an operand A, of 64 rows, that a register of each thread holds
 COLS_PER_REGISTER = 4
 MAX_DIM = 256
-# the widest heads whose columns of dQ do not come apart into whole parts for two CTAs
-MAX_ALONE_DIM = 192
+# what leaves together of dQ: columns of a warpgroup at most
+MAX_DQ_COLS = 64
+# widths of heads whose columns of dQ come apart into whole parts for two CTAs
+PAIR_WIDTHS = (192, 256)
 
 
 class Barrier(IntEnum):
@@ -177,15 +179,17 @@ class BwdPlan:
 
     @property
     def tile_d(self) -> int:
+        if self.cta_pair:
+            return next(cols for cols in PAIR_WIDTHS if cols >= self.head_dim)
         if self.num_row_groups > 1:
-            return -(-self.head_dim // 16) * 16
+            return tile_columns(self.head_dim)
         return _shared_width(self.head_dim)
 
     @property
     def tile_dv(self) -> int:
         if self.shares_keys:
             return _shared_width(self.head_dim_v)
-        return -(-self.head_dim_v // 16) * 16
+        return tile_columns(self.head_dim_v)
 
     @property
     def num_row_groups(self) -> int:
@@ -204,13 +208,31 @@ class BwdPlan:
         return column_parts(cols) if self.shares_keys else (cols,)
 
     @property
-    def parts_dq(self) -> tuple[int, ...]:
-        """Widths of a warpgroup's parts of dQ, which leave one after the other.
+    def parts_dq(self) -> tuple[tuple[int, ...], ...]:
+        """A warpgroup's parts of dQ, which leave one after the other, each by the widths of its
+        products.
 
-        Where a block has 64 rows, the warpgroups share their columns.
+        Where a block has 64 rows, the warpgroups share its columns.
         """
-        parts = column_parts(self.tile_d) if self.num_row_groups == 1 else (self.tile_d,)
-        return parts[: len(parts) // self.num_ctas]
+        if self.num_row_groups > 1:
+            return ((self.tile_d,),)
+        parts: list[tuple[int, ...]] = [()]
+        for width in column_parts(self.cols_dq):
+            if sum(parts[-1]) + width > MAX_DQ_COLS:
+                parts.append(())
+            parts[-1] += (width,)
+        return tuple(parts)
+
+    @property
+    def columns_dq(self) -> tuple[ColumnPart, ...]:
+        """The columns of these products, one after the other, in the first CTA."""
+        if self.num_row_groups > 1:
+            return (ColumnPart(0, self.tile_d),)
+        return dq_parts(self.tile_d, self.num_ctas)[: sum(map(len, self.parts_dq))]
+
+    def size_dq(self, widths: tuple[int, ...]) -> int:
+        """Sums of dQ in a part."""
+        return sum(math.prod(self.shape_dq(width)) for width in widths)
 
     @property
     def cols_dq(self) -> int:
@@ -314,7 +336,7 @@ class BwdPlan:
     @property
     def bytes_dq(self) -> int:
         """fp32 sums of a part of dQ on their way out."""
-        return math.prod(self.shape_dq(max(self.parts_dq))) * 4
+        return max(map(self.size_dq, self.parts_dq)) * 4
 
     @property
     def num_stats(self) -> int:
@@ -362,8 +384,8 @@ class BwdPlan:
         for name in ("stages_q", "stages_do", "stages_kv"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        if self.cta_pair and self.head_dim <= MAX_ALONE_DIM:
-            return f"cta_pair=True is for head_dim above {MAX_ALONE_DIM}, got {self.head_dim}"
+        if self.cta_pair and not self.shares_keys:
+            return f"cta_pair=True is for head_dim above {MAX_OWN_DIM}, got {self.head_dim}"
         if self.cta_pair and self.stages_kv > 1:
             # of the peer's keys there is one stage
             return f"stages_kv must be 1 with cta_pair=True, got {self.stages_kv}"
@@ -607,4 +629,4 @@ class BwdPlan:
 
 def _shared_width(dim: int) -> int:
     """The columns of a tile that warpgroups share (`column_parts`), for heads of a dimension."""
-    return next(cols for cols in (32, 64, 128, 192, 256) if cols >= dim)
+    return -(-dim // 32) * 32

@@ -26,7 +26,12 @@ from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
-from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, WORDS_PER_STEP
+from flash_mask_cute.sm90.wgmma import (
+    COLUMNS,
+    ROWS_PER_WARPGROUP,
+    WORDS_PER_STEP,
+    tile_columns,
+)
 
 # what a thread needs besides the fragments of S, P and O, or ptxas serialises the products
 SCALAR_REGISTERS = 28
@@ -76,11 +81,11 @@ class FwdPlan:
 
     @property
     def tile_d(self) -> int:
-        return -(-self.head_dim // 16) * 16
+        return tile_columns(self.head_dim)
 
     @property
     def tile_dv(self) -> int:
-        return -(-self.head_dim_v // 16) * 16
+        return tile_columns(self.head_dim_v)
 
     @property
     def num_mma_warpgroups(self) -> int:

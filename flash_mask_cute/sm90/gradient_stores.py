@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan, Tiles
@@ -14,10 +15,15 @@ from flash_mask_cute.sm90.warpgroups import Role, send_rows
 
 
 class KeyGradients(NamedTuple):
-    """Each (row, d, head, batch), or (row, d, head) where sequences are packed."""
+    """Each (row, d, head, batch), or (row, d, head) where sequences are packed.
+
+    Where a group is split over CTAs, each is fp32 (part of a group, key block, sums), in the order
+    of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks.
+    """
 
     dk: cute.Tensor
     dv: cute.Tensor
+    blocks: RowBlocks | None = None
 
 
 @cute.jit
@@ -76,25 +82,51 @@ def send_gradients(
 
 
 @cute.jit
+def store_sums(
+    acc: cute.Tensor,
+    target: cute.Tensor,
+    blocks: RowBlocks,
+    work: Work,
+    has_sums: Boolean,
+):
+    """Store this warp's sums of dK or dV of a work tile, one of several with the same keys."""
+    row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
+    lane = cute.arch.lane_idx()
+    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+    groups = wgmma.num_cols(acc) // 8
+    quads = cute.make_tensor(acc.iterator, cute.make_layout((4, groups)))
+    sums = target[work.head_idx, row_block, None].iterator
+    quads_stored = cute.make_tensor(sums, cute.make_layout((4, 32, groups, 8)))
+    for g in cutlass.range_constexpr(groups):
+        values = cute.make_rmem_tensor((4,), Float32)
+        for i in cutlass.range_constexpr(4):
+            # without scores, what was loaded is another sequence's, perhaps not even finite
+            values[i] = cutlass.select_(has_sums, quads[i, g], Float32(0.0))
+        cute.autovec_copy(values, quads_stored[None, lane, g, warp_idx])
+
+
+@cute.jit
 def stage_dq(
     plan: cutlass.Constexpr[BwdPlan],
     tiles: Tiles,
     channel: Channel,
     block: Int32,
     part: cutlass.Constexpr[int],
-    acc_dQ: cute.Tensor,
+    accs: list,
 ):
-    """Write this warp's sums of a part of dQ where the load warp adds them from."""
-    parts = plan.parts_dq
-    layout = cute.make_layout(plan.shape_dq(parts[part]))
-    staged = cute.make_tensor(tiles.dq.iterator, layout)
+    """Write this warp's sums of a part of dQ, those of each width, where the load warp adds them
+    from."""
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-    groups = parts[part] // 8
-    quads = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, groups)))
-    number = block * len(parts) + part
+    number = block * len(plan.parts_dq) + part
     channel.acquire(number)
-    for g in cutlass.range_constexpr(groups):
-        cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
+    first = 0
+    for acc, width in zip(accs, plan.parts_dq[part], strict=True):
+        layout = cute.make_layout(plan.shape_dq(width))
+        staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+        quads = cute.make_tensor(acc.iterator, cute.make_layout((4, width // 8)))
+        for g in cutlass.range_constexpr(width // 8):
+            cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
+        first += cute.size(layout)
     cute.arch.fence_proxy("async.shared", space="cta")
     channel.publish(number)

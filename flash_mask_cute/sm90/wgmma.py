@@ -19,6 +19,18 @@ ROWS_PER_THREAD = 2
 WORDS_PER_STEP = 4
 
 
+def tile_columns(dim: int) -> int:
+    """Columns of a tile in shared memory, for heads of a dimension; those behind it are zeros.
+
+    TMA brings a tile in boxes as wide as its swizzle, the widest of 64, 32 and 16 columns that
+    divides it. Where rows do not begin at multiples of 32 bytes, narrow boxes cost L2 up to twice
+    the sectors, more than a wider tile costs in products (docs/facts/hopper_forward.md).
+    """
+    if dim <= 16 or dim in (48, 80):
+        return -(-dim // 16) * 16
+    return 128 if 96 < dim <= 128 else -(-dim // 32) * 32
+
+
 def make_accumulator(n: int) -> cute.Tensor:
     """fp32 accumulator of a 64 x n product."""
     return cute.make_rmem_tensor(((2, 2, n // 8), 1, 1), Float32)

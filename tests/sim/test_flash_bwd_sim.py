@@ -80,6 +80,9 @@ CASES = (
     Case("d192-dv128-gqa2-softcap", 1, 70, 130, 2, 1, head_dim=192, head_dim_v=128, softcap=15.0),
     Case("d40-dv200-varlen", head_dim=40, head_dim_v=200, lengths_q=(65, 0), lengths_k=(70, 9)),
     Case("d136-fp16-window", 1, 129, 129, head_dim=136, dtype=FP16, window_left=20),
+    Case("d96-70x200", 1, 70, 200, 1, 1, head_dim=96),
+    Case("d192-dv128-pair-causal", 1, 70, 200, 1, 1, head_dim=192, head_dim_v=128, causal=True),
+    Case("d160-softcap", 1, 70, 130, 1, 1, head_dim=160, softcap=15.0),
 )
 
 
@@ -88,6 +91,27 @@ def test_against_oracle(simulator: ModuleType, position: int) -> None:
     """With a gradient by lse, and for each second case without one as well."""
     seeds = DELAY_SEEDS if position % 2 else DELAY_SEEDS[1:]
     run_sim(simulator, make_inputs(CASES[position]), seeds)
+
+
+@pytest.mark.parametrize(
+    ("case", "splits", "more"),
+    [
+        (Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True), 4, {}),
+        (Case("gqa4-d64-dv72", 2, 65, 140, 8, 2, head_dim=64, head_dim_v=72), 2, {}),
+        (Case("gqa6-d64", 1, 130, 140, 6, 1, head_dim=64), 3, {"deterministic": True}),
+        (
+            Case("gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 0, 99), lengths_k=(0, 9, 270)),
+            2,
+            {"deterministic": True},
+        ),
+        (Case("gqa2-seqused", 2, 65, 140, 2, 1, seqused_q=(65, 0), seqused_k=(9, 140)), 2, {}),
+    ],
+    ids=lambda x: x.id if isinstance(x, Case) else None,
+)
+def test_split_groups(simulator: ModuleType, case: Case, splits: int, more: dict[str, Any]) -> None:
+    """Several CTAs with the same keys; two kernels more, which add dK and dV."""
+    config = {"group_splits": splits}
+    run_sim(simulator, make_inputs(case), launches=5, config=config, **more)
 
 
 def test_operands_that_share_elements(simulator: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,21 @@ def test_a_row_with_a_head_of_its_own_needs_no_other(tmp_path: Path) -> None:
     with open(path, "a") as file:
         file.write(json.dumps(own))
     assert read_rows(path) == [*ROWS, ROWS[0], own]
+
+
+def test_an_archive_is_read_before_its_file(tmp_path: Path) -> None:
+    """Two runs archived one after the other, each a stream of its own, and a third in the file."""
+    path, archive = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.xz"
+    for row in ROWS[:2]:
+        append_row(path, row)
+        with open(archive, "ab") as file:
+            file.write(lzma.compress(path.read_bytes()))
+        path.unlink()
+    assert read_rows(path) == ROWS[:2]
+    append_row(path, ROWS[2])
+    assert read_rows(path) == ROWS[:3]
+    with pytest.raises(FileNotFoundError):
+        read_rows(tmp_path / "other.jsonl")
 
 
 def test_a_row_before_its_head_is_refused(tmp_path: Path) -> None:

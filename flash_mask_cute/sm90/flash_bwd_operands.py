@@ -1,0 +1,82 @@
+"""Operands of the Hopper backward's products, as shared memory is read by WGMMA."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from flash_mask_cute.core.row_blocks import ColumnPart, dq_parts
+from flash_mask_cute.sm90 import cta_pairs, wgmma
+from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan, Tiles
+from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx
+
+
+class Fragments(NamedTuple):
+    """Shared memory as operands: a letter for the product, one for the operand.
+
+    dv_do and dk_q: one for each part of the product's columns; dq_k: one for each width of each
+    part. peer_ds, peer_k: those of dQ that the other CTA's keys have, in its one part.
+    """
+
+    dv_do: tuple[cute.Tensor, ...]
+    dk_q: tuple[cute.Tensor, ...]
+    dq_ds: cute.Tensor
+    dq_k: tuple[tuple[cute.Tensor, ...], ...]
+    peer_ds: cute.Tensor | None = None
+    peer_k: tuple[cute.Tensor, ...] | None = None
+
+    @staticmethod
+    def create(plan: BwdPlan, tiles: Tiles) -> "Fragments":
+        """This warpgroup's."""
+        operands, dq_k = _of_dq(plan, tiles.k, 0), []
+        for widths in plan.parts_dq:
+            dq_k.append(operands[: len(widths)])
+            operands = operands[len(widths) :]
+        mma_dq = plan.mma_dq(plan.parts_dq[0][0])
+        peer_ds = peer_k = None
+        if plan.cta_pair:
+            peer_ds = wgmma.operand_a(mma_dq, tiles.peer_ds)
+            peer_k = _of_dq(plan, tiles.peer_k, cta_pairs.rank() * plan.cols_dq)
+        return Fragments(
+            _of_keys(plan, tiles.do, plan.tile_dv),
+            _of_keys(plan, tiles.q, plan.tile_d),
+            wgmma.operand_a(mma_dq, tiles.ds),
+            tuple(dq_k),
+            peer_ds,
+            peer_k,
+        )
+
+
+def _of_columns(
+    smem: cute.Tensor, rows: int, make_mma: Callable, parts: tuple
+) -> tuple[cute.Tensor, ...]:
+    """This warpgroup's columns of (first, width) parts as operands B, whose rows they are."""
+    operands = []
+    for first, width in parts:
+        part = wgmma.transposed(smem)
+        if width < cute.size(part, mode=[0]):
+            at = first // width + mma_warpgroup_idx()
+            part = cute.local_tile(part, (width, rows), (at, 0, None))
+        operands.append(wgmma.operand_b(make_mma(width), part))
+    return tuple(operands)
+
+
+def _of_keys(plan: BwdPlan, smem: cute.Tensor, cols: int) -> tuple[cute.Tensor, ...]:
+    """dO or Q, in the products that sum dV or dK."""
+    parts = dq_parts(cols, 1) if plan.shares_keys else ((0, cols),)
+    return _of_columns(smem, plan.tile_m, plan.mma_keys, parts)
+
+
+def _of_dq(plan: BwdPlan, smem: cute.Tensor, skipped: Int32 | int) -> tuple[cute.Tensor, ...]:
+    """K, in the products that sum dQ; skipped: columns that the memory does not begin with."""
+
+    def first_of(part: ColumnPart) -> Int32 | int:
+        """Where columns begin in this CTA: those of the second one mirror the first one's."""
+        if not plan.cta_pair:
+            return part.first
+        mirrored = plan.tile_d - 2 * (part.first + part.width)
+        return part.first + cta_pairs.rank() * mirrored
+
+    parts = tuple((first_of(part) - skipped, part.width) for part in plan.columns_dq)
+    return _of_columns(smem, wgmma.ROWS_PER_WARPGROUP, plan.mma_dq, parts)
