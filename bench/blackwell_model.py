@@ -110,12 +110,12 @@ def count_roles(text: str, tile_d: int, tile_dv: int) -> dict[str, dict[str, int
     code = Code.of(text)
     firsts = code.where(lambda x: x.opcode == "USETMAXREG")
 
-    def of_part(part: int, *opcodes: str) -> list[int]:
+    def with_query_chunk(part: int, *opcodes: str) -> list[int]:
         found = code.where(lambda x: x.opcode in opcodes)
         return [i for i in found if part_of(firsts, i) == part]
 
     exponentials = [
-        i for i in of_part(PARTS.compute, "MUFU") if code.instructions[i].kind == ".EX2"
+        i for i in with_query_chunk(PARTS.compute, "MUFU") if code.instructions[i].kind == ".EX2"
     ]
     per_block = BLOCK // 2
     if len(exponentials) != 2 * per_block:
@@ -124,12 +124,12 @@ def count_roles(text: str, tile_d: int, tile_dv: int) -> dict[str, dict[str, int
         _count(code, (exponentials[n], exponentials[n + per_block - 1])) for n in (0, per_block)
     ]
     whole, cut = sorted(bodies, key=lambda counts: counts["instructions"])
-    commits = of_part(PARTS.helpers, "UTCBAR")[:COMMITS_OF_BLOCK]
-    products = [i for i in of_part(PARTS.helpers, "UTCHMMA") if i < commits[-1]]
+    commits = with_query_chunk(PARTS.helpers, "UTCBAR")[:COMMITS_OF_BLOCK]
+    products = [i for i in with_query_chunk(PARTS.helpers, "UTCHMMA") if i < commits[-1]]
     steps = (tile_d + tile_dv + 3 * BLOCK) // STEP
-    copies = of_part(PARTS.helpers, "UTMALDG")
-    sums = of_part(PARTS.helpers, "UBLKRED")
-    reduced = of_part(PARTS.reduce, "LDTM", "FENCE")
+    copies = with_query_chunk(PARTS.helpers, "UTMALDG")
+    sums = with_query_chunk(PARTS.helpers, "UBLKRED")
+    reduced = with_query_chunk(PARTS.reduce, "LDTM", "FENCE")
     roles = {
         "compute, cut block": cut,
         "compute, whole block": whole,

@@ -31,17 +31,17 @@ def check_q_start(q_start: object) -> None:
     """
     if q_start is None:
         return
-    told = repr(q_start)
+    given = repr(q_start)
     if isinstance(q_start, Tensor):
-        told = f"a {q_start.dtype} tensor of shape {tuple(q_start.shape)}"
+        given = f"a {q_start.dtype} tensor of shape {tuple(q_start.shape)}"
     elif isinstance(q_start, str):
         if q_start != _END:
-            raise ValueError(f"q_start must be 0 or None, got {told}")
+            raise ValueError(f"q_start must be 0 or None, got {given}")
     elif isinstance(q_start, bool) or not isinstance(q_start, Integral):
-        raise TypeError(f"q_start must be 0 or None, got {told} ({type(q_start).__name__})")
+        raise TypeError(f"q_start must be 0 or None, got {given} ({type(q_start).__name__})")
     elif q_start == 0:
         return
-    raise NotImplementedError(f"q_start other than 0 or None is not supported yet, got {told}")
+    raise NotImplementedError(f"q_start other than 0 or None is not supported yet, got {given}")
 
 
 class CallExtents(NamedTuple):

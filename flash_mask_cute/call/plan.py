@@ -22,11 +22,11 @@ from flash_mask_cute.call.copies import (
     tma_strides,
 )
 from flash_mask_cute.call.group_splits import split_group
-from flash_mask_cute.call.kernels_bwd import Tails
+from flash_mask_cute.call.kernels_bwd import Padding
 from flash_mask_cute.call.mask_bits_plan import (
     choose_mask_bits,
     packed_sequences,
-    reading_bits,
+    reading_mask_bits,
     shares_mask_bits,
 )
 from flash_mask_cute.call.masks import ResolvedMasks
@@ -45,7 +45,7 @@ from flash_mask_cute.call.problem import (
     sink_dtype,
 )
 from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs
-from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentStoring, Storing
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import dtype_name
@@ -67,14 +67,14 @@ class GradientFacts(NamedTuple):
     """What decides the kernels of a backward beside its problem.
 
     sink_dtype: of a sink whose gradient is asked for, or by which queries that see nothing are
-    told, as kernels read it, a name of a torch dtype. tails: see `Tails`.
+    told, as kernels read it, a name of a torch dtype. padding: see `Padding`.
     """
 
     has_dlse: bool
     has_lse_low: bool
     sink_dtype: str | None
     score_mod_bwd: Callable[..., Any] | None
-    tails: Tails
+    padding: Padding
 
 
 Choose: TypeAlias = Callable[[AttentionProblem], FwdChoice | BwdChoice]
@@ -110,7 +110,7 @@ class ExecutionPlan:
     gradients: GradientFacts | None = None
     conversions: dict[str, Conversion | None] = field(default_factory=dict)
     is_out_like_q: bool = False
-    mask_bits: Storing | None = None
+    mask_bits: MaskBitsPlan | None = None
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
 
@@ -128,15 +128,15 @@ class ExecutionPlan:
     def bit_tiles(self) -> BitTiles:
         """The tiles of mask bits that the kernel reads if it reads any."""
         if isinstance(self.choice, BwdChoice):
-            return BitTiles.of_keys(self.choice.tiles.tile_m, self.choice.tile_n)
-        return BitTiles.of_queries(self.choice.tiles.tile_m, self.choice.tiles.tile_n)
+            return BitTiles.for_backward(self.choice.tiles.tile_m, self.choice.tile_n)
+        return BitTiles.for_forward(self.choice.tiles.tile_m, self.choice.tiles.tile_n)
 
     @property
     def walk_tile(self) -> tuple[int, int]:
         """Query rows and keys of a tile of the walk."""
         if isinstance(self.choice, BwdChoice):
-            return self.choice.tiles.tile_m, self.choice.walk_n
-        return self.choice.tiles.walk_m, self.choice.tiles.tile_n
+            return self.choice.tiles.tile_m, self.choice.cluster_tile_n
+        return self.choice.tiles.cluster_tile_m, self.choice.tiles.tile_n
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class ExecutionPlan:
     def reads_lists(self) -> bool:
         """Whether the kernel reads block lists; otherwise it takes them as bits, as does what
         evaluates a mask_mod before attention."""
-        return self.direction is Direction.FORWARD and not self.problem.reads_bits
+        return self.direction is Direction.FORWARD and not self.problem.reads_mask_bits
 
     def with_choice(self, choice: FwdChoice | BwdChoice) -> ExecutionPlan:
         """The plan with these tiles, which decide on packing and on how it takes block lists."""
@@ -188,8 +188,8 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
         call.options.window_size_right,
     )
     problem = _fwd_problem if is_forward else _bwd_problem
-    seen = problem(call, masks, window)
-    chosen, choose = _choose_tiles(call, shapes, masks, window, seen, target)
+    plain = problem(call, masks, window)
+    chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     if packs_documents(call):
         packed = call_by_documents(call, chosen.problem.needs_lse)
         return replace(chosen, packed=plan(packed, target))
@@ -350,7 +350,7 @@ def _bwd_chooser(
         choice = select_bwd_config(
             shapes.head_dim,
             shapes.head_dim_v,
-            problem.mask_kind,
+            problem.tuning_class,
             override=override,
             seqlen_k=shapes.seqlen_k,
             deterministic=call.options.deterministic,
@@ -374,7 +374,7 @@ def _gradient_facts(
         has_lse_low=x.lse_low is not None,
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         score_mod_bwd=call.options.score_mod_bwd,
-        tails=Tails(
+        padding=Padding(
             problem.varlen_q and x.dq is None,
             problem.varlen_k and x.dk is None,
             problem.varlen_k and x.dv is None,
@@ -389,13 +389,13 @@ def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) 
     """
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
         return chosen
-    reading = chosen.with_choice(choose(reading_bits(chosen.problem)))
+    reading = chosen.with_choice(choose(reading_mask_bits(chosen.problem)))
     mask_bits = _mask_bits(reading, can_pack(call))
     if mask_bits is None:
         return chosen
-    problem = reading_bits(reading.problem)
+    problem = reading_mask_bits(reading.problem)
     reading = replace(reading, problem=problem, mask_bits=mask_bits, without_bits=chosen)
-    if not isinstance(mask_bits, DocumentStoring):
+    if not isinstance(mask_bits, DocumentBitsPlan):
         return reading
     shapes, problem = packed_sequences(reading.shapes, problem)
     is_forward = call.direction is Direction.FORWARD
@@ -403,7 +403,7 @@ def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) 
     return _with_conversions(replace(reading, shapes=shapes, problem=problem), rows)
 
 
-def _mask_bits(chosen: ExecutionPlan, can_pack: bool) -> Storing | None:
+def _mask_bits(chosen: ExecutionPlan, can_pack: bool) -> MaskBitsPlan | None:
     if isinstance(chosen.choice, BwdChoice) and chosen.choice.tiles.cta_pair:
         # a part of a walk may lie behind its sequence, which places do not tell
         can_pack = False

@@ -49,13 +49,13 @@ def planning_rings(
     num_others: int,
     ascending: bool,
     uncut_first: bool,
-    turns: cute.Tensor | None = None,
+    predecessors: cute.Tensor | None = None,
 ) -> tuple[WorkRing, WalkRing]:
     """What the planning warp writes: work tiles, for all others, and walks, for some of them.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
     :param num_walkers: warps that go through walks; num_others: those that only know work tiles
-    :param ascending, uncut_first, turns: see `WalkRing`
+    :param ascending, uncut_first, predecessors: see `WalkRing`
     """
     work = Ring.create(
         storage.ring.data_ptr(),
@@ -66,4 +66,4 @@ def planning_rings(
     walk = Ring.create(
         storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, num_walkers
     )
-    return WorkRing(work), WalkRing(walk, ascending, uncut_first, turns)
+    return WorkRing(work), WalkRing(walk, ascending, uncut_first, predecessors)

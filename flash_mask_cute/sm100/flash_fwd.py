@@ -10,20 +10,20 @@ that take turns on the tensor cores. Its roles:
 | 0 of warpgroup 3  | load    | TMA of Q, K, V                                               |
 | 1 of warpgroup 3  | mma     | issue S = Q K^T and O += P V                                 |
 | 2 of warpgroup 3  | plan    | choose work tiles and the key blocks they visit              |
-| warpgroup 4       | paint   | bits of the scores that count, for blocks that a mask cuts   |
+| warpgroup 4       | mask    | bits of the scores that count, for blocks that a mask cuts   |
 
 Channels (full/empty mbarrier pairs). Halves are fills of their own: half h of tile t is number
 2 t + h, and of key block j number 2 j + h.
 
     plan ----ring--> all                            coordinates and lengths of the next work tile
-    plan ----walk--> load, mma, softmax, paint      the key blocks it visits, up to 32 an entry
+    plan ----walk--> load, mma, softmax, mask       the key blocks it visits, up to 32 an entry
     load ----q-----> mma                            128 query rows
     load ----k-----> mma                            one key block
     load ----v-----> mma                            one value block
     mma  ----s-----> softmax                        scores; released when probabilities replace them
     mma  ----o-----> output                         the sums of P V of a tile
     softmax --sums-> output                         maximum and sum of each row of a tile
-    paint ---bits--> softmax                        the bits of a key block that is cut
+    mask ----bits--> softmax                        the bits of a key block that is cut
 
 Products complete in the order of their issue, which is, for each half in turn, P V of a block and
 S of the next: S takes the place of the P that was read before it, and when S is there, so is P V.
@@ -61,16 +61,16 @@ from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import RowPlace, ScoreModTraits, inside, modify_row
 from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.rules.forward_mask import QueryWalks
+from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
-from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
+from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.exponentials import WholeRows
 from flash_mask_cute.sm100.flash_fwd_plan import (
-    NUM_PAINTERS,
+    MASK_REGISTERS,
+    NUM_MASK_WARPS,
     OUTPUT_REGISTERS,
-    PAINTER_REGISTERS,
     ROWS_PER_WARP,
     SOFTMAX_REGISTERS,
     WARPS_OF_HALF,
@@ -200,13 +200,13 @@ class FlashAttentionForwardSm100:
         column_tensors=None,
         block_size=None,
         block_bits=None,
-        stored_bits=None,
-        part=None,
+        mask_bit_tensors=None,
+        query_chunk=None,
         mLSELow: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
-        refused = ("mPageTable", mPageTable), ("stored_bits", stored_bits)
-        for name, given in (*refused, ("part", part)):
+        refused = ("mPageTable", mPageTable), ("mask_bit_tensors", mask_bit_tensors)
+        for name, given in (*refused, ("query_chunk", query_chunk)):
             if const_expr(given is not None):
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         if const_expr(self.score_mod is None):
@@ -218,7 +218,7 @@ class FlashAttentionForwardSm100:
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.walk_m, plan.packed_heads,
+            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m, plan.packed_heads,
             group_bytes, self.num_sms // group.size,
         )  # fmt: skip
         masks = MaskArgs.create(
@@ -227,7 +227,7 @@ class FlashAttentionForwardSm100:
             column_tensors,
             schedule.num_heads,
             blocksparse_tensors,
-            (plan.walk_m, plan.tile_n) if const_expr(block_size is None) else block_size,
+            (plan.cluster_tile_m, plan.tile_n) if const_expr(block_size is None) else block_size,
             block_bits,
             aux_tensors,
         )
@@ -282,7 +282,7 @@ class FlashAttentionForwardSm100:
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
             self.output(operands, tiles, channels, lse, lengths, score_args)
-        elif warp_idx < Role.PAINT:
+        elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
                 loads = OperandLoads(
@@ -307,15 +307,15 @@ class FlashAttentionForwardSm100:
                     lengths.cu_seqlens_q is not None,
                     group.size,
                 )
-                rules = QueryWalks.of_kernel(self, umma.COLUMNS, masks, lengths)
-                rules = rules.of_rows(plan.walk_m)
+                rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
+                rules = rules.with_tile_m(plan.cluster_tile_m)
                 plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
         else:
-            cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
-            painter = warp_idx - Role.PAINT
-            share = Share.create(painter, NUM_PAINTERS, plan.tile_m, umma.COLUMNS)
-            rules = QueryWalks.of_kernel(self, umma.COLUMNS, masks, lengths)
-            paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+            cute.arch.setmaxregister_decrease(MASK_REGISTERS)
+            mask_warp = warp_idx - Role.MASK
+            share = Share.create(mask_warp, NUM_MASK_WARPS, plan.tile_m, umma.COLUMNS)
+            rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
+            make_mask_bits(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
 
         group.sync()
         if warp_idx == Role.MMA:
@@ -361,7 +361,7 @@ class FlashAttentionForwardSm100:
         replace_scores = partial(self._replace_scores, channels, rows, half, number, state.is_first)
         modify = partial(self._modify, scales, aux_tensors, channels.ring, half, tile, block)
         cuts = state.cuts
-        if block.kind == Kind.CUT:
+        if block.kind == Kind.PARTIAL:
             words = self._take_bits(tiles.bits, channels.bits, half, cuts)
             replace_scores(partial(self._prepare, modify, words))
             cuts += 1
@@ -428,7 +428,7 @@ class FlashAttentionForwardSm100:
         is_last = is_first
         if const_expr(rows.takes_any_size):
             # sums do not tell what is far below 0 from nothing, and of a far maximum nothing at all
-            is_old = is_first | rows.unseen()[0] | rows.far()[0]
+            is_old = is_first | rows.is_empty()[0] | rows.far()[0]
             renews = softmax_math.any_in_warp((is_old,))
         while is_done == Boolean(False):
             if renews:

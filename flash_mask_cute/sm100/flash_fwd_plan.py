@@ -45,7 +45,7 @@ ROWS_PER_WARP = 32
 NUM_WARPGROUPS = 5
 SOFTMAX_REGISTERS = 168
 OUTPUT_REGISTERS = 64
-PAINTER_REGISTERS = 48
+MASK_REGISTERS = 48
 # bytes of shared memory kept for barriers, rings and the sums of rows
 SMEM_BOOKKEEPING = 3072
 
@@ -59,12 +59,12 @@ class Role(IntEnum):
     LOAD = 12
     MMA = 13
     PLAN = 14
-    PAINT = 16
+    MASK = 16
 
 
 WARPS_OF_HALF = 4
 OUTPUT_WARPS = Role.LOAD - Role.OUTPUT
-NUM_PAINTERS = 4
+NUM_MASK_WARPS = 4
 
 
 class Channels(NamedTuple):
@@ -168,7 +168,7 @@ class FwdPlan:
         return umma.Group(2 if self.cta_pair else 1)
 
     @property
-    def walk_m(self) -> int:
+    def cluster_tile_m(self) -> int:
         """Query rows that walk over keys together."""
         return self.tile_m * self.group.size
 
@@ -190,7 +190,7 @@ class FwdPlan:
     @property
     def helper_registers(self) -> int:
         """Registers of a thread that loads, multiplies or plans."""
-        taken = 2 * SOFTMAX_REGISTERS + OUTPUT_REGISTERS + PAINTER_REGISTERS
+        taken = 2 * SOFTMAX_REGISTERS + OUTPUT_REGISTERS + MASK_REGISTERS
         return registers_left(NUM_WARPGROUPS, taken)
 
     # -- TMEM: two buffers of S, then O of each half; P takes the first half of its S -------------
@@ -378,9 +378,9 @@ class FwdPlan:
     def channels(self, storage: Any) -> Channels:
         """The channels of a CTA, initialised by its first warp."""
         group = self.group
-        # load, mma (the leader's) and softmax and painting warps go through walks, those of the
+        # load, mma (the leader's) and softmax and mask warps go through walks, those of the
         # output do not
-        num_walkers = 2 + self.softmax_warps + NUM_PAINTERS - group.rank()
+        num_walkers = 2 + self.softmax_warps + NUM_MASK_WARPS - group.rank()
         ring, walk = planning_rings(
             storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False
         )
@@ -403,7 +403,7 @@ class FwdPlan:
             s=multiplied(storage.s_barriers, BUFFERS_S, WARPS_OF_HALF),
             o=multiplied(storage.o_barriers, self.halves, OUTPUT_WARPS),
             sums=channel(storage.sums_barriers, self.halves, WARPS_OF_HALF, OUTPUT_WARPS),
-            bits=channel(storage.bits_barriers, 1, NUM_PAINTERS, self.softmax_warps),
+            bits=channel(storage.bits_barriers, 1, NUM_MASK_WARPS, self.softmax_warps),
             ring=ring,
             walk=walk,
         )
