@@ -36,7 +36,7 @@ SHOWN = (
 # flash-attn-4 4.0.0b36, a CTA, head dimension 64, causal: the loops of its machine code, which were
 # counted by hand; it masks every block
 PEER: dict[str, dict[str, int]] = {
-    "compute, cut block": {
+    "compute, partial block": {
         "instructions": 483, "MUFU": 64, "FFMA2": 32, "FADD2": 32, "FMUL2": 32, "F2FP": 64,
         "LDTM": 4, "STTM": 4, "LDS": 32, "STS": 8, "SYNCS": 11, "BAR": 0,
     },
@@ -131,8 +131,8 @@ def count_roles(text: str, tile_d: int, tile_dv: int) -> dict[str, dict[str, int
     sums = with_query_chunk(PARTS.helpers, "UBLKRED")
     reduced = with_query_chunk(PARTS.reduce, "LDTM", "FENCE")
     roles = {
-        "compute, cut block": cut,
-        "compute, whole block": whole,
+        "compute, partial block": cut,
+        "compute, full block": whole,
         "mma": _count(code, sorted((*products, *commits)), ("UTCHMMA", steps)),
         "reduce": _count(code, reduced, ("LDTM", tile_d // 32)),
         "send": _count(code, sums),
@@ -156,7 +156,7 @@ def shared_bytes(roles: dict[str, dict[str, int]], tile_d: int, tile_dv: int) ->
     operands_a = roles["mma"][FROM_SHARED] * rows * STEP
     operands_b = rows * (3 * tile_d + 2 * tile_dv)
     line = VECTOR * THREADS_OF_WARP
-    compute = roles["compute, whole block"]
+    compute = roles["compute, full block"]
     staged = rows * 2 * tile_d
     return {
         "operands": operands_a + operands_b,
@@ -173,7 +173,7 @@ def cycles(
     """Cycles of an SM that a whole block takes of each resource."""
     flops = 2 * BLOCK * BLOCK * (3 * tile_d + 2 * tile_dv)
     threads = WARPS.compute * THREADS_OF_WARP
-    compute = roles["compute, whole block"]
+    compute = roles["compute, full block"]
     fp32 = 2 * sum(compute[op] for op in ("FFMA2", "FADD2", "FMUL2"))
     return {
         "tensor cores": flops // TENSOR,
@@ -229,7 +229,7 @@ def tables(rows: Sequence[Json]) -> str:
     sources.append(("flash-attn-4, d64 causal", PEER))
     for label, roles in sources:
         for role, counts in roles.items():
-            if label.endswith("full") and role != "compute, whole block":
+            if label.endswith("full") and role != "compute, full block":
                 # as with a causal mask
                 continue
             told = ", ".join(f"{op} {counts[op]}" for op in SHOWN if op in counts)

@@ -24,6 +24,7 @@ class Tensors(NamedTuple):
 
     out, lse, lse_low: what a forward writes, new tensors if None, and what a backward reads.
     dq, dk, dv, dsink, daux: what a backward writes; dq, dk and dv are new tensors if None.
+    max_scores: what a forward writes only if it is given.
     """
 
     q: Tensor
@@ -44,6 +45,7 @@ class Tensors(NamedTuple):
     dv: Tensor | None = None
     dsink: Tensor | None = None
     daux: Sequence[Tensor | None] | None = None
+    max_scores: Tensor | None = None
 
 
 class Masks(NamedTuple):
@@ -87,7 +89,7 @@ class Options(NamedTuple):
 
 
 # what only one direction has
-_OF_FORWARD = ("num_splits", "pack_gqa", "return_lse", "page_table")
+_OF_FORWARD = ("num_splits", "pack_gqa", "return_lse", "page_table", "max_scores")
 _OF_BACKWARD = ("dout", "dlse", "dq", "dk", "dv", "dsink", "daux", "score_mod_bwd", "deterministic")
 
 

@@ -32,8 +32,8 @@ def compile_fwd(
     seqused_q, seqused_k, None, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k), stored
-    bits, what part of the call these are of (a pair), lse_low; None for what the problem does not
-    have.
+    bits, what part of the call these are of (a pair), lse_low, max_scores; None for what the
+    problem does not have.
     """
     name = arch_spec(target).forward.cache_name
     return cached_attention(
@@ -69,6 +69,9 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.rules.intervals import Intervals
 
+    chosen = asdict(tiles)
+    if not arch_spec(target).forward.claims_late:
+        del chosen["claims_late"]
     kernel = arch_spec(target).forward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -82,7 +85,7 @@ def build_fwd(
         has_aux_tensors=bool(problem.aux),
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
-        **asdict(tiles),
+        **chosen,
     )
     smem_bytes = kernel.plan.smem_bytes
     arguments = _fake_arguments(problem, tiles)
@@ -163,4 +166,5 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         mask_bit_tensors(problem, BitTiles.for_forward(tiles.tile_m, tiles.tile_n)),
         int32_pair() if problem.reads_mask_bits else None,
         fake_rows(problem.needs_lse_low),
+        fake_rows(problem.needs_max_scores),
     ]

@@ -85,7 +85,7 @@ def find_fwd(
     """
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        _, _, _, _, _, _, _,
+        _, _, _, _, _, _, _, max_scores,
     ) = tensors  # fmt: skip
     try:
         # the first question is the cheaper one
@@ -111,6 +111,7 @@ def find_fwd(
             out if out is None else metadata(out),
             lse if lse is None else metadata(lse),
             lse_low if lse_low is None else metadata(lse_low),
+            max_scores if max_scores is None else metadata(max_scores),
             masks if masks is None else mask_key(masks),
             options,
         )  # fmt: skip
@@ -145,7 +146,7 @@ def find_bwd(
     given: Any = tensors
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dout,
-        dlse, dq, dk, dv, dsink, daux,
+        dlse, dq, dk, dv, dsink, daux, _,
     ) = given  # fmt: skip
     try:
         if not (

@@ -70,7 +70,7 @@ class KernelForward:
     ) -> tuple[Tensor, Tensor | None]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            _, _, _, _, _, _, _,
+            _, _, _, _, _, _, _, max_scores,
         ) = tensors  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -105,10 +105,10 @@ class KernelForward:
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 None, self._window_left, self._window_right, sink, lists, aux_tensors,
-                self._softcap, tile_counter(q, index), columns, block_size, bits, mask_bits, query_chunk,
-                lse_low,
+                self._softcap, tile_counter(q, index), columns, block_size, bits, mask_bits,
+                query_chunk, lse_low, max_scores,
             )  # fmt: skip
-            # so that the next part has its memory
+            # so that the next chunk has its memory
             mask_bits = None
         return result
 
@@ -127,6 +127,8 @@ class EmptyForward:
         out.zero_()
         if tensors.lse_low is not None:
             tensors.lse_low.zero_()
+        if tensors.max_scores is not None:
+            tensors.max_scores.fill_(NEG_INF)
         if lse is None:
             return out, lse
         if tensors.learnable_sink is None or not self._has_batch:
@@ -159,6 +161,8 @@ class CpuForward:
             lse.fill_(NEG_INF)
         if x.lse_low is not None:
             x.lse_low.zero_()
+        if x.max_scores is not None:
+            x.max_scores.fill_(NEG_INF)
         tile_m, tile_n = plan.walk_tile
         flash_attn_fwd_cpu(
             x.q,
@@ -181,6 +185,7 @@ class CpuForward:
             out=out,
             lse=lse,
             lse_low=x.lse_low,
+            max_scores=x.max_scores,
             **plan.masks._asdict(),
             skip_blocks=plan.choice.tiles.skip_blocks,
         )

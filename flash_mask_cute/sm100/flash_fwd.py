@@ -41,7 +41,7 @@ for both CTAs, and what products complete is told to both (`umma.Group`, `Channe
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -77,6 +77,7 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
     Channels,
     FwdPlan,
     Role,
+    SoftmaxState,
     Tiles,
 )
 from flash_mask_cute.sm100.flash_fwd_products import WalkProducts
@@ -86,14 +87,6 @@ from flash_mask_cute.sm100.flash_fwd_products import WalkProducts
 L2_SHARE = 64 * 1024 * 1024
 # columns of the output that a thread holds at a time; few, as its warps have few registers
 OUTPUT_CHUNK = 16
-
-
-class SoftmaxState(NamedTuple):
-    """Key blocks and cut blocks so far, and whether the next one is the first of its tile."""
-
-    blocks: Int32
-    cuts: Int32
-    is_first: Boolean
 
 
 class FlashAttentionForwardSm100:
@@ -203,6 +196,7 @@ class FlashAttentionForwardSm100:
         mask_bit_tensors=None,
         query_chunk=None,
         mLSELow: cute.Tensor | None = None,
+        mMaxScores: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         refused = ("mPageTable", mPageTable), ("mask_bit_tensors", mask_bit_tensors)
@@ -218,8 +212,8 @@ class FlashAttentionForwardSm100:
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m, plan.packed_heads,
-            group_bytes, self.num_sms // group.size,
+            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m,
+            plan.packed_heads, group_bytes, self.num_sms // group.size,
         )  # fmt: skip
         masks = MaskArgs.create(
             self,
@@ -234,7 +228,7 @@ class FlashAttentionForwardSm100:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         self.kernel(
             operands,
-            LseTensors(mLSE, mLSELow),
+            LseTensors(mLSE, mLSELow, mMaxScores),
             lengths,
             ScoreArgs(scales, learnable_sink),
             masks,
@@ -278,7 +272,7 @@ class FlashAttentionForwardSm100:
         if warp_idx < Role.OUTPUT:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             if const_expr(plan.softmax_warps == Role.OUTPUT) or warp_idx < plan.softmax_warps:
-                self.softmax(tiles, channels, score_args.scales, masks)
+                self.softmax(tiles, channels, score_args.scales, masks, lse, lengths)
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
             self.output(operands, tiles, channels, lse, lengths, score_args)
@@ -323,18 +317,26 @@ class FlashAttentionForwardSm100:
 
     # -- softmax --------------------------------------------------------------------------------
 
-    def _rows(self, scales: ScoreScales) -> OnlineSoftmax:
+    def _rows(self, scales: ScoreScales, keeps_largest: bool = False) -> OnlineSoftmax:
         """The softmax of a thread's row."""
         factor = None if self.score_mod is None else self.traits.factor
-        more = self.plan.dtype, self.arithmetic, factor
+        more = self.plan.dtype, self.arithmetic, factor, keeps_largest
         return OnlineSoftmax.create(scales.scale_log2, 1, *more)
 
     @cute.jit
-    def softmax(self, tiles: Tiles, channels: Channels, scales: ScoreScales, masks: MaskArgs):
+    def softmax(
+        self,
+        tiles: Tiles,
+        channels: Channels,
+        scales: ScoreScales,
+        masks: MaskArgs,
+        lse: LseTensors,
+        lengths: Lengths,
+    ):
         """Softmax warp: 32 rows of its half of every work tile, a thread each."""
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_OF_HALF
         row = half * umma.ROWS + thread_in_warpgroup()
-        rows = self._rows(scales)
+        rows = self._rows(scales, keeps_largest=lse.largest is not None)
         tile, chunk = Int32(0), Int32(0)
         state = SoftmaxState(Int32(0), Int32(0), Boolean(True))
         while channels.ring.wait(tile):
@@ -349,6 +351,9 @@ class FlashAttentionForwardSm100:
             tiles.sums[0, row] = rows.row_max[0]
             tiles.sums[1, row] = rows.row_sum[0]
             channels.sums.publish(half_tile)
+            if const_expr(lse.largest is not None):
+                work = channels.ring.read(tile)
+                lse.store_largest(lengths, work, *self._place_of(work, half), rows.largest()[0])
             channels.ring.release(tile)
             tile += 1
 
@@ -458,6 +463,7 @@ class FlashAttentionForwardSm100:
         """This thread's probabilities, rounded, into `probs`; their sum."""
         total = Float32(0.0)
         for chunk, scores in self._chunks(first, prepare):
+            rows.see(scores)
             total += rows.exponentials(scores, partial(self._keep, probs, chunk), exactly)[0]
         return total
 
@@ -568,9 +574,7 @@ class FlashAttentionForwardSm100:
         half_tile = plan.halves * tile + half
         work = channels.ring.read(tile)
         thread = thread_in_warpgroup()
-        row = work.block * plan.tile_m + half * umma.ROWS + thread
-        q_idx = row // plan.packed_heads
-        head_idx = work.head_idx * plan.packed_heads + row % plan.packed_heads
+        head_idx, q_idx = self._place_of(work, half)
         sinks = None
         if const_expr(mSink is not None):
             sinks = (mSink[head_idx].to(Float32),)
@@ -611,6 +615,12 @@ class FlashAttentionForwardSm100:
                 if first + plan.columns_o >= plan.head_dim_v:
                     self._release_output(channels.o, half_tile)
                 self._store_columns(operands, tiles.o, lengths, work, half, first, warp)
+
+    def _place_of(self, work: Work, half) -> tuple:
+        """Head and query of this thread's row of half a work tile."""
+        row = work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup()
+        packed_heads = self.plan.packed_heads
+        return work.head_idx * packed_heads + row % packed_heads, row // packed_heads
 
     def _stage_columns(self, sO, half, first: int | Int32, factor, is_used: Boolean | None) -> None:
         """Put some columns of this thread's row where they leave from, scaled and rounded.

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
@@ -101,6 +101,14 @@ class Products(NamedTuple):
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
+
+
+class SoftmaxState(NamedTuple):
+    """Key blocks and cut blocks so far, and whether the next one is the first of its tile."""
+
+    blocks: Int32
+    cuts: Int32
+    is_first: Boolean
 
 
 @dataclass(frozen=True)

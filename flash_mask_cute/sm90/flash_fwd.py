@@ -111,6 +111,7 @@ class FlashAttentionForwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: CTAs to launch at most
     :param cta_pair: False
+    :param claims_late: work tiles are claimed one at a time, for few that are not equal
     :raises NotImplementedError: for an option of other kernels that this one does not have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -140,6 +141,7 @@ class FlashAttentionForwardSm90:
         skip_blocks: bool = True,
         num_sms: int = 132,
         cta_pair: bool = False,
+        claims_late: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         plan = FwdPlan(
@@ -184,6 +186,7 @@ class FlashAttentionForwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
+        self.claims_late = claims_late
 
     @cute.jit
     def __call__(
@@ -213,6 +216,7 @@ class FlashAttentionForwardSm90:
         mask_bit_tensors: tuple | None = None,
         query_chunk: tuple | None = None,
         mLSELow: cute.Tensor | None = None,
+        mMaxScores: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -224,11 +228,11 @@ class FlashAttentionForwardSm90:
         blocksparse_tensors: a `BlockSparseTensors` of blocks of block_size, a pair of multiples of
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
-        sizes, of logical blocks in which tiles do not nest. mask_bit_tensors: `tiles` and `states` of
-        stored answers, and with mCuSeqlensQ `places`, in place of a mask_mod and block lists
-        (`rules/mask_rules.py` describes all four), for the query blocks that this launch computes:
-        its `query_chunk`, a pair (`MaskBitsArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what
-        rounding takes from it.
+        sizes, of logical blocks in which tiles do not nest. mask_bit_tensors: `tiles` and `states`
+        of a `MaskBitsArgs`, and `places` with mCuSeqlensQ, in place of a mask_mod and block lists
+        (`rules/mask_rules.py`). They are for the query blocks that this launch computes, its
+        `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, what rounding takes
+        from it. mMaxScores: like mLSE, the largest score of each row.
         """
         if const_expr(mPageTable is not None):
             raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
@@ -262,7 +266,7 @@ class FlashAttentionForwardSm90:
         )
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
-        lse = LseTensors(mLSE, mLSELow)
+        lse = LseTensors(mLSE, mLSELow, mMaxScores)
         self.kernel(operands, lse, lengths, score_args, masks, schedule, tile_counter).launch(
             grid=(schedule.grid, 1, 1),
             block=(plan.num_threads, 1, 1),
@@ -341,7 +345,8 @@ class FlashAttentionForwardSm90:
                     lengths.cu_seqlens_q is not None,
                 )
                 rules = self._rules(masks, lengths)
-                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                rings = channels.ring, channels.walk
+                plan_walks(scheduler, rules, lengths, *rings, claims_late=self.claims_late)
             elif const_expr(not plan.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
@@ -390,6 +395,7 @@ class FlashAttentionForwardSm90:
             channels,
             score_args.scales,
             masks.aux_tensors,
+            keeps_largest=lse.largest is not None,
         )
         first_S = wgmma.make_accumulator(plan.tile_n)
         # P of a block; steps over whole blocks use both in turns
@@ -538,6 +544,10 @@ class FlashAttentionForwardSm90:
             if const_expr(lse.lse is not None):  # noqa: SIM102 (decided while tracing)
                 if thread % 4 == 0 and q_idx[r] < work.slot:
                     lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
+        if const_expr(lse.largest is not None):
+            for r, largest in enumerate(blocks.softmax.largest()):
+                if thread % 4 == 0:
+                    lse.store_largest(lengths, work, heads[r], q_idx[r], largest)
 
         # the previous tile's store must have read the staging memory, and all warps their queries
         is_storing_warp = warp_idx % WARPS_PER_WARPGROUP == 0

@@ -63,9 +63,9 @@ def test_kept_rows_reach_the_bars() -> None:
     rows = {row["name"]: row for row in read_rows()}
     assert tuple(rows) == NAMES
     for name, row in rows.items():
-        roles, peer = row["roles"], PEER["compute, cut block"]
+        roles, peer = row["roles"], PEER["compute, partial block"]
         assert row["spill_bytes"] == 0, name
-        for role, most in (("compute, cut block", 483), ("compute, whole block", 450)):
+        for role, most in (("compute, partial block", 483), ("compute, full block", 450)):
             counts = roles[role]
             assert counts["instructions"] <= most, (name, role)
             assert (counts["BAR"], counts["LDTM"], counts["STTM"]) == (0, 4, 4), name

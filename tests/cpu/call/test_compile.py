@@ -82,8 +82,8 @@ SPILLED_BESIDE_A_SCORE_MOD = 32
 # On Blackwell the pass over a row's scores that subtracts a maximum far from 0 first spills, beside
 # all of the row's probabilities. No other pass does, and scores of usual size do not come there.
 SPILLED_FAR_FROM_0 = 256
-# Three warpgroups with all of 64 x 128 scores leave the mask warps 32 registers, and these then spill
-# what they count blocks with. Nothing is spilled where a row's sum is checked before the next row's
+# Three warpgroups with all of 64 x 128 scores leave the mask warps 32 registers. These then spill
+# their block counters. Nothing is spilled where a row's sum is checked before the next row's
 # exponentials, and most masks take 1 % longer (docs/measured_facts.md, 2026-11-22).
 SPILLED_BY_MASK_WARPS = 256
 
