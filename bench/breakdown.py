@@ -69,7 +69,7 @@ def tile_shape(case: BenchCase) -> tuple[int, int]:
         intervals=None if is_native else (1, case.causal),
     )
     if case.kind == "backward":
-        choice = select_bwd_config(case.d, case.d_v, problem.mask_kind, seqlen_k=case.n)
+        choice = select_bwd_config(case.d, case.d_v, problem.tuning_class, seqlen_k=case.n)
         return choice.tiles.tile_m, choice.tile_n
     sizes = (case.n,) * 4
     shapes = FwdShapes(case.batch, *sizes, case.heads, case.heads_kv, case.d, case.d_v)

@@ -15,19 +15,19 @@ from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.config import select_bwd_config, select_fwd_config
 from flash_mask_cute.call.kernels import build_fwd
 from flash_mask_cute.call.kernels_bwd import (
+    Padding,
+    PaddingFacts,
     RowFacts,
-    TailFacts,
-    Tails,
     build_bwd,
-    build_clear_tails,
     build_postprocess,
     build_preprocess,
+    build_zero_padding,
 )
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
 from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
-from flash_mask_cute.mask_prep.column_bounds import compile_bounds
+from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
 from flash_mask_cute.mask_prep.documents import compile_split
-from flash_mask_cute.mask_prep.mask_bits import BitTiles, Form, StoreProblem, compile_store
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, Form, MaskBitsProblem, compile_mask_bits
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target
@@ -106,7 +106,7 @@ def compile_variant(name: str) -> Built:
     if variant.is_backward:
         choice = select_bwd_config(
             *dims,
-            problem.mask_kind,
+            problem.tuning_class,
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
@@ -155,8 +155,8 @@ def _both_directions() -> Iterator[tuple[str, AttentionVariant]]:
     used = {"has_seqused_q": True, "has_seqused_k": True}
     yield "d128-seqused", _variant(128, is_causal=True, **used)
     for d in (64, 128):
-        yield f"d{d}-stored_mask", _variant(d, reads_bits=True)
-        documents = _variant(d, reads_bits=True, varlen_q=True, varlen_k=True)
+        yield f"d{d}-stored_mask", _variant(d, reads_mask_bits=True)
+        documents = _variant(d, reads_mask_bits=True, varlen_q=True, varlen_k=True)
         yield f"d{d}-documents", documents
     yield "d128-float16", AttentionVariant(AttentionProblem("float16", 128, 128, is_causal=True))
 
@@ -259,14 +259,14 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
         yield f"preprocess-{name}", PreparingVariant(partial(build_preprocess, facts))
     for name, facts in after.items():
         yield f"postprocess-{name}", PreparingVariant(partial(build_postprocess, facts))
-    tails = TailFacts("bfloat16", 128, 128, Tails(True, True, True))
-    yield "clear_tails", PreparingVariant(partial(build_clear_tails, tails))
+    padding = PaddingFacts("bfloat16", 128, 128, Padding(True, True, True))
+    yield "zero_padding", PreparingVariant(partial(build_zero_padding, padding))
     for form in get_args(Form):
         for side, tiles in (
-            ("query", BitTiles.of_queries(128, 128)),
-            ("key", BitTiles.of_keys(64, 128)),
+            ("query", BitTiles.for_forward(128, 128)),
+            ("key", BitTiles.for_backward(64, 128)),
         ):
-            problem = StoreProblem(tiles, (), has_bits=False, form=form)
+            problem = MaskBitsProblem(tiles, (), has_bits=False, form=form)
             yield f"mask_bits-{form}-{side}", PreparingVariant(partial(_store, problem))
     for arch in (SM90, SM100):
         prefix = "" if arch == SM90 else "sm100-"
@@ -277,12 +277,12 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
         yield f"{prefix}block_scan", PreparingVariant(_scan, arch)
 
 
-def _store(problem: StoreProblem, target: Target) -> Compiled:
-    return compile_store(sees_prefix, problem, target, Uncached())
+def _store(problem: MaskBitsProblem, target: Target) -> Compiled:
+    return compile_mask_bits(sees_prefix, problem, target, Uncached())
 
 
 def _bounds(num_vectors: int, is_packed: bool, target: Target) -> Compiled:
-    return compile_bounds(num_vectors, is_packed, target.arch, Uncached())
+    return compile_column_bounds(num_vectors, is_packed, target.arch, Uncached())
 
 
 def _split(num_vectors: int, causal: bool, target: Target) -> Compiled:

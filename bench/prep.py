@@ -55,7 +55,7 @@ def _bytes(tensors: Any) -> int:
 def prepare_ours(case: BenchCase, device: str) -> Preparation:
     import torch
 
-    from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, Split
+    from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors
     from flash_mask_cute.masks.column_mask import ColumnMask
 
     mask = case.mask_of(case.n)
@@ -69,7 +69,9 @@ def prepare_ours(case: BenchCase, device: str) -> Preparation:
         return (ColumnMask(indices, mask.causal).bounds(BLOCK_KEYS),)
 
     if mask.name in DOCUMENT_MASKS:
-        return Preparation(by_documents, lambda _: _bytes((indices, *Split.empty_like(indices, 1))))
+        return Preparation(
+            by_documents, lambda _: _bytes((indices, *DocumentTensors.empty_like(indices, 1)))
+        )
     return Preparation(by_keys, lambda made: _bytes((indices, *made)))
 
 

@@ -61,22 +61,35 @@ def compile_kernels(d: int) -> Kernels:
     by_row = contiguous(cutlass.Float32, 3)
     stats = contiguous(cutlass.Float32, 2, 2 * TILE_M)
     sums = contiguous(cutlass.Float32, 2, TILE_M * sums_per_row)
-    turns = contiguous(cutlass.Int32, 2)
+    semaphores = contiguous(cutlass.Int32, 2)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     scale = cutlass.Float32(1.0)
 
     def build(kernel: Any, *given: Any) -> Callable[..., Any]:
         return cute.compile(kernel, *given, options="--enable-tvm-ffi")
 
-    before = (rows(d), rows(d), by_row, None, stats, None, turns, None, None, stream, None, None)
+    before = (
+        rows(d),
+        rows(d),
+        by_row,
+        None,
+        stats,
+        None,
+        semaphores,
+        None,
+        None,
+        stream,
+        None,
+        None,
+    )
     operands = [rows(d) for _ in range(4)]
     gradients = [rows(d) for _ in range(2)]
     return Kernels(
         build(BwdPreprocess(DTYPE, d, TILE_M), *before),
-        build(main, *operands, stats, sums, turns, *gradients, scale, stream),
+        build(main, *operands, stats, sums, semaphores, *gradients, scale, stream),
         build(
             BwdPostprocess(DTYPE, d, TILE_M, sums_per_row),
-            *(sums, turns, rows(d), scale, stream, None, None),
+            *(sums, semaphores, rows(d), scale, stream, None, None),
         ),
         sums_per_row,
     )
@@ -90,12 +103,12 @@ def backward(
     row_blocks = batch * -(-seqlen_q // TILE_M)
     stats = lse.new_empty(heads_q, row_blocks, 2 * TILE_M)
     sums = lse.new_empty(heads_q, row_blocks, TILE_M * kernels.sums_per_row)
-    turns = lse.new_empty(heads_q, row_blocks, dtype=torch.int32)
+    semaphores = lse.new_empty(heads_q, row_blocks, dtype=torch.int32)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     scale = d**-0.5
-    kernels.before(out, dout, lse, None, stats, None, turns, None, None, None, None)
-    kernels.main(q, k, v, dout, stats, sums, turns, dk, dv, scale)
-    kernels.after(sums, turns, dq, scale, None, None)
+    kernels.before(out, dout, lse, None, stats, None, semaphores, None, None, None, None)
+    kernels.main(q, k, v, dout, stats, sums, semaphores, dk, dv, scale)
+    kernels.after(sums, semaphores, dq, scale, None, None)
     return dq, dk, dv
 
 

@@ -31,7 +31,7 @@ from flash_mask_cute.runtime.plain_tensors import check_plain
 if TYPE_CHECKING:
     import cutlass.cute as cute
 
-ABSENT, PARTIAL, FULL = 0, 1, 2
+EMPTY, PARTIAL, FULL = 0, 1, 2
 """States of a block in `dense_states`."""
 DEFAULT_BLOCK = 128
 WORD = 32
@@ -369,7 +369,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def dense_states(lists: BlockSparseTensorsTorch) -> Tensor:
-    """uint8 (B', H', num_q_blocks, num_k_blocks): ABSENT, PARTIAL or FULL, without a sync."""
+    """uint8 (B', H', num_q_blocks, num_k_blocks): EMPTY, PARTIAL or FULL, without a sync."""
     partial, full = (_is_listed(cnt, idx) for cnt, idx in _pairs(lists))
     assert partial is not None
     states = partial.to(torch.uint8)
@@ -504,7 +504,7 @@ def _retile(
     assert lists.block_size is not None
     block_q, block_k = lists.block_size
     states = dense_states(lists)
-    is_visible, is_full = states != ABSENT, states == FULL
+    is_visible, is_full = states != EMPTY, states == FULL
     touched_q = _touched(tile_m, block_q, seqlen_q, states.device)
     touched_k = _touched(tile_n, block_k, seqlen_k, states.device)
     # the blocks that a tile touches are a rectangle: fold one side, then the other
@@ -524,7 +524,7 @@ _retiled = _Kept(_retile)
 def _make_bits(lists: BlockSparseTensorsTorch) -> LogicalBits:
     assert lists.block_size is not None
     states = dense_states(lists)
-    return LogicalBits(_pack(states != ABSENT), _pack(states == FULL), *lists.block_size)
+    return LogicalBits(_pack(states != EMPTY), _pack(states == FULL), *lists.block_size)
 
 
 _bits = _Kept(_make_bits)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import (
-    ABSENT,
     DEFAULT_BLOCK,
+    EMPTY,
     BlockSparseTensorsTorch,
     ComputedLists,
     as_block_size,
@@ -30,7 +30,7 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.mods.signature import check_mod
 
-SKIPPED, PARTIAL, FULL = 0, 1, 2
+EMPTY, PARTIAL, FULL = 0, 1, 2
 LABELS = ("skipped", "partial", "full")
 # red, green, blue of the tiles of each class, and of a hidden score in a partial tile
 COLORS = ((0.92, 0.92, 0.92), (0.90, 0.45, 0.10), (0.15, 0.40, 0.75))
@@ -66,7 +66,7 @@ class _Scores(NamedTuple):
 
 
 def classify_tiles(visible: Tensor, tile_m: int, tile_n: int) -> Tensor:
-    """SKIPPED, PARTIAL or FULL for each tile of a bool (seqlen_q, seqlen_k) tensor.
+    """EMPTY, PARTIAL or FULL for each tile of a bool (seqlen_q, seqlen_k) tensor.
 
     Returns:
         int64 (ceil(seqlen_q / tile_m), ceil(seqlen_k / tile_n)); what lies past the end of the last
@@ -266,7 +266,7 @@ def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
         raise ValueError(f"mask has {seqlen_q} queries and {seqlen_k} keys")
     for dim, (size, extent) in enumerate(zip(lists.block_size, (seqlen_q, seqlen_k), strict=True)):
         states = states.index_select(dim, torch.arange(extent, device="cpu") // size)
-    return _Scores(states != ABSENT, states == FULL_BLOCK, lists.block_size)
+    return _Scores(states != EMPTY, states == FULL_BLOCK, lists.block_size)
 
 
 def _ask(

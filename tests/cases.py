@@ -285,43 +285,43 @@ MASK_CASES = (
 )  # fmt: skip
 
 # Four heads that share what a mask_mod answers.
-STORED_CASES = (
-    Case("stored-alone", 1, 200, 300, 4, 2, mask_mod="checks"),
+MASK_BITS_CASES = (
+    Case("mask-bits-alone", 1, 200, 300, 4, 2, mask_mod="checks"),
     Case(
-        "stored-lists-causal",
+        "mask-bits-lists-causal",
         2, 300, 400, 4, 4, causal=True, mask_mod="documents", blocks=(128, 128),
     ),
-    Case("stored-lists-of-256", 1, 300, 600, 4, 4, mask_mod="causal_offset", blocks=(256, 256)),
+    Case("mask-bits-lists-of-256", 1, 300, 600, 4, 4, mask_mod="causal_offset", blocks=(256, 256)),
     Case(
-        "stored-odd-lists-d64",
+        "mask-bits-odd-lists-d64",
         2, 129, 200, 4, 4, head_dim=64, mask_mod="documents", blocks=(64, 48),
     ),
     Case(
-        "stored-lists-d64", 1, 400, 400, 4, 4, head_dim=64, mask_mod="documents", blocks=(128, 128)
+        "mask-bits-lists-d64", 1, 400, 400, 4, 4, head_dim=64, mask_mod="documents", blocks=(128, 128)
     ),
     Case(
-        "stored-columns-bias",
+        "mask-bits-columns-bias",
         1, 255, 300, 4, 4, causal=True, column="stepped2", mask_mod="documents",
         score_mod="head_bias", blocks=(128, 128),
     ),
     # one entry of answers for all of the batch
-    Case("stored-for-a-batch", 2, 300, 200, 4, 4, mask_mod="causal_offset"),
+    Case("mask-bits-for-a-batch", 2, 300, 200, 4, 4, mask_mod="causal_offset"),
 )  # fmt: skip
 
 # The same with packed sequences, some of them without queries or keys.
-STORED_VARLEN_CASES = (
+MASK_BITS_VARLEN_CASES = (
     Case(
-        "stored-varlen",
+        "mask-bits-varlen",
         heads_q=4, heads_kv=2, lengths_q=(200, 0, 129, 70), lengths_k=(300, 64, 129, 0),
         mask_mod="documents",
     ),
     Case(
-        "stored-varlen-causal-odd-lists-d64",
+        "mask-bits-varlen-causal-odd-lists-d64",
         heads_q=4, heads_kv=4, head_dim=64, lengths_q=(1, 300, 250), lengths_k=(1, 300, 400),
         causal=True, mask_mod="documents", blocks=(48, 80),
     ),
     Case(
-        "stored-varlen-columns-bias",
+        "mask-bits-varlen-columns-bias",
         heads_q=4, heads_kv=4, lengths_q=(255, 130), lengths_k=(300, 130), column="stepped2",
         mask_mod="checks", score_mod="head_bias",
     ),

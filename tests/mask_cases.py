@@ -328,7 +328,7 @@ def hidden_by_columns(columns: Tensor, seqlen_q: int, causal: bool) -> Tensor:
 
 # -- block lists --------------------------------------------------------------------------------
 
-ABSENT, PARTIAL, FULL = range(3)
+EMPTY, PARTIAL, FULL = range(3)
 
 
 def states_of(dense: Tensor, block_size: tuple[int, int], rng: random.Random) -> Tensor:
@@ -340,7 +340,7 @@ def states_of(dense: Tensor, block_size: tuple[int, int], rng: random.Random) ->
     rows = dense.split(block_size[0])
     states = [
         [
-            FULL if block.all() else PARTIAL if block.any() else ABSENT
+            FULL if block.all() else PARTIAL if block.any() else EMPTY
             for block in row.split(block_size[1], 1)
         ]
         for row in rows

@@ -22,7 +22,7 @@ NEG_INF = float("-inf")
 INT = torch.int32
 # relative error that float32 leaves in calls of float64
 FLOAT32 = 2.0**-18
-ABSENT, PARTIAL, FULL = 0, 1, 2
+EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class Sequence(NamedTuple):
@@ -74,7 +74,7 @@ class PlacedCall:
         if self.states is not None:
             rows = (counted // self.block_size[0]).clamp(max=self.states.shape[0] - 1)
             states = self.states[rows, j // self.block_size[1]]
-            visible &= states != ABSENT
+            visible &= states != EMPTY
             shown = states != FULL
         if "mask_mod" in self.mods:
             asked = self.mods["mask_mod"].dense(b, h, counted, j, given.get("aux_tensors"))

@@ -34,7 +34,7 @@ from flash_mask_cute.interface import (
     FwdConfig,
 )
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
-from flash_mask_cute.mask_prep.documents import Split
+from flash_mask_cute.mask_prep.documents import DocumentTensors
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
 from flash_mask_cute.runtime.constant_result import assume_constant_result
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
@@ -378,7 +378,7 @@ def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor
 
 @torch.library.register_fake("flash_mask_cute::column_documents", lib=_library)
 def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
-    split = Split.empty_like(indices, batch)
+    split = DocumentTensors.empty_like(indices, batch)
     return split.cu_seqlens, split.rows, split.bounds
 
 
@@ -387,10 +387,10 @@ def _attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """lse_low has no elements where there is no score_mod."""
-    q, k, v, sink, *of_call = _own_memory((q, k, v, sink, *arguments))
+    q, k, v, sink, *call_args = _own_memory((q, k, v, sink, *arguments))
     # a compiled graph runs on what it is given
     refuse_dual_level()
-    call = _without_identity(_from_operator(OperatorCall._make(of_call)))
+    call = _without_identity(_from_operator(OperatorCall._make(call_args)))
     lse_low = new_lse_low(q, call)
     out, lse = run_forward(q, k, v, sink, call, lse_low=lse_low)
     return out, lse, q.new_empty(0, dtype=torch.float32) if lse_low is None else lse_low
@@ -422,10 +422,10 @@ def _attention_bwd(
     wants_aux: list[int],
     *arguments: Any,
 ) -> tuple[Any, ...]:
-    q, k, v, sink, out, lse, lse_low, dout, dlse, *of_call = _own_memory(
+    q, k, v, sink, out, lse, lse_low, dout, dlse, *call_args = _own_memory(
         (q, k, v, sink, out, lse, lse_low, dout, dlse, *arguments)
     )
-    call = _without_identity(_from_operator(OperatorCall._make(of_call)))
+    call = _without_identity(_from_operator(OperatorCall._make(call_args)))
     dq, dk, dv, dsink, *daux = run_backward(
         q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, call
     )
@@ -434,8 +434,8 @@ def _attention_bwd(
 
 @torch.library.register_fake("flash_mask_cute::attention_bwd", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
-    _out, _lse, _lse_low, _dout, _dlse, wants_aux, *of_call = arguments
-    aux_tensors = OperatorCall._make(of_call).aux_tensors
+    _out, _lse, _lse_low, _dout, _dlse, wants_aux, *call_args = arguments
+    aux_tensors = OperatorCall._make(call_args).aux_tensors
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
     return dq, dk, dv, dsink, [torch.empty_like(aux_tensors[i]) for i in wants_aux]
@@ -475,12 +475,12 @@ def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     others: list[Any] = [None] * ctx.num_arguments
-    _, _, _, _, *asked_of_call = ctx.needs_input_grad
-    asked = asked_of_call[_AUX_POSITION]
-    wants_aux = [i for i, is_asked in enumerate(asked) if is_asked]
+    _, _, _, _, *wanted_inputs = ctx.needs_input_grad
+    wanted = wanted_inputs[_AUX_POSITION]
+    wants_aux = [i for i, is_wanted in enumerate(wanted) if is_wanted]
     dout, dlse, _ = grads
     gradients, daux = gradients_of(ctx, (dout, dlse), run_backward_operator, wants_aux)
-    others[_AUX_POSITION] = [daux.get(i) for i in range(len(asked))]
+    others[_AUX_POSITION] = [daux.get(i) for i in range(len(wanted))]
     return *gradients, *others
 
 

@@ -39,7 +39,7 @@ def warn_once(**shapes: tuple[int, ...]) -> None:
     global _has_warned
     if _has_warned:
         return
-    hints = [told for name, shape in shapes.items() if (told := hint(name, shape))]
+    hints = [found for name, shape in shapes.items() if (found := hint(name, shape))]
     if hints:
         _has_warned = True
         warnings.warn(hints[0], UserWarning, stacklevel=_levels_to_caller())

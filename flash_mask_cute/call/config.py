@@ -148,7 +148,7 @@ class FwdTiles:
     skip_blocks: bool = True
 
     @property
-    def walk_m(self) -> int:
+    def cluster_tile_m(self) -> int:
         """Query rows that walk over the keys together: those of a work tile."""
         return self.tile_m * self.ctas_per_tile
 
@@ -159,7 +159,7 @@ class FwdTiles:
 
     def nest_in(self, block_size: tuple[int, int]) -> bool:
         """Whether blocks of (queries, keys) are made of whole tiles. Heads must not be packed."""
-        return block_size[0] % self.walk_m == 0 and block_size[1] % self.tile_n == 0
+        return block_size[0] % self.cluster_tile_m == 0 and block_size[1] % self.tile_n == 0
 
 
 @dataclass(frozen=True)
@@ -201,13 +201,13 @@ def select_fwd_config(
     call = CallFacts(
         problem.head_dim,
         problem.head_dim_v,
-        problem.mask_kind,
+        problem.tuning_class,
         shapes.seqlen_q,
         shapes.seqlen_k,
         window,
         decode_rows,
         problem.functions_under_causal,
-        None if problem.reads_bits else block_size,
+        None if problem.reads_mask_bits else block_size,
         may_pair=decode_rows is None and (override is None or override.cta_pair is not False),
         sequences=shapes.batch * shapes.heads_q,
         num_sms=num_sms,
@@ -362,14 +362,14 @@ class BwdTiles:
 class BwdChoice:
     """The tiles of a problem, what the kernel's plan says about them, and why they were chosen.
 
-    tile_n: keys of a CTA at a time, walk_n: of a walk. tile_d, tile_dv: columns of a tile of Q and
+    tile_n: keys of a CTA at a time, cluster_tile_n: of a walk. tile_d, tile_dv: columns of a tile of Q and
     K, and of V, which are those of the scratch memory that their gradients are summed in.
     group_splits: CTAs that share the query heads of a group (`call/group_splits.py`).
     """
 
     tiles: BwdTiles
     tile_n: int
-    walk_n: int
+    cluster_tile_n: int
     tile_d: int
     tile_dv: int
     smem_bytes: int
@@ -381,7 +381,7 @@ class BwdChoice:
 def select_bwd_config(
     head_dim: int,
     head_dim_v: int,
-    mask_kind: str,
+    tuning_class: str,
     override: BwdConfig | None = None,
     seqlen_k: int = 0,
     deterministic: bool = False,
@@ -389,7 +389,7 @@ def select_bwd_config(
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
 ) -> BwdChoice:
-    """Choose tiles: the first row that takes the head dimensions, the `mask_kind` and the keys of a
+    """Choose tiles: the first row that takes the head dimensions, the `tuning_class` and the keys of a
     problem, with fewer stages where it does not fit beside the override, or without pairs of CTAs.
 
     modifier: `AttentionProblem.score_modifier`. kernel: the one that is to run. How a group of
@@ -409,7 +409,7 @@ def select_bwd_config(
     call = CallFacts(
         head_dim,
         head_dim_v,
-        mask_kind,
+        tuning_class,
         seqlen_k=seqlen_k,
         may_pair=why_alone is None,
         is_ordered=deterministic,
@@ -430,7 +430,7 @@ def select_bwd_config(
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
                 reason = _join_reasons(_told(row), given, changed, refusal)
-                sizes = plan.tile_n, plan.walk_n, plan.tile_d, plan.tile_dv, plan.smem_bytes
+                sizes = plan.tile_n, plan.cluster_tile_n, plan.tile_d, plan.tile_dv, plan.smem_bytes
                 return BwdChoice(tiles, *sizes, reason)
             refusal = refusal or why_not
     raise ValueError(

@@ -27,7 +27,7 @@ from flash_mask_cute.call.tile_classes import (
 )
 from flash_mask_cute.cpu.tiles import start_of
 from flash_mask_cute.limits import padded_group
-from flash_mask_cute.mask_prep.mask_bits import DocumentStoring
+from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
@@ -39,7 +39,7 @@ class Explanation:
     where: device that computes. kernel: what runs there or would run on `arch`. packed_heads: query
     heads that share a tile, 1 for none. grid: CTAs. masks: those beyond causal and window, in
     words. work_tiles: query tiles over all heads (groups of packed heads) and sequences.
-    full_key_tiles, cut_key_tiles, skipped_key_tiles: over all work tiles, the key tiles that are
+    full_key_tiles, partial_key_tiles, empty_key_tiles: over all work tiles, the key tiles that are
     visited as they are, visited and masked, and left out; `plot` counts the same of a mask. Where
     its documents are packed sequences they are tiles of the dense call, of which those between
     documents are skipped; `note` counts the tiles of the sequences. registers: per thread at
@@ -58,8 +58,8 @@ class Explanation:
     grid: int | None
     work_tiles: int | None
     full_key_tiles: int | None
-    cut_key_tiles: int | None
-    skipped_key_tiles: int | None
+    partial_key_tiles: int | None
+    empty_key_tiles: int | None
     smem_bytes: int
     registers: int | None
     spill_bytes: int | None
@@ -84,8 +84,8 @@ class Explanation:
             "masks": self.masks or "causal and window at most",
             "grid": _known(self.grid, "CTAs"),
             "work tiles": _known(self.work_tiles),
-            "key tiles": f"{_known(self.full_key_tiles)} full, {_known(self.cut_key_tiles)} cut, "
-            f"{_known(self.skipped_key_tiles)} skipped",
+            "key tiles": f"{_known(self.full_key_tiles)} full, {_known(self.partial_key_tiles)} cut, "
+            f"{_known(self.empty_key_tiles)} skipped",
             "registers": f"{_known(self.registers)} per thread at launch, "
             f"{_known(self.spill_bytes, 'bytes')} spilled",
             "shared memory": f"{self.smem_bytes} bytes",
@@ -116,7 +116,7 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         counted = call_by_documents(call, dense.problem.needs_lse)
     meta = _compiled_facts(run, device, notes)
     tiles = run.fwd_choice.tiles
-    packs = isinstance(run.mask_bits, DocumentStoring)
+    packs = isinstance(run.mask_bits, DocumentBitsPlan)
     work_tiles = full = cut = skipped = None
     if packs and device != "cpu":
         notes.append("tile counts are unknown: documents are found on the device")
@@ -143,8 +143,8 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         grid=_grid(run, work_tiles),
         work_tiles=work_tiles,
         full_key_tiles=full,
-        cut_key_tiles=cut,
-        skipped_key_tiles=skipped,
+        partial_key_tiles=cut,
+        empty_key_tiles=skipped,
         smem_bytes=run.choice.smem_bytes,
         registers=meta.get("registers"),
         spill_bytes=meta.get("spill_bytes"),
@@ -183,7 +183,7 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
 def _to_count(run: ExecutionPlan) -> ExecutionPlan:
     """The plan whose sequences are counted, under the tiles of the kernel: found documents are not
     known to the host."""
-    if run.without_bits is None or not isinstance(run.mask_bits, DocumentStoring):
+    if run.without_bits is None or not isinstance(run.mask_bits, DocumentBitsPlan):
         return run
     return replace(run.without_bits, choice=run.choice)
 
@@ -191,17 +191,17 @@ def _to_count(run: ExecutionPlan) -> ExecutionPlan:
 def _describe_masks(run: ExecutionPlan, counts_cut: bool) -> str:
     mask_bits = run.mask_bits
     are_bits = mask_bits is not None or run.q_start is not None
-    told = run.masks.describe(run.fwd_choice.tiles, are_bits)
+    text = run.masks.describe(run.fwd_choice.tiles, are_bits)
     if mask_bits is None:
-        return told
-    parts = mask_bits.num_parts
+        return text
+    parts = mask_bits.num_query_chunks
     of_part = "" if parts == 1 else f" for each of {parts} parts"
-    told += f"; mask_mod is asked once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
+    text += f"; mask_mod is asked once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
     if counts_cut:
-        told += " (tiles that it hides are skipped then, and counted as cut here)"
-    if isinstance(mask_bits, DocumentStoring):
-        told += "; documents that its answers tell of are packed sequences"
-    return told
+        text += " (tiles that it hides are skipped then, and counted as cut here)"
+    if isinstance(mask_bits, DocumentBitsPlan):
+        text += "; documents that its answers tell of are packed sequences"
+    return text
 
 
 def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
@@ -222,7 +222,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     """(work tiles, full key tiles, cut ones, skipped ones), over all heads and sequences."""
     shapes, problem, tiles, masks = run.shapes, run.problem, run.fwd_choice.tiles, run.masks
     block_info = BlockInfo(
-        tiles.walk_m,
+        tiles.cluster_tile_m,
         tiles.tile_n,
         is_causal=problem.is_causal,
         is_local=problem.is_local,
@@ -235,14 +235,14 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
         bounds = masks.column_mask.bounds(tiles.tile_n, tensors.cu_seqlens_k)
         verdicts.append(ColumnVerdicts(masks.column_mask, bounds, block_info))
     if masks.block_lists is not None:
-        tile, seqlens = (tiles.walk_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
+        tile, seqlens = (tiles.cluster_tile_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
         has_mod = masks.mask_mod is not None
         if run.q_start is None:
             verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
         elif masks.block_size is not None:
             states = dense_states(masks.block_lists)
             verdicts.append(PlacedLists(states, masks.block_size, has_mod, block_info))
-    asks = masks.mask_mod is not None and masks.block_lists is None
+    needs_mask_mod = masks.mask_mod is not None and masks.block_lists is None
     heads = shapes.heads_q // problem.packed_heads
     cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
     seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
@@ -254,12 +254,12 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
         used = replace(used, q_start=start_of(start, batch_idx, used))
-        m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.walk_m)
+        m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.cluster_tile_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
         for m_block in range(m_blocks):
             _, is_visible, is_cut = judge_row(
-                block_info, verdicts, asks, heads, batch_idx, used, m_block
+                block_info, verdicts, needs_mask_mod, heads, batch_idx, used, m_block
             )
             cut += int((is_visible & is_cut).sum())
             full += int((is_visible & ~is_cut).sum())

@@ -10,7 +10,7 @@ from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.config import BwdTiles, FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.call.splits import BY_SLOTS
-from flash_mask_cute.mask_prep.mask_bits import BitTiles, stored_tiles
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
@@ -120,9 +120,9 @@ def columns(problem: AttentionProblem) -> tuple[Any, Any] | None:
     return None if problem.intervals is None else (fake_tensors.strided(4), fake_tensors.strided(4))
 
 
-def stored_bits(problem: AttentionProblem, tiles: BitTiles) -> tuple[Any, ...] | None:
+def mask_bit_tensors(problem: AttentionProblem, tiles: BitTiles) -> tuple[Any, ...] | None:
     """Stored answers that a kernel reads."""
-    return stored_tiles(tiles, has_places=problem.varlen_q) if problem.reads_bits else None
+    return fake_mask_bits(tiles, has_places=problem.varlen_q) if problem.reads_mask_bits else None
 
 
 def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
@@ -134,7 +134,7 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
     dtype = problem.dtype
     rank_q, rank_k = ranks(problem)
 
-    def of_rows(is_there: bool) -> Any:
+    def fake_rows(is_there: bool) -> Any:
         if not is_there:
             return None
         strides: Any = (*(cute.sym_int64() for _ in range(rank_q - 2)), 1)
@@ -150,7 +150,7 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         operand(dtype, rank_k, problem.head_dim),
         operand(dtype, rank_k, problem.head_dim_v),
         operand(dtype, rank_q, problem.head_dim_v),
-        of_rows(problem.needs_lse),
+        fake_rows(problem.needs_lse),
         cutlass.Float32(1.0),
         fake_tensors.stream(),
         *lengths(problem),
@@ -164,9 +164,9 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         columns(problem),
         int32_pair() if problem.has_lists else None,
         fake_tensors.block_bits(problem),
-        stored_bits(problem, BitTiles.of_queries(tiles.tile_m, tiles.tile_n)),
-        int32_pair() if problem.reads_bits else None,
-        of_rows(problem.needs_lse_low),
+        mask_bit_tensors(problem, BitTiles.for_forward(tiles.tile_m, tiles.tile_n)),
+        int32_pair() if problem.reads_mask_bits else None,
+        fake_rows(problem.needs_lse_low),
         fake_tensors.q_start(problem),
         _partials(problem),
     ]

@@ -14,8 +14,8 @@ from flash_mask_cute.call.kernels import (
     cached_attention,
     columns,
     lengths,
+    mask_bit_tensors,
     ranks,
-    stored_bits,
 )
 from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.mask_prep.mask_bits import BitTiles
@@ -27,34 +27,34 @@ from flash_mask_cute.runtime.target import Target
 
 PREPROCESS_NAME = "bwd_preprocess"
 POSTPROCESS_NAME = "bwd_postprocess"
-CLEAR_TAILS_NAME = "bwd_clear_tails"
+ZERO_PADDING_NAME = "bwd_zero_padding"
 
 
 class BwdKernels(NamedTuple):
     """The compiled functions, in the order of their launches. They take, by position and None for
     what the problem does not have:
 
-    preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or turns (without), sink,
+    preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without), sink,
     sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
-    main: q, k, v, dout, stats, dq_accum, turns, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
+    main: q, k, v, dout, stats, dq_accum, semaphores, dk, dv, softmax_scale, cu_seqlens_q, cu_seqlens_k,
     seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap, tile_counter,
     column tensors (indices, bounds), block bits (visible, full, block_q, block_k), sums of the
     gradients of aux tensors (a tuple), stored bits, q_start (as in `compile_fwd`).
-    postprocess: dq_accum, turns, dq, softmax_scale, cu_seqlens_q, seqused_q.
+    postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
     add_dk, add_dv, where a group's heads are split (dk and dv of main are then partial sums):
     partial sums, None, dk or dv, 1, cu_seqlens_k, seqused_k.
-    clear_tails, where there may be tails: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
+    zero_padding, where there may be tails: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
 
     preprocess: Callable[..., Any]
     main: Callable[..., Any]
     postprocess: Callable[..., Any]
-    clear_tails: Callable[..., Any] | None = None
+    zero_padding: Callable[..., Any] | None = None
     add_dk: Callable[..., Any] | None = None
     add_dv: Callable[..., Any] | None = None
 
 
-class Tails(NamedTuple):
+class Padding(NamedTuple):
     """Which gradients may have rows behind their last sequence, to be zeroed: new packed ones."""
 
     dq: bool = False
@@ -62,16 +62,16 @@ class Tails(NamedTuple):
     dv: bool = False
 
 
-class TailFacts(NamedTuple):
+class PaddingFacts(NamedTuple):
     """What decides the code of the kernel that zeroes tails."""
 
     dtype: str
     head_dim: int
     head_dim_v: int
-    tails: Tails
+    padding: Padding
 
 
-NO_TAILS = Tails()
+NO_PADDING = Padding()
 
 
 class RowFacts(NamedTuple):
@@ -100,7 +100,7 @@ class RowFacts(NamedTuple):
     sums_parts: bool = False
 
 
-_Facts = TypeVar("_Facts", RowFacts, TailFacts)
+_Facts = TypeVar("_Facts", RowFacts, PaddingFacts)
 
 
 def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
@@ -129,7 +129,7 @@ def compile_bwd(
     mods: Mods = NO_MODS,
     has_dlse: bool = False,
     sink_dtype: str | None = None,
-    tails: Tails = NO_TAILS,
+    padding: Padding = NO_PADDING,
     cache: CompileCache = CACHE,
     has_lse_low: bool = False,
 ) -> BwdKernels:
@@ -145,7 +145,7 @@ def compile_bwd(
     of_scores = has_dlse, sink_dtype, marked_dim, num_stats(problem), has_lse_low
     before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
     order = arch_spec(target).backward.dq_order
-    num_ctas = choice.walk_n // choice.tile_n
+    num_ctas = choice.cluster_tile_n // choice.tile_n
     after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas)
 
     def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
@@ -180,12 +180,12 @@ def compile_bwd(
         )
         add_dk = by_facts(POSTPROCESS_NAME, facts_dk, build_postprocess).function
         add_dv = by_facts(POSTPROCESS_NAME, facts_dv, build_postprocess).function
-    clear_tails = None
-    if any(tails):
-        facts = TailFacts(problem.dtype, problem.head_dim, problem.head_dim_v, tails)
-        clear_tails = by_facts(CLEAR_TAILS_NAME, facts, build_clear_tails).function
+    zero_padding = None
+    if any(padding):
+        facts = PaddingFacts(problem.dtype, problem.head_dim, problem.head_dim_v, padding)
+        zero_padding = by_facts(ZERO_PADDING_NAME, facts, build_zero_padding).function
     return BwdKernels(
-        preprocess.function, main.function, postprocess.function, clear_tails, add_dk, add_dv
+        preprocess.function, main.function, postprocess.function, zero_padding, add_dk, add_dv
     )
 
 
@@ -254,7 +254,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         columns(problem),
         fake_tensors.block_bits(problem),
         aux_grads(problem),
-        stored_bits(problem, BitTiles.of_keys(tile_m, choice.tile_n)),
+        mask_bit_tensors(problem, BitTiles.for_backward(tile_m, choice.tile_n)),
         fake_tensors.q_start(problem),
     ]
 
@@ -317,11 +317,11 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
     return compile_object(kernel, arguments, options_of(target))
 
 
-def build_clear_tails(facts: TailFacts, target: Target) -> Compiled:
+def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
     """Compile the kernel that zeroes tails now."""
-    from flash_mask_cute.kernels.zero_padding import ClearTails
+    from flash_mask_cute.kernels.zero_padding import ZeroPadding
 
-    of_q, of_k, of_v = facts.tails
+    of_q, of_k, of_v = facts.padding
     arguments = [
         operand(facts.dtype, 3, facts.head_dim) if of_q else None,
         operand(facts.dtype, 3, facts.head_dim) if of_k else None,
@@ -330,4 +330,4 @@ def build_clear_tails(facts: TailFacts, target: Target) -> Compiled:
         int32_vector(of_k or of_v),
         fake_tensors.stream(),
     ]
-    return compile_object(ClearTails(), arguments, options_of(target))
+    return compile_object(ZeroPadding(), arguments, options_of(target))

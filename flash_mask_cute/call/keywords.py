@@ -120,10 +120,10 @@ def refuse_keywords(call: str, unknown: Mapping[str, object]) -> NoReturn:
 
     call: the name of a public call.
     """
-    told = (
+    found = (
         f"{name} (got {brief(value)}): {_instead(call, name)}" for name, value in unknown.items()
     )
-    raise TypeError(f"{call}() has no argument " + "; nor ".join(told))
+    raise TypeError(f"{call}() has no argument " + "; nor ".join(found))
 
 
 def _instead(call: str, name: str) -> str:

@@ -13,14 +13,14 @@ from dataclasses import replace
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.mask_prep.documents import SLOT, num_slots
+from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE, max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
-    BitStoring,
     BitTiles,
-    DocumentStoring,
-    SequenceStoring,
-    StoreProblem,
-    Storing,
+    DocumentBitsPlan,
+    EntryBitsPlan,
+    MaskBitsPlan,
+    MaskBitsProblem,
+    SequenceBitsPlan,
     Window,
     most_tiles,
 )
@@ -38,7 +38,7 @@ MIN_TILES = 8
 QUERY_BLOCK, MIN_TILES_PACKED = 128, 32
 
 
-def reading_bits(problem: AttentionProblem) -> AttentionProblem:
+def reading_mask_bits(problem: AttentionProblem) -> AttentionProblem:
     """The problem of a kernel that reads what the callable and block lists say."""
     return replace(
         problem,
@@ -47,7 +47,7 @@ def reading_bits(problem: AttentionProblem) -> AttentionProblem:
         has_lists=False,
         has_full_lists=False,
         has_bits=False,
-        reads_bits=True,
+        reads_mask_bits=True,
     )
 
 
@@ -55,7 +55,7 @@ def packed_sequences(
     shapes: FwdShapes, problem: AttentionProblem
 ) -> tuple[FwdShapes, AttentionProblem]:
     """The same, where documents are sequences."""
-    sequences, rows = shapes.batch * num_slots(shapes.seqlen_q), shapes.batch * shapes.seqlen_q
+    sequences, rows = shapes.batch * max_documents(shapes.seqlen_q), shapes.batch * shapes.seqlen_q
     shapes = shapes._replace(batch=sequences, total_q=rows, total_k=rows)
     return shapes, replace(problem, varlen_q=True, varlen_k=True)
 
@@ -86,11 +86,11 @@ def choose_mask_bits(
     window: Window,
     target: Target,
     can_pack: bool,
-) -> Storing | None:
+) -> MaskBitsPlan | None:
     """How bits are stored that all heads share; None where there is no room for them."""
     mask_mod, lists = masks.mask_mod, masks.block_lists
     assert mask_mod is not None
-    store = StoreProblem(
+    bits_problem = MaskBitsProblem(
         tiles,
         problem.aux,
         has_bits=lists is not None,
@@ -99,41 +99,41 @@ def choose_mask_bits(
         has_window_right=problem.has_window_right,
     )
     if problem.varlen_q:
-        return _choose_for_sequences(shapes, store, window)
+        return _choose_for_sequences(shapes, bits_problem, window)
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     entries = shapes.batch if lists_differ or find_reliance(mask_mod, problem).batch else 1
     blocks = _num_blocks(shapes, tiles)
-    of_launch = _blocks_of_launch(entries, shapes, tiles, target)
-    if of_launch is None:
+    per_launch = _blocks_per_launch(entries, shapes, tiles, target)
+    if per_launch is None:
         return None
     lines = tiles.lines, tiles.words
     if can_pack and _may_hold_documents(problem, shapes, target):
         seqlen = shapes.seqlen_q
-        most = most_tiles(tiles, seqlen * seqlen, seqlen, seqlen, num_slots(seqlen))
+        most = most_tiles(tiles, seqlen * seqlen, seqlen, seqlen, max_documents(seqlen))
         step = room = entries * most
-        if of_launch < blocks:
+        if per_launch < blocks:
             step = MAX_PAIRS // (tiles.tile_m * tiles.tile_n)
             room = step + -(-seqlen // tiles.tile_n)
-        store = replace(store, form="documents")
+        bits_problem = replace(bits_problem, form="documents")
         extents = entries, shapes.batch, seqlen, most, step
-        return DocumentStoring((1, 1, room, *lines), store, window, *extents)
-    shape = (entries, of_launch, -(-shapes.seqlen_k // tiles.tile_n), *lines)
+        return DocumentBitsPlan((1, 1, room, *lines), bits_problem, window, *extents)
+    shape = (entries, per_launch, -(-shapes.seqlen_k // tiles.tile_n), *lines)
     seqlens = shapes.seqlen_q, shapes.seqlen_k
-    return BitStoring(shape, store, window, blocks, seqlens)
+    return EntryBitsPlan(shape, bits_problem, window, blocks, seqlens)
 
 
 def _choose_for_sequences(
-    shapes: FwdShapes, store: StoreProblem, window: Window
-) -> SequenceStoring | None:
+    shapes: FwdShapes, bits_problem: MaskBitsProblem, window: Window
+) -> SequenceBitsPlan | None:
     """Where queries and keys are packed."""
-    tiles, pairs = store.tiles, shapes.total_q * shapes.seqlen_k
+    tiles, pairs = bits_problem.tiles, shapes.total_q * shapes.seqlen_k
     most = most_tiles(tiles, pairs, shapes.total_q, shapes.total_k, shapes.batch)
     # short sequences leave most of a tile empty
     if pairs > MAX_PAIRS or most * tiles.tile_m * tiles.tile_n > 2 * MAX_PAIRS:
         return None
-    store = replace(store, form="sequences")
+    bits_problem = replace(bits_problem, form="sequences")
     shape = (1, 1, most, tiles.lines, tiles.words)
-    return SequenceStoring(shape, store, window, shapes.batch)
+    return SequenceBitsPlan(shape, bits_problem, window, shapes.batch)
 
 
 def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Target) -> bool:
@@ -141,7 +141,7 @@ def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Ta
     told where it is in them."""
     work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // QUERY_BLOCK)
     return (
-        shapes.seqlen_q == shapes.seqlen_k > SLOT
+        shapes.seqlen_q == shapes.seqlen_k > DOCUMENT_STRIDE
         and problem.score_mod is None
         and problem.intervals is None
         and work_tiles >= MIN_TILES_PACKED * target.num_sms
@@ -152,7 +152,7 @@ def _num_blocks(shapes: FwdShapes, tiles: BitTiles) -> int:
     return -(-shapes.seqlen_q // tiles.tile_m)
 
 
-def _blocks_of_launch(
+def _blocks_per_launch(
     entries: int, shapes: FwdShapes, tiles: BitTiles, target: Target
 ) -> int | None:
     """How many blocks of queries a launch computes; None where there is no room for bits.
@@ -166,6 +166,6 @@ def _blocks_of_launch(
     most = MAX_PAIRS // (entries * shapes.seqlen_k * tiles.tile_m)
     if tiles.by_key or most == 0:
         return None
-    of_launch = -(-blocks // -(-blocks // most))
-    tiles_of_launch = of_launch * shapes.heads_q * shapes.batch
-    return of_launch if tiles_of_launch >= MIN_TILES * target.num_sms else None
+    per_launch = -(-blocks // -(-blocks // most))
+    tiles_per_launch = per_launch * shapes.heads_q * shapes.batch
+    return per_launch if tiles_per_launch >= MIN_TILES * target.num_sms else None

@@ -138,8 +138,8 @@ class CallExtents(NamedTuple):
             longest = ""
             if self.packs_q or self.packs_k:
                 longest = f": sequences of up to {self.seqlen_q} queries and {self.seqlen_k} keys"
-            told = f"{self}{self._told_start}"
-            raise ValueError(f"{made_for}, and does not cover this call ({told}){longest}")
+            given = f"{self}{self._told_start}"
+            raise ValueError(f"{made_for}, and does not cover this call ({given}){longest}")
         varies = self.packs_q or self.packs_k
         if rows > self.seqlen_q < self.seqlen_k and self.q_start is None and not varies:
             self._refuse_part(made_for)

@@ -100,7 +100,7 @@ class ResolvedMasks(NamedTuple):
                 f"column intervals of {num_vectors} vectors ({form}), batch {batch}, heads {heads}"
             )
         if self.block_size is not None:
-            how = f"retiled to {tiles.walk_m} x {tiles.tile_n}"
+            how = f"retiled to {tiles.cluster_tile_m} x {tiles.tile_n}"
             if are_bits:
                 how = "taken as bits"
             elif tiles.nest_in(self.block_size):

@@ -16,7 +16,7 @@ from flash_mask_cute.call.arguments import AttentionCall, Direction, Masks, Tens
 from flash_mask_cute.call.copies import new_gradient
 from flash_mask_cute.call.problem import END
 from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
-from flash_mask_cute.mask_prep.documents import SLOT
+from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 # -- which --------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def holds_documents(
     return (
         k.shape[:2] == v.shape[:2] == (batch, seqlen)
         and batch > 0
-        and SLOT < seqlen <= MAX_PACKED_SEQLEN
+        and DOCUMENT_STRIDE < seqlen <= MAX_PACKED_SEQLEN
         and batch * seqlen < MAX_PACKED_ROWS
         and of_mask in (1, batch)
         and heads == 1
@@ -107,9 +107,9 @@ def by_documents(tensors: Tensors, masks: Masks | None, batch: int) -> tuple[Ten
     """With the documents of the mask, which has some, as sequences."""
     assert masks is not None and isinstance(masks.startend_row_indices, ColumnMask)
     mask = masks.startend_row_indices
-    starts, of_rows = mask.split(batch)
+    starts, row_indices = mask.split(batch)
     tensors = tensors._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    return tensors, masks._replace(startend_row_indices=of_rows)
+    return tensors, masks._replace(startend_row_indices=row_indices)
 
 
 def with_gradients(tensors: Tensors) -> Tensors:

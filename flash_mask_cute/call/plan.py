@@ -23,11 +23,11 @@ from flash_mask_cute.call.copies import (
     tma_strides,
 )
 from flash_mask_cute.call.group_splits import split_group
-from flash_mask_cute.call.kernels_bwd import Tails
+from flash_mask_cute.call.kernels_bwd import Padding
 from flash_mask_cute.call.mask_bits_plan import (
     choose_mask_bits,
     packed_sequences,
-    reading_bits,
+    reading_mask_bits,
     shares_mask_bits,
 )
 from flash_mask_cute.call.masks import ResolvedMasks
@@ -50,7 +50,7 @@ from flash_mask_cute.call.problem import (
 )
 from flash_mask_cute.call.splits import BY_SLOTS, Splits, choose_split, decode_rows
 from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs
-from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentStoring, Storing
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import dtype_name
@@ -72,14 +72,14 @@ class GradientFacts(NamedTuple):
     """What decides the kernels of a backward beside its problem.
 
     sink_dtype: of a sink whose gradient is asked for, or by which queries that see nothing are
-    told, as kernels read it, a name of a torch dtype. tails: see `Tails`.
+    told, as kernels read it, a name of a torch dtype. padding: see `Padding`.
     """
 
     has_dlse: bool
     has_lse_low: bool
     sink_dtype: str | None
     score_mod_bwd: Callable[..., Any] | None
-    tails: Tails
+    padding: Padding
 
 
 Choose: TypeAlias = Callable[[AttentionProblem], FwdChoice | BwdChoice]
@@ -118,7 +118,7 @@ class ExecutionPlan:
     gradients: GradientFacts | None = None
     conversions: dict[str, Conversion | None] = field(default_factory=dict)
     is_out_like_q: bool = False
-    mask_bits: Storing | None = None
+    mask_bits: MaskBitsPlan | None = None
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
     splits: Splits | None = None
@@ -137,15 +137,15 @@ class ExecutionPlan:
     def bit_tiles(self) -> BitTiles:
         """The tiles of mask bits that the kernel reads if it reads any."""
         if isinstance(self.choice, BwdChoice):
-            return BitTiles.of_keys(self.choice.tiles.tile_m, self.choice.tile_n)
-        return BitTiles.of_queries(self.choice.tiles.tile_m, self.choice.tiles.tile_n)
+            return BitTiles.for_backward(self.choice.tiles.tile_m, self.choice.tile_n)
+        return BitTiles.for_forward(self.choice.tiles.tile_m, self.choice.tiles.tile_n)
 
     @property
     def walk_tile(self) -> tuple[int, int]:
         """Query rows and keys of a tile of the walk."""
         if isinstance(self.choice, BwdChoice):
-            return self.choice.tiles.tile_m, self.choice.walk_n
-        return self.choice.tiles.walk_m, self.choice.tiles.tile_n
+            return self.choice.tiles.tile_m, self.choice.cluster_tile_n
+        return self.choice.tiles.cluster_tile_m, self.choice.tiles.tile_n
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ class ExecutionPlan:
         """Whether the kernel reads block lists; otherwise it takes them as bits, as does what
         evaluates a mask_mod before attention."""
         problem = self.problem
-        is_read = not problem.reads_bits and problem.q_start is None
+        is_read = not problem.reads_mask_bits and problem.q_start is None
         return self.direction is Direction.FORWARD and is_read
 
     @property
@@ -213,8 +213,8 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
     )
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
-    seen = _with_start(problem(call, masks, window), start)
-    chosen, choose = _choose_tiles(call, shapes, masks, window, seen, target)
+    plain = _with_start(problem(call, masks, window), start)
+    chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
     if packs_documents(call):
         packed = call_by_documents(call, chosen.problem.needs_lse)
@@ -299,11 +299,11 @@ def _first_position(
     if not masks.rows_fit(shapes.seqlen_q):
         return start
     is_causal, left, right = window
-    seen = (masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists)
+    plain = (masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists)
     return fold_q_start(
         start,
         is_banded=is_causal or not (left is right is None),
-        counts_rows=any(y is not None for y in seen),
+        counts_rows=any(y is not None for y in plain),
         is_square=shapes.seqlen_q == shapes.seqlen_k and not call.has_lengths,
     )
 
@@ -457,7 +457,7 @@ def _bwd_chooser(
         choice = select_bwd_config(
             shapes.head_dim,
             shapes.head_dim_v,
-            problem.mask_kind,
+            problem.tuning_class,
             override=override,
             seqlen_k=shapes.seqlen_k,
             deterministic=call.options.deterministic,
@@ -481,7 +481,7 @@ def _gradient_facts(
         has_lse_low=x.lse_low is not None,
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         score_mod_bwd=call.options.score_mod_bwd,
-        tails=Tails(
+        padding=Padding(
             problem.varlen_q and x.dq is None,
             problem.varlen_k and x.dk is None,
             problem.varlen_k and x.dv is None,
@@ -499,13 +499,13 @@ def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) 
         return chosen
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
         return chosen
-    reading = chosen.with_choice(choose(reading_bits(chosen.problem)))
+    reading = chosen.with_choice(choose(reading_mask_bits(chosen.problem)))
     mask_bits = _mask_bits(reading, can_pack(call))
     if mask_bits is None:
         return chosen
-    problem = reading_bits(reading.problem)
+    problem = reading_mask_bits(reading.problem)
     reading = replace(reading, problem=problem, mask_bits=mask_bits, without_bits=chosen)
-    if not isinstance(mask_bits, DocumentStoring):
+    if not isinstance(mask_bits, DocumentBitsPlan):
         return reading
     shapes, problem = packed_sequences(reading.shapes, problem)
     is_forward = call.direction is Direction.FORWARD
@@ -513,7 +513,7 @@ def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) 
     return _with_conversions(replace(reading, shapes=shapes, problem=problem), rows)
 
 
-def _mask_bits(chosen: ExecutionPlan, can_pack: bool) -> Storing | None:
+def _mask_bits(chosen: ExecutionPlan, can_pack: bool) -> MaskBitsPlan | None:
     if isinstance(chosen.choice, BwdChoice) and chosen.choice.tiles.cta_pair:
         # a part of a walk may lie behind its sequence, which places do not tell
         can_pack = False

@@ -14,7 +14,7 @@ from flash_mask_cute.call.prepared_bwd import CpuBackward, EmptyBackward, Kernel
 from flash_mask_cute.call.prepared_packed import PackedBackward, PackedForward
 from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.call.validate import refuse_transforms
-from flash_mask_cute.mask_prep.mask_bits import DocumentStoring, StoreBits, compile_store
+from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan, MakeMaskBits, compile_mask_bits
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.target import Target
 
@@ -39,7 +39,7 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
         return EmptyForward(plan)
     merge = None if plan.splits is None else MergedForward(plan)
     prepared = KernelForward(plan, compiled_fwd(plan).function, _compiled_store(plan), merge)
-    if isinstance(plan.mask_bits, DocumentStoring):
+    if isinstance(plan.mask_bits, DocumentBitsPlan):
         return PackedForward(prepared, plan.problem.needs_lse, by_mask=False)
     return prepared
 
@@ -59,7 +59,7 @@ def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
     if plan.backend is Backend.EMPTY:
         return EmptyBackward(plan)
     prepared = KernelBackward(plan, compiled_bwd(plan), _compiled_store(plan))
-    if isinstance(plan.mask_bits, DocumentStoring):
+    if isinstance(plan.mask_bits, DocumentBitsPlan):
         return PackedBackward(prepared, by_mask=False)
     return prepared
 
@@ -80,7 +80,7 @@ def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
         _kernel_mods(plan)._replace(score_mod_bwd=facts.score_mod_bwd),
         facts.has_dlse,
         facts.sink_dtype,
-        facts.tails,
+        facts.padding,
         has_lse_low=facts.has_lse_low,
     )
 
@@ -91,14 +91,14 @@ def _kernel_mods(plan: ExecutionPlan) -> Mods:
     return mods if plan.mask_bits is None else mods._replace(mask_mod=None)
 
 
-def _compiled_store(plan: ExecutionPlan) -> StoreBits | None:
+def _compiled_store(plan: ExecutionPlan) -> MakeMaskBits | None:
     """What stores the bits of a mask_mod before attention."""
     if plan.mask_bits is None:
         return None
     mask_mod, mask_bits = plan.masks.mask_mod, plan.mask_bits
     assert mask_mod is not None
-    function = compile_store(mask_mod, mask_bits.store, plan.target).function
-    return partial(mask_bits.parts, function)
+    function = compile_mask_bits(mask_mod, mask_bits.problem, plan.target).function
+    return partial(mask_bits.query_chunks, function)
 
 
 def may_be_kept(prepared: PreparedFwd | PreparedBwd) -> bool:

@@ -21,7 +21,7 @@ from flash_mask_cute.call.plan import ExecutionPlan
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.cpu.paged import gather_pages
 from flash_mask_cute.cpu.tiles import NEG_INF
-from flash_mask_cute.mask_prep.mask_bits import NOT_STORED, Asked, StoreBits
+from flash_mask_cute.mask_prep.mask_bits import NO_MASK_BITS, MakeMaskBits, MaskInputs
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _is_capturing: Callable[[], bool] = getattr(
@@ -36,7 +36,7 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_merge", "_out_shape", "_q_start", "_scale", "_softcap", "_store_bits",
+        "_mask_arguments", "_merge", "_out_shape", "_q_start", "_scale", "_softcap", "_make_mask_bits",
         "_window_left", "_window_right",
     )  # fmt: skip
 
@@ -44,12 +44,12 @@ class KernelForward:
         self,
         plan: ExecutionPlan,
         function: Callable[..., None],
-        store_bits: StoreBits | None = None,
+        make_mask_bits: MakeMaskBits | None = None,
         merge: MergedForward | None = None,
     ) -> None:
         self._function = function
         self._merge = merge
-        self._store_bits = store_bits
+        self._make_mask_bits = make_mask_bits
         self._has_aux = bool(plan.problem.aux)
         self._index = -1 if plan.device.index is None else plan.device.index
         self._out_shape = plan.out_shape
@@ -98,24 +98,26 @@ class KernelForward:
             lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
                 masks, cu_seqlens_k
             )
-        store_bits = self._store_bits
-        if store_bits is not None:
-            asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
+        make_mask_bits = self._make_mask_bits
+        if make_mask_bits is not None:
+            mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         merge = self._merge
         partials = None if merge is None else merge.new_partials(q)
         counter = tile_counter(q, index) if merge is None or merge.counts else None
-        for stored, part, found in NOT_STORED if store_bits is None else store_bits(q, asked):
+        for mask_bits, query_chunk, found in (
+            NO_MASK_BITS if make_mask_bits is None else make_mask_bits(q, mask_inputs)
+        ):
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
-                self._softcap, counter, columns, block_size, bits, stored, part, lse_low,
+                self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
                 q_starts if self._q_start == EACH else self._q_start, partials,
             )  # fmt: skip
             # so that the next part has its memory
-            stored = None
+            mask_bits = None
         if merge is not None and partials is not None:
             merge(partials, out, lse)
         return result

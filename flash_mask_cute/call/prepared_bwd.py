@@ -24,7 +24,7 @@ from flash_mask_cute.call.masks import MaskArguments
 from flash_mask_cute.call.plan import ExecutionPlan
 from flash_mask_cute.call.prepared import count_writing, current_device, tile_counter, unused_rows
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
-from flash_mask_cute.mask_prep.mask_bits import Asked, StoreBits
+from flash_mask_cute.mask_prep.mask_bits import MakeMaskBits, MaskInputs
 
 _CONVERTED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "learnable_sink")
 
@@ -37,14 +37,14 @@ class KernelBackward:
         "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
         "_parts_shape", "_partial_shapes", "_q_start", "_reads_query_early", "_scale", "_scale_dq",
         "_softcap",
-        "_stats_shape", "_store_bits", "_tails", "_wants_aux", "_window_left", "_window_right",
+        "_stats_shape", "_make_mask_bits", "_padding", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
         self,
         plan: ExecutionPlan,
         kernels: BwdKernels,
-        store_bits: StoreBits | None = None,
+        make_mask_bits: MakeMaskBits | None = None,
     ) -> None:
         choice, problem, shapes, facts = plan.bwd_choice, plan.problem, plan.shapes, plan.gradients
         assert facts is not None
@@ -56,7 +56,7 @@ class KernelBackward:
             tile_m,
         )
         self._kernels = kernels
-        self._store_bits = store_bits
+        self._make_mask_bits = make_mask_bits
         self._has_aux = bool(problem.aux)
         words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
         self._stats_shape = shapes.heads_q, row_blocks, words
@@ -64,7 +64,7 @@ class KernelBackward:
         self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
         self._parts_shape = (shapes.heads_q, row_blocks) if facts.sink_dtype else None
         self._partial_shapes = _partial_shapes(plan) if choice.tiles.splits_group else None
-        self._tails = facts.tails
+        self._padding = facts.padding
         self._clears_dq = choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
         _, self._scale = split_scale(plan.softmax_scale)
@@ -113,11 +113,11 @@ class KernelBackward:
         aux_tensors = columns = bits = parts = None
         if masks is not None:
             _, aux_tensors, columns, _, bits = self._mask_arguments(masks, cu_seqlens_k)
-        stored = None
-        if self._store_bits is not None:
-            asked = Asked(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
+        mask_bits = None
+        if self._make_mask_bits is not None:
+            mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             # the only part
-            stored, _, found = next(self._store_bits(q, asked))
+            mask_bits, _, found = next(self._make_mask_bits(q, mask_inputs))
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
@@ -127,38 +127,38 @@ class KernelBackward:
             sink = None
         else:
             parts = q.new_empty(self._parts_shape, dtype=torch.float32)
-        cleared = turns = None
+        cleared = semaphores = None
         if self._clears_dq:
             cleared = dq_accum
         else:
-            turns = q.new_empty(self._stats_shape[:2], dtype=torch.int32)
+            semaphores = q.new_empty(self._stats_shape[:2], dtype=torch.int32)
         aux_sums = aux_grads = None
         if daux is not None:
             aux_sums = _aux_sums(daux, self._wants_aux, torch.float32)
             aux_grads = tuple(aux_sums.values()) or None
-        preprocess, main, postprocess, clear_tails, add_dk, add_dv = self._kernels
+        preprocess, main, postprocess, zero_padding, add_dk, add_dv = self._kernels
         dk_sums, dv_sums = dk, dv
         if self._partial_shapes is not None:
             dk_sums, dv_sums = (
                 q.new_empty(shape, dtype=torch.float32) for shape in self._partial_shapes
             )
         preprocess(
-            out, dout, lse, dlse, stats, cleared, turns, sink, parts, cu_seqlens_q, seqused_q,
+            out, dout, lse, dlse, stats, cleared, semaphores, sink, parts, cu_seqlens_q, seqused_q,
             q if self._reads_query_early else None, lse_low,
         )  # fmt: skip
         main(
-            q, k, v, dout, stats, dq_accum, turns, dk_sums, dv_sums, self._scale, cu_seqlens_q,
+            q, k, v, dout, stats, dq_accum, semaphores, dk_sums, dv_sums, self._scale, cu_seqlens_q,
             cu_seqlens_k, seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
-            self._softcap, tile_counter(q, index), columns, bits, aux_grads, stored,
+            self._softcap, tile_counter(q, index), columns, bits, aux_grads, mask_bits,
             q_starts if self._q_start == EACH else self._q_start,
         )  # fmt: skip
-        postprocess(dq_accum, turns, dq, self._scale_dq, cu_seqlens_q, seqused_q)
+        postprocess(dq_accum, semaphores, dq, self._scale_dq, cu_seqlens_q, seqused_q)
         if add_dk is not None and add_dv is not None:
             add_dk(dk_sums, None, dk, 1.0, cu_seqlens_k, seqused_k)
             add_dv(dv_sums, None, dv, 1.0, cu_seqlens_k, seqused_k)
-        if clear_tails is not None:
-            has_dq, has_dk, has_dv = self._tails
-            clear_tails(
+        if zero_padding is not None:
+            has_dq, has_dk, has_dv = self._padding
+            zero_padding(
                 dq if has_dq else None, dk if has_dk else None, dv if has_dv else None,
                 cu_seqlens_q if has_dq else None, cu_seqlens_k if has_dk or has_dv else None,
             )  # fmt: skip
@@ -209,14 +209,14 @@ class EmptyBackward:
         lse_by_row = x.lse.transpose(-1, -2)
         if x.dlse is None or not self._has_batch:
             return lse_by_row.new_zeros(lse_by_row.shape[-1:])
-        seen = lse_by_row > -torch.inf
+        sees_keys = lse_by_row > -torch.inf
         if x.cu_seqlens_q is not None:
-            row = torch.arange(seen.shape[0], device=seen.device)
-            seen = seen & (row < x.cu_seqlens_q[-1])[:, None]
+            row = torch.arange(sees_keys.shape[0], device=sees_keys.device)
+            sees_keys = sees_keys & (row < x.cu_seqlens_q[-1])[:, None]
         if x.seqused_q is not None:
             unused = unused_rows(lse_by_row, x.cu_seqlens_q, x.seqused_q)
-            seen = seen & ~unused[..., None]
-        terms = torch.where(seen, x.dlse.transpose(-1, -2), 0.0)
+            sees_keys = sees_keys & ~unused[..., None]
+        terms = torch.where(sees_keys, x.dlse.transpose(-1, -2), 0.0)
         return terms.flatten(0, -2).sum(dim=0)
 
 

@@ -60,7 +60,7 @@ class AttentionProblem:
     tensor. wants_aux: numbers of those whose gradients a backward sums. has_lists: block lists are
     given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
     whose states are given as bits. score_functions: score_mod computes functions of scores
-    (`traits.py`), which tiles of the forward depend on. reads_bits: what a mask_mod and block
+    (`traits.py`), which tiles of the forward depend on. reads_mask_bits: what a mask_mod and block
     lists say was stored (`plan.py`), and neither is here. deterministic, and
     may_empty_rows, that masks may leave queries which see nothing: only backwards differ by these.
     q_start: whether the position of the first query is given, "number" for all sequences or "each"
@@ -97,7 +97,7 @@ class AttentionProblem:
     has_lists: bool = False
     has_full_lists: bool = False
     has_bits: bool = False
-    reads_bits: bool = False
+    reads_mask_bits: bool = False
     deterministic: bool = False
     may_empty_rows: bool = False
     q_start: str | None = None
@@ -116,7 +116,7 @@ class AttentionProblem:
         return "softcap" if self.has_softcap else None
 
     @property
-    def mask_kind(self) -> str:
+    def tuning_class(self) -> str:
         """What masks or modifies: "full" or "causal" and nothing else (but bits of block lists),
         "mask_mod", "score_mod" (without a mask_mod), "edges" (intervals of two vectors and more, or
         beside block lists), or "other"."""
@@ -128,10 +128,12 @@ class AttentionProblem:
             return "mask_mod"
         if self.score_mod is not None:
             return "score_mod"
-        lists = self.has_lists or self.has_bits or self.reads_bits
+        lists = self.has_lists or self.has_bits or self.reads_mask_bits
         if self.intervals is not None and (self.intervals[0] > 1 or lists):
             return "edges"
-        masks = self.is_local or self.has_lists or self.reads_bits or self.intervals is not None
+        masks = (
+            self.is_local or self.has_lists or self.reads_mask_bits or self.intervals is not None
+        )
         if masks or any(varying):
             return "other"
         return "causal" if self.is_causal else "full"
@@ -140,7 +142,7 @@ class AttentionProblem:
     def functions_under_causal(self) -> bool:
         """Whether a soft cap or a score_mod computes functions of scores, and causal masking is all
         that hides any."""
-        masks = replace(self, score_mod=None).mask_kind
+        masks = replace(self, score_mod=None).tuning_class
         return (self.has_softcap or self.score_functions) and masks == "causal"
 
 
@@ -155,7 +157,7 @@ def may_empty_rows(
     seqlens: bounds of queries and keys of a sequence. window: sides as `fold_window` returned them.
     """
     may_hide_all = (problem.mask_mod, problem.score_mod, problem.intervals)
-    lists = (problem.has_lists, problem.has_bits, problem.reads_bits)
+    lists = (problem.has_lists, problem.has_bits, problem.reads_mask_bits)
     if any(x is not None for x in may_hide_all) or any(lists):
         return True
     if any(side is not None and side < 0 for side in window):

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 class CallFacts(NamedTuple):
     """What conditions of rows are about.
 
-    mask_kind: of the `AttentionProblem`. window: keys that a query sees at most, if its window is
+    tuning_class: of the `AttentionProblem`. window: keys that a query sees at most, if its window is
     closed on both sides. decode_rows: query rows that share keys, of a forward in pieces, else
     None. functions_under_causal: see the problem. block_size: of block lists that the kernel would
     read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an order
@@ -23,7 +23,7 @@ class CallFacts(NamedTuple):
 
     head_dim: int
     head_dim_v: int
-    mask_kind: str
+    tuning_class: str
     seqlen_q: int = 0
     seqlen_k: int = 0
     window: int | None = None
@@ -52,16 +52,16 @@ class Condition(NamedTuple):
 class FwdRow(NamedTuple):
     """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, and why these.
 
-    masks: the `AttentionProblem.mask_kind`s it is for, all if empty. max_window: for windows,
+    masks: the `AttentionProblem.tuning_class`s it is for, all if empty. max_window: for windows,
     closed on both sides, of at most so many keys. min_seqlen_q, min_seqlen_k: for at least so many
     queries and keys, max_seqlen_q: for at most so many queries. above_dim: head_dim is greater.
     gain: how much faster full attention is than with tiles of 128 rows, if as many SMs are busy;
     where the last wave of CTAs costs more than that, the row is not for it. cta_pair: a pair of
     CTAs, with a tile each, walks over the keys together.
-    for_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
+    native_block_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
     then reads the lists as they are, and no block is cut but by its own mask. Not where a mask_mod
     was evaluated before: its bits are of tiles of any size.
-    for_functions: only where functions are computed of scores that causal masking alone hides.
+    needs_sfu: only where functions are computed of scores that causal masking alone hides.
     for_decode: only of forwards in pieces, whose rows that share keys fit a tile.
     """
 
@@ -78,8 +78,8 @@ class FwdRow(NamedTuple):
     min_seqlen_k: int = 0
     min_seqlen_q: int = 0
     cta_pair: bool = False
-    for_lists: bool = False
-    for_functions: bool = False
+    native_block_lists: bool = False
+    needs_sfu: bool = False
     above_dim: int = 0
     max_seqlen_q: int | None = None
     gain: float | None = None
@@ -88,7 +88,7 @@ class FwdRow(NamedTuple):
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
         if self.masks:
-            yield Condition(" or ".join(self.masks), lambda call: call.mask_kind in self.masks)
+            yield Condition(" or ".join(self.masks), lambda call: call.tuning_class in self.masks)
         if self.min_seqlen_q:
             yield Condition(
                 f"seqlen_q >= {self.min_seqlen_q}", lambda call: call.seqlen_q >= self.min_seqlen_q
@@ -102,7 +102,7 @@ class FwdRow(NamedTuple):
             gain = self.gain
             yield Condition(
                 f"waves filled as those of 128 rows, or less by {gain - 1:.0%} at most, if full",
-                lambda call: call.mask_kind != "full" or call.fill(128) <= gain * call.fill(192),
+                lambda call: call.tuning_class != "full" or call.fill(128) <= gain * call.fill(192),
             )
         if self.max_window is not None:
             most = self.max_window
@@ -115,9 +115,9 @@ class FwdRow(NamedTuple):
                 f"in pieces, at most {most_rows} rows that share keys",
                 lambda call: call.decode_rows is not None and call.decode_rows <= most_rows,
             )
-        if self.for_functions:
+        if self.needs_sfu:
             yield Condition("functions of scores, causal", lambda call: call.functions_under_causal)
-        if self.for_lists:
+        if self.native_block_lists:
             yield Condition(
                 f"blocks of a multiple of {self.tile_m} x {self.tile_n}",
                 lambda call: (
@@ -134,7 +134,7 @@ class BwdRow(NamedTuple):
     """Query rows of a block and buffers of the backward, and why these; for head_dim <= max_dim and
     head_dim_v <= max_dim_v.
 
-    masks: the `mask_kind`s of problems that the row is for, None for all. min_seqlen_k: keys that a
+    masks: the `tuning_class`s of problems that the row is for, None for all. min_seqlen_k: keys that a
     sequence has at least. above_dim: head_dim is greater. value_cols, clears_dq, cta_pair: see
     `BwdConfig`; rows with clears_dq are for sums without an order, those with cta_pair also for
     scores that nothing modifies, and devices with two SMs.
@@ -158,7 +158,7 @@ class BwdRow(NamedTuple):
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
         if self.masks is not None:
             kinds = self.masks
-            yield Condition(f"masks {'/'.join(kinds)}", lambda call: call.mask_kind in kinds)
+            yield Condition(f"masks {'/'.join(kinds)}", lambda call: call.tuning_class in kinds)
         if self.min_seqlen_k:
             yield _keys_at_least(self.min_seqlen_k)
         if self.clears_dq:
@@ -207,7 +207,7 @@ SM90_FWD = (
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
         "tiles of which the usual blocks of block lists are made",
-        for_lists=True,
+        native_block_lists=True,
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
@@ -269,7 +269,7 @@ SM90_FWD = (
         *(128, 128, 192, 80, 3, 1, False),
         "three warpgroups hide the latency of a soft cap's functions",
         min_seqlen_k=8192,
-        for_functions=True,
+        needs_sfu=True,
     ),
     FwdRow(
         *(128, 128, 128, 128, 2, 2, False),

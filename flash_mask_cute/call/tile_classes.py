@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.block_sparsity import (
-    ABSENT,
+    EMPTY,
     FULL,
     PARTIAL,
     BlockSparseTensorsTorch,
@@ -53,11 +53,11 @@ class ColumnVerdicts:
 
 @dataclass(frozen=True)
 class ListVerdicts:
-    """Block lists, read by tile: states (batch | 1, heads_q | 1, m_blocks, n_blocks). asks: whether
+    """Block lists, read by tile: states (batch | 1, heads_q | 1, m_blocks, n_blocks). needs_mask_mod: whether
     anything is asked about the scores of a tile that is not full."""
 
     states: Tensor
-    asks: bool
+    needs_mask_mod: bool
 
     @staticmethod
     def create(
@@ -81,7 +81,7 @@ class ListVerdicts:
         # the slot of a sequence may have more rows than the lists
         m_block = min(m_block, self.states.shape[2] - 1)
         states = self.states[min(batch_idx, self.states.shape[0] - 1), :, m_block, n_blocks]
-        return states == ABSENT, (states != FULL) & self.asks
+        return states == EMPTY, (states != FULL) & self.needs_mask_mod
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class PlacedLists:
 
     states: Tensor
     block_size: tuple[int, int]
-    asks: bool
+    needs_mask_mod: bool
     block_info: BlockInfo
 
     def classify(
@@ -105,7 +105,10 @@ class PlacedLists:
         first = n_blocks * self.block_info.tile_n
         end = (first + self.block_info.tile_n).clamp(max=seqlen.seqlen_k)
         verdicts = [
-            (of_tile == ABSENT, (of_tile != (FULL if self.asks else of_tile)) | (of_tile == ABSENT))
+            (
+                of_tile == EMPTY,
+                (of_tile != (FULL if self.needs_mask_mod else of_tile)) | (of_tile == EMPTY),
+            )
             for a, b in zip(first.tolist(), end.tolist(), strict=True)
             for of_tile in [states[:, q_blocks, a // block_k : -(-b // block_k)].flatten(1)]
         ]
@@ -130,7 +133,7 @@ class RowOfTiles(NamedTuple):
 def judge_row(
     block_info: BlockInfo,
     verdicts: Sequence[Verdicts],
-    asks: bool,
+    needs_mask_mod: bool,
     heads: int,
     batch_idx: int,
     seqlen: SeqlenInfoQK,
@@ -142,7 +145,7 @@ def judge_row(
     is_cut = n_blocks >= block_info.get_n_block_min_causal_local_mask(seqlen, m_block, 0)
     if block_info.window_size_left is not None:
         is_cut |= n_blocks < block_info.get_n_block_min_before_local_mask(seqlen, m_block, 0)
-    is_cut = (is_cut | asks).repeat(heads, 1)
+    is_cut = (is_cut | needs_mask_mod).repeat(heads, 1)
     is_visible = torch.ones_like(is_cut)
     for verdict in verdicts:
         hidden, cuts = (
@@ -155,15 +158,15 @@ def judge_row(
 
 
 def classes_of_columns(mask: ColumnMask, seqlen_q: int, tile_m: int, tile_n: int) -> Tensor:
-    """ABSENT (skipped), PARTIAL (masked) or FULL for each tile of a mask on the CPU, of its first
+    """EMPTY (skipped), PARTIAL (masked) or FULL for each tile of a mask on the CPU, of its first
     batch entry and head: int64 (ceil(seqlen_q / tile_m), ceil(seqlen_k / tile_n))."""
     seqlen_k = mask.startend_row_indices.shape[2]
     block_info = BlockInfo(tile_m, tile_n, is_causal=mask.causal)
     verdicts = [ColumnVerdicts(mask, mask.bounds(tile_n), block_info)]
     seqlen = SeqlenInfoQK.create(0, seqlen_q, seqlen_k)
-    classes = torch.full((-(-seqlen_q // tile_m), -(-seqlen_k // tile_n)), ABSENT, device="cpu")
+    classes = torch.full((-(-seqlen_q // tile_m), -(-seqlen_k // tile_n)), EMPTY, device="cpu")
     for m_block, row in enumerate(classes):
         first, is_visible, is_cut = judge_row(block_info, verdicts, False, 1, 0, seqlen, m_block)
-        of_row = torch.where(is_cut[0], PARTIAL, FULL).where(is_visible[0], ABSENT)
+        of_row = torch.where(is_cut[0], PARTIAL, FULL).where(is_visible[0], EMPTY)
         row[first : first + len(of_row)] = of_row
     return classes

@@ -51,14 +51,14 @@ def planning_rings(
     num_others: int,
     ascending: bool,
     uncut_first: bool,
-    turns: cute.Tensor | None = None,
+    predecessors: cute.Tensor | None = None,
     fields: tuple[str, ...] = WORK_FIELDS,
 ) -> tuple[WorkRing, WalkRing]:
     """What the planning warp writes: work tiles, for all others, and walks, for some of them.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
     :param num_walkers: warps that go through walks; num_others: those that only know work tiles
-    :param ascending, uncut_first, turns: see `WalkRing`; fields: see `WorkRing`
+    :param ascending, uncut_first, predecessors: see `WalkRing`; fields: see `WorkRing`
     """
     work = Ring.create(
         storage.ring.data_ptr(),
@@ -69,4 +69,4 @@ def planning_rings(
     walk = Ring.create(
         storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, num_walkers
     )
-    return WorkRing(work, fields), WalkRing(walk, ascending, uncut_first, turns)
+    return WorkRing(work, fields), WalkRing(walk, ascending, uncut_first, predecessors)

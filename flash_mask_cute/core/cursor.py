@@ -31,8 +31,8 @@ class Cursor(NamedTuple):
     @property
     def phase(self) -> Int32:
         if self.stages & (self.stages - 1) == 0:
-            turn = (self.count >> (self.stages.bit_length() - 1)) & 1
+            phase = (self.count >> (self.stages.bit_length() - 1)) & 1
         else:
-            turn = cutlass.Int32(cutlass.Uint32(self.count) // self.stages) & 1
+            phase = cutlass.Int32(cutlass.Uint32(self.count) // self.stages) & 1
         # a producer's first round finds every stage empty
-        return turn ^ 1 if self.is_producer else turn
+        return phase ^ 1 if self.is_producer else phase

@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core import semaphore, tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.semaphore import NO_TURN
+from flash_mask_cute.core.semaphore import NO_PREDECESSOR
 
 # in place of a row block
 NOTHING, UNSENT = -1, -2
@@ -23,17 +23,17 @@ NOTHING, UNSENT = -1, -2
 
 class Scratch(NamedTuple):
     """By row block: stats (heads_q, row_blocks, stats_words) and dq (heads_q, row_blocks, -1),
-    fp32; turns (heads_q, row_blocks), who has added to a row block's dQ (`core/semaphore.py`): in a
+    fp32; semaphores (heads_q, row_blocks), who has added to a row block's dQ (`core/semaphore.py`): in a
     fixed order, 1 + the key block that added last.
     """
 
     stats: cute.Tensor
     dq: cute.Tensor
-    turns: cute.Tensor | None
+    semaphores: cute.Tensor | None
 
 
 class Summed(NamedTuple):
-    """A row block that this CTA has sums of dQ for; turn 0: nobody came before. row_block NOTHING:
+    """A row block that this CTA has sums of dQ for; predecessor 0: nobody came before. row_block NOTHING:
     none; UNSENT: sums of no key, which stay.
 
     In a fixed order, turn is 1 + the key block that has to have added before.
@@ -41,7 +41,7 @@ class Summed(NamedTuple):
 
     head_idx: Int32
     row_block: Int32
-    turn: Int32
+    predecessor: Int32
 
     @staticmethod
     def nothing() -> "Summed":
@@ -68,19 +68,19 @@ class DqSums:
     first: cutlass.Constexpr[Callable[[], Int32] | None] = None
 
     @cute.jit
-    def with_turn(self, summed: Summed) -> Summed:
+    def with_predecessor(self, summed: Summed) -> Summed:
         """With the turn, where there is no order or nothing to be sent."""
-        turn = summed.turn
+        predecessor = summed.predecessor
         if const_expr(self.clears_dq):
-            turn = Int32(1)
+            predecessor = Int32(1)
         elif const_expr(not self.deterministic):  # noqa: SIM102 (decided while tracing)
             if summed.row_block >= 0:
-                turn = cutlass.select_(
-                    semaphore.is_first(self._turn_of(summed)), Int32(0), Int32(1)
+                predecessor = cutlass.select_(
+                    semaphore.is_first(self._semaphore_of(summed)), Int32(0), Int32(1)
                 )
         if const_expr(self.lengths.seqused_k is not None):
-            turn = cutlass.select_(summed.row_block >= 0, turn, Int32(NO_TURN))
-        return Summed(summed.head_idx, summed.row_block, turn)
+            predecessor = cutlass.select_(summed.row_block >= 0, predecessor, Int32(NO_PREDECESSOR))
+        return Summed(summed.head_idx, summed.row_block, predecessor)
 
     def _is_block(self, summed: Summed) -> Boolean:
         if self.lengths.seqused_k is None:
@@ -88,11 +88,11 @@ class DqSums:
         return summed.row_block != NOTHING
 
     @cute.jit
-    def send(self, own_turn: Int32, number: Int32, sent: Summed, summed: Summed):
+    def send(self, own_number: Int32, number: Int32, sent: Summed, summed: Summed):
         """Start adding the dQ of query block `number`, if it is one, to the scratch memory.
 
         Its last part is on its way then, and still in the staging memory (`free_staging`).
-        Where dQ is summed in a fixed order, after the key block that `turn` names; whoever comes
+        Where dQ is summed in a fixed order, after the key block that `predecessor` names; whoever comes
         after the one that was sent before is told now, when that addition is complete and nobody
         has to wait for it.
         """
@@ -100,8 +100,8 @@ class DqSums:
         if self._is_block(summed):
             if const_expr(self.deterministic):  # noqa: SIM102 (decided while tracing)
                 # what has no turn is zeros, and not sent
-                if summed.turn != NO_TURN:
-                    semaphore.wait_for_turn(self._turn_of(summed), summed.turn)
+                if summed.predecessor != NO_PREDECESSOR:
+                    semaphore.wait(self._semaphore_of(summed), summed.predecessor)
             staged = self.staged
             target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
             if const_expr(self.first is not None):
@@ -112,14 +112,14 @@ class DqSums:
                     channel.release(number * len(sizes) + i - 1)
                 channel.wait(number * len(sizes) + i)
                 size = sizes[i]
-                if summed.turn > 0:
+                if summed.predecessor > 0:
                     tma.add_bulk(staged, target, size)
-                elif summed.turn != NO_TURN:
+                elif summed.predecessor != NO_PREDECESSOR:
                     tma.store_bulk(staged, target, size)
                 target += size
             if const_expr(self.deterministic):
                 cute.arch.cp_async_bulk_wait_group(len(sizes))
-                self.pass_turn(own_turn, sent)
+                self.release(own_number, sent)
 
     @cute.jit
     def free_staging(self, number: Int32, sent: Summed):
@@ -129,16 +129,16 @@ class DqSums:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.channel.release((number + 1) * len(self.part_sizes) - 1)
             if const_expr(not (self.deterministic or self.clears_dq)):  # noqa: SIM102 (as above)
-                if sent.turn == 0:
+                if sent.predecessor == 0:
                     cute.arch.cp_async_bulk_wait_group(0)
-                    semaphore.pass_turn(self._turn_of(sent), Int32(semaphore.THERE))
+                    semaphore.release(self._semaphore_of(sent), Int32(semaphore.THERE))
 
     @cute.jit
-    def pass_turn(self, own_turn: Int32, sent: Summed):
+    def release(self, own_number: Int32, sent: Summed):
         """Let the next one add to a row block, if it is one to which this work tile has added."""
-        if (sent.row_block >= 0) & (sent.turn != NO_TURN):
-            semaphore.pass_turn(self._turn_of(sent), own_turn)
+        if (sent.row_block >= 0) & (sent.predecessor != NO_PREDECESSOR):
+            semaphore.release(self._semaphore_of(sent), own_number)
 
-    def _turn_of(self, summed: Summed) -> cute.Pointer:
+    def _semaphore_of(self, summed: Summed) -> cute.Pointer:
         place = (summed.head_idx, summed.row_block)
-        return cute.domain_offset(place, self.scratch.turns).iterator
+        return cute.domain_offset(place, self.scratch.semaphores).iterator

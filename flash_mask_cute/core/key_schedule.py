@@ -38,7 +38,7 @@ class KeySchedule(NamedTuple):
         whether masks may make walks shorter than sequences; None: they have none. group_splits:
         work tiles of the same keys, with as many of the group's heads each; these count as heads.
         """
-        tile_m, walk_n = tiles
+        tile_m, cluster_tile_n = tiles
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
         varlen_k = const_expr(lengths.cu_seqlens_k is not None)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
@@ -47,7 +47,7 @@ class KeySchedule(NamedTuple):
         num_batch = mK.shape[0]
         if const_expr(varlen_k):
             num_batch = lengths.cu_seqlens_k.shape[0] - 1
-        num_blocks = cute.ceil_div(lengths.seqlen_k, walk_n)
+        num_blocks = cute.ceil_div(lengths.seqlen_k, cluster_tile_n)
         heads_per_group = Int32(1)
         if const_expr(is_short is not None):
             rows = lengths.seqlen_q // num_batch if varlen_q else lengths.seqlen_q

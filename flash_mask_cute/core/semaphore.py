@@ -11,13 +11,13 @@ from cutlass import Boolean, Int32
 # what the word says where there are no turns
 BEGUN, THERE = 1, 2
 # in place of a turn: there is nothing to add
-NO_TURN = -1
+NO_PREDECESSOR = -1
 
 
 @cute.jit
 def is_first(place: cute.Pointer) -> Boolean:
     """Whether this warp is the first to come, and is to write; it says so when it has, by
-    `pass_turn`, and waits for nobody else meanwhile. The others may add when this returns."""
+    `release`, and waits for nobody else meanwhile. The others may add when this returns."""
     before = Int32(0)
     if cute.arch.lane_idx() == 0:
         before = cute.arch.atomic_cas(
@@ -25,7 +25,7 @@ def is_first(place: cute.Pointer) -> Boolean:
         )
     before = cute.arch.shuffle_sync(before, 0)
     if before == BEGUN:
-        wait_for_turn(place, Int32(THERE))
+        wait(place, Int32(THERE))
     else:
         cute.arch.sync_warp()
         cute.arch.fence_proxy("async.global")
@@ -33,20 +33,20 @@ def is_first(place: cute.Pointer) -> Boolean:
 
 
 @cute.jit
-def wait_for_turn(place: cute.Pointer, turn: Int32) -> None:
-    """Wait until the word at `place` is `turn`; what its writer added is complete then."""
+def wait(place: cute.Pointer, value: Int32) -> None:
+    """Wait until the word at `place` is `value`; what its writer added is complete then."""
     is_mine = Boolean(False)
     while not is_mine:
-        is_mine = cute.arch.load(place, Int32, sem="relaxed", scope="gpu") == turn
+        is_mine = cute.arch.load(place, Int32, sem="relaxed", scope="gpu") == value
     cute.arch.fence_acq_rel_gpu()
     # whoever adds next does so by the async proxy
     cute.arch.fence_proxy("async.global")
 
 
 @cute.jit
-def pass_turn(place: cute.Pointer, turn: Int32) -> None:
-    """Write `turn`, after this warp's additions, which must be complete."""
+def release(place: cute.Pointer, value: Int32) -> None:
+    """Write `value`, after this warp's additions, which must be complete."""
     cute.arch.fence_proxy("async.global")
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
-        cute.arch.store(place, turn, sem="release", scope="gpu")
+        cute.arch.store(place, value, sem="release", scope="gpu")

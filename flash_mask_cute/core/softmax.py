@@ -290,15 +290,15 @@ class OnlineSoftmax:
         """Per row, whether `exponentials` used too old a maximum, or none where there is one, or
         one that is far.
 
-        Not whether a row that has seen nothing sees scores far below 0 now, which `unseen` finds.
+        Not whether a row that has seen nothing sees scores far below 0 now, which `is_empty` finds.
         """
         return tuple((total < self.sum_limit) == Boolean(False) for total in sums)
 
-    def unseen(self) -> tuple:
+    def is_empty(self) -> tuple:
         """Per row, whether it has seen nothing yet."""
         return tuple(self.row_max[r] == -Float32.inf for r in range(self.num_rows))
 
-    def seen_of(self, flags: tuple) -> tuple:
+    def non_empty_of(self, flags: tuple) -> tuple:
         """Per row, whether its flag is set and it has seen something."""
         return tuple(flag & (self.row_max[r] != -Float32.inf) for r, flag in enumerate(flags))
 
@@ -333,8 +333,8 @@ class OnlineSoftmax:
                 factor = cute.math.exp2(
                     cute.math.fma(old_max, self.scale_log2, self.row_bias[r]), fastmath=True
                 )
-            had_seen = old_max != -Float32.inf
-            factor = cutlass.select_(is_renewed & had_seen, factor, Float32(1.0))
+            was_non_empty = old_max != -Float32.inf
+            factor = cutlass.select_(is_renewed & was_non_empty, factor, Float32(1.0))
             self.row_sum[r] = self.row_sum[r] * factor
             factors.append(factor)
         return tuple(factors)

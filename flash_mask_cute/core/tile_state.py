@@ -8,11 +8,11 @@ BOTH = VISIBLE | HIDDEN
 
 
 @cute.jit
-def seen_by_warp(sees_visible: Boolean, sees_hidden: Boolean) -> Int32:
+def state_of_warp(sees_visible: Boolean, sees_hidden: Boolean) -> Int32:
     """What the lanes of a warp have seen together."""
-    seen = Int32(0)
+    state = Int32(0)
     if cute.arch.vote_any_sync(sees_visible):
-        seen = seen | VISIBLE
+        state = state | VISIBLE
     if cute.arch.vote_any_sync(sees_hidden):
-        seen = seen | HIDDEN
-    return seen
+        state = state | HIDDEN
+    return state

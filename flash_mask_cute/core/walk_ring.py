@@ -3,7 +3,7 @@
 Blocks of keys in the forward; in the backward blocks of queries, of one query head after another. A
 walk is sent as chunks of up to 32 neighbouring blocks, a bit each: finding the visible ones of a
 chunk is one vote of a warp, and iterating over them is counting leading zeros. Walks over keys go
-down from chunk to chunk, walks over queries up, which `KeyWalks` explains.
+down from chunk to chunk, walks over queries up, which `BackwardMask` explains.
 Chunks without a visible block are not sent, but a walk has at least one block.
 """
 
@@ -27,14 +27,14 @@ class Kind(IntEnum):
     """What a walk goes on with: nothing, a block that no mask cuts, a block that one does."""
 
     END = 0
-    WHOLE = 1
-    CUT = 2
+    FULL = 1
+    PARTIAL = 2
 
 
 class Block(NamedTuple):
     """A visited block: its number and query head, what cuts it, its kind and that of the next.
 
-    turn: see `WalkRing.turns`, 0 where there are none.
+    predecessor: see `WalkRing.predecessors`, 0 where there are none.
     """
 
     index: Int32
@@ -42,10 +42,10 @@ class Block(NamedTuple):
     is_hidden: Boolean
     is_band: Boolean
     is_columns: Boolean
-    asks: Boolean
+    needs_mask_mod: Boolean
     kind: Int32
     follower: Int32
-    turn: Int32
+    predecessor: Int32
 
 
 class Chunk(NamedTuple):
@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
     hidden: Int32
     band: Int32
     columns: Int32
-    asks: Int32
+    needs_mask_mod: Int32
     uncut: Int32
 
     @staticmethod
@@ -75,14 +75,14 @@ class Chunk(NamedTuple):
         return Chunk(*(Int32(word) for word in words))
 
     @staticmethod
-    def of_votes(
+    def from_votes(
         base: Int32, head_idx: Int32, visible: Int32, is_band: Boolean, is_columns: Boolean,
-        asks: Int32,
+        needs_mask_mod: Int32,
     ) -> "Chunk":  # fmt: skip
         """The last chunk of a walk, from what each lane of a warp says about its block."""
         band, columns = (cute.arch.vote_ballot_sync(x) for x in (is_band, is_columns))
-        cuts = Int32(0), band, columns, asks
-        uncut = visible & ((band | columns | asks) ^ -1)
+        cuts = Int32(0), band, columns, needs_mask_mod
+        uncut = visible & ((band | columns | needs_mask_mod) ^ -1)
         return Chunk(base, head_idx, Int32(Kind.END), visible, *cuts, uncut)
 
     def without_skipping(self, exists: Boolean, has_columns: bool) -> "Chunk":
@@ -97,21 +97,21 @@ class Chunk(NamedTuple):
 
     @property
     def cut(self) -> Int32:
-        return self.hidden | self.band | self.columns | self.asks
+        return self.hidden | self.band | self.columns | self.needs_mask_mod
 
     def kind_of(self, bit: Int32) -> Int32:
-        return Int32(Kind.WHOLE) + ((self.cut >> bit) & 1)
+        return Int32(Kind.FULL) + ((self.cut >> bit) & 1)
 
-    def block(self, bit: Int32, follower: Int32, turn: Int32) -> Block:
+    def block(self, bit: Int32, follower: Int32, predecessor: Int32) -> Block:
         """The block of a bit."""
-        cuts = (self.hidden, self.band, self.columns, self.asks)
+        cuts = (self.hidden, self.band, self.columns, self.needs_mask_mod)
         return Block(
             self.base + bit,
             self.head_idx,
             *(((word >> bit) & 1) != 0 for word in cuts),
             self.kind_of(bit),
             follower,
-            turn,
+            predecessor,
         )
 
 
@@ -122,20 +122,20 @@ class WalkRing:
     ascending: a chunk's blocks are visited from the lowest one on, not from the highest one down.
     uncut_first: those that nothing cuts before the others, as a walk's first product is issued
     before bits could tell which rows need none of it.
-    turns (CHUNK, stages) int32 or None: one more word for each block of a chunk.
+    predecessors (CHUNK, stages) int32 or None: one more word for each block of a chunk.
     """
 
     ring: Ring
     ascending: cutlass.Constexpr[bool]
     uncut_first: cutlass.Constexpr[bool]
-    turns: cute.Tensor | None = None
+    predecessors: cute.Tensor | None = None
 
     @cute.jit
-    def write(self, number: Int32, chunk: Chunk, turn: Int32 | None = None) -> None:
-        """Write chunk `number`, counted from 0 over all walks. turn: of each lane's block."""
-        if const_expr(self.turns is not None):
+    def write(self, number: Int32, chunk: Chunk, predecessor: Int32 | None = None) -> None:
+        """Write chunk `number`, counted from 0 over all walks. predecessor: of each lane's block."""
+        if const_expr(self.predecessors is not None):
             self.ring.channel.acquire(number)
-            self.turns[cute.arch.lane_idx(), self.ring.channel.index(number)] = turn
+            self.predecessors[cute.arch.lane_idx(), self.ring.channel.index(number)] = predecessor
         self.ring.write(number, chunk)
 
     def wait_until_read(self, number: Int32) -> None:
@@ -173,16 +173,16 @@ class WalkRing:
                 follower = chunk.follower
                 if remaining != 0:
                     follower = chunk.kind_of(self.next_bit(chunk, remaining))
-                turn = Int32(0)
-                if const_expr(self.turns is not None):
-                    turn = self.turns[bit, self.ring.channel.index(number)]
+                predecessor = Int32(0)
+                if const_expr(self.predecessors is not None):
+                    predecessor = self.predecessors[bit, self.ring.channel.index(number)]
                 if const_expr(not only_cut):  # noqa: SIM102 (decided while tracing)
                     if remaining == 0:
                         # before the last block is taken, so that what comes next is planned
                         # meanwhile
                         is_last = chunk.follower == Kind.END
                         self.ring.release(number)
-                state = step(state, chunk.block(bit, follower, turn))
+                state = step(state, chunk.block(bit, follower, predecessor))
             if const_expr(only_cut):
                 # read again rather than kept, for want of registers
                 is_last = Chunk(*self.ring.read(number, len(Chunk._fields))).follower == Kind.END

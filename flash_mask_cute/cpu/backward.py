@@ -176,13 +176,13 @@ class _Rows(NamedTuple):
         dlse: Tensor | None,
         sink: Tensor | None,
     ) -> _Rows:
-        empty = unseen = lse == NEG_INF
+        empty = sees_nothing = lse == NEG_INF
         if sink is not None:
             # told as the kernel tells them; it could be a row that sees values of 0 and little else
             of_sink = (lse - sink).abs() <= SINK_RTOL * sink.abs().clamp(min=1.0)
             is_hostile = ~(q.isfinite().all(dim=-1) & dout.isfinite().all(dim=-1))
-            unseen = empty | (of_sink & (out == 0).all(dim=-1) & is_hostile)
-        q, dout = (x.masked_fill(unseen[..., None], 0.0) for x in (q, dout))
+            sees_nothing = empty | (of_sink & (out == 0).all(dim=-1) & is_hostile)
+        q, dout = (x.masked_fill(sees_nothing[..., None], 0.0) for x in (q, dout))
         delta = (dout * out).sum(dim=-1)
         if dlse is not None:
             delta = delta - dlse
@@ -195,14 +195,14 @@ class _Rows(NamedTuple):
 
 
 def _sequence_gradients(
-    of_rows: _Rows,
+    row_values: _Rows,
     k: Tensor,
     v: Tensor,
     walk: SequenceWalk,
     chain: Callable[[Tensor, Tile, Tensor], tuple[Tensor, _PullBack]] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of one batch entry; k and v are (heads_kv, 1, seqlen_k, .)."""
-    dq, dk, dv = (torch.zeros_like(x) for x in (of_rows.q, k, v))
+    dq, dk, dv = (torch.zeros_like(x) for x in (row_values.q, k, v))
     for n_block in range(walk.num_n_blocks):
         keys = walk.keys(n_block)
         for m_block in walk.m_blocks(n_block):
@@ -211,8 +211,8 @@ def _sequence_gradients(
             heads, visible = walk.visible(tile)
             if not heads.any():
                 continue
-            q, dout = of_rows.q[..., rows, :], of_rows.dout[..., rows, :]
-            lse, low, delta = (x[..., rows, None] for x in of_rows[2:])
+            q, dout = row_values.q[..., rows, :], row_values.dout[..., rows, :]
+            lse, low, delta = (x[..., rows, None] for x in row_values[2:])
             capped = walk.capped_scores(q, k[..., keys, :])
             modified, pull_back = (capped, None) if chain is None else chain(capped, tile, heads)
             probabilities = torch.exp((modified.masked_fill(~visible, NEG_INF) - lse) - low)

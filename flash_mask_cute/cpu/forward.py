@@ -105,7 +105,7 @@ def flash_attn_fwd_cpu(
     )
     targets = [None if x is None else x.transpose(-1, -2) for x in (lse, lse_low)]
     for walk in walks:
-        sequence_out, *of_rows = _attend_sequence(
+        sequence_out, *row_values = _attend_sequence(
             walk.rows_of_q(q),
             walk.rows_of_k(k),
             walk.rows_of_k(v),
@@ -114,7 +114,7 @@ def flash_attn_fwd_cpu(
             None if score_mod is None else partial(_modify, score_mod, aux_tensors, walk.batch_idx),
         )
         out[walk.slot_q] = from_rows(sequence_out, pack_gqa).to(out.dtype)
-        for target, values in zip(targets, of_rows, strict=True):
+        for target, values in zip(targets, row_values, strict=True):
             if target is not None:
                 target[walk.slot_q] = from_rows(values, pack_gqa).to(target.dtype)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.block_sparsity import (
-    ABSENT,
+    EMPTY,
     FULL,
     PARTIAL,
     BlockSparseTensorsTorch,
@@ -368,8 +368,8 @@ class _ListsAndMod:
         q_blocks = self._q_blocks(tile.positions(tile.queries)).unique()
         k_blocks = slice(tile.keys.start // block_k, ceil_div(tile.keys.stop, block_k))
         states = self.states[:, q_blocks, k_blocks].flatten(1)
-        cutting = states == ABSENT if self.mask_mod is None else states != FULL
-        return (states == ABSENT).all(dim=1), cutting.any(dim=1)
+        cutting = states == EMPTY if self.mask_mod is None else states != FULL
+        return (states == EMPTY).all(dim=1), cutting.any(dim=1)
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         q_idx, k_idx = tile.positions(tile.queries), _int32(tile.keys)
@@ -378,7 +378,7 @@ class _ListsAndMod:
             k_block = k_idx // self.block_size[1]
             states = self.states[:, self._q_blocks(q_idx)[:, None], k_block]
         if self.mask_mod is None:
-            return states != ABSENT
+            return states != EMPTY
         visible = (states == FULL).repeat(len(heads) // len(states), 1, 1)
         is_partial = (states == PARTIAL).expand_as(visible)
         for head_idx in heads.nonzero().flatten().tolist():

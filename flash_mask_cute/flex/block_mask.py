@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flash_mask_cute.block_sparsity import (
-    ABSENT,
+    EMPTY,
     FULL,
     BlockSparseTensorsTorch,
     dense_states,
@@ -45,12 +45,12 @@ def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) ->
     where a CUDA graph is captured and it is not known yet.
     """
     kept = _kept_of(block_mask)
-    asked = band, seqlens
-    if asked not in kept.says_no_more:
+    band_and_lengths = band, seqlens
+    if band_and_lengths not in kept.says_no_more:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
-        kept.says_no_more[asked] = _agree(kept.lists, band, seqlens)
-    return kept.says_no_more[asked]
+        kept.says_no_more[band_and_lengths] = _agree(kept.lists, band, seqlens)
+    return kept.says_no_more[band_and_lengths]
 
 
 def _agree(lists: BlockSparseTensorsTorch, band: Band, seqlens: tuple[int, int]) -> bool:
@@ -69,7 +69,7 @@ def _agree(lists: BlockSparseTensorsTorch, band: Band, seqlens: tuple[int, int])
         is_full, is_absent = is_full & (most <= band.right), is_absent | (least > band.right)
     if band.left is not None:
         is_full, is_absent = is_full & (least >= -band.left), is_absent | (most < -band.left)
-    wrong = ((states == ABSENT) & ~is_absent) | ((states == FULL) & ~is_full)
+    wrong = ((states == EMPTY) & ~is_absent) | ((states == FULL) & ~is_full)
     return not bool(wrong.any())
 
 

@@ -151,7 +151,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def promoted(*operands: Any) -> torch.dtype:
     """The dtype in which torch computes with operands, arrays or Python numbers."""
-    stand_ins: list[Any] = [
+    fake_tensors: list[Any] = [
         torch.empty(x.shape if isinstance(x, Array) else [len(x.left)] * len(x.left),
                     dtype=x.dtype, device="meta")
         if isinstance(x, Array | Table)
@@ -160,9 +160,9 @@ def promoted(*operands: Any) -> torch.dtype:
         else x
         for x in operands
     ]  # fmt: skip
-    if len(stand_ins) == 1:
-        return stand_ins[0].dtype
-    return torch.result_type(*stand_ins)
+    if len(fake_tensors) == 1:
+        return fake_tensors[0].dtype
+    return torch.result_type(*fake_tensors)
 
 
 # -- arithmetic ---------------------------------------------------------------------------------

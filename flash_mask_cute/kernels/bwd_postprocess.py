@@ -88,7 +88,7 @@ class BwdPostprocess:
     def __call__(
         self,
         mdQaccum: cute.Tensor,
-        mTurns: cute.Tensor | None,
+        mSemaphores: cute.Tensor | None,
         mdQ: cute.Tensor,
         scale: Float32,
         stream,
@@ -100,7 +100,7 @@ class BwdPostprocess:
         :param mdQaccum: fp32 (heads_q, num_row_blocks, tile_m * accum_cols), contiguous and aligned
             to 16 bytes; with sums_parts (heads_q * parts, ...), the parts of a head one after the
             other, which are added in this order
-        :param mTurns: int32 (heads_q, num_row_blocks), or None if all row blocks have sums; 0:
+        :param mSemaphores: int32 (heads_q, num_row_blocks), or None if all row blocks have sums; 0:
             nobody has written those of a row block, which are zeros
         :param mdQ: (batch, seqlen_q, heads_q, head_dim) or packed (total_q, heads_q, head_dim),
             rows contiguous and aligned to 16 bytes, other strides free. Gets scale times the sums;
@@ -116,7 +116,7 @@ class BwdPostprocess:
         if const_expr(self.sums_parts):
             num_parts = heads // mdQ.shape[1 if const_expr(mCuSeqlensQ is not None) else 2]
             heads = heads // num_parts
-        self.kernel(mdQaccum, mTurns, mdQ, scale, lengths, heads, num_parts).launch(
+        self.kernel(mdQaccum, mSemaphores, mdQ, scale, lengths, heads, num_parts).launch(
             grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
         )
 
@@ -124,7 +124,7 @@ class BwdPostprocess:
     def kernel(
         self,
         mdQaccum: cute.Tensor,
-        mTurns: cute.Tensor | None,
+        mSemaphores: cute.Tensor | None,
         mdQ: cute.Tensor,
         scale: Float32,
         lengths: Lengths,
@@ -144,8 +144,8 @@ class BwdPostprocess:
         rows = rows_of(block, lengths, self.tile_m)
         if rows.in_slot > 0:
             has_sums = Boolean(True)
-            if const_expr(mTurns is not None):
-                has_sums = mTurns[head_idx, block] != 0
+            if const_expr(mSemaphores is not None):
+                has_sums = mSemaphores[head_idx, block] != 0
             if const_expr(self.order == BY_LANES):
                 self._lanes_to_rows(mdQaccum[head_idx, block, None], sdQ, scale, thread)
             else:

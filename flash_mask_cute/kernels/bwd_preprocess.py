@@ -184,7 +184,7 @@ class BwdPreprocess:
         mdLSE: cute.Tensor | None,
         mStats: cute.Tensor,
         mdQaccum: cute.Tensor | None,
-        mTurns: cute.Tensor | None,
+        mSemaphores: cute.Tensor | None,
         mSink: cute.Tensor | None,
         mSinkParts: cute.Tensor | None,
         stream,
@@ -209,7 +209,7 @@ class BwdPreprocess:
             mQ, then `row_blocks.marks_of`
         :param mdQaccum: fp32 (heads_q, num_row_blocks, a multiple of 1024), contiguous and aligned
             to 16 bytes; zeroed, if given
-        :param mTurns: int32 (heads_q, num_row_blocks); zeroed, if given
+        :param mSemaphores: int32 (heads_q, num_row_blocks); zeroed, if given
         :param mSink: (heads_q,), the learnable sinks; with mSinkParts or not at all
         :param mSinkParts: fp32 (heads_q, num_row_blocks): what each row block adds to the gradient
             of its head's sink; 0 where it belongs to no sequence
@@ -224,7 +224,18 @@ class BwdPreprocess:
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks = mStats.shape[0], mStats.shape[1]
         self.kernel(
-            mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mTurns, mSink, mSinkParts, lengths, mQ, mLSELow
+            mO,
+            mdO,
+            mLSE,
+            mdLSE,
+            mStats,
+            mdQaccum,
+            mSemaphores,
+            mSink,
+            mSinkParts,
+            lengths,
+            mQ,
+            mLSELow,
         ).launch(grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -236,7 +247,7 @@ class BwdPreprocess:
         mdLSE: cute.Tensor | None,
         mStats: cute.Tensor,
         mdQaccum: cute.Tensor | None,
-        mTurns: cute.Tensor | None,
+        mSemaphores: cute.Tensor | None,
         mSink: cute.Tensor | None,
         mSinkParts: cute.Tensor | None,
         lengths: Lengths,
@@ -257,9 +268,9 @@ class BwdPreprocess:
             sVerdicts = smem.allocate_tensor(Int32, cute.make_layout(self.padded_rows))
         if const_expr(mdQaccum is not None):
             self._clear(mdQaccum[head_idx, block, None], thread)
-        if const_expr(mTurns is not None):  # noqa: SIM102 (decided while tracing)
+        if const_expr(mSemaphores is not None):  # noqa: SIM102 (decided while tracing)
             if thread == 0:
-                mTurns[head_idx, block] = Int32(0)
+                mSemaphores[head_idx, block] = Int32(0)
         if const_expr(mSink is not None):
             sink = mSink[head_idx].to(Float32)
         if const_expr(mQ is not None):

@@ -13,7 +13,7 @@ from flash_mask_cute.kernels.bwd_preprocess import NUM_THREADS, VECTOR_16_BITS, 
 NUM_CTAS = 128
 
 
-class ClearTails:
+class ZeroPadding:
     """Writes zeros behind the last sequence; to be passed to `cute.compile`."""
 
     @cute.jit
@@ -34,13 +34,13 @@ class ClearTails:
         :param mCuSeqlensQ, mCuSeqlensK: int32 (num_sequences + 1,); None where no tensor is given
             that they are for
         """
-        tails = ((mdQ, mCuSeqlensQ), (mdK, mCuSeqlensK), (mdV, mCuSeqlensK))
-        self.kernel(tails).launch(grid=(NUM_CTAS, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream)
+        padding = ((mdQ, mCuSeqlensQ), (mdK, mCuSeqlensK), (mdV, mCuSeqlensK))
+        self.kernel(padding).launch(grid=(NUM_CTAS, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, tails: tuple):
-        for i in range_constexpr(len(tails)):
-            tensor, cu_seqlens = tails[i]
+    def kernel(self, padding: tuple):
+        for i in range_constexpr(len(padding)):
+            tensor, cu_seqlens = padding[i]
             if const_expr(tensor is not None):
                 self._clear(tensor, cu_seqlens[cu_seqlens.shape[0] - 1])
 

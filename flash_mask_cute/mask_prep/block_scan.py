@@ -101,9 +101,9 @@ def _build(mask_mod: Callable[..., Any], problem: ScanProblem) -> Compiled:
     aux = tuple(tensor(name, rank) for name, rank in problem.aux) or None
     scan = BlockScan(mask_mod, problem.has_full, problem.samples)
     if problem.arch == HOST:
-        asked, record = ("mask_mod", mask_mod), tensor("int64", 1)
+        named_mod, record = ("mask_mod", mask_mod), tensor("int64", 1)
         arguments = lists, grid, aux
-        made = compile_reading(asked, scan.on_host, arguments, record, checked=problem.checked)
+        made = compile_reading(named_mod, scan.on_host, arguments, record, checked=problem.checked)
         return Compiled(made.function, {"reads": made.reads})
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return compile_object(scan, [lists, grid, aux, stream], _options(problem))

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr, range_constexpr
 
-from flash_mask_cute.core.tile_state import BOTH, HIDDEN, VISIBLE, seen_by_warp
+from flash_mask_cute.core.tile_state import BOTH, HIDDEN, VISIBLE, state_of_warp
 from flash_mask_cute.mods.aux_reads import CheckedAux
 from flash_mask_cute.mods.calling import call_mask_mod
 
@@ -76,7 +76,7 @@ class BlockScan:
         thread_idx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        sSeen = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(NUM_WARPS))
+        sStates = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(NUM_WARPS))
         mask_idx = self._entries(lists.mask_idx, place)
         full_idx = self._entries(lists.full_idx, place)
         num_blocks = mask_idx.shape[0]
@@ -84,24 +84,24 @@ class BlockScan:
         full_cnt = Int32(0)
         for first in range(0, num_blocks, NUM_WARPS):
             n_block = first + warp_idx
-            seen = Int32(0)
+            state = Int32(0)
             if n_block < num_blocks:
                 mine = self._look_at_block(grid, place, n_block, lane, WARP, aux_tensors)
-                seen = seen_by_warp((mine & VISIBLE) != 0, (mine & HIDDEN) != 0)
+                state = state_of_warp((mine & VISIBLE) != 0, (mine & HIDDEN) != 0)
             if lane == 0:
-                sSeen[warp_idx] = seen
+                sStates[warp_idx] = state
             cute.arch.sync_threads()
             mask_end = mask_cnt
             full_end = full_cnt
             for i in range_constexpr(NUM_WARPS):
-                is_partial, is_full = self._classify(sSeen[i])
+                is_partial, is_full = self._classify(sStates[i])
                 mask_end += Int32(is_partial)
                 full_end += Int32(is_full)
                 if i < warp_idx:
                     mask_cnt += Int32(is_partial)
                     full_cnt += Int32(is_full)
             if lane == 0:
-                is_partial, is_full = self._classify(seen)
+                is_partial, is_full = self._classify(state)
                 self._put(mask_idx, mask_cnt, n_block, is_partial)
                 if const_expr(self.has_full):
                     self._put(full_idx, full_cnt, n_block, is_full)
@@ -133,8 +133,8 @@ class BlockScan:
         mask_cnt = Int32(0)
         full_cnt = Int32(0)
         for n_block in range(mask_idx.shape[0]):
-            seen = self._look_at_block(grid, place, n_block, 0, 1, aux_tensors)
-            is_partial, is_full = self._classify(seen)
+            state = self._look_at_block(grid, place, n_block, 0, 1, aux_tensors)
+            is_partial, is_full = self._classify(state)
             self._put(mask_idx, mask_cnt, n_block, is_partial)
             mask_cnt += Int32(is_partial)
             if const_expr(self.has_full):
@@ -148,11 +148,11 @@ class BlockScan:
     def _entries(idx: cute.Tensor | None, place: Place) -> cute.Tensor | None:
         return None if idx is None else idx[place.batch_idx, place.head_idx, place.m_block, None]
 
-    def _classify(self, seen: Int32) -> tuple[Boolean, Boolean]:
+    def _classify(self, state: Int32) -> tuple[Boolean, Boolean]:
         """(is partial, is full); without lists of full blocks, all that is visible is partial."""
         if const_expr(self.has_full):
-            return seen == BOTH, seen == VISIBLE
-        return (seen & VISIBLE) != 0, Boolean(False)
+            return state == BOTH, state == VISIBLE
+        return (state & VISIBLE) != 0, Boolean(False)
 
     @cute.jit
     def _put(self, entries: cute.Tensor, at: Int32, n_block: Int32, is_listed: Boolean):
@@ -192,7 +192,7 @@ class BlockScan:
         k_begin = n_block * grid.block_k
         q_end = cutlass.min(q_begin + grid.block_q, grid.seqlen_q)
         k_end = cutlass.min(k_begin + grid.block_k, grid.seqlen_k)
-        seen = Int32(0)
+        state = Int32(0)
         if const_expr(self.samples):
             for q_idx, k_idx in (
                 (q_begin, k_begin),
@@ -201,15 +201,15 @@ class BlockScan:
                 (q_end - 1, k_end - 1),
                 ((q_begin + q_end - 1) // 2, (k_begin + k_end - 1) // 2),
             ):
-                seen |= self._look(place, q_idx, k_idx, aux_tensors)
+                state |= self._look(place, q_idx, k_idx, aux_tensors)
         else:
             enough = BOTH if const_expr(self.has_full) else VISIBLE
             q_idx = q_begin
-            while q_idx < q_end and (seen & enough) != enough:
+            while q_idx < q_end and (state & enough) != enough:
                 for k_idx in cutlass.range(k_begin + lane, k_end, lanes, unroll=4):
-                    seen |= self._look(place, q_idx, k_idx, aux_tensors)
+                    state |= self._look(place, q_idx, k_idx, aux_tensors)
                 q_idx += 1
-        return seen
+        return state
 
     def _look(self, place: Place, q_idx: Int32, k_idx: Int32, aux_tensors) -> Int32:
         visible = call_mask_mod(

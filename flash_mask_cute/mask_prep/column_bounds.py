@@ -11,7 +11,7 @@ from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
 
-KERNEL_NAME = "key_block_bounds"
+KERNEL_NAME = "column_bounds"
 
 
 def num_key_blocks(seqlen_k: int, tile_n: int, cu_seqlens_k: Tensor | None) -> int:
@@ -35,7 +35,7 @@ def launch_bounds(
     Raises:
         NotImplementedError: there is no kernel for the device.
     """
-    compiled = compile_bounds(
+    compiled = compile_column_bounds(
         indices.shape[3], cu_seqlens_k is not None, Target.of(indices.device).arch
     )
     if indices.get_device() == torch.cuda.current_device():
@@ -45,7 +45,7 @@ def launch_bounds(
             compiled.function(indices, bounds, tile_n, cu_seqlens_k)
 
 
-def compile_bounds(
+def compile_column_bounds(
     num_vectors: int, is_packed: bool, arch: str, cache: CompileCache = CACHE
 ) -> Compiled:
     """The compiled kernel, from the cache or built now.

@@ -21,43 +21,43 @@ from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "document_split"
 # at most one document begins in as many tokens; others stay part of the one before
-SLOT = 512
+DOCUMENT_STRIDE = 512
 # keys of the blocks by whose bounds a slot knows the others; also those of most attention kernels
 BOUNDS_TILE = 128
 
 
-def num_slots(seqlen: int) -> int:
+def max_documents(seqlen: int) -> int:
     """Sequences that an entry is packed as, many of which may be empty."""
-    return -(-seqlen // SLOT)
+    return -(-seqlen // DOCUMENT_STRIDE)
 
 
-class Split(NamedTuple):
+class DocumentTensors(NamedTuple):
     """The documents of column intervals (batch | 1, 1, seqlen, n), all int32.
 
-    key_bounds: (batch | 1, 1, 2 n, blocks), of the intervals, for blocks of BOUNDS_TILE keys.
-    begins: (batch | 1, slots), the first row of each slot of SLOT tokens with which a document
+    column_bounds: (batch | 1, 1, 2 n, blocks), of the intervals, for blocks of BOUNDS_TILE keys.
+    begins: (batch | 1, slots), the first row of each slot of DOCUMENT_STRIDE tokens with which a document
     begins, or -1. cu_seqlens: (batch * slots + 1,), where documents begin in the packed batch; a
     slot in which none begins makes an empty sequence. rows: (1, 1, batch * seqlen, n), the
     intervals of the packed batch, counted inside documents. bounds: (1, 1, 2 n, blocks), of rows
     and cu_seqlens, for blocks of BOUNDS_TILE keys. Both bounds are as `ColumnMask.bounds` has them.
     """
 
-    key_bounds: Tensor
+    column_bounds: Tensor
     begins: Tensor
     cu_seqlens: Tensor
     rows: Tensor
     bounds: Tensor
 
     @staticmethod
-    def empty_like(indices: Tensor, batch: int) -> Split:
+    def empty_like(indices: Tensor, batch: int) -> DocumentTensors:
         of_mask, _, seqlen, num_vectors = indices.shape
-        slots, rows = num_slots(seqlen), batch * seqlen
+        slots, rows = max_documents(seqlen), batch * seqlen
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=indices.device)
 
         cu_seqlens = empty(batch * slots + 1)
-        return Split(
+        return DocumentTensors(
             empty(of_mask, 1, 2 * num_vectors, num_key_blocks(seqlen, BOUNDS_TILE, None)),
             empty(of_mask, slots),
             cu_seqlens,
@@ -80,7 +80,7 @@ class Split(NamedTuple):
                 tensor.copy_(values)
 
 
-def _launch(indices: Tensor, causal: bool, split: Split) -> None:
+def _launch(indices: Tensor, causal: bool, split: DocumentTensors) -> None:
     """Fill a split of indices on the current stream: four launches.
 
     Raises:
@@ -99,7 +99,7 @@ def compile_split(
 ) -> Compiled:
     """The compiled kernels, from the cache or built now; extents and strides are run-time values.
 
-    `function` takes, by position: indices, and the tensors of a `Split`.
+    `function` takes, by position: indices, and the tensors of a `DocumentTensors`.
     """
     return cache.get(
         KERNEL_NAME,
@@ -114,18 +114,18 @@ def compile_split(
 def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:
     from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
 
-    kernels = DocumentSplit(num_vectors, causal, SLOT, BOUNDS_TILE)
+    kernels = DocumentSplit(num_vectors, causal, DOCUMENT_STRIDE, BOUNDS_TILE)
     tensors = [fake_tensors.strided(rank) for rank in (4, 4, 2, 1, 4, 4)]
     return compile_object(kernels, [*tensors, fake_tensors.stream()], options_for(arch))
 
 
-def _split_by_torch(given: Tensor, causal: bool, like: Split) -> Split:
+def _split_by_torch(given: Tensor, causal: bool, like: DocumentTensors) -> DocumentTensors:
     """As `mask_prep/documents_kernel.py` finds them, with blocks and slots where it has them."""
-    bounds = bounds_by_torch(given, BOUNDS_TILE, None, like.key_bounds.shape[3])
+    bounds = bounds_by_torch(given, BOUNDS_TILE, None, like.column_bounds.shape[3])
     indices = given[:, 0]
     of_mask, seqlen, num_vectors = indices.shape
     intervals = Intervals(num_vectors, causal)
-    slots, device = num_slots(seqlen), indices.device
+    slots, device = max_documents(seqlen), indices.device
     values = [x.long() for x in indices.unbind(2)]
     first, last = (_full(x, values[0]) for x in intervals.seen_span(values, values, seqlen))
     smallest, largest = (list(bounds[:, 0, i::2].long().unbind(1)) for i in (0, 1))
@@ -133,36 +133,38 @@ def _split_by_torch(given: Tensor, causal: bool, like: Split) -> Split:
         _full(x, smallest[0]) for x in intervals.seen_span(largest, smallest, seqlen)
     )
     # what blocks before and behind each slot say
-    blocks_of_slot = SLOT // BOUNDS_TILE
+    blocks_of_slot = DOCUMENT_STRIDE // BOUNDS_TILE
     number = torch.arange(slots, device=device) * blocks_of_slot
     before = F.pad(block_last.cummax(1).values, (1, 0), value=-1)[:, number]
     behind = F.pad(block_first.flip(1).cummin(1).values.flip(1), (0, 1), value=seqlen)
     behind = behind[:, (number + blocks_of_slot).clamp(max=behind.shape[1] - 1)]
 
     def by_slot(x: Tensor, value: int) -> Tensor:
-        return F.pad(x, (0, slots * SLOT - seqlen), value=value).view(of_mask, slots, SLOT)
+        return F.pad(x, (0, slots * DOCUMENT_STRIDE - seqlen), value=value).view(
+            of_mask, slots, DOCUMENT_STRIDE
+        )
 
-    up_to = F.pad(by_slot(last, -1), (1, 0), value=-1)[..., :SLOT].cummax(2).values
+    up_to = F.pad(by_slot(last, -1), (1, 0), value=-1)[..., :DOCUMENT_STRIDE].cummax(2).values
     onwards = by_slot(first, seqlen).flip(2).cummin(2).values.flip(2)
-    rows = torch.arange(slots * SLOT, device=device).view(slots, SLOT)
+    rows = torch.arange(slots * DOCUMENT_STRIDE, device=device).view(slots, DOCUMENT_STRIDE)
     splits = (torch.maximum(up_to, before[..., None]) < rows) & (rows < seqlen)
     if not causal:
         splits &= torch.minimum(onwards, behind[..., None]) >= rows
-    begins = torch.where(splits, rows, slots * SLOT).amin(2)
-    begins = begins.masked_fill(begins == slots * SLOT, -1)
+    begins = torch.where(splits, rows, slots * DOCUMENT_STRIDE).amin(2)
+    begins = begins.masked_fill(begins == slots * DOCUMENT_STRIDE, -1)
 
     batch = (len(like.cu_seqlens) - 1) // slots
     starts = begins.cummax(1).values
     positions = torch.arange(seqlen, device=device)
-    own = begins[:, positions // SLOT]
-    previous = F.pad(starts, (1, 0))[:, positions // SLOT]
+    own = begins[:, positions // DOCUMENT_STRIDE]
+    previous = F.pad(starts, (1, 0))[:, positions // DOCUMENT_STRIDE]
     first_row = torch.where((own >= 0) & (positions >= own), own, previous)[..., None]
     relative = torch.maximum(indices.long(), first_row) - first_row
     offsets = torch.arange(batch, device=device)[:, None] * seqlen
     cu_seqlens = F.pad((starts + offsets).flatten(), (0, 1), value=batch * seqlen)
     packed = relative.expand(batch, -1, -1).reshape(1, 1, batch * seqlen, num_vectors)
     packed_bounds = bounds_by_torch(packed, BOUNDS_TILE, cu_seqlens, like.bounds.shape[3])
-    return Split(bounds, begins, cu_seqlens, packed, packed_bounds)
+    return DocumentTensors(bounds, begins, cu_seqlens, packed, packed_bounds)
 
 
 def _full(value: Tensor | int, like: Tensor) -> Tensor:

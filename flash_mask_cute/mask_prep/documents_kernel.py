@@ -160,9 +160,9 @@ class DocumentSplit:
     ):
         cta, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
-        seqlen, num_slots = mIndices.shape[2], mBegins.shape[1]
-        batch_idx = cta // num_slots
-        slot = cta - batch_idx * num_slots
+        seqlen, max_documents = mIndices.shape[2], mBegins.shape[1]
+        batch_idx = cta // max_documents
+        slot = cta - batch_idx * max_documents
         of_mask = cutlass.min(batch_idx, mIndices.shape[0] - 1)
         previous = Int32(0)
         for other in cutlass.range(lane, slot, WARP, unroll=4):

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from flash_mask_cute.limits import MAX_COLUMNS
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
-from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, SLOT, num_slots
+from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DOCUMENT_STRIDE, max_documents
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
 from flash_mask_cute.runtime.target import Target
 
-KERNEL_NAME = "bit_store"
+KERNEL_NAME = "mask_bits"
 
 Form: TypeAlias = Literal["entries", "sequences", "documents"]
 
@@ -36,16 +36,16 @@ class BitTiles(NamedTuple):
     words: int
 
     @staticmethod
-    def of_queries(tile_m: int, tile_n: int) -> BitTiles:
+    def for_forward(tile_m: int, tile_n: int) -> BitTiles:
         return BitTiles(tile_m, tile_n, False, tile_m, MAX_COLUMNS // 32)
 
     @staticmethod
-    def of_keys(tile_m: int, tile_n: int) -> BitTiles:
+    def for_backward(tile_m: int, tile_n: int) -> BitTiles:
         return BitTiles(tile_m, tile_n, True, tile_n, tile_m // 32)
 
 
 @dataclass(frozen=True)
-class StoreProblem:
+class MaskBitsProblem:
     """What the code depends on beside the callable.
 
     aux: as in `AttentionProblem`. has_bits: there are block lists, which the kernel takes as bits.
@@ -62,8 +62,11 @@ class StoreProblem:
     has_window_right: bool = False
 
 
-def compile_store(
-    mask_mod: Callable[..., Any], problem: StoreProblem, target: Target, cache: CompileCache = CACHE
+def compile_mask_bits(
+    mask_mod: Callable[..., Any],
+    problem: MaskBitsProblem,
+    target: Target,
+    cache: CompileCache = CACHE,
 ) -> Compiled:
     """The compiled kernels, from the cache or built now.
 
@@ -74,8 +77,8 @@ def compile_store(
     documents: such a triple, cu_seqlens, spans, their bounds, begins, asked, window, the tiles of
     an entry, part (`mask_prep/mask_bits_documents_kernel.py`).
 
-    asked: block bits (visible, full, block_q, block_k) and aux_tensors (a tuple), None for what the
-    problem does not have; window: its left and its right side; part: a pair (`StoredArgs`). `meta`:
+    mask_inputs: block bits (visible, full, block_q, block_k) and aux_tensors (a tuple), None for what the
+    problem does not have; window: its left and its right side; query_chunk: a pair (`MaskBitsArgs`). `meta`:
     what `compile_object` tells.
     """
     identity = callable_key(mask_mod)
@@ -89,38 +92,42 @@ def compile_store(
     )
 
 
-def _build(mask_mod: Callable[..., Any], problem: StoreProblem, target: Target) -> Compiled:
+def _build(mask_mod: Callable[..., Any], problem: MaskBitsProblem, target: Target) -> Compiled:
     import cutlass
 
-    from flash_mask_cute.mask_prep.mask_bits_documents_kernel import DocumentBitStore
-    from flash_mask_cute.mask_prep.mask_bits_kernel import KeyBitStore, QueryBitStore
-    from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceBitStore
+    from flash_mask_cute.mask_prep.mask_bits_documents_kernel import DocumentMaskBits
+    from flash_mask_cute.mask_prep.mask_bits_kernel import KeyMaskBits, QueryMaskBits
+    from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceMaskBits
     from flash_mask_cute.sm90.wgmma import COLUMNS
 
     tiles, form = problem.tiles, problem.form
-    kind = KeyBitStore if tiles.by_key else QueryBitStore
+    kind = KeyMaskBits if tiles.by_key else QueryMaskBits
     band = problem.is_causal, problem.has_window_left or problem.has_window_right
-    store: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux), *band)
-    arguments: list[Any] = [stored_tiles(tiles, has_places=form != "entries")]
-    asked = (
+    kernel: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux), *band)
+    arguments: list[Any] = [fake_mask_bits(tiles, has_places=form != "entries")]
+    mask_inputs = (
         fake_tensors.block_bits(problem),
         fake_tensors.aux_tensors(problem),
         *fake_tensors.window(problem),
     )
     if form == "entries":
-        arguments += [*fake_tensors.int32_pair(), *asked]
+        arguments += [*fake_tensors.int32_pair(), *mask_inputs]
     elif form == "sequences":
-        store = SequenceBitStore(store, are_parts=False)
-        arguments += [fake_tensors.int32_vector(True), fake_tensors.int32_vector(True), *asked]
+        kernel = SequenceMaskBits(kernel, are_parts=False)
+        arguments += [
+            fake_tensors.int32_vector(True),
+            fake_tensors.int32_vector(True),
+            *mask_inputs,
+        ]
     else:
-        store = DocumentBitStore(store, SLOT, BOUNDS_TILE)
+        kernel = DocumentMaskBits(kernel, DOCUMENT_STRIDE, BOUNDS_TILE)
         scratch = (fake_tensors.strided(rank) for rank in (4, 4, 2))
-        arguments += [fake_tensors.int32_vector(True), *scratch, *asked, cutlass.Int32(0)]
+        arguments += [fake_tensors.int32_vector(True), *scratch, *mask_inputs, cutlass.Int32(0)]
     arguments += [fake_tensors.int32_pair(), fake_tensors.stream()]
-    return compile_object(store, arguments, options_of(target))
+    return compile_object(kernel, arguments, options_of(target))
 
 
-def stored_tiles(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
+def fake_mask_bits(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
     """Fake tensors: bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous, their
     states, and their places where sequences differ in length."""
     import cutlass
@@ -142,7 +149,7 @@ def stored_tiles(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
     )
 
 
-class Asked(NamedTuple):
+class MaskInputs(NamedTuple):
     """Of a call, what answers are made from: aux_tensors and block bits as a kernel takes them, and
     its cu_seqlens, of queries and of keys."""
 
@@ -151,23 +158,23 @@ class Asked(NamedTuple):
     cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
-class Stored(NamedTuple):
-    """Stored answers as a kernel takes them, what of the call they are of (`StoredArgs.part`), and
+class MaskBits(NamedTuple):
+    """Mask bits as a kernel takes them, what of the call they are of (`MaskBitsArgs.query_chunk`), and
     where the sequences begin that they are of, if the call does not say."""
 
     arguments: tuple[Tensor, ...]
-    part: tuple[int, int]
+    query_chunk: tuple[int, int]
     cu_seqlens: Tensor | None = None
 
 
 # of a call whose kernel asks itself
-NOT_STORED = ((None, None, None),)
+NO_MASK_BITS = ((None, None, None),)
 
 
-# what `compile_store` made
-StoreFunction: TypeAlias = Callable[..., None]
-# `parts` of a `Storing` with its function
-StoreBits: TypeAlias = Callable[[Tensor, Asked], Iterator[Stored]]
+# what `compile_mask_bits` made
+MaskBitsFunction: TypeAlias = Callable[..., None]
+# `query_chunks` of a `MaskBitsPlan` with its function
+MakeMaskBits: TypeAlias = Callable[[Tensor, MaskInputs], Iterator[MaskBits]]
 
 
 WORD_BYTES = 4
@@ -177,12 +184,12 @@ Window: TypeAlias = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
-class _TileStoring:
-    """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). store: what
-    `compile_store` compiles for it; window: what that is told."""
+class _MaskBitsPlan:
+    """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). problem: what
+    `compile_mask_bits` compiles for it; window: what that is told."""
 
     shape: tuple[int, int, int, int, int]
-    store: StoreProblem
+    problem: MaskBitsProblem
     window: Window
 
     @property
@@ -190,14 +197,16 @@ class _TileStoring:
         """Of tiles and states."""
         return (torch.Size(self.shape).numel() + torch.Size(self.shape[:3]).numel()) * WORD_BYTES
 
-    def parts(self, function: StoreFunction, q: Tensor, asked: Asked) -> Iterator[Stored]:
+    def query_chunks(
+        self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
+    ) -> Iterator[MaskBits]:
         """Bits for one launch after the other, on q's device, which is the current one. Those of a
         part are not to be read after the next one was asked for."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class BitStoring(_TileStoring):
+class EntryBitsPlan(_MaskBitsPlan):
     """How the answers of a call are stored.
 
     shape: (batch | 1, blocks of queries, blocks of keys, ...), of the blocks of a launch of
@@ -208,43 +217,47 @@ class BitStoring(_TileStoring):
     seqlens: tuple[int, int]
 
     @property
-    def num_parts(self) -> int:
+    def num_query_chunks(self) -> int:
         return -(-self.blocks // self.shape[1])
 
-    def parts(self, function: StoreFunction, q: Tensor, asked: Asked) -> Iterator[Stored]:
-        """See `_TileStoring.parts`."""
+    def query_chunks(
+        self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
+    ) -> Iterator[MaskBits]:
+        """See `_MaskBitsPlan.query_chunks`."""
         entries, most, *inner = self.shape
         for first in range(0, self.blocks, most):
-            part = first, min(most, self.blocks - first)
-            stored = _new_stored(q, (entries, part[1], *inner))
-            of_call = asked.block_bits, asked.aux_tensors, *self.window
-            function(stored, *self.seqlens, *of_call, part)
-            yield Stored(stored, part)
+            query_chunk = first, min(most, self.blocks - first)
+            mask_bits = _new_mask_bits(q, (entries, query_chunk[1], *inner))
+            call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, *self.window
+            function(mask_bits, *self.seqlens, *call_args, query_chunk)
+            yield MaskBits(mask_bits, query_chunk)
             # so that the next part has its memory
-            del stored
+            del mask_bits
 
 
 @dataclass(frozen=True)
-class SequenceStoring(_TileStoring):
+class SequenceBitsPlan(_MaskBitsPlan):
     """How the answers of a call with packed sequences are stored.
 
     shape: (1, 1, tiles, ...), as many as the sequences may have.
     """
 
     batch: int
-    num_parts = 1
+    num_query_chunks = 1
 
-    def parts(self, function: StoreFunction, q: Tensor, asked: Asked) -> Iterator[Stored]:
-        """See `_TileStoring.parts`."""
+    def query_chunks(
+        self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
+    ) -> Iterator[MaskBits]:
+        """See `_MaskBitsPlan.query_chunks`."""
         places = q.new_empty((self.batch, 2), dtype=torch.int32)
-        stored, part = (*_new_stored(q, self.shape), places), (0, self.shape[2])
-        of_call = asked.block_bits, asked.aux_tensors, *self.window
-        function(stored, *asked.cu_seqlens, *of_call, part)
-        yield Stored(stored, part)
+        mask_bits, query_chunk = (*_new_mask_bits(q, self.shape), places), (0, self.shape[2])
+        call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, *self.window
+        function(mask_bits, *mask_inputs.cu_seqlens, *call_args, query_chunk)
+        yield MaskBits(mask_bits, query_chunk)
 
 
 @dataclass(frozen=True)
-class DocumentStoring(_TileStoring):
+class DocumentBitsPlan(_MaskBitsPlan):
     """How the answers of a call are stored by documents.
 
     shape: (1, 1, tiles, ...), of a launch of attention, as many as the documents of all entries may
@@ -260,26 +273,28 @@ class DocumentStoring(_TileStoring):
     step: int
 
     @property
-    def num_parts(self) -> int:
+    def num_query_chunks(self) -> int:
         return -(-self.entries * self.tiles // self.step)
 
-    def parts(self, function: StoreFunction, q: Tensor, asked: Asked) -> Iterator[Stored]:
-        """See `_TileStoring.parts`; and tells where the documents begin. Parts share their memory;
+    def query_chunks(
+        self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
+    ) -> Iterator[MaskBits]:
+        """See `_MaskBitsPlan.query_chunks`; and tells where the documents begin. Parts share their memory;
         the last ones are empty, unless all is one document."""
-        slots = num_slots(self.seqlen)
+        slots = max_documents(self.seqlen)
         num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
         places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
         cu_seqlens = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
         spans = q.new_empty((self.entries, 1, self.seqlen, 2), dtype=torch.int32)
         bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)
         begins = q.new_empty((self.entries, slots), dtype=torch.int32)
-        stored = (*_new_stored(q, self.shape), places)
-        of_call = asked.block_bits, asked.aux_tensors, *self.window
-        of_all = cu_seqlens, spans, bounds, begins, *of_call, self.tiles
+        mask_bits = (*_new_mask_bits(q, self.shape), places)
+        call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, *self.window
+        of_all = cu_seqlens, spans, bounds, begins, *call_args, self.tiles
         for first in range(0, self.entries * self.tiles, self.step):
-            part = first, self.step
-            function(stored, *of_all, part)
-            yield Stored(stored, part, cu_seqlens)
+            query_chunk = first, self.step
+            function(mask_bits, *of_all, query_chunk)
+            yield MaskBits(mask_bits, query_chunk, cu_seqlens)
 
 
 def most_tiles(tiles: BitTiles, pairs: int, rows: int, keys: int, sequences: int) -> int:
@@ -293,9 +308,9 @@ def most_tiles(tiles: BitTiles, pairs: int, rows: int, keys: int, sequences: int
     return of_pairs + -(-rows // tile_m) + -(-keys // tile_n) + sequences
 
 
-def _new_stored(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _new_mask_bits(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     tiles = q.new_empty(shape, dtype=torch.int32)
     return tiles, q.new_empty(shape[:3], dtype=torch.int32)
 
 
-Storing: TypeAlias = BitStoring | SequenceStoring | DocumentStoring
+MaskBitsPlan: TypeAlias = EntryBitsPlan | SequenceBitsPlan | DocumentBitsPlan

@@ -14,31 +14,31 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
-from flash_mask_cute.mask_prep.mask_bits_kernel import BitStore, Place, QueryBitStore
-from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceBitStore
+from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, Place, QueryMaskBits
+from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceMaskBits
 from flash_mask_cute.rules.bit_tile import ALL, WORD
-from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, Share
 
 # keys that the words of a line have bits for, and as many queries
 SPANS_TILE = 128
 
 
-class DocumentBitStore:
-    """Finds documents, and fills a `StoredArgs` of them; to be passed to `cute.compile`.
+class DocumentMaskBits:
+    """Finds documents, and fills a `MaskBitsArgs` of them; to be passed to `cute.compile`.
 
-    :param store: for the tiles of the attention kernel
+    :param tile_kernel: for the tiles of the attention kernel
     :param slot, bounds_tile: see `DocumentSplit`
     """
 
-    def __init__(self, store: BitStore, slot: int, bounds_tile: int):
-        self.spans = KeySpans(store)
+    def __init__(self, tile_kernel: MaskBitsKernel, slot: int, bounds_tile: int):
+        self.spans = KeySpans(tile_kernel)
         self.split = DocumentSplit(KeySpans.NUM_VECTORS, False, slot, bounds_tile)
-        self.sequences = SequenceBitStore(store, are_parts=True)
+        self.sequences = SequenceMaskBits(tile_kernel, are_parts=True)
 
     @cute.jit
     def __call__(
         self,
-        stored_bits: tuple,
+        mask_bit_tensors: tuple,
         mCuSeqlens: cute.Tensor,
         mSpans: cute.Tensor,
         mSpanBounds: cute.Tensor,
@@ -48,30 +48,32 @@ class DocumentBitStore:
         window_left: Int32 | None,
         window_right: Int32 | None,
         tiles: Int32,
-        part: tuple,
+        query_chunk: tuple,
         stream,
     ):
         """Launch on `stream`. Documents are found with the first part.
 
-        :param stored_bits, block_bits, aux_tensors, window_left, window_right: see
-            `SequenceBitStore`
+        :param mask_bit_tensors, block_bits, aux_tensors, window_left, window_right: see
+            `SequenceMaskBits`
         :param tiles: as many for each entry as its documents may have, whatever they are
-        :param part: see `StoredArgs`; stored_bits has room for it and for the rest of a block's
+        :param query_chunk: see `MaskBitsArgs`; mask_bit_tensors has room for it and for the rest of a block's
             tiles
         :param mCuSeqlens: int32 (batch * slots + 1,) to fill, a sequence for each slot of tokens
         :param mSpans, mSpanBounds, mBegins: scratch, int32 (entries, 1, seqlen, 2), (entries, 1, 4,
             blocks) and (entries, slots). The batch has as many entries, or all are the same one
         """
-        masks = self.sequences.store.masks_of(block_bits, aux_tensors, (window_left, window_right))
-        stored = StoredArgs(*stored_bits).of_part(*part)
+        masks = self.sequences.tile_kernel.masks_of(
+            block_bits, aux_tensors, (window_left, window_right)
+        )
+        mask_bits = MaskBitsArgs(*mask_bit_tensors).with_query_chunk(*query_chunk)
         starts, (entries, slots) = (mCuSeqlens, mCuSeqlens), mBegins.shape
-        if part[0] == 0:
+        if query_chunk[0] == 0:
             self.spans(mSpans, masks, stream)
             self.split(mSpans, mSpanBounds, mBegins, mCuSeqlens, None, None, stream)
             extents = Int32(entries), Int32(slots), tiles
-            self.sequences.launch_number(stored.places, *starts, *extents, stream)
+            self.sequences.launch_number(mask_bits.places, *starts, *extents, stream)
         extents = Int32(slots), tiles, Int32(mSpans.shape[2])
-        self.sequences.launch_fill(stored, *starts, *extents, masks, stream)
+        self.sequences.launch_fill(mask_bits, *starts, *extents, masks, stream)
 
 
 class KeySpans:
@@ -87,10 +89,12 @@ class KeySpans:
 
     NUM_VECTORS = 2
 
-    def __init__(self, store: BitStore):
-        tile, band = (SPANS_TILE, SPANS_TILE), (store.is_causal, store.is_local)
-        self.columns = store.columns
-        self.asks = QueryBitStore(store.mask_mod, *tile, self.columns, store.has_aux_tensors, *band)
+    def __init__(self, tile_kernel: MaskBitsKernel):
+        tile, band = (SPANS_TILE, SPANS_TILE), (tile_kernel.is_causal, tile_kernel.is_local)
+        self.columns = tile_kernel.columns
+        self.all_tiles = QueryMaskBits(
+            tile_kernel.mask_mod, *tile, self.columns, tile_kernel.has_aux_tensors, *band
+        )
 
     @cute.jit
     def __call__(self, mSpans: cute.Tensor, masks: MaskArgs, stream):
@@ -126,21 +130,21 @@ class KeySpans:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         rows = ctas // blocks
-        turn = cta // rows
-        row = cta - turn * rows
+        nth_column = cta // rows
+        row = cta - nth_column * rows
         entry = row // blocks
         m_block = row - entry * blocks
-        outermost = m_block if const_expr(self.asks.is_causal) else blocks - 1
-        n_block = cutlass.select_(turn > outermost, turn, turn - 1)
-        n_block = cutlass.select_(turn == 1, outermost, n_block)
+        outermost = m_block if const_expr(self.all_tiles.is_causal) else blocks - 1
+        n_block = cutlass.select_(nth_column > outermost, nth_column, nth_column - 1)
+        n_block = cutlass.select_(nth_column == 1, outermost, n_block)
         n_block = cutlass.max(n_block, 0)
         seqlens = seqlen, seqlen
         place = Place(entry, m_block, n_block, any_head, entry, Int32(0), *seqlens)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         share = Share.create(warp_idx, SPANS_TILE // WORD, SPANS_TILE, self.columns)
-        rules = self.asks.rules_of(masks)
-        is_listed, asks = self.asks.judge(rules, place)
-        work = self.asks.work_of(place)
+        rules = self.all_tiles.rules_of(masks)
+        is_listed, needs_mask_mod = self.all_tiles.judge(rules, place)
+        work = self.all_tiles.work_of(place)
         query = share.line(work, 0)
         begin = n_block * SPANS_TILE
         end = cutlass.min(begin + SPANS_TILE, seqlen)
@@ -149,8 +153,8 @@ class KeySpans:
             may_widen = (mSpans[entry, 0, query, 1] > begin) | (mSpans[entry, 0, query, 0] < end)
         if is_listed & cute.arch.vote_any_sync(may_widen):
             words = share.fill(ALL)
-            if asks:
-                words = self.asks.words(rules, place, share)
+            if needs_mask_mod:
+                words = self.all_tiles.words(rules, place, share)
             sees_any, first, last = Boolean(False), end, begin
             for w, word in enumerate(words):
                 lowest = WORD - 1 - Int32(cute.arch.clz(word & (0 - word)))
@@ -161,7 +165,7 @@ class KeySpans:
                 at = begin + self.columns.col_of(w, highest)
                 last = cutlass.select_(is_any, cutlass.max(last, at), last)
                 sees_any = sees_any | is_any
-            if const_expr(self.asks.is_causal or self.asks.is_local):
+            if const_expr(self.all_tiles.is_causal or self.all_tiles.is_local):
                 low, high = rules.block_info.band(work.seqlen).k_range(query)
                 first, last = cutlass.max(first, low), cutlass.min(last, high - 1)
                 sees_any = sees_any & (first <= last)

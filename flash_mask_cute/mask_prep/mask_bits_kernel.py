@@ -4,7 +4,7 @@ Asking is what such a mask costs (docs/masks.md). Before attention runs, all til
 asked about are painted into global memory, and of each tile is noted whether something of it is
 visible, and whether something is hidden. Tiles outside of causal masking and window, which no walk
 of attention visits, count as hidden and are not asked about. So attention visits what is visible,
-whether lists said so or not, and its painters read bits instead of asking. A kernel that reads them
+whether lists said so or not, and its mask warps read bits instead of asking. A kernel that reads them
 knows nothing of the callable, so one serves all of them. `mask_bits_varlen_kernel.py` does it for
 sequences that differ in length, `mask_bits_documents_kernel.py` for those that the answers
 themselves tell of.
@@ -23,11 +23,11 @@ from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.rules.backward_mask import KeyWalks
+from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.bit_tile import WORD, Columns
-from flash_mask_cute.rules.forward_mask import QueryWalks
+from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskRules, Share, StoredArgs
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskRules, Share
 
 
 class Tiling(NamedTuple):
@@ -42,7 +42,7 @@ class Tiling(NamedTuple):
 class Place(NamedTuple):
     """The tile of a CTA, and the sequence that it is of.
 
-    sequence: its number in `StoredArgs`; entry: the batch entry that the callable knows, in which
+    sequence: its number in `MaskBitsArgs`; entry: the batch entry that the callable knows, in which
     the sequence begins at offset. any_head: 0, but a number that the compiler does not know.
     """
 
@@ -65,8 +65,8 @@ class Place(NamedTuple):
         return Work(block, self.any_head, self.entry, *lengths)
 
 
-class BitStore:
-    """Fills a `StoredArgs`; its subclasses are to be passed to `cute.compile`.
+class MaskBitsKernel:
+    """Fills a `MaskBitsArgs`; its subclasses are to be passed to `cute.compile`.
 
     The answers are of use only where the callable does not use the head (`mods.traits`); where it
     does not use the batch entry either, those of one entry serve all.
@@ -102,32 +102,32 @@ class BitStore:
     @cute.jit
     def __call__(
         self,
-        stored_bits: tuple,
+        mask_bit_tensors: tuple,
         seqlen_q: Int32,
         seqlen_k: Int32,
         block_bits,
         aux_tensors,
         window_left: Int32 | None,
         window_right: Int32 | None,
-        part: tuple,
+        query_chunk: tuple,
         stream,
     ):
         """Launch on `stream`.
 
-        :param stored_bits: the fields of a `StoredArgs` to fill, contiguous; bits are written of
+        :param mask_bit_tensors: the fields of a `MaskBitsArgs` to fill, contiguous; bits are written of
             tiles that are asked about
         :param seqlen_q, seqlen_k: of each sequence
         :param block_bits: of all logical blocks, the same for all heads (`BitArgs`), or None
         :param aux_tensors: what the callable reads
         :param window_left, window_right: of attention
-        :param part: the blocks of queries that stored_bits is for, the first one and how many
+        :param query_chunk: the blocks of queries that mask_bit_tensors is for, the first one and how many
         """
         masks = self.masks_of(block_bits, aux_tensors, (window_left, window_right))
-        stored = StoredArgs(*stored_bits).of_part(*part)
-        first_block, m_blocks = part
-        batch, _, n_blocks, lines, _ = stored.tiles.shape
+        mask_bits = MaskBitsArgs(*mask_bit_tensors).with_query_chunk(*query_chunk)
+        first_block, m_blocks = query_chunk
+        batch, _, n_blocks, lines, _ = mask_bits.tiles.shape
         extents = m_blocks, n_blocks, first_block, seqlen_q, seqlen_k
-        self.kernel(stored, *extents, masks, Int32(0)).launch(
+        self.kernel(mask_bits, *extents, masks, Int32(0)).launch(
             grid=(batch * m_blocks * n_blocks, 1, 1), block=(lines, 1, 1), stream=stream
         )
 
@@ -137,7 +137,7 @@ class BitStore:
     @cute.kernel
     def kernel(
         self,
-        stored: StoredArgs,
+        mask_bits: MaskBitsArgs,
         m_blocks: Int32,
         n_blocks: Int32,
         first_block: Int32,
@@ -156,44 +156,46 @@ class BitStore:
         entry, m_block = row // m_blocks, first_block + row % m_blocks
         offset = Int32(0)
         place = Place(entry, m_block, cta % n_blocks, any_head, entry, offset, seqlen_q, seqlen_k)
-        self.fill(stored, masks, place)
+        self.fill(mask_bits, masks, place)
 
     @cute.jit
-    def fill(self, stored: StoredArgs, masks: MaskArgs, place: Place) -> None:
+    def fill(self, mask_bits: MaskBitsArgs, masks: MaskArgs, place: Place) -> None:
         """Store what is said of a tile; all threads of a CTA, which has one for each line."""
-        lines = stored.tiles.shape[3]
+        lines = mask_bits.tiles.shape[3]
         num_warps = lines // WORD
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         share = Share.create(warp_idx, num_warps, lines, self.columns)
-        sSeen = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(num_warps))
+        sStates = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(num_warps))
 
         rules = self.rules_of(masks)
-        is_listed, asks = self.judge(rules, place)
-        seen = cutlass.select_(is_listed, Int32(VISIBLE), Int32(HIDDEN))
-        if is_listed & asks:
+        is_listed, needs_mask_mod = self.judge(rules, place)
+        state = cutlass.select_(is_listed, Int32(VISIBLE), Int32(HIDDEN))
+        if is_listed & needs_mask_mod:
             words = self.words(rules, place, share)
-            seen = rules.seen(words)
+            state = rules.state_of_words(words)
             if const_expr(rules.has_halves):
                 words = bit_tile.join_halves(words)
-            share.store(stored.tile(*place.tile), words)
+            share.store(mask_bits.tile(*place.tile), words)
         if cute.arch.lane_idx() == 0:
-            sSeen[warp_idx] = seen
+            sStates[warp_idx] = state
         cute.arch.sync_threads()
         if warp_idx == 0:
             for i in cutlass.range_constexpr(num_warps):
-                seen = seen | sSeen[i]
-            stored.states[stored.index(*place.tile)] = seen
+                state = state | sStates[i]
+            mask_bits.states[mask_bits.index(*place.tile)] = state
         # the CTA may go on to another tile
         cute.arch.sync_threads()
 
     def judge(self, rules: MaskRules, place: Place) -> tuple[Boolean, Boolean]:
         """See `MaskRules.judge_listed`; a tile outside of the band counts as not listed."""
         work = self.work_of(place)
-        is_listed, asks = rules.judge_listed(work, place.any_head, place.m_block, place.n_block)
+        is_listed, needs_mask_mod = rules.judge_listed(
+            work, place.any_head, place.m_block, place.n_block
+        )
         if const_expr(self.is_causal or self.is_local):
             first, end = rules.block_info.get_n_block_min_max(work.seqlen, place.m_block)
             is_listed = is_listed & (place.n_block >= first) & (place.n_block < end)
-        return is_listed, asks
+        return is_listed, needs_mask_mod
 
     def rules_of(self, masks: MaskArgs) -> MaskRules:
         # lengths are those of a `Place`, whose offset is 0 where a sequence is an entry
@@ -202,30 +204,30 @@ class BitStore:
         return replace(self.walks_of(masks, lengths), counts_offsets=True)
 
 
-class QueryBitStore(BitStore):
+class QueryMaskBits(MaskBitsKernel):
     """What a block of queries reads: lines are queries."""
 
-    def walks_of(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
-        return QueryWalks.of_kernel(self, self.columns, masks, lengths)
+    def walks_of(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
+        return ForwardMask.from_kernel(self, self.columns, masks, lengths)
 
     def work_of(self, place: Place) -> Work:
         return place.work(place.m_block)
 
-    def words(self, rules: QueryWalks, place: Place, share: Share) -> tuple:
-        return rules.asked_words(self.work_of(place), place.n_block, share)
+    def words(self, rules: ForwardMask, place: Place, share: Share) -> tuple:
+        return rules.mask_mod_words(self.work_of(place), place.n_block, share)
 
 
-class KeyBitStore(BitStore):
+class KeyMaskBits(MaskBitsKernel):
     """What a block of keys reads: lines are keys."""
 
-    def walks_of(self, masks: MaskArgs, lengths: Lengths) -> KeyWalks:
-        return KeyWalks.of_kernel(self, self.columns, masks, lengths, Int32(1), False)
+    def walks_of(self, masks: MaskArgs, lengths: Lengths) -> BackwardMask:
+        return BackwardMask.from_kernel(self, self.columns, masks, lengths, Int32(1), False)
 
     def work_of(self, place: Place) -> Work:
         return place.work(place.n_block)
 
-    def words(self, rules: KeyWalks, place: Place, share: Share) -> tuple:
-        no, asks = Boolean(False), Boolean(True)
-        kinds = Int32(Kind.CUT), Int32(Kind.END)
-        block = Block(place.m_block, place.any_head, no, no, no, asks, *kinds, Int32(0))
-        return rules.asked_words(self.work_of(place), block, share)
+    def words(self, rules: BackwardMask, place: Place, share: Share) -> tuple:
+        no, needs_mask_mod = Boolean(False), Boolean(True)
+        kinds = Int32(Kind.PARTIAL), Int32(Kind.END)
+        block = Block(place.m_block, place.any_head, no, no, no, needs_mask_mod, *kinds, Int32(0))
+        return rules.mask_mod_words(self.work_of(place), block, share)

@@ -1,7 +1,7 @@
 """Answers of a `mask_mod`, stored for sequences that differ in length (`mask_bits_kernel.py`).
 
 The tiles of all sequences are numbered one after the other, and a table says where those of each
-begin: `StoredArgs` with places. How many there are is known on the device only, so CTAs take them
+begin: `MaskBitsArgs` with places. How many there are is known on the device only, so CTAs take them
 by turns.
 """
 
@@ -12,52 +12,52 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from flash_mask_cute.core.warp_scan import WARP, running
-from flash_mask_cute.mask_prep.mask_bits_kernel import BitStore, Place
-from flash_mask_cute.rules.mask_rules import MaskArgs, StoredArgs
+from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, Place
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs
 
 # CTAs that fill tiles, more than an SM holds of them times the SMs of any GPU
 MAX_CTAS = 1 << 13
 
 
-class SequenceBitStore:
-    """Fills a `StoredArgs` with places; to be passed to `cute.compile`.
+class SequenceMaskBits:
+    """Fills a `MaskBitsArgs` with places; to be passed to `cute.compile`.
 
-    :param store: for the tiles of the attention kernel
+    :param tile_kernel: for the tiles of the attention kernel
     :param are_parts: sequences are parts of the entries that the callable knows, and each entry has
         as many of them; otherwise each is an entry
     """
 
-    def __init__(self, store: BitStore, are_parts: bool):
-        self.store = store
+    def __init__(self, tile_kernel: MaskBitsKernel, are_parts: bool):
+        self.tile_kernel = tile_kernel
         self.are_parts = are_parts
 
     @cute.jit
     def __call__(
         self,
-        stored_bits: tuple,
+        mask_bit_tensors: tuple,
         mCuSeqlensQ: cute.Tensor,
         mCuSeqlensK: cute.Tensor,
         block_bits,
         aux_tensors,
         window_left: Int32 | None,
         window_right: Int32 | None,
-        part: tuple,
+        query_chunk: tuple,
         stream,
     ):
         """Launch on `stream`, two kernels, for sequences of which each is an entry.
 
-        :param stored_bits: the fields of a `StoredArgs` with places to fill, contiguous: tiles
+        :param mask_bit_tensors: the fields of a `MaskBitsArgs` with places to fill, contiguous: tiles
             enough for all sequences
-        :param part: all of them
+        :param query_chunk: all of them
         :param mCuSeqlensQ, mCuSeqlensK: int32 (sequences + 1,)
-        :param block_bits, aux_tensors, window_left, window_right: see `BitStore`
+        :param block_bits, aux_tensors, window_left, window_right: see `MaskBitsKernel`
         """
-        masks = self.store.masks_of(block_bits, aux_tensors, (window_left, window_right))
+        masks = self.tile_kernel.masks_of(block_bits, aux_tensors, (window_left, window_right))
         slots = Int32(mCuSeqlensQ.shape[0] - 1)
-        stored = StoredArgs(*stored_bits).of_part(*part)
-        starts, tiles = (mCuSeqlensQ, mCuSeqlensK), part[1]
-        self.launch_number(stored.places, *starts, Int32(1), slots, tiles, stream)
-        self.launch_fill(stored, *starts, slots, tiles, Int32(0), masks, stream)
+        mask_bits = MaskBitsArgs(*mask_bit_tensors).with_query_chunk(*query_chunk)
+        starts, tiles = (mCuSeqlensQ, mCuSeqlensK), query_chunk[1]
+        self.launch_number(mask_bits.places, *starts, Int32(1), slots, tiles, stream)
+        self.launch_fill(mask_bits, *starts, slots, tiles, Int32(0), masks, stream)
 
     def launch_number(
         self,
@@ -78,7 +78,7 @@ class SequenceBitStore:
 
     def launch_fill(
         self,
-        stored: StoredArgs,
+        mask_bits: MaskBitsArgs,
         mCuSeqlensQ: cute.Tensor,
         mCuSeqlensK: cute.Tensor,
         slots: Int32,
@@ -87,11 +87,11 @@ class SequenceBitStore:
         masks: MaskArgs,
         stream,
     ) -> None:
-        """Of numbered tiles those of stored.part; seqlen: positions of an entry."""
+        """Of numbered tiles those of mask_bits.query_chunk; seqlen: positions of an entry."""
         starts, extents = (mCuSeqlensQ, mCuSeqlensK), (slots, tiles, seqlen)
-        self.fill(stored, *starts, *extents, masks, Int32(0)).launch(
-            grid=(cutlass.min(stored.tiles.shape[2], MAX_CTAS), 1, 1),
-            block=(stored.tiles.shape[3], 1, 1),
+        self.fill(mask_bits, *starts, *extents, masks, Int32(0)).launch(
+            grid=(cutlass.min(mask_bits.tiles.shape[2], MAX_CTAS), 1, 1),
+            block=(mask_bits.tiles.shape[3], 1, 1),
             stream=stream,
         )
 
@@ -112,8 +112,8 @@ class SequenceBitStore:
         for base in cutlass.range(0, slots, WARP):
             slot = base + lane
             sequence = batch_idx * slots + cutlass.min(slot, slots - 1)
-            in_row = cute.ceil_div(_length(mCuSeqlensK, sequence), self.store.plan.tile_n)
-            rows = cute.ceil_div(_length(mCuSeqlensQ, sequence), self.store.plan.tile_m)
+            in_row = cute.ceil_div(_length(mCuSeqlensK, sequence), self.tile_kernel.plan.tile_n)
+            rows = cute.ceil_div(_length(mCuSeqlensQ, sequence), self.tile_kernel.plan.tile_m)
             count = cutlass.select_(slot < slots, rows * in_row, Int32(0))
             up_to = running(count, operator.add)
             if slot < slots:
@@ -124,7 +124,7 @@ class SequenceBitStore:
     @cute.kernel
     def fill(
         self,
-        stored: StoredArgs,
+        mask_bits: MaskBitsArgs,
         mCuSeqlensQ: cute.Tensor,
         mCuSeqlensK: cute.Tensor,
         slots: Int32,
@@ -136,29 +136,29 @@ class SequenceBitStore:
         """CTAs ask by turns about the tiles of a part."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        first, _ = stored.part
+        first, _ = mask_bits.query_chunk
         last = cute.size(mCuSeqlensQ) - 2
-        rows = cute.ceil_div(_length(mCuSeqlensQ, last), self.store.plan.tile_m)
-        end = stored.places[last, 0] + rows * stored.places[last, 1]
-        end = cutlass.min(end, first + cute.size(stored.states, mode=[2]))
+        rows = cute.ceil_div(_length(mCuSeqlensQ, last), self.tile_kernel.plan.tile_m)
+        end = mask_bits.places[last, 0] + rows * mask_bits.places[last, 1]
+        end = cutlass.min(end, first + cute.size(mask_bits.states, mode=[2]))
         for number in cutlass.range(first + cta, end, ctas):
             entry = number // tiles
-            sequence = entry * slots + self._owner(stored.places, number, entry * slots, slots)
+            sequence = entry * slots + self._owner(mask_bits.places, number, entry * slots, slots)
             offset = Int32(0)
             if const_expr(self.are_parts):
                 offset = mCuSeqlensQ[sequence] - entry * seqlen
             else:
                 entry = sequence
             lengths = _length(mCuSeqlensQ, sequence), _length(mCuSeqlensK, sequence)
-            in_row = stored.places[sequence, 1]
-            in_sequence = number - stored.places[sequence, 0]
+            in_row = mask_bits.places[sequence, 1]
+            in_sequence = number - mask_bits.places[sequence, 0]
             m_block = in_sequence // cutlass.max(in_row, 1)
-            begin, end_of_part = stored.rows_of_part(sequence)
-            is_of_part = (m_block >= begin) & (m_block < end_of_part)
-            if is_of_part & (m_block * self.store.plan.tile_m < lengths[0]) & (in_row > 0):
+            begin, end_of_chunk = mask_bits.rows_of_query_chunk(sequence)
+            is_in_chunk = (m_block >= begin) & (m_block < end_of_chunk)
+            if is_in_chunk & (m_block * self.tile_kernel.plan.tile_m < lengths[0]) & (in_row > 0):
                 n_block = in_sequence - m_block * in_row
                 place = Place(sequence, m_block, n_block, any_head, entry, offset, *lengths)
-                self.store.fill(stored, masks, place)
+                self.tile_kernel.fill(mask_bits, masks, place)
 
     @cute.jit
     def _owner(self, mPlaces: cute.Tensor, number: Int32, first: Int32, slots: Int32) -> Int32:

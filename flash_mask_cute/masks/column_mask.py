@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blocks
-from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, Split
+from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.runtime.plain_tensors import check_plain
 
@@ -279,7 +279,7 @@ class ColumnMask:
                 f"startend_row_indices has shape {tuple(indices.shape)}; documents are found "
                 f"where it is (1 or {batch}, 1, seqlen, n)"
             )
-        split = Split.empty_like(indices, batch)
+        split = DocumentTensors.empty_like(indices, batch)
         check_plain("cu_seqlens", split.cu_seqlens)
         mask = ColumnMask(split.rows, self.causal)
         bounds = _Bounds(BOUNDS_TILE, weakref.ref(split.cu_seqlens), split.bounds)
@@ -376,7 +376,7 @@ class _Found:
     """Documents, the tensors that they are in, their bounds for `BOUNDS_TILE`, and the version of
     the intervals they are of."""
 
-    split: Split
+    split: DocumentTensors
     documents: Documents
     bounds: _Bounds
     version: int | None = None

@@ -223,7 +223,7 @@ def _compile(
     if layout is not None:
         aux = tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), rank) for name, rank in layout)
         targets = tuple(tensor(cutlass.Float64, layout[i][1]) for i in wants_aux) or None
-    asked = _KINDS[kind].callable, mod
+    named_mod = _KINDS[kind].callable, mod
     arguments = (
         functools.partial(_KINDS[kind].ask, wants_aux) if wants_aux else _KINDS[kind].ask,
         mod,
@@ -235,7 +235,7 @@ def _compile(
         aux,
     )
     record = tensor(cutlass.Int64, 1)
-    return compile_reading(asked, _loop(), arguments, record, (targets,), checked)
+    return compile_reading(named_mod, _loop(), arguments, record, (targets,), checked)
 
 
 class HostFunction(NamedTuple):
@@ -251,7 +251,7 @@ class HostFunction(NamedTuple):
 
 
 def compile_reading(
-    asked: tuple[str, Callable[..., Any]],
+    named_mod: tuple[str, Callable[..., Any]],
     function: Any,
     arguments: tuple[Any, ...],
     record: Any,
@@ -267,11 +267,11 @@ def compile_reading(
     if not checked:
         with notes_reads() as reads:
             try:
-                made = compile_for_host(asked, function, *arguments, None, *others)
+                made = compile_for_host(named_mod, function, *arguments, None, *others)
                 return HostFunction(made, sorted((x.number, x.dimension, x.place) for x in reads))
             except NotPlainError:
                 pass
-    return HostFunction(compile_for_host(asked, function, *arguments, record, *others), None)
+    return HostFunction(compile_for_host(named_mod, function, *arguments, record, *others), None)
 
 
 def all_inside(
@@ -283,14 +283,14 @@ def all_inside(
 
 
 def compile_for_host(
-    asked: tuple[str, Callable[..., Any]],
+    named_mod: tuple[str, Callable[..., Any]],
     function: Any,
     *arguments: Any,
     options: str = HOST_OPTIONS,
 ) -> Any:
     """Compile a jit function that calls a callable of the user for the CPU. Hold `compile_lock`.
 
-    asked: "mask_mod", "score_mod" or "score_mod_bwd", and the callable.
+    named_mod: "mask_mod", "score_mod" or "score_mod_bwd", and the callable.
 
     Raises:
         NotImplementedError: the callable uses an instruction that only a GPU has.
@@ -319,10 +319,10 @@ def compile_for_host(
             raise
         if _WITH_LINES not in options:
             # the same once more, to learn in which line
-            return compile_for_host(asked, function, *arguments, options=options + _WITH_LINES)
+            return compile_for_host(named_mod, function, *arguments, options=options + _WITH_LINES)
         names = ", ".join(sorted({name for name, _ in refused}))
         raise NotImplementedError(
-            f"{describe(*asked, line=refused[0][1])} uses {names}, which exists only for GPUs: use "
+            f"{describe(*named_mod, line=refused[0][1])} uses {names}, which exists only for GPUs: use "
             "CUDA tensors, or write it with other functions of cutlass.cute.math (not cute.arch, "
             "not approx=True)"
         ) from error

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.semaphore import NO_TURN
+from flash_mask_cute.core.semaphore import NO_PREDECESSOR
 from flash_mask_cute.core.tile_state import BOTH, VISIBLE
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
@@ -20,21 +20,21 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD, Columns, bit_range
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskRules, Share, both
 
-# as in `query_walks`; what a callable loads for more queries spills in the painters
-ASKED_AT_ONCE = 2
+# as in `forward_mask`; what a callable loads for more queries spills in the mask warps
+ROWS_PER_EVAL = 2
 # where tiles are staggered, neighbours begin so many blocks apart: an odd number, so that each of a
 # chunk is the first one of some tile
 STAGGER = 5
 
 
 @dataclass(frozen=True)
-class KeyWalks(MaskRules):
+class BackwardMask(MaskRules):
     """`MaskRules` for work tiles of tile_n keys that visit blocks of queries.
 
     Block lists are given as bits, whether tiles nest in their blocks or not. group: query heads of
     a KV head.
 
-    Blocks of a query head are visited in ascending order. takes_turns: the work tiles that see a
+    Blocks of a query head are visited in ascending order. is_ordered: the work tiles that see a
     query block have an order, from the last keys to the first, and each is told which one comes
     before it. With work tiles handed out in that order nobody waits for one that has not begun; and
     under causal masking a walk starts where its keys are the last, so it does not wait at all.
@@ -47,7 +47,7 @@ class KeyWalks(MaskRules):
     """
 
     group: Int32
-    takes_turns: cutlass.Constexpr[bool]
+    is_ordered: cutlass.Constexpr[bool]
     is_part: cutlass.Constexpr[bool] = False
     staggers: cutlass.Constexpr[bool] = False
 
@@ -55,7 +55,7 @@ class KeyWalks(MaskRules):
     first_block = None
 
     @classmethod
-    def of_launch(
+    def create(
         cls,
         kernel: Any,
         columns: Columns,
@@ -71,7 +71,7 @@ class KeyWalks(MaskRules):
         begin_alike = masks.may_shorten(kernel) and not (kernel.is_causal or kernel.is_local)
         staggers = begin_alike and not (kernel.deterministic or kernel.clears_dq)
         more = group, kernel.deterministic, is_part, staggers
-        return cls.of_kernel(kernel, columns, masks, lengths, *more)
+        return cls.from_kernel(kernel, columns, masks, lengths, *more)
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence, keys that are not in use included."""
@@ -94,7 +94,7 @@ class KeyWalks(MaskRules):
             has_keys = work.block * self.block_info.tile_n < work.seqlen_k
             m_block_max = cutlass.select_(has_keys, m_block_max, Int32(0))
         first_head = work.head_idx * self.group
-        pending, turn = Chunk.hidden_block(Int32(0), first_head), Int32(NO_TURN)
+        pending, predecessor = Chunk.hidden_block(Int32(0), first_head), Int32(NO_PREDECESSOR)
         found_any = Boolean(False)
         for i in cutlass.range(self.group):
             chunk_idx = m_block_min // CHUNK
@@ -104,14 +104,14 @@ class KeyWalks(MaskRules):
                     if visible != 0:
                         if found_any:
                             follower = chunk.kind_of(ring.next_bit(chunk, visible))
-                            ring.write(number, pending._replace(follower=follower), turn)
+                            ring.write(number, pending._replace(follower=follower), predecessor)
                             number += 1
                         pending = chunk._replace(visible=visible)
-                        if const_expr(self.takes_turns):
-                            turn = self._turn(work, chunk)
+                        if const_expr(self.is_ordered):
+                            predecessor = self._predecessor(work, chunk)
                         found_any = Boolean(True)
                 chunk_idx += 1
-        ring.write(number, pending, turn)
+        ring.write(number, pending, predecessor)
         return number + 1
 
     def _portions(self, work: Work, visible: Int32) -> tuple[Int32, ...]:
@@ -122,7 +122,7 @@ class KeyWalks(MaskRules):
         return visible & (late ^ ALL), visible & late
 
     @cute.jit
-    def _turn(self, work: Work, chunk: Chunk) -> Int32:
+    def _predecessor(self, work: Work, chunk: Chunk) -> Int32:
         """1 + the next key block that sees this lane's query block, 0 if there is none."""
         m_block = chunk.base + cute.arch.lane_idx()
         n_block = work.block
@@ -134,48 +134,48 @@ class KeyWalks(MaskRules):
             n_block += 1
             is_found = n_block < end
             if const_expr(self.skip):
-                seen = self._sees(work, chunk.head_idx, m_block, n_block)
-                is_found = is_found & seen
+                sees = self._sees(work, chunk.head_idx, m_block, n_block)
+                is_found = is_found & sees
         return cutlass.select_(is_found, n_block + 1, Int32(0))
 
     @cute.jit
     def _sees(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> Boolean:
         """Whether a walk visits a tile."""
         is_visible = self._judge(work, head_idx, m_block, n_block).is_visible
-        return self._judge_asked(work, head_idx, m_block, n_block, is_visible)[0]
+        return self._judge_by_mask_mod(work, head_idx, m_block, n_block, is_visible)[0]
 
     @cute.jit
-    def _judge_asked(
+    def _judge_by_mask_mod(
         self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32, is_visible: Boolean
     ) -> tuple[Boolean, Boolean]:
         """Whether lists, or what was stored, leave something of a tile that is visible otherwise,
         and whether it has to be asked about."""
-        if const_expr(self.args.stored is not None):
-            is_visible, asks = self._look_up(work, m_block, n_block, is_visible)
+        if const_expr(self.args.mask_bits is not None):
+            is_visible, needs_mask_mod = self._look_up(work, m_block, n_block, is_visible)
         else:
-            is_listed, asks = self.judge_listed(work, head_idx, m_block, n_block)
+            is_listed, needs_mask_mod = self.judge_listed(work, head_idx, m_block, n_block)
             is_visible = is_visible & is_listed
-        return is_visible, asks
+        return is_visible, needs_mask_mod
 
     @property
-    def _stored_per_tile(self) -> int:
-        return self.block_info.tile_n // cute.size(self.args.stored.tiles, mode=[3])
+    def _bit_tiles_per_tile(self) -> int:
+        return self.block_info.tile_n // cute.size(self.args.mask_bits.tiles, mode=[3])
 
     @cute.jit
     def _classify(self, work: Work, head_idx: Int32, base: Int32) -> Chunk:
         """The chunk of the 32 blocks from `base` on, a lane each."""
         m_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, head_idx, m_block, work.block)
-        is_visible, asks = self._judge_asked(
+        is_visible, needs_mask_mod = self._judge_by_mask_mod(
             work, head_idx, m_block, work.block, verdict.is_visible
         )
-        chunk = Chunk.of_votes(
+        chunk = Chunk.from_votes(
             base,
             head_idx,
             cute.arch.vote_ballot_sync(is_visible),
             verdict.is_band,
             verdict.is_columns,
-            cute.arch.vote_ballot_sync(asks),
+            cute.arch.vote_ballot_sync(needs_mask_mod),
         )
         if const_expr(not self.skip):
             exists = m_block < cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
@@ -185,7 +185,7 @@ class KeyWalks(MaskRules):
     # -- scores ---------------------------------------------------------------------------------
 
     @cute.jit
-    def paint(self, work: Work, block: Block, share: Share) -> tuple:
+    def make_bits(self, work: Work, block: Block, share: Share) -> tuple:
         """The words of a block's bits in this warp's share of a tile's keys, for `Share.store`.
 
         A lane holds a key of each group of 32.
@@ -195,13 +195,13 @@ class KeyWalks(MaskRules):
             words = share.fill(0)
         else:
             if block.is_band | block.is_columns:
-                words = self._seen_words(work, block, share)
-            if const_expr(self._can_ask):  # noqa: SIM102 (decided while tracing)
-                if block.asks:
-                    words = both(words, self.asked_words(work, block, share))
+                words = self._visible_words(work, block, share)
+            if const_expr(self._may_need_mask_mod):  # noqa: SIM102 (decided while tracing)
+                if block.needs_mask_mod:
+                    words = both(words, self.mask_mod_words(work, block, share))
         return words
 
-    def _seen_words(self, work: Work, block: Block, share: Share) -> tuple:
+    def _visible_words(self, work: Work, block: Block, share: Share) -> tuple:
         """Bits that the band, the end of the keys included, and the intervals leave to each key."""
         band = self.block_info.band(work.seqlen)
         first_q_idx = block.index * self.block_info.tile_m
@@ -212,8 +212,8 @@ class KeyWalks(MaskRules):
             holes: list[Any] = []
             if self.args.columns is not None:
                 values = self._column_values(work, block.head_idx, k_idx)
-                (lo, hi), *holes = self.intervals.seen_rows(values, lo, hi)
-            # after the intervals: before them, painters spill more
+                (lo, hi), *holes = self.intervals.visible_rows(values, lo, hi)
+            # after the intervals: before them, mask warps spill more
             hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
             for w in range(self.columns.num_words):
                 ranges = [
@@ -223,30 +223,30 @@ class KeyWalks(MaskRules):
                 words.append(bit_tile.bits_of(*ranges))
         return tuple(words)
 
-    def asked_words(self, work: Work, block: Block, share: Share) -> tuple:
+    def mask_mod_words(self, work: Work, block: Block, share: Share) -> tuple:
         """Bits that mask_mod and logical blocks leave to each key."""
-        if self.args.stored is not None:
-            return self._stored_words(work, block, share)
+        if self.args.mask_bits is not None:
+            return self._mask_bit_words(work, block, share)
         words = share.fill(ALL)
         if self.mask_mod is not None:
-            words = self._ask_all(work, block, share)
+            words = self._eval_all(work, block, share)
         if self.args.bits is not None:
             words = self._within_logical_blocks(work, block, share, words)
         return words
 
-    def _stored_words(self, work: Work, block: Block, share: Share) -> tuple:
+    def _mask_bit_words(self, work: Work, block: Block, share: Share) -> tuple:
         n_block = work.block
         if self.is_part:
-            n_block = cutlass.min(n_block, cute.size(self.args.stored.states, mode=[2]) - 1)
-        stored, place = self.args.stored, (work.batch_idx, block.index, n_block)
-        words = share.load(stored.tile(*place))
+            n_block = cutlass.min(n_block, cute.size(self.args.mask_bits.states, mode=[2]) - 1)
+        mask_bits, place = self.args.mask_bits, (work.batch_idx, block.index, n_block)
+        words = share.load(mask_bits.tile(*place))
         if self.has_halves:
             words = bit_tile.split_halves(words)
         if self.is_part:
             # of a part that nothing cuts no words were stored
-            seen = stored.state(*place)
-            uncut = cutlass.select_((seen & VISIBLE) != 0, Int32(ALL), Int32(0))
-            words = tuple(cutlass.select_(seen == BOTH, word, uncut) for word in words)
+            state = mask_bits.state(*place)
+            uncut = cutlass.select_((state & VISIBLE) != 0, Int32(ALL), Int32(0))
+            words = tuple(cutlass.select_(state == BOTH, word, uncut) for word in words)
         return words
 
     @property
@@ -254,29 +254,31 @@ class KeyWalks(MaskRules):
         return self._bits_per_word == HALF_WORD
 
     @cute.jit
-    def _ask_all(self, work: Work, block: Block, share: Share) -> tuple:
+    def _eval_all(self, work: Work, block: Block, share: Share) -> tuple:
         # query after query, the same for all lanes: what the callable loads for a key, the compiler
         # loads once
         words = share.fill(0)
-        for step in cutlass.range(self._bits_per_word // ASKED_AT_ONCE, unroll=1):
-            words = self._ask(work, block, share, step * ASKED_AT_ONCE, words)
+        for step in cutlass.range(self._bits_per_word // ROWS_PER_EVAL, unroll=1):
+            words = self._eval_step(work, block, share, step * ROWS_PER_EVAL, words)
         return words
 
-    def _ask(self, work: Work, block: Block, share: Share, first: Int32, words: tuple) -> tuple:
+    def _eval_step(
+        self, work: Work, block: Block, share: Share, first: Int32, words: tuple
+    ) -> tuple:
         """Ask mask_mod about the columns of some bits of each word, from `first` on."""
-        asked: list[Any] = []
+        updated: list[Any] = []
         first_q_idx = block.index * self.block_info.tile_m
         for group in range(share.num_groups):
             k_idx = share.line(work, group)
             for w in range(self.columns.num_words):
                 bits = Int32(0)
-                for i in range(ASKED_AT_ONCE):
+                for i in range(ROWS_PER_EVAL):
                     q_idx = first_q_idx + self.columns.col_of(w, first + i)
-                    visible = self._ask_mod(work, block.head_idx, q_idx, k_idx)
+                    visible = self._eval_mask_mod(work, block.head_idx, q_idx, k_idx)
                     bits = bit_tile.set_if(visible, bits, i)
-                word = words[len(asked)]
-                asked.append(bit_tile.push(word, bits, ASKED_AT_ONCE, self._bits_per_word))
-        return tuple(asked)
+                word = words[len(updated)]
+                updated.append(bit_tile.push(word, bits, ROWS_PER_EVAL, self._bits_per_word))
+        return tuple(updated)
 
     @property
     def _bits_per_word(self) -> int:

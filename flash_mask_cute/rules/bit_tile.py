@@ -56,10 +56,10 @@ def bit_range(first: Int32, end: Int32) -> Int32:
     return bits_from(first) & (bits_from(end) ^ ALL)
 
 
-def bits_of(seen: tuple[Int32 | None, Int32 | None], *holes: tuple[Int32, Int32]) -> Int32:
+def bits_of(visible: tuple[Int32 | None, Int32 | None], *holes: tuple[Int32, Int32]) -> Int32:
     """A word with the bits of a range (first, end), each side of which may be None, open; without
     those of the holes in it."""
-    first, end = seen
+    first, end = visible
     word = Int32(ALL) if first is None else bits_from(first)
     if end is not None:
         word = word & low_bits(end)
@@ -82,12 +82,12 @@ def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
         squares = [_permute_bytes(x, y, bytes_taken) for x, y in zip(squares, others, strict=True)]
     for step, low_half in ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
         is_upper = (lane & step) != 0
-        turn = cutlass.select_(is_upper, Uint32(WORD - step), Uint32(step))
+        rotation = cutlass.select_(is_upper, Uint32(WORD - step), Uint32(step))
         keep = cutlass.select_(is_upper, Uint32(low_half ^ 0xFFFFFFFF), Uint32(low_half))
         take = keep ^ Uint32(0xFFFFFFFF)
         others = [Uint32(cute.arch.shuffle_sync_bfly(x, offset=step)) for x in squares]
-        turned = [(x << turn) | (x >> (Uint32(WORD) - turn)) for x in others]
-        squares = [(x & keep) | (y & take) for x, y in zip(squares, turned, strict=True)]
+        rotated = [(x << rotation) | (x >> (Uint32(WORD) - rotation)) for x in others]
+        squares = [(x & keep) | (y & take) for x, y in zip(squares, rotated, strict=True)]
     return [Int32(x) for x in squares]
 
 

@@ -25,7 +25,7 @@ from flash_mask_cute.rules.mask_rules import (
 )
 
 # rows that a mask_mod is asked about together: the places of their bits are constants
-ASKED_AT_ONCE = 4
+ROWS_PER_EVAL = 4
 
 
 class ListPosition(NamedTuple):
@@ -36,7 +36,7 @@ class ListPosition(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QueryWalks(MaskRules):
+class ForwardMask(MaskRules):
     """`MaskRules` for work tiles of tile_m query rows that visit blocks of keys.
 
     cuts_overhang: all blocks of a tile count as cut if it reaches past the last query, or before
@@ -51,7 +51,7 @@ class QueryWalks(MaskRules):
         blocks = self.num_query_blocks(starts[batch_idx + 1] - starts[batch_idx])
         if self.first_block is None:
             return blocks
-        first, end = self.args.stored.rows_of_part(batch_idx)
+        first, end = self.args.mask_bits.rows_of_query_chunk(batch_idx)
         return cutlass.min(end, blocks) - cutlass.min(first, blocks)
 
     def num_query_blocks(self, slot: Int32) -> Int32:
@@ -62,10 +62,10 @@ class QueryWalks(MaskRules):
     @property
     def first_block(self) -> Callable[[Int32], Int32] | None:
         """The first of them, of a sequence; None where it has all."""
-        stored = self.args.stored
-        if stored is None or stored.part is None:
+        mask_bits = self.args.mask_bits
+        if mask_bits is None or mask_bits.query_chunk is None:
             return None
-        return lambda batch_idx: stored.rows_of_part(batch_idx)[0]
+        return lambda batch_idx: mask_bits.rows_of_query_chunk(batch_idx)[0]
 
     @property
     def _bits_per_word(self) -> int:
@@ -126,10 +126,13 @@ class QueryWalks(MaskRules):
         """The chunk of the 32 blocks from `base` on, a lane each."""
         n_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, work.head_idx, work.block, n_block)
-        is_visible, asks_word = verdict.is_visible, Int32(ALL if const_expr(self._can_ask) else 0)
-        if const_expr(self.args.stored is not None):
-            is_visible, asks = self._look_up(work, work.block, n_block, is_visible)
-            asks_word = cute.arch.vote_ballot_sync(asks)
+        is_visible, mask_mod_word = (
+            verdict.is_visible,
+            Int32(ALL if const_expr(self._may_need_mask_mod) else 0),
+        )
+        if const_expr(self.args.mask_bits is not None):
+            is_visible, needs_mask_mod = self._look_up(work, work.block, n_block, is_visible)
+            mask_mod_word = cute.arch.vote_ballot_sync(needs_mask_mod)
         exists = n_block < cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
         if const_expr(work.first_block is not None):
             of_piece = (n_block >= work.first_block) & (n_block < work.end_block)
@@ -138,12 +141,12 @@ class QueryWalks(MaskRules):
         if const_expr(self.args.lists is not None):
             listed, full, position = self._take_listed(work, base, position)
             visible_word = visible_word & listed
-            asks_word = asks_word & (full ^ ALL)
+            mask_mod_word = mask_mod_word & (full ^ ALL)
         elif const_expr(self.args.bits is not None):
             # rows of a tile do not begin where blocks of the lists do
-            is_listed, asks = self.judge_listed(work, work.head_idx, work.block, n_block)
+            is_listed, needs_mask_mod = self.judge_listed(work, work.head_idx, work.block, n_block)
             visible_word = visible_word & cute.arch.vote_ballot_sync(is_listed)
-            asks_word = cute.arch.vote_ballot_sync(asks)
+            mask_mod_word = cute.arch.vote_ballot_sync(needs_mask_mod)
         is_band = verdict.is_band
         if const_expr(self.cuts_overhang):
             rows = work.seqlen_q * self.block_info.qhead_per_kvhead_packgqa
@@ -151,8 +154,8 @@ class QueryWalks(MaskRules):
             if const_expr(work.q_start is not None):
                 first, _ = self.block_info.query_range(work.seqlen, work.block)
                 is_band = is_band | (first + work.q_start < 0)
-        chunk = Chunk.of_votes(
-            base, work.head_idx, visible_word, is_band, verdict.is_columns, asks_word
+        chunk = Chunk.from_votes(
+            base, work.head_idx, visible_word, is_band, verdict.is_columns, mask_mod_word
         )
         if const_expr(not self.skip):
             chunk = chunk.without_skipping(exists, self.args.columns is not None)
@@ -191,11 +194,11 @@ class QueryWalks(MaskRules):
     # -- scores ---------------------------------------------------------------------------------
 
     @cute.jit
-    def paint(self, work: Work, block: Block, share: Share) -> tuple:
+    def make_bits(self, work: Work, block: Block, share: Share) -> tuple:
         """The words of a block's bits in this warp's share of a tile's rows, for `Share.store`.
 
         A lane holds a row of each group of 32, or, where a rule is about columns, one of 32 columns
-        until its bits are transposed. All words are made together: a painting warp has nothing
+        until its bits are transposed. All words are made together: a mask warp has nothing
         else to hide the latency of one behind.
         """
         words = share.fill(ALL)
@@ -207,9 +210,9 @@ class QueryWalks(MaskRules):
                     words = self._column_words(work, block.index, share)
             if block.is_band:
                 words = both(words, self._band_words(work, block.index, share))
-            if const_expr(self._can_ask):  # noqa: SIM102 (decided while tracing)
-                if block.asks:
-                    words = both(words, self.asked_words(work, block.index, share))
+            if const_expr(self._may_need_mask_mod):  # noqa: SIM102 (decided while tracing)
+                if block.needs_mask_mod:
+                    words = both(words, self.mask_mod_words(work, block.index, share))
         return words
 
     @cute.jit
@@ -259,31 +262,33 @@ class QueryWalks(MaskRules):
             first_row = share.line(work, group) - lane
             by_column = []
             for values in columns:
-                rows = self.intervals.seen_rows([value - first_row for value in values])
+                rows = self.intervals.visible_rows([value - first_row for value in values])
                 by_column.append(bit_tile.bits_of(*rows))
             words += bit_tile.transpose_if_mixed(tuple(by_column), lane)
         return words
 
     @cute.jit
-    def asked_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
+    def mask_mod_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
         """Bits that mask_mod, and logical blocks smaller than a tile, leave to each row."""
         words = share.fill(ALL)
-        if const_expr(self.args.stored is not None):
-            words = share.load(self.args.stored.tile(work.batch_idx, work.block, n_block))
+        if const_expr(self.args.mask_bits is not None):
+            words = share.load(self.args.mask_bits.tile(work.batch_idx, work.block, n_block))
         if const_expr(self.mask_mod is not None):
             # A lane asks about one column at a time, row after row: what the callable loads for a
             # key is the same for all rows, so the compiler loads it once.
             words = share.fill(0)
-            for step in cutlass.range(WORD // ASKED_AT_ONCE, unroll=1):
-                words = self._ask(work, n_block, share, step * ASKED_AT_ONCE, words)
+            for step in cutlass.range(WORD // ROWS_PER_EVAL, unroll=1):
+                words = self._eval_step(work, n_block, share, step * ROWS_PER_EVAL, words)
             words = tuple(bit_tile.transpose(words, cute.arch.lane_idx()))
         if const_expr(self.args.bits is not None):
             words = self._within_logical_blocks(work, n_block, share, words)
         return words
 
-    def _ask(self, work: Work, n_block: Int32, share: Share, first: Int32, words: tuple) -> tuple:
+    def _eval_step(
+        self, work: Work, n_block: Int32, share: Share, first: Int32, words: tuple
+    ) -> tuple:
         """Ask mask_mod about some rows of each group from `first` on, and this lane's columns."""
-        asked: list[Any] = []
+        updated: list[Any] = []
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
         first_k_idx = n_block * self.block_info.tile_n
@@ -292,13 +297,13 @@ class QueryWalks(MaskRules):
             for w in range(self.columns.num_words):
                 k_idx = first_k_idx + self.columns.col_of(w, lane)
                 bits = Int32(0)
-                for i in range(ASKED_AT_ONCE):
+                for i in range(ROWS_PER_EVAL):
                     row = first_row + i
                     head_idx = head_of_row(work, row, heads, self.group_size)
-                    visible = self._ask_mod(work, head_idx, self._query(row), k_idx)
+                    visible = self._eval_mask_mod(work, head_idx, self._query(row), k_idx)
                     bits = bit_tile.set_if(visible, bits, i)
-                asked.append(bit_tile.push(words[len(asked)], bits, ASKED_AT_ONCE))
-        return tuple(asked)
+                updated.append(bit_tile.push(words[len(updated)], bits, ROWS_PER_EVAL))
+        return tuple(updated)
 
     @cute.jit
     def _within_logical_blocks(

@@ -73,7 +73,7 @@ class Intervals:
             for start, end in self._edges()
         )
 
-    def seen_rows(
+    def visible_rows(
         self, c: Sequence[IntLike], lo: IntLike | None = None, hi: IntLike | None = None
     ) -> tuple[tuple[IntLike | None, IntLike | None], ...]:
         """Which rows of [lo, hi), None being open, see a key with the values `c`.

@@ -2,8 +2,8 @@
 
 A score counts when everything that was given lets it: the lengths, causal and window (`Band`),
 column intervals, block lists, mask_mod. `MaskRules` states this for single scores and for tiles.
-Kernels read the rule in two directions: a block of queries walks over keys (`query_walks`) in the
-forward, a block of keys over queries (`key_walks`) in the backward. Each direction plans walks and
+Kernels read the rule in two directions: a block of queries walks over keys (`forward_mask`) in the
+forward, a block of keys over queries (`backward_mask`) in the backward. Each direction plans walks and
 paints the blocks that something cuts into bit tiles. All of it is run by warps that compute no
 scores, for any architecture.
 """
@@ -18,7 +18,7 @@ from cutlass import Boolean, Int32, Uint32, const_expr
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE, seen_by_warp
+from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE, state_of_warp
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import call_mask_mod
 from flash_mask_cute.rules.bit_tile import ALL, WORD, Columns
@@ -60,14 +60,14 @@ class BitArgs(NamedTuple):
     block_k: Int32
 
 
-class StoredArgs(NamedTuple):
+class MaskBitsArgs(NamedTuple):
     """What a mask_mod and block lists say, asked before (`mask_bits_kernel.py`).
 
     states: of each tile what was seen (`core/tile_state.py`), int32 (batch | 1, m_blocks,
     n_blocks); tiles: of those that are cut the bits, int32 (batch | 1, m_blocks, n_blocks, lines,
     words).
     places: where sequences differ in length, int32 (sequences, 2), the number of the first tile of
-    each and how many it has in a row; tiles and states are then (1, 1, tiles, ...). part: what a
+    each and how many it has in a row; tiles and states are then (1, 1, tiles, ...). query_chunk: what a
     launch has of that, None if all: the blocks of queries from the first one on, and how many; with
     places the blocks whose first tile has a number from the first one on, and how many numbers.
     The tensors begin there.
@@ -76,21 +76,21 @@ class StoredArgs(NamedTuple):
     tiles: cute.Tensor
     states: cute.Tensor
     places: cute.Tensor | None = None
-    part: tuple[Int32, Int32] | None = None
+    query_chunk: tuple[Int32, Int32] | None = None
 
-    def of_part(self, first: Int32, count: Int32) -> "StoredArgs":
+    def with_query_chunk(self, first: Int32, count: Int32) -> "MaskBitsArgs":
         if self.places is not None:
-            return self._replace(part=(first, count))
+            return self._replace(query_chunk=(first, count))
         tiles, states = (
             cute.domain_offset((0, -first, *(0 for _ in x.shape[2:])), x)
             for x in (self.tiles, self.states)
         )
-        return StoredArgs(tiles, states, part=(first, count))
+        return MaskBitsArgs(tiles, states, query_chunk=(first, count))
 
-    def rows_of_part(self, sequence: Int32) -> tuple[Int32, Int32]:
+    def rows_of_query_chunk(self, sequence: Int32) -> tuple[Int32, Int32]:
         """The blocks of queries of a sequence that a launch has: the first one and one past the
         last one, which may lie behind the sequence."""
-        first, count = self.part
+        first, count = self.query_chunk
         begin, in_row = self.places[sequence, 0], cutlass.max(self.places[sequence, 1], 1)
         ends = (cutlass.max(x - begin, 0) for x in (first, first + count))
         return tuple(cute.ceil_div(x, in_row) for x in ends)
@@ -109,8 +109,8 @@ class StoredArgs(NamedTuple):
             return cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1), m_block, n_block
         first, in_row = self.places[batch_idx, 0], self.places[batch_idx, 1]
         number = first + m_block * in_row + n_block
-        if self.part is not None:
-            number -= self.part[0]
+        if self.query_chunk is not None:
+            number -= self.query_chunk[0]
         # a sequence may be longer than it was said to be
         return 0, 0, cutlass.min(number, cute.size(self.states, mode=[2]) - 1)
 
@@ -139,7 +139,7 @@ def check_given(name: str, given: Any, is_wanted: bool) -> None:
 class MaskArgs(NamedTuple):
     """What the masks of a launch are made of; anything may be absent.
 
-    stored: in place of block lists and a mask_mod.
+    mask_bits: in place of block lists and a mask_mod.
     """
 
     window_left: Int32 | None
@@ -148,7 +148,7 @@ class MaskArgs(NamedTuple):
     lists: ListArgs | None
     bits: BitArgs | None
     aux_tensors: Any
-    stored: StoredArgs | None = None
+    mask_bits: MaskBitsArgs | None = None
 
     @staticmethod
     def create(
@@ -160,7 +160,7 @@ class MaskArgs(NamedTuple):
         block_size: tuple,
         block_bits: tuple | None,
         aux_tensors: Any,
-        stored: StoredArgs | None = None,
+        mask_bits: MaskBitsArgs | None = None,
     ) -> "MaskArgs":
         """From the arguments of a launch; num_heads: of its walks, block_size: of the lists.
 
@@ -170,7 +170,7 @@ class MaskArgs(NamedTuple):
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
         if any(x is not None for x in (kernel.mask_mod, block_lists, block_bits)):
-            check_given("stored_bits", stored, False)
+            check_given("mask_bit_tensors", mask_bits, False)
         columns, lists, bits = None, None, None
         if column_tensors is not None:
             indices, bounds = column_tensors
@@ -179,11 +179,11 @@ class MaskArgs(NamedTuple):
             lists = ListArgs(*block_lists, *(Int32(size) for size in block_size))
         if block_bits is not None:
             bits = BitArgs(*block_bits)
-        return MaskArgs(*window, columns, lists, bits, aux_tensors, stored)
+        return MaskArgs(*window, columns, lists, bits, aux_tensors, mask_bits)
 
     def may_shorten(self, kernel: "MaskedKernel") -> bool:
         """Whether intervals, lists or a callable may leave little of a walk."""
-        shorteners = (self.columns, self.bits, self.stored, kernel.mask_mod)
+        shorteners = (self.columns, self.bits, self.mask_bits, kernel.mask_mod)
         return any(x is not None for x in shorteners)
 
 
@@ -220,7 +220,7 @@ class MaskRules:
     group_size: cutlass.Constexpr[int]
 
     @classmethod
-    def of_kernel(
+    def from_kernel(
         cls,
         kernel: MaskedKernel,
         columns: Columns,
@@ -252,18 +252,18 @@ class MaskRules:
             *more,
         )
 
-    def of_rows(self, tile_m: int):
+    def with_tile_m(self, tile_m: int):
         """The same rules for tiles of so many query rows."""
         return replace(self, block_info=replace(self.block_info, tile_m=tile_m))
 
-    def of_keys(self, tile_n: int):
+    def with_tile_n(self, tile_n: int):
         """The same rules for tiles of so many keys."""
         return replace(self, block_info=replace(self.block_info, tile_n=tile_n))
 
     @property
-    def _can_ask(self) -> bool:
+    def _may_need_mask_mod(self) -> bool:
         args = self.args
-        return self.mask_mod is not None or args.bits is not None or args.stored is not None
+        return self.mask_mod is not None or args.bits is not None or args.mask_bits is not None
 
     @cute.jit
     def _judge(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> TileVerdict:
@@ -287,7 +287,7 @@ class MaskRules:
         self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32
     ) -> tuple[Boolean, Boolean]:
         """Whether a tile touches a listed logical block, and whether it has to be asked about."""
-        is_listed, asks = Boolean(True), Boolean(const_expr(self._can_ask))
+        is_listed, needs_mask_mod = Boolean(True), Boolean(const_expr(self._may_need_mask_mod))
         if const_expr(self.args.bits is not None):
             args, info = self.args.bits, self.block_info
             offset_q, offset_k = self._listed_offsets(work)
@@ -308,31 +308,31 @@ class MaskRules:
                     all_full = all_full & block_is_full
                     kb += 1
                 qb += 1
-            is_listed, asks = any_listed != 0, all_full == 0
-        return is_listed, asks
+            is_listed, needs_mask_mod = any_listed != 0, all_full == 0
+        return is_listed, needs_mask_mod
 
     @cute.jit
     def _look_up(
         self, work: Work, m_block: Int32, n_block: Int32, is_visible: Boolean
     ) -> tuple[Boolean, Boolean]:
         """What was stored about a tile that is visible otherwise: whether it is, and is cut."""
-        seen = Int32(0)
+        state = Int32(0)
         if is_visible:
-            for i in cutlass.range_constexpr(self._stored_per_tile):
-                at = n_block * self._stored_per_tile + i
-                at = cutlass.min(at, cute.size(self.args.stored.states, mode=[2]) - 1)
-                seen = seen | self.args.stored.state(work.batch_idx, m_block, at)
-        return (seen & VISIBLE) != 0, (seen & HIDDEN) != 0
+            for i in cutlass.range_constexpr(self._bit_tiles_per_tile):
+                at = n_block * self._bit_tiles_per_tile + i
+                at = cutlass.min(at, cute.size(self.args.mask_bits.states, mode=[2]) - 1)
+                state = state | self.args.mask_bits.state(work.batch_idx, m_block, at)
+        return (state & VISIBLE) != 0, (state & HIDDEN) != 0
 
     @cute.jit
-    def seen(self, words: tuple) -> Int32:
+    def state_of_words(self, words: tuple) -> Int32:
         """What is seen in a warp's words of a tile, VISIBLE and HIDDEN."""
         is_any_visible, is_any_hidden = Boolean(False), Boolean(False)
         for word in words:
             used = word & self.used_bits
             is_any_visible = is_any_visible | (used != 0)
             is_any_hidden = is_any_hidden | (used != self.used_bits)
-        return seen_by_warp(is_any_visible, is_any_hidden)
+        return state_of_warp(is_any_visible, is_any_hidden)
 
     @property
     def used_bits(self) -> int:
@@ -349,7 +349,7 @@ class MaskRules:
         raise NotImplementedError
 
     @property
-    def _stored_per_tile(self) -> int:
+    def _bit_tiles_per_tile(self) -> int:
         """Tiles side by side that were stored for each one of these."""
         return 1
 
@@ -388,7 +388,7 @@ class MaskRules:
         mask_head = Int32(Uint32(head_idx) // Uint32(args.heads_per_mask_head))
         return batch_idx, mask_head, k_start
 
-    def _ask_mod(self, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32) -> Boolean:
+    def _eval_mask_mod(self, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32) -> Boolean:
         """mask_mod's answer. Positions past the ends are hidden by others, but it may index tensors
         with them."""
         offset_q, offset_k = (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
@@ -421,28 +421,28 @@ class MaskRules:
 
 @dataclass(frozen=True)
 class Share:
-    """The lines of a work tile that one of several painting warps looks after, and their words.
+    """The lines of a work tile that one of several mask warps looks after, and their words.
 
     A line of a bit tile is a query row in the forward, a key in the backward. num_groups: groups of
     32 neighbouring lines, one for each lane; their words follow each other, group by group.
     """
 
-    painter: Int32
+    mask_warp: Int32
     tile_lines: cutlass.Constexpr[int]
     num_groups: cutlass.Constexpr[int]
     num_words: cutlass.Constexpr[int]
 
     @staticmethod
-    def create(painter: Int32, num_painters: int, tile_lines: int, columns: Columns) -> "Share":
-        num_groups = tile_lines // WORD // num_painters
-        return Share(painter, tile_lines, num_groups, columns.num_words)
+    def create(mask_warp: Int32, num_mask_warps: int, tile_lines: int, columns: Columns) -> "Share":
+        num_groups = tile_lines // WORD // num_mask_warps
+        return Share(mask_warp, tile_lines, num_groups, columns.num_words)
 
     def fill(self, word: int) -> tuple:
         return tuple(Int32(word) for _ in range(self.num_groups * self.num_words))
 
     def tile_line(self, group: int) -> Int32:
         """This lane's line of a group, counted in the tile."""
-        return (self.painter * self.num_groups + group) * WORD + cute.arch.lane_idx()
+        return (self.mask_warp * self.num_groups + group) * WORD + cute.arch.lane_idx()
 
     def line(self, work: Work, group: int) -> Int32:
         """This lane's line of a group, counted in the sequence."""
@@ -456,8 +456,10 @@ class Share:
                 tile[w, self.tile_line(group)] = words[group * num_words + w]
 
     @cute.jit
-    def store_seen(self, seen: cute.Tensor, words: tuple, mask: cutlass.Constexpr[int]) -> None:
-        """Write into seen, int32, the bits that some word of each group of lines has set, of those
+    def store_any_bits(
+        self, any_bits: cute.Tensor, words: tuple, mask: cutlass.Constexpr[int]
+    ) -> None:
+        """Write into any_bits, int32, the bits that some word of each group of lines has set, of those
         of the mask."""
         for group in cutlass.range_constexpr(self.num_groups):
             word = words[group * self.num_words]
@@ -465,7 +467,7 @@ class Share:
                 word = word | words[group * self.num_words + w]
             word = Int32(cute.arch.warp_redux_sync(word & mask, "or"))
             if cute.arch.lane_idx() == 0:
-                seen[self.painter * self.num_groups + group] = word
+                any_bits[self.mask_warp * self.num_groups + group] = word
 
     def load(self, tile: cute.Tensor) -> tuple:
         """The words that `store` wrote."""

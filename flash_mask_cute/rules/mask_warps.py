@@ -11,15 +11,15 @@ from flash_mask_cute.core.lengths import Lengths, describe
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Block, WalkRing
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
-from flash_mask_cute.rules.backward_mask import KeyWalks
-from flash_mask_cute.rules.forward_mask import QueryWalks
+from flash_mask_cute.rules.backward_mask import BackwardMask
+from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.mask_rules import Share
 
 
 @cute.jit
 def plan_walks(
     scheduler: TileScheduler,
-    rules: QueryWalks | KeyWalks,
+    rules: ForwardMask | BackwardMask,
     lengths: Lengths,
     ring: WorkRing,
     walk: WalkRing,
@@ -32,7 +32,7 @@ def plan_walks(
     work tiles are computed as a whole. claims_late: a work tile is claimed when the one before is
     nearly through, not as soon as the ring has room for it.
     """
-    is_by_keys = isinstance(rules, KeyWalks)
+    is_by_keys = isinstance(rules, BackwardMask)
     blocks_of = partial(rules.num_blocks, lengths), rules.first_block
     tiles, chunks = Int32(0), Int32(0)
     tile, search = scheduler.locate(scheduler.start(), *blocks_of)
@@ -53,43 +53,43 @@ def plan_walks(
 
 
 @cute.jit
-def paint_walks(
-    rules: QueryWalks | KeyWalks,
+def make_mask_bits(
+    rules: ForwardMask | BackwardMask,
     share: Share,
     bit_tile: cute.Tensor,
     bits: Channel,
     ring: WorkRing,
     walk: WalkRing,
-    seen: cute.Tensor | None = None,
+    any_bits: cute.Tensor | None = None,
 ) -> None:
-    """One of the painting warps: its share of the bits of every block that something cuts.
+    """One of the mask warps: its share of the bits of every block that something cuts.
 
-    seen: int32, a word for 32 lines: the bits that some word of theirs has set.
+    any_bits: int32, a word for 32 lines: the bits that some word of theirs has set.
     """
     # work tiles, chunks and cut blocks so far
     tile, chunk, cuts = Int32(0), Int32(0), Int32(0)
     while ring.wait(tile):
-        step = partial(_paint_block, rules, share, bit_tile, bits, seen, ring.read(tile))
+        step = partial(_make_block_bits, rules, share, bit_tile, bits, any_bits, ring.read(tile))
         chunk, cuts = walk.visit(chunk, cuts, step, only_cut=True)
         ring.release(tile)
         tile += 1
 
 
 @cute.jit
-def _paint_block(
-    rules: QueryWalks | KeyWalks,
+def _make_block_bits(
+    rules: ForwardMask | BackwardMask,
     share: Share,
     bit_tile: cute.Tensor,
     bits: Channel,
-    seen: cute.Tensor | None,
+    any_bits: cute.Tensor | None,
     work: Work,
     cuts: Int32,
     block: Block,
 ) -> Int32:
-    words = rules.paint(work, block, share)
+    words = rules.make_bits(work, block, share)
     bits.acquire(cuts)
     share.store(bit_tile, words)
-    if const_expr(seen is not None):
-        share.store_seen(seen, words, rules.used_bits)
+    if const_expr(any_bits is not None):
+        share.store_any_bits(any_bits, words, rules.used_bits)
     bits.publish(cuts)
     return cuts + 1

@@ -25,7 +25,7 @@ from flash_mask_cute.core.tile_scheduler import WorkTile
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
-from flash_mask_cute.rules.forward_mask import QueryWalks
+from flash_mask_cute.rules.forward_mask import ForwardMask
 
 # of a share at least
 LEAST_PLACES = 2
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 class KeyBlockLine:
     """The line of all key blocks of a launch. heads: work tiles of a block of queries."""
 
-    rules: QueryWalks
+    rules: ForwardMask
     lengths: Lengths
     num_heads: Int32
     num_batch: Int32

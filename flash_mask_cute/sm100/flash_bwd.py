@@ -13,7 +13,7 @@ group's heads pass by in blocks of 128. With P = exp(S - LSE) and dP = dO V^T,
 | 1 of warpgroup 3      | mma     | issue all products                                         |
 | 2 of warpgroup 3      | plan    | choose work tiles and the query blocks they visit          |
 | 3 of warpgroup 3      | send    | add dQ to the others' sums in memory                       |
-| warpgroup 4           | paint   | bits of the scores that count, for blocks that a mask cuts |
+| warpgroup 4           | mask    | bits of the scores that count, for blocks that a mask cuts |
 
 Channels (full/empty mbarrier pairs):
 
@@ -27,7 +27,7 @@ Channels (full/empty mbarrier pairs):
     mma  ----dq----> reduce           dQ of a block; released when it is in registers
     mma  ----sums--> compute          dV and dK of a work tile
     reduce --out---> send             a part of a block's dQ, in shared memory
-    paint ---bits--> compute          the bits of a query block that is cut
+    mask ----bits--> compute          the bits of a query block that is cut
 
 S^T and dP^T have keys in lanes, so a compute thread has a key. P^T and dS^T take the place of S and
 dP in TMEM, from where dV and dK have them as operands; dS also goes to shared memory for dQ.
@@ -56,10 +56,10 @@ from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.walk_ring import CHUNK, Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
-from flash_mask_cute.rules.backward_mask import KeyWalks
+from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
-from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
+from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
@@ -68,8 +68,8 @@ from flash_mask_cute.sm100.flash_bwd_plan import (
     COMPUTE_WARPS,
     ELEMENTS,
     HALVES,
-    NUM_PAINTERS,
-    PAINTER_REGISTERS,
+    MASK_REGISTERS,
+    NUM_MASK_WARPS,
     QUERIES,
     REDUCE_REGISTERS,
     STORE_PLACES,
@@ -200,7 +200,7 @@ class FlashAttentionBackwardSm100:
         mdO: cute.Tensor,
         mStats: cute.Tensor,
         mdQaccum: cute.Tensor,
-        mTurns: cute.Tensor | None,
+        mSemaphores: cute.Tensor | None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         softmax_scale: Float32,
@@ -217,16 +217,18 @@ class FlashAttentionBackwardSm100:
         column_tensors=None,
         block_bits=None,
         aux_grads=None,
-        stored_bits: tuple | None = None,
+        mask_bit_tensors: tuple | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionBackwardSm90`.
 
         The sums in mdQaccum are in the order of lanes (`BwdPostprocess`).
         """
-        if const_expr(stored_bits is not None):
-            raise NotImplementedError("FlashAttentionBackwardSm100 does not support stored_bits")
-        check_given("mTurns", mTurns, not self.clears_dq)
+        if const_expr(mask_bit_tensors is not None):
+            raise NotImplementedError(
+                "FlashAttentionBackwardSm100 does not support mask_bit_tensors"
+            )
+        check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         plan = self.plan
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
@@ -237,13 +239,13 @@ class FlashAttentionBackwardSm100:
         )
         is_short = self.is_local or masks.may_shorten(self)
         schedule = KeySchedule.create(
-            lengths, mQ, mK, (plan.tile_m, plan.walk_n), self.num_sms,
+            lengths, mQ, mK, (plan.tile_m, plan.cluster_tile_n), self.num_sms,
             is_short if self.deterministic else None,
         )  # fmt: skip
         self.kernel(
             operands,
             self._gradients(mdK, mdV, mCuSeqlensK is not None),
-            Scratch(mStats, mdQaccum, mTurns),
+            Scratch(mStats, mdQaccum, mSemaphores),
             lengths,
             softmax_scale,
             ScoreScales.create(softmax_scale, softcap, self.score_mod is not None),
@@ -290,10 +292,10 @@ class FlashAttentionBackwardSm100:
             for atom in (*operands[:8:2], *gradients[::2]):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
-        turns = None
+        predecessors = None
         if const_expr(self.deterministic):
-            turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = plan.channels(storage, turns, lengths.work_fields)
+            predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
+        channels = plan.channels(storage, predecessors, lengths.work_fields)
         if warp_idx == Role.MMA:
             plan.group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()
@@ -307,7 +309,7 @@ class FlashAttentionBackwardSm100:
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(REDUCE_REGISTERS)
             self.reduce(tiles, channels)
-        elif warp_idx < Role.PAINT:
+        elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
                 queries = QueryLoads(plan, operands, tiles, channels, scratch.stats, lengths)
@@ -323,7 +325,7 @@ class FlashAttentionBackwardSm100:
                     self.deterministic,
                     lengths.cu_seqlens_k is not None,
                 )
-                rules = KeyWalks.of_launch(self, umma.COLUMNS, masks, lengths, group)
+                rules = BackwardMask.create(self, umma.COLUMNS, masks, lengths, group)
                 plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
             else:
                 sizes = tuple(plan.size_dq(width) for width in plan.parts_dq)
@@ -331,11 +333,11 @@ class FlashAttentionBackwardSm100:
                 more = tiles.dq.iterator, channels.out, scratch, lengths
                 SumsOut(plan, channels, DqSums(sizes, *scheme, *more)).run()
         else:
-            cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
-            painter = warp_idx - Role.PAINT
-            share = Share.create(painter, NUM_PAINTERS, plan.tile_n, umma.COLUMNS)
-            rules = KeyWalks.of_launch(self, umma.COLUMNS, masks, lengths, group)
-            paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+            cute.arch.setmaxregister_decrease(MASK_REGISTERS)
+            mask_warp = warp_idx - Role.MASK
+            share = Share.create(mask_warp, NUM_MASK_WARPS, plan.tile_n, umma.COLUMNS)
+            rules = BackwardMask.create(self, umma.COLUMNS, masks, lengths, group)
+            make_mask_bits(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
 
         plan.group.sync()
         if warp_idx == Role.MMA:

@@ -101,7 +101,7 @@ class SumsOut:
             if const_expr(self.sums.deterministic):
                 # now, for others wait for it
                 cute.arch.cp_async_bulk_wait_group(0)
-                self.sums.pass_turn(work.block + 1, state.last)
+                self.sums.release(work.block + 1, state.last)
                 state = Sent(state.number, Summed.nothing())
             channels.ring.release(tile)
             tile += 1
@@ -117,7 +117,7 @@ class SumsOut:
             row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))
         # who comes first to a row block keeps others waiting from then on
         self.channels.out.wait(number * len(self.plan.parts_dq))
-        summed = sums.with_turn(Summed(block.head_idx, row_block, block.turn))
+        summed = sums.with_predecessor(Summed(block.head_idx, row_block, block.predecessor))
         sums.send(work.block + 1, number, state.last, summed)
         sums.free_staging(number, summed)
         return Sent(number + 1, summed)

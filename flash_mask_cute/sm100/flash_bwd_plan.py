@@ -41,7 +41,7 @@ TILE_DIMS = (64, 96, 128)
 NUM_WARPGROUPS = 5
 COMPUTE_REGISTERS = 176
 REDUCE_REGISTERS = 48
-PAINTER_REGISTERS = 48
+MASK_REGISTERS = 48
 # warpgroups that share the queries of a block
 HALVES = 2
 QUERIES = TILE_M // HALVES
@@ -61,12 +61,12 @@ class Role(IntEnum):
     MMA = 13
     PLAN = 14
     SEND = 15
-    PAINT = 16
+    MASK = 16
 
 
 COMPUTE_WARPS = Role.REDUCE - Role.COMPUTE
 REDUCE_WARPS = Role.LOAD - Role.REDUCE
-NUM_PAINTERS = 4
+NUM_MASK_WARPS = 4
 
 
 class Channels(NamedTuple):
@@ -153,7 +153,7 @@ class BwdPlan:
 
     # heads of a group pass by one after the other
     packed_heads = group_size = 1
-    tile_n = walk_n = TILE_N
+    tile_n = cluster_tile_n = TILE_N
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 
     @property
@@ -171,7 +171,7 @@ class BwdPlan:
     @property
     def helper_registers(self) -> int:
         """Registers of a thread that loads, multiplies, plans or sends."""
-        taken = HALVES * COMPUTE_REGISTERS + REDUCE_REGISTERS + PAINTER_REGISTERS
+        taken = HALVES * COMPUTE_REGISTERS + REDUCE_REGISTERS + MASK_REGISTERS
         return registers_left(NUM_WARPGROUPS, taken)
 
     # -- TMEM -----------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class BwdPlan:
             bits: words(COLUMNS.num_words * self.tile_n)
             ring: words(WORDS * RING_STAGES)
             walk: words(WORDS * WALK_STAGES)
-            turns: words(CHUNK * WALK_STAGES)
+            predecessors: words(CHUNK * WALK_STAGES)
             q_barriers: barriers(self.stages_q)
             do_barriers: barriers(self.stages_do)
             s_barriers: barriers(1)
@@ -380,14 +380,20 @@ class BwdPlan:
         return Storage
 
     def channels(
-        self, storage: Any, turns: cute.Tensor | None, fields: tuple[str, ...]
+        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
     ) -> Channels:
-        """The channels of a CTA, initialised by its first warp; turns: see `WalkRing`, fields: see
+        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`, fields: see
         `WorkRing`."""
         # load, mma and send, and those of many warps
-        num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_PAINTERS
+        num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_MASK_WARPS
         ring, walk = planning_rings(
-            storage, num_walkers, 0, ascending=True, uncut_first=False, turns=turns, fields=fields
+            storage,
+            num_walkers,
+            0,
+            ascending=True,
+            uncut_first=False,
+            predecessors=predecessors,
+            fields=fields,
         )
 
         def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:
@@ -402,7 +408,7 @@ class BwdPlan:
             dq=channel(storage.dq_barriers, 1, REDUCE_WARPS),
             sums=channel(storage.sums_barriers, 1, COMPUTE_WARPS),
             out=channel(storage.out_barriers, REDUCE_WARPS, 1),
-            bits=channel(storage.bits_barriers, NUM_PAINTERS, COMPUTE_WARPS),
+            bits=channel(storage.bits_barriers, NUM_MASK_WARPS, COMPUTE_WARPS),
             ring=ring,
             walk=walk,
         )

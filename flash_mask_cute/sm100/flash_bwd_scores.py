@@ -52,7 +52,7 @@ class BlockScores:
         cuts = state.cuts
         compute = partial(self._compute, tile, state.number, block)
         self.channels.q.wait(state.number)
-        if block.kind == Kind.CUT:
+        if block.kind == Kind.PARTIAL:
             self.channels.bits.wait(cuts)
             key = thread_in_warpgroup()
             words = tuple(self.tiles.bits[self.half * HALVES + w, key] for w in range(HALVES))

@@ -10,20 +10,20 @@ that take turns on the tensor cores. Its roles:
 | 0 of warpgroup 3  | load    | TMA of Q, K, V                                               |
 | 1 of warpgroup 3  | mma     | issue S = Q K^T and O += P V                                 |
 | 2 of warpgroup 3  | plan    | choose work tiles and the key blocks they visit              |
-| warpgroup 4       | paint   | bits of the scores that count, for blocks that a mask cuts   |
+| warpgroup 4       | mask    | bits of the scores that count, for blocks that a mask cuts   |
 
 Channels (full/empty mbarrier pairs). Halves are fills of their own: half h of tile t is number
 2 t + h, and of key block j number 2 j + h.
 
     plan ----ring--> all                            coordinates and lengths of the next work tile
-    plan ----walk--> load, mma, softmax, paint      the key blocks it visits, up to 32 an entry
+    plan ----walk--> load, mma, softmax, mask       the key blocks it visits, up to 32 an entry
     load ----q-----> mma                            128 query rows
     load ----k-----> mma                            one key block
     load ----v-----> mma                            one value block
     mma  ----s-----> softmax                        scores; released when probabilities replace them
     mma  ----o-----> output                         the sums of P V of a tile
     softmax --sums-> output                         maximum and sum of each row of a tile
-    paint ---bits--> softmax                        the bits of a key block that is cut
+    mask ----bits--> softmax                        the bits of a key block that is cut
 
 Products complete in the order of their issue, which is, for each half in turn, P V of a block and
 S of the next: S takes the place of the P that was read before it, and when S is there, so is P V.
@@ -64,19 +64,19 @@ from flash_mask_cute.core.work_ring import PIECE_FIELDS
 from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mods.calling import RowPlace, ScoreModTraits, inside, modify_row
 from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.rules.forward_mask import QueryWalks
+from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
-from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
+from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
 from flash_mask_cute.rules.share_walks import KeyBlockLine, plan_shares
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.exponentials import WholeRows
 from flash_mask_cute.sm100.flash_fwd_output import OutputWarps
 from flash_mask_cute.sm100.flash_fwd_plan import (
     HALVES,
-    NUM_PAINTERS,
+    MASK_REGISTERS,
+    NUM_MASK_WARPS,
     OUTPUT_REGISTERS,
-    PAINTER_REGISTERS,
     SOFTMAX_REGISTERS,
     SOFTMAX_WARPS,
     Channels,
@@ -221,14 +221,14 @@ class FlashAttentionForwardSm100:
         column_tensors=None,
         block_size=None,
         block_bits=None,
-        stored_bits=None,
-        part=None,
+        mask_bit_tensors=None,
+        query_chunk=None,
         mLSELow: cute.Tensor | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
         mPartials: tuple | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
-        for name, given in (("stored_bits", stored_bits), ("part", part)):
+        for name, given in (("mask_bit_tensors", mask_bit_tensors), ("query_chunk", query_chunk)):
             if const_expr(given is not None):
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         if const_expr(self.score_mod is None):
@@ -246,7 +246,7 @@ class FlashAttentionForwardSm100:
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.walk_m, plan.packed_heads,
+            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m, plan.packed_heads,
             plan.group_size, group_bytes, self.num_sms // group.size,
             num_splits=None if const_expr(partials is None) else partials.num_splits,
         )  # fmt: skip
@@ -260,7 +260,7 @@ class FlashAttentionForwardSm100:
             column_tensors,
             schedule.num_heads,
             blocksparse_tensors,
-            (plan.walk_m, plan.tile_n) if const_expr(block_size is None) else block_size,
+            (plan.cluster_tile_m, plan.tile_n) if const_expr(block_size is None) else block_size,
             block_bits,
             aux_tensors,
         )
@@ -326,7 +326,7 @@ class FlashAttentionForwardSm100:
                 plan, operands, tiles, channels, lse, lengths, score_args.sink,
                 self._rows(score_args.scales), partials, mO,
             ).run()  # fmt: skip
-        elif warp_idx < Role.PAINT:
+        elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
                 loads = OperandLoads(
@@ -347,11 +347,11 @@ class FlashAttentionForwardSm100:
             elif warp_idx == Role.PLAN:
                 self.plan_work(channels, lengths, masks, schedule, tile_counter, partials)
         else:
-            cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
-            painter = warp_idx - Role.PAINT
-            share = Share.create(painter, NUM_PAINTERS, plan.tile_m, umma.COLUMNS)
-            rules = QueryWalks.of_kernel(self, umma.COLUMNS, masks, lengths)
-            paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+            cute.arch.setmaxregister_decrease(MASK_REGISTERS)
+            mask_warp = warp_idx - Role.MASK
+            share = Share.create(mask_warp, NUM_MASK_WARPS, plan.tile_m, umma.COLUMNS)
+            rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
+            make_mask_bits(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
 
         group.sync()
         if warp_idx == Role.MMA:
@@ -368,8 +368,8 @@ class FlashAttentionForwardSm100:
     ):
         """Planning warp: choose work tiles, or pieces of them, and their walks."""
         params, ring, walk = schedule.params, channels.ring, channels.walk
-        rules = QueryWalks.of_kernel(self, umma.COLUMNS, masks, lengths)
-        rules = rules.of_rows(self.plan.walk_m)
+        rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
+        rules = rules.with_tile_m(self.plan.cluster_tile_m)
         if const_expr(self.split == BY_SLOTS):
             line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
             plan_shares(line, ring, walk, partials.merges)
@@ -497,7 +497,7 @@ class FlashAttentionForwardSm100:
         number = HALVES * state.blocks + half
         modify = partial(self._modify, scales, aux_tensors, channels.ring, half, tile, block)
         cuts = state.cuts
-        if block.kind == Kind.CUT:
+        if block.kind == Kind.PARTIAL:
             words = self._take_bits(tiles.bits, channels.bits, half, cuts)
             prepare = partial(self._prepare, modify, words)
             self._replace_scores(channels.s, prepare, rows, half, number, state.is_first)
@@ -559,7 +559,7 @@ class FlashAttentionForwardSm100:
         is_last = is_first
         if const_expr(rows.takes_any_size):
             # sums do not tell what is far below 0 from nothing, and of a far maximum nothing at all
-            is_old = is_first | rows.unseen()[0] | rows.far()[0]
+            is_old = is_first | rows.is_empty()[0] | rows.far()[0]
             renews = softmax_math.any_in_warp((is_old,))
         while is_done == Boolean(False):
             if renews:

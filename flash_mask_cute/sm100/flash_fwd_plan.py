@@ -42,7 +42,7 @@ ROWS_PER_WARP = 32
 NUM_WARPGROUPS = 5
 SOFTMAX_REGISTERS = 168
 OUTPUT_REGISTERS = 64
-PAINTER_REGISTERS = 48
+MASK_REGISTERS = 48
 # bytes of shared memory kept for barriers, rings and the sums of rows
 SMEM_BOOKKEEPING = 3072
 
@@ -55,12 +55,12 @@ class Role(IntEnum):
     LOAD = 12
     MMA = 13
     PLAN = 14
-    PAINT = 16
+    MASK = 16
 
 
 SOFTMAX_WARPS = Role.OUTPUT - Role.SOFTMAX
 OUTPUT_WARPS = Role.LOAD - Role.OUTPUT
-NUM_PAINTERS = 4
+NUM_MASK_WARPS = 4
 
 
 class Channels(NamedTuple):
@@ -160,7 +160,7 @@ class FwdPlan:
         return umma.Group(2 if self.cta_pair else 1)
 
     @property
-    def walk_m(self) -> int:
+    def cluster_tile_m(self) -> int:
         """Query rows that walk over keys together."""
         return self.tile_m * self.group.size
 
@@ -187,7 +187,7 @@ class FwdPlan:
     @property
     def helper_registers(self) -> int:
         """Registers of a thread that loads, multiplies or plans."""
-        taken = 2 * SOFTMAX_REGISTERS + OUTPUT_REGISTERS + PAINTER_REGISTERS
+        taken = 2 * SOFTMAX_REGISTERS + OUTPUT_REGISTERS + MASK_REGISTERS
         return registers_left(NUM_WARPGROUPS, taken)
 
     # -- TMEM: S of both halves, then O of both; P takes the first half of its S ------------------
@@ -373,9 +373,9 @@ class FwdPlan:
     def channels(self, storage: Any, fields: tuple[str, ...]) -> Channels:
         """The channels of a CTA, initialised by its first warp; fields: see `WorkRing`."""
         group, warps_of_half = self.group, SOFTMAX_WARPS // HALVES
-        # load, mma (the leader's) and softmax and painting warps go through walks, those of the
+        # load, mma (the leader's) and softmax and mask warps go through walks, those of the
         # output do not
-        num_walkers = 2 + SOFTMAX_WARPS + NUM_PAINTERS - group.rank()
+        num_walkers = 2 + SOFTMAX_WARPS + NUM_MASK_WARPS - group.rank()
         ring, walk = planning_rings(
             storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False, fields=fields
         )
@@ -398,7 +398,7 @@ class FwdPlan:
             s=multiplied(storage.s_barriers, warps_of_half),
             o=multiplied(storage.o_barriers, OUTPUT_WARPS),
             sums=channel(storage.sums_barriers, HALVES, warps_of_half, OUTPUT_WARPS),
-            bits=channel(storage.bits_barriers, 1, NUM_PAINTERS, SOFTMAX_WARPS),
+            bits=channel(storage.bits_barriers, 1, NUM_MASK_WARPS, SOFTMAX_WARPS),
             ring=ring,
             walk=walk,
         )

@@ -9,18 +9,18 @@ the group's heads pass by in blocks of tile_m. With P = exp(S - LSE) and dP = dO
 |------------------------|-------|-----------------------------------------------------------|
 | 0 of warpgroup 0       | load  | TMA of K, V, and of Q, dO, LSE and delta                  |
 | 1 of warpgroup 0       | plan  | choose work tiles and the query blocks they visit         |
-| 2, 3 of warpgroup 0    | paint | bits of the scores that count, for blocks that a mask cuts|
+| 2, 3 of warpgroup 0    | mask  | bits of the scores that count, for blocks that a mask cuts|
 | warpgroups 1, 2        | mma   | 64 keys each, or the same 64 keys and half of the columns |
 
 Channels (full/empty mbarrier pairs):
 
     plan ---------ring--> all          coordinates and lengths of the next work tile
-    plan ---------walk--> load, paint  the query blocks it visits, up to 32 an entry
+    plan ---------walk--> load, mask   the query blocks it visits, up to 32 an entry
     load ---------q-----> mma          a query block, its LSE and delta, and words that say which,
                                        and with a work tile's first block its keys
     load ---------do----> mma          dO of a query block, and with the first one the values
     mma ----------dq----> load         a part of a block's dQ, to be added to the others'
-    paint --------bits--> mma          the bits of a query block that is cut
+    mask ---------bits--> mma          the bits of a query block that is cut
 
 and between two CTAs that sum dQ together (`key_pairs`):
 
@@ -69,10 +69,10 @@ from flash_mask_cute.core.walk_ring import (
 )
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
-from flash_mask_cute.rules.backward_mask import KeyWalks
+from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs, check_given
-from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, Share, check_given
+from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
@@ -83,7 +83,7 @@ from flash_mask_cute.sm90.flash_bwd_plan import (
     Channels,
     Tiles,
 )
-from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, Known, Visit, sync_both
+from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, MainloopState, Peeked, sync_both
 from flash_mask_cute.sm90.gradient_stores import (
     KeyGradients,
     scale,
@@ -218,7 +218,7 @@ class FlashAttentionBackwardSm90:
         mdO: cute.Tensor,
         mStats: cute.Tensor,
         mdQaccum: cute.Tensor,
-        mTurns: cute.Tensor | None,
+        mSemaphores: cute.Tensor | None,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         softmax_scale: Float32,
@@ -235,25 +235,25 @@ class FlashAttentionBackwardSm90:
         column_tensors=None,
         block_bits=None,
         aux_grads=None,
-        stored_bits: tuple | None = None,
+        mask_bit_tensors: tuple | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
     ):
         """Launch on `stream`.
 
         Shapes: mQ, mdO (batch, seqlen_q, heads_q, d), or (total_q, heads_q, d) with mCuSeqlensQ;
         mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, words) from
-        `BwdPreprocess`, with marks of rows if may_empty_rows, which zeroes mTurns (heads_q,
-        row_blocks) int32; mdQaccum (heads_q, row_blocks, tile_m * tile_d) gets sums where mTurns is
-        not 0 afterwards. With clears_dq it zeroes mdQaccum instead, and mTurns is None. Row blocks
+        `BwdPreprocess`, with marks of rows if may_empty_rows, which zeroes mSemaphores (heads_q,
+        row_blocks) int32; mdQaccum (heads_q, row_blocks, tile_m * tile_d) gets sums where mSemaphores is
+        not 0 afterwards. With clears_dq it zeroes mdQaccum instead, and mSemaphores is None. Row blocks
         are those of `RowBlocks`. With splits_group mdK and mdV are fp32 sums (parts of groups, key
         blocks, tile_n * tile_d or tile_dv), the parts of a group one after the other. tile_counter,
         column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block lists are
         always given as bits. aux_grads: fp32 tensors of the shapes of the aux tensors that
-        wants_aux numbers, to which their gradients are added. stored_bits: `tiles` and `states` of
+        wants_aux numbers, to which their gradients are added. mask_bit_tensors: `tiles` and `states` of
         stored answers, with mCuSeqlensQ `places`, too, in place of a mask_mod and block_bits
         (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """
-        check_given("mTurns", mTurns, not self.clears_dq)
+        check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         if const_expr(self.plan.cta_pair):
             check_given("softcap", softcap, False)
@@ -270,19 +270,21 @@ class FlashAttentionBackwardSm90:
             gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
         window = (window_size_left, window_size_right)
-        stored = None if const_expr(stored_bits is None) else StoredArgs(*stored_bits)
+        mask_bits = (
+            None if const_expr(mask_bit_tensors is None) else MaskBitsArgs(*mask_bit_tensors)
+        )
         masks = MaskArgs.create(
-            self, window, column_tensors, mQ.shape[-2], None, (), block_bits, aux_tensors, stored
+            self, window, column_tensors, mQ.shape[-2], None, (), block_bits, aux_tensors, mask_bits
         )
         is_short = self.is_local or masks.may_shorten(self)
         schedule = KeySchedule.create(
-            lengths, mQ, mK, (plan.tile_m, plan.walk_n), self.num_sms // plan.num_ctas,
+            lengths, mQ, mK, (plan.tile_m, plan.cluster_tile_n), self.num_sms // plan.num_ctas,
             is_short if self.deterministic else None,
             1 if const_expr(group_splits is None) else group_splits,
         )  # fmt: skip
 
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
-        scratch = Scratch(mStats, mdQaccum, mTurns)
+        scratch = Scratch(mStats, mdQaccum, mSemaphores)
         self.kernel(
             operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule.params,
             schedule.group, group_splits, tile_counter, aux_grads,
@@ -328,10 +330,10 @@ class FlashAttentionBackwardSm90:
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
-        turns = None
+        predecessors = None
         if const_expr(self.deterministic):
-            turns = storage.turns.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = plan.channels(storage, turns, lengths.work_fields)
+            predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
+        channels = plan.channels(storage, predecessors, lengths.work_fields)
         cute.arch.mbarrier_init_fence()
         if const_expr(plan.cta_pair):
             # also the other CTA's, on which this one arrives
@@ -359,20 +361,20 @@ class FlashAttentionBackwardSm90:
                     plan.num_ctas,
                     channels.claims,
                 )
-                rules = KeyWalks.of_launch(
+                rules = BackwardMask.create(
                     self, wgmma.COLUMNS, masks, lengths, group, plan.cta_pair
-                ).of_keys(plan.walk_n)
+                ).with_tile_n(plan.cluster_tile_n)
                 rings = (channels.ring, channels.walk)
                 plan_walks(scheduler, rules, lengths, *rings, claims_late=True)
             else:
-                painter = warp_idx - Role.PAINT
-                share = Share.create(painter, plan.num_painters, plan.tile_n, wgmma.COLUMNS)
-                rules = KeyWalks.of_launch(
+                mask_warp = warp_idx - Role.MASK
+                share = Share.create(mask_warp, plan.num_mask_warps, plan.tile_n, wgmma.COLUMNS)
+                rules = BackwardMask.create(
                     self, wgmma.COLUMNS, masks, lengths, group, plan.cta_pair
                 )
-                seen = tiles.seen if passes_over else None
-                paint_walks(
-                    rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, seen
+                any_bits = tiles.any_bits if passes_over else None
+                make_mask_bits(
+                    rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, any_bits
                 )
         else:
             cute.arch.setmaxregister_increase(plan.mma_registers)
@@ -397,7 +399,7 @@ class FlashAttentionBackwardSm90:
         """MMA warpgroup: 64 keys of every work tile, or half of the columns of dK and dV."""
         plan = self.plan
         ring = channels.ring
-        at = Fragments.create(plan, tiles)
+        fragments = Fragments.create(plan, tiles)
         acc_dV = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_dv)]
         acc_dK = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_d)]
         chain = ScoreChain(
@@ -417,10 +419,10 @@ class FlashAttentionBackwardSm90:
         while ring.wait(tile):
             channels.q.wait(block)
             accumulate = Boolean(False)
-            known = Known.nothing()
+            peeked = Peeked.nothing()
             scores.begin(tile, block)
             current = (tiles.words[0, channels.q.index(block)] >> OWN_KIND_SHIFT) & KIND_MASK
-            first_seen = self._first_seen(ring.read(tile))
+            first_visible = self._first_visible_block(ring.read(tile))
             if const_expr(scores.needs_scores):
                 # here and not in the loops below, where a branch would serialise all products
                 while (current != Kind.END) & (not ring.read(tile).has_scores):
@@ -432,32 +434,32 @@ class FlashAttentionBackwardSm90:
             # The same loop for blocks that are cut and for others: one that asked every block would
             # branch while products are in flight, which ptxas answers by serialising them all.
             while current != Kind.END:
-                for kind in (Kind.CUT, Kind.WHOLE):
+                for kind in (Kind.PARTIAL, Kind.FULL):
                     while current == kind:
-                        channels.q.wait_unless(known.q, block)
+                        channels.q.wait_unless(peeked.q, block)
                         if const_expr(self._may_be_empty(kind)):  # noqa: SIM102 (as above)
-                            if not known.unmarked:
+                            if not peeked.unmarked:
                                 scores.clear_marked_rows(block)
                         following = tiles.words[0, channels.q.index(block)] & KIND_MASK
-                        visit = Visit(tile, block, cut, known)
-                        take = partial(self._take, kind, tiles, channels, at, scores, visit)
+                        state = MainloopState(tile, block, cut, peeked)
+                        take = partial(self._take, kind, tiles, channels, fragments, scores, state)
                         sums = acc_dV, acc_dK, accumulate
-                        if const_expr(kind == Kind.CUT and passes_over):
+                        if const_expr(kind == Kind.PARTIAL and passes_over):
                             is_hidden = Boolean(False)
-                            if known.seen:
+                            if peeked.bits_for_all:
                                 is_hidden = scores.is_hidden()
                             if const_expr(self.is_causal):
                                 m_block = tiles.words[1, channels.q.index(block)]
-                                is_hidden = is_hidden | (m_block < first_seen)
+                                is_hidden = is_hidden | (m_block < first_visible)
                             if is_hidden:
-                                known = take(None)
+                                peeked = take(None)
                             else:
-                                known = take(sums)
+                                peeked = take(sums)
                                 accumulate = Boolean(True)
                         else:
-                            known = take(sums)
+                            peeked = take(sums)
                             accumulate = Boolean(True)
-                        cut += int(kind == Kind.CUT)
+                        cut += int(kind == Kind.PARTIAL)
                         block += 1
                         current = following
 
@@ -487,9 +489,9 @@ class FlashAttentionBackwardSm90:
     def _may_be_empty(self, kind: Kind) -> bool:
         """Whether a block may have rows of queries that see nothing: where masks hide scores, those
         that they cut."""
-        return self.plan.has_marks and (kind == Kind.CUT or self.score_mod is not None)
+        return self.plan.has_marks and (kind == Kind.PARTIAL or self.score_mod is not None)
 
-    def _first_seen(self, work: Work) -> Int32:
+    def _first_visible_block(self, work: Work) -> Int32:
         """The first block of queries that causal masking lets see a key of this warpgroup."""
         first_key = work.block * self.plan.tile_n + self.plan.first_key()
         return (first_key - work.seqlen.shift) // self.plan.tile_m
@@ -499,26 +501,26 @@ class FlashAttentionBackwardSm90:
         kind: Kind,
         tiles: Tiles,
         channels: Channels,
-        at: Fragments,
+        fragments: Fragments,
         scores: BlockScores,
-        visit: Visit,
+        state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
-    ) -> Known:
+    ) -> Peeked:
         """Add a query block, which has come but for its dO, to the sums; returns what is known of
         the next one.
 
         sums: dV and dK so far, and whether there is anything in them; None: this warpgroup's keys
         are hidden from the block, and add nothing but 0 to its dQ.
         """
-        plan, block = self.plan, visit.block
-        following_cut = visit.cut + int(kind == Kind.CUT)
+        plan, block = self.plan, state.block
+        following_cut = state.cut + int(kind == Kind.PARTIAL)
         if sums is None:
-            scores.clear(visit)
+            scores.clear(state)
         else:
             acc_dV, acc_dK, accumulate = sums
             do_stage = channels.do.index(block)
-            scores.compute(kind, visit)
-            self._issue_sums(acc_dV, scores.probs, at.dv_do, do_stage, accumulate)
+            scores.compute(kind, state)
+            self._issue_sums(acc_dV, scores.probs, fragments.dv_do, do_stage, accumulate)
         if scores.passes_over:
             scores.tell_ready(block, following_cut)
         # dQ reads the dS of both
@@ -528,7 +530,9 @@ class FlashAttentionBackwardSm90:
         groups = tuple(Int32(group) for group in range(plan.key_groups))
         if sums is None:
             groups = (1 - mma_warpgroup_idx(),)
-        issue_dQ = partial(self._issue_dq, at, plan.ds_stage(block), visit.tile, groups=groups)
+        issue_dQ = partial(
+            self._issue_dq, fragments, plan.ds_stage(block), state.tile, groups=groups
+        )
         if sums is None:
             acc_dQ, num_behind = issue_dQ(0), 0
         else:
@@ -540,18 +544,18 @@ class FlashAttentionBackwardSm90:
                 accumulate=accumulate,
             )
             acc_dQ, num_behind = self._issue_dq_and_dk(
-                channels, at, block, issue_dQ, issue_dK, acc_dK
+                channels, fragments, block, issue_dQ, issue_dK, acc_dK
             )
         # asked under the products, which hide how long the answer takes
         has_come = channels.q.is_full(block + 1)
         unmarked = Boolean(False)
         if self._may_be_empty(kind):
             unmarked = scores.is_unmarked(block + 1, has_come)
-        known = Known(
+        peeked = Peeked(
             has_come,
             channels.do.is_full(block + 1),
-            channels.bits.is_full(following_cut) if kind == Kind.CUT else visit.known.bits,
-            scores.was_ready(block) if scores.passes_over else visit.known.seen,
+            channels.bits.is_full(following_cut) if kind == Kind.PARTIAL else state.peeked.bits,
+            scores.was_ready(block) if scores.passes_over else state.peeked.bits_for_all,
             unmarked,
         )
         warpgroup.wait_group(num_behind)
@@ -566,7 +570,7 @@ class FlashAttentionBackwardSm90:
             stage_dQ(i, acc_dQ)
         warpgroup.wait_group(0)
         channels.q.release(block)
-        return known
+        return peeked
 
     def _pass_over(
         self, tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32
@@ -595,7 +599,7 @@ class FlashAttentionBackwardSm90:
     def _issue_dq_and_dk(
         self,
         channels: Channels,
-        at: Fragments,
+        fragments: Fragments,
         block: Int32,
         issue_dQ: Callable,
         issue_dK: Callable,
@@ -605,20 +609,20 @@ class FlashAttentionBackwardSm90:
         many products were begun after it."""
         if not self.plan.cta_pair:
             acc_dQ = issue_dQ(0)
-            issue_dK(acc_dK, operands_b=at.dk_q)
+            issue_dK(acc_dK, operands_b=fragments.dk_q)
             return acc_dQ, len(acc_dK)
         # the other CTA's dS is needed late, and dO no longer than for dV
-        issue_dK(acc_dK[:1], operands_b=at.dk_q[:1])
+        issue_dK(acc_dK[:1], operands_b=fragments.dk_q[:1])
         acc_dQ = issue_dQ(0)
         # dV is complete when these are left
         warpgroup.wait_group(1 + len(acc_dQ))
         channels.do.release(block)
         channels.grads.wait(block)
-        peer_ds = at.peer_ds[None, None, None, 0]
-        for acc, width, peer_k in zip(acc_dQ, self.plan.parts_dq[0], at.peer_k, strict=True):
+        peer_ds = fragments.peer_ds[None, None, None, 0]
+        for acc, width, peer_k in zip(acc_dQ, self.plan.parts_dq[0], fragments.peer_k, strict=True):
             pair = peer_ds, peer_k[None, None, None, 0]
             wgmma.issue_sum(self.plan.mma_dq(width), acc, [pair], True)
-        issue_dK(acc_dK[1:], operands_b=at.dk_q[1:])
+        issue_dK(acc_dK[1:], operands_b=fragments.dk_q[1:])
         return acc_dQ, len(acc_dK[1:])
 
     @cute.jit
@@ -637,16 +641,23 @@ class FlashAttentionBackwardSm90:
             channels.do.release(block)
 
     def _issue_dq(
-        self, at: Fragments, ds_stage: Int32, tile: Int32, part: int, groups: tuple[Int32, ...]
+        self,
+        fragments: Fragments,
+        ds_stage: Int32,
+        tile: Int32,
+        part: int,
+        groups: tuple[Int32, ...],
     ) -> list:
         """Start this warpgroup's part of dQ = dS K, over the keys of groups; returns the
         accumulators, one for each width."""
         plan, accs = self.plan, []
         row_group = mma_warpgroup_idx() if plan.num_row_groups > 1 else Int32(0)
-        for width, operand in zip(plan.parts_dq[part], at.dq_k[part], strict=True):
+        for width, operand in zip(plan.parts_dq[part], fragments.dq_k[part], strict=True):
             acc_dQ, pairs = wgmma.make_accumulator(width), []
             for group in groups:
-                ds_tile = at.dq_ds[None, None, None, plan.ds_unit(ds_stage, group, row_group)]
+                ds_tile = fragments.dq_ds[
+                    None, None, None, plan.ds_unit(ds_stage, group, row_group)
+                ]
                 k_tile = operand[None, None, None, plan.keys_unit(tile, group)]
                 pairs.append((ds_tile, k_tile))
             wgmma.issue_sum(plan.mma_dq(width), acc_dQ, pairs, False)

@@ -81,10 +81,10 @@ class BwdLoads:
             self.sums.free_staging(state.number - 2, state.sent)
             if const_expr(self.sums.deterministic):
                 # now, for others wait for it
-                last = self.sums.with_turn(state.last)
+                last = self.sums.with_predecessor(state.last)
                 self.sums.send(work.block + 1, state.number - 1, state.sent, last)
                 cute.arch.cp_async_bulk_wait_group(0)
-                self.sums.pass_turn(work.block + 1, state.last)
+                self.sums.release(work.block + 1, state.last)
                 self.sums.free_staging(state.number - 1, state.last)
                 state = Loaded(state.number, Summed.nothing(), Summed.nothing())
             else:
@@ -92,7 +92,7 @@ class BwdLoads:
             channels.ring.release(tile)
             tile += 1
         if const_expr(not self.sums.deterministic):
-            last = self.sums.with_turn(state.last)
+            last = self.sums.with_predecessor(state.last)
             self.sums.send(Int32(0), state.number - 1, Summed.nothing(), last)
             self.sums.free_staging(state.number - 1, last)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -118,7 +118,7 @@ class BwdLoads:
             load()
         self.sums.free_staging(number - 2, state.sent)
         # known by the time the sums are there
-        last = self.sums.with_turn(state.last)
+        last = self.sums.with_predecessor(state.last)
         for load in loads[num_ahead:]:
             load()
         # Keys have to wait until the work tile before has been computed, of which parts of dQ may
@@ -133,7 +133,7 @@ class BwdLoads:
         if const_expr(self.lengths.seqused_k is not None):
             # what was loaded for the keys of none is not in use, perhaps not even finite
             row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))
-        return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.turn))
+        return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.predecessor))
 
     def _load_keys(self, work: Work, tile: Int32, first: Int32):
         """Fetch the keys and values of a work tile, which complete query block `first` and its dO.

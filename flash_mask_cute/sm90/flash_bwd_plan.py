@@ -87,7 +87,7 @@ class Tiles(NamedTuple):
 
     p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32
     sums of a part. stats: `core.row_blocks.stats_words`, words: `QUERY_WORDS`, of a query block.
-    bits: of a block that is cut; seen: for 32 keys of these each, whether any is set. ready: in one
+    bits: of a block that is cut; any_bits: for 32 keys of these each, whether any is set. ready: in one
     of two places by turns, whether the bits of the next block had come when both warpgroups met in
     a block.
     """
@@ -104,7 +104,7 @@ class Tiles(NamedTuple):
     stats: cute.Tensor
     words: cute.Tensor
     bits: cute.Tensor
-    seen: cute.Tensor
+    any_bits: cute.Tensor
     ready: cute.Tensor
 
 
@@ -167,7 +167,7 @@ class BwdPlan:
         return cta_pairs.CTAS if self.cta_pair else 1
 
     @property
-    def walk_n(self) -> int:
+    def cluster_tile_n(self) -> int:
         """Keys that one walk over the queries is for."""
         return self.tile_n * self.num_ctas
 
@@ -250,8 +250,8 @@ class BwdPlan:
         return WARPS_PER_WARPGROUP * NUM_MMA_WARPGROUPS
 
     @property
-    def num_painters(self) -> int:
-        return Role.MMA - Role.PAINT
+    def num_mask_warps(self) -> int:
+        return Role.MMA - Role.MASK
 
     @property
     def num_threads(self) -> int:
@@ -461,13 +461,13 @@ class BwdPlan:
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`."""
         rows = ROWS_PER_WARPGROUP
-        of_peer = ((self.layout_peer_k(), rows, self.cols_dq),) if self.cta_pair else ()
+        peer_layouts = ((self.layout_peer_k(), rows, self.cols_dq),) if self.cta_pair else ()
         return (
             (self.layout_q(), self.tile_m, self.tile_d),
             (self.layout_do(), self.tile_m, self.tile_dv),
             (self.layout_k(), rows, self.tile_d),
             (self.layout_v(), rows, self.tile_dv),
-            *of_peer,
+            *peer_layouts,
         )
 
     def layout_ds(self) -> cute.ComposedLayout:
@@ -543,7 +543,9 @@ class BwdPlan:
             bits: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, COLUMNS.num_words * self.tile_n], 16
             ]
-            seen: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, self.tile_n // WORD], 16]
+            any_bits: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Int32, self.tile_n // WORD], 16
+            ]
             ready: cute.struct.MemRange[cutlass.Int32, 2]
             words: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, QUERY_WORDS * self.stages_q], 16
@@ -551,7 +553,9 @@ class BwdPlan:
             ring: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * RING_STAGES], 16]
             walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
             # in a fixed order, which pairs do not have
-            turns: cute.struct.MemRange[cutlass.Int32, 0 if self.cta_pair else CHUNK * WALK_STAGES]
+            predecessors: cute.struct.MemRange[
+                cutlass.Int32, 0 if self.cta_pair else CHUNK * WALK_STAGES
+            ]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
             dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
@@ -581,25 +585,25 @@ class BwdPlan:
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
             words=storage.words.get_tensor(cute.make_layout((QUERY_WORDS, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
-            seen=storage.seen.get_tensor(cute.make_layout(self.tile_n // WORD)),
+            any_bits=storage.any_bits.get_tensor(cute.make_layout(self.tile_n // WORD)),
             ready=storage.ready.get_tensor(cute.make_layout(2)),
         )
 
     def channels(
-        self, storage: Any, turns: cute.Tensor | None, fields: tuple[str, ...]
+        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
     ) -> Channels:
         """The channels in a CTA's `storage`, made by all threads; they need a barrier afterwards.
 
-        turns: see `WalkRing`; fields: see `WorkRing`.
+        predecessors: see `WalkRing`; fields: see `WorkRing`.
         """
         mma_warps = self.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
         loads = 1
         # of two warpgroups with the same keys one computes S
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
-        num_walkers = 1 + self.num_painters
+        num_walkers = 1 + self.num_mask_warps
         ring, walk = planning_rings(
-            storage, num_walkers, mma_warps, ascending=True, uncut_first=False, turns=turns,
+            storage, num_walkers, mma_warps, ascending=True, uncut_first=False, predecessors=predecessors,
             fields=fields,
         )  # fmt: skip
 
@@ -610,7 +614,7 @@ class BwdPlan:
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
             dq=channel(storage.dq_barriers, 1, mma_warps, loads),
-            bits=channel(storage.bits_barriers, 1, self.num_painters, bit_readers),
+            bits=channel(storage.bits_barriers, 1, self.num_mask_warps, bit_readers),
             ring=ring,
             walk=walk,
             grads=self._peer_grads(storage) if self.cta_pair else None,

@@ -72,31 +72,31 @@ def sync_both() -> None:
     cute.arch.barrier(barrier_id=Barrier.BOTH, number_of_threads=NUM_MMA_THREADS)
 
 
-class Known(NamedTuple):
+class Peeked(NamedTuple):
     """Which fills for the next query block are known to have come (`Channel.is_full`).
 
-    seen: that the bits of the next block that is cut have, by all warps alike. unmarked: that Q
+    bits_for_all: that the bits of the next block that is cut have, by all warps alike. unmarked: that Q
     has, and no row of it is to be cleared.
     """
 
     q: Boolean
     do: Boolean
     bits: Boolean
-    seen: Boolean
+    bits_for_all: Boolean
     unmarked: Boolean
 
     @staticmethod
-    def nothing() -> "Known":
-        return Known(*(Boolean(False) for _ in Known._fields))
+    def nothing() -> "Peeked":
+        return Peeked(*(Boolean(False) for _ in Peeked._fields))
 
 
-class Visit(NamedTuple):
+class MainloopState(NamedTuple):
     """The numbers of the work tile, of the query block, and of its bits if it is cut."""
 
     tile: Int32
     block: Int32
     cut: Int32
-    known: Known
+    peeked: Peeked
 
 
 @dataclass(frozen=True)
@@ -161,17 +161,17 @@ class BlockScores:
             smem = self.tiles.v[None, None, self.plan.own_keys(tile)]
             keep_columns(self.values, self.plan.mma_values(), smem)
 
-    def compute(self, kind: Kind, at: Visit) -> None:
+    def compute(self, kind: Kind, state: MainloopState) -> None:
         """Compute P and dS of a query block, which has arrived but for its dO.
 
         Without products in flight before; afterwards dO has arrived, and dQ may read dS after
         `sync_both`.
         """
         if self.plan.shares_keys:
-            self._compute_in_turn(kind, at)
-            self.channels.do.wait(at.block)
+            self._compute_in_turn(kind, state)
+            self.channels.do.wait(state.block)
         else:
-            self._compute_both(kind, at)
+            self._compute_both(kind, state)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
@@ -214,7 +214,7 @@ class BlockScores:
     def is_hidden(self) -> Boolean:
         """Whether the bits at hand, which have come, hide all keys of this warpgroup."""
         first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
-        return (self.tiles.seen[first] | self.tiles.seen[first + 1]) == 0
+        return (self.tiles.any_bits[first] | self.tiles.any_bits[first + 1]) == 0
 
     @cute.jit
     def tell_ready(self, block: Int32, following_cut: Int32) -> None:
@@ -222,22 +222,22 @@ class BlockScores:
 
         What a warpgroup does must not depend on what each of its warps finds.
         """
-        is_ready, told = self.channels.bits.is_full(following_cut), self.tiles.ready
+        is_ready, ready = self.channels.bits.is_full(following_cut), self.tiles.ready
         if cute.arch.thread_idx()[0] == THREADS_PER_WARPGROUP:
-            told[block % 2] = Int32(is_ready)
+            ready[block % 2] = Int32(is_ready)
 
     def was_ready(self, block: Int32) -> Boolean:
         """What was noted in a block, after both have met."""
         return self.tiles.ready[block % 2] != 0
 
-    def clear(self, at: Visit) -> None:
+    def clear(self, state: MainloopState) -> None:
         """`compute` of a block that is hidden from this warpgroup's keys, of which dS is 0."""
-        self.channels.bits.wait_unless(at.known.seen, at.cut)
+        self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
         cute.arch.sync_warp()
-        self.channels.bits.release(at.cut)
+        self.channels.bits.release(state.cut)
         self.grads.fill(0)
-        self._store_own_grads(at.block)
-        self.channels.do.wait_unless(at.known.do, at.block)
+        self._store_own_grads(state.block)
+        self.channels.do.wait_unless(state.peeked.do, state.block)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def complete(self, block: Int32) -> None:
@@ -250,16 +250,16 @@ class BlockScores:
     def discard_bits(self, cut: Int32) -> None:
         """Take the bits of a block that is passed over, where this warpgroup is to read them."""
         if const_expr(not self.plan.shares_keys) or mma_warpgroup_idx() == 0:
-            self._bits(Kind.CUT, cut, Boolean(False))
+            self._bits(Kind.PARTIAL, cut, Boolean(False))
 
     # -- keys of its own ------------------------------------------------------------------------
 
-    def _compute_both(self, kind: Kind, at: Visit) -> None:
+    def _compute_both(self, kind: Kind, state: MainloopState) -> None:
         if self.chain.wants_aux:
-            self._compute_by_parts(kind, at)
+            self._compute_by_parts(kind, state)
         else:
-            self._compute_whole(kind, at)
-        self._store_own_grads(at.block)
+            self._compute_whole(kind, state)
+        self._store_own_grads(state.block)
 
     def _store_own_grads(self, block: Int32) -> None:
         plan = self.plan
@@ -270,22 +270,22 @@ class BlockScores:
             words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
             self._store_grads(words, unit)
 
-    def _compute_whole(self, kind: Kind, at: Visit) -> None:
+    def _compute_whole(self, kind: Kind, state: MainloopState) -> None:
         plan, chain, channels = self.plan, self.chain, self.channels
         is_plain = chain.is_empty
         acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))
-        statistics = self._statistics(at.block)
-        self._issue_scores(acc_S, at)
-        channels.do.wait_unless(at.known.do, at.block)
+        statistics = self._statistics(state.block)
+        self._issue_scores(acc_S, state)
+        channels.do.wait_unless(state.peeked.do, state.block)
         if is_plain:
-            self._issue_dp(acc_dP, at)
+            self._issue_dp(acc_dP, state)
             warpgroup.wait_group(1)
         else:
             # no registers for dP meanwhile
             warpgroup.wait_group(0)
-        self._apply(kind, at, wgmma.rows_by_cols(acc_S), statistics)
+        self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics)
         if not is_plain:
-            self._issue_dp(acc_dP, at)
+            self._issue_dp(acc_dP, state)
         warpgroup.wait_group(0)
         delta = statistics.delta
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(acc_S), delta)
@@ -293,17 +293,17 @@ class BlockScores:
         if is_plain:
             wgmma.round_pairs(self.probs, acc_S, plan.dtype)
 
-    def _compute_by_parts(self, kind: Kind, at: Visit) -> None:
+    def _compute_by_parts(self, kind: Kind, state: MainloopState) -> None:
         """P and dS in their words, and the gradients of aux tensors, for one part of the columns
         after the other: there are no registers for S and dP of all."""
         width = self.plan.tile_m // self.num_parts
-        statistics = self._statistics(at.block)
-        bits, place = self._bits(kind, at.cut, at.known.bits), self._place(at)
-        self.channels.do.wait_unless(at.known.do, at.block)
+        statistics = self._statistics(state.block)
+        bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
+        self.channels.do.wait_unless(state.peeked.do, state.block)
         for part in range(self.num_parts):
             acc_S, acc_dP = (wgmma.make_accumulator(width) for _ in range(2))
-            self._issue_scores(acc_S, at, part)
-            self._issue_dp(acc_dP, at, part)
+            self._issue_scores(acc_S, state, part)
+            self._issue_dp(acc_dP, state, part)
             warpgroup.wait_group(0)
             scores, grads = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_dP)
             first_col = part * cute.size(scores, mode=[1])
@@ -314,66 +314,66 @@ class BlockScores:
     # -- the keys of both -----------------------------------------------------------------------
 
     @cute.jit
-    def _compute_in_turn(self, kind: cutlass.Constexpr[Kind], at: Visit) -> None:
+    def _compute_in_turn(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
         if const_expr(self.chain.wants_aux):
-            self._compute_in_first(kind, at)
+            self._compute_in_first(kind, state)
         elif mma_warpgroup_idx() == 0:
-            self._compute_probs(kind, at)
+            self._compute_probs(kind, state)
         else:
-            self._compute_grads(at)
+            self._compute_grads(state)
 
     @cute.jit
-    def _compute_in_first(self, kind: cutlass.Constexpr[Kind], at: Visit) -> None:
+    def _compute_in_first(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
         if mma_warpgroup_idx() == 0:
-            self._compute_by_parts(kind, at)
-            self._store_grads(self.grads, self.plan.ds_stage(at.block))
-            self._pass_probs(at.block)
+            self._compute_by_parts(kind, state)
+            self._store_grads(self.grads, self.plan.ds_stage(state.block))
+            self._pass_probs(state.block)
         else:
-            self._take_probs(at.block)
+            self._take_probs(state.block)
 
-    def _compute_probs(self, kind: Kind, at: Visit) -> None:
+    def _compute_probs(self, kind: Kind, state: MainloopState) -> None:
         acc_S = wgmma.make_accumulator(self.plan.tile_m)
-        statistics = self._statistics(at.block)
-        self._issue_scores(acc_S, at)
+        statistics = self._statistics(state.block)
+        self._issue_scores(acc_S, state)
         warpgroup.wait_group(0)
-        self._apply(kind, at, wgmma.rows_by_cols(acc_S), statistics)
+        self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics)
         if self.chain.is_empty:
             wgmma.round_pairs(self.probs, acc_S, self.plan.dtype)
         else:
             # what dS has for P takes the way of dS
             wgmma.round_pairs(self.grads, acc_S, self.plan.dtype)
-            self._store_grads(self.grads, self.plan.ds_stage(at.block))
-        self._pass_probs(at.block)
+            self._store_grads(self.grads, self.plan.ds_stage(state.block))
+        self._pass_probs(state.block)
 
-    def _compute_grads(self, at: Visit) -> None:
+    def _compute_grads(self, state: MainloopState) -> None:
         plan = self.plan
         acc_dP = wgmma.make_accumulator(plan.tile_m)
-        delta = self._statistics(at.block).delta
-        self.channels.do.wait_unless(at.known.do, at.block)
-        self._issue_dp(acc_dP, at)
+        delta = self._statistics(state.block).delta
+        self.channels.do.wait_unless(state.peeked.do, state.block)
+        self._issue_dp(acc_dP, state)
         warpgroup.wait_group(0)
-        self._take_probs(at.block)
+        self._take_probs(state.block)
         words = self.probs
         if not self.chain.is_empty:
             words = self.grads
-            self._load_grads(words, self.plan.ds_stage(at.block))
+            self._load_grads(words, self.plan.ds_stage(state.block))
             cute.arch.sync_warp()
         factors = cute.make_rmem_tensor(acc_dP.layout, Float32)
         factors.store(wgmma.rounded_values(words, plan.dtype).load().to(Float32))
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
         wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
-        self._store_grads(self.grads, self.plan.ds_stage(at.block))
+        self._store_grads(self.grads, self.plan.ds_stage(state.block))
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def _issue_scores(self, acc_S: cute.Tensor, at: Visit, part: int = 0) -> None:
-        k_tile = self.factors.k[None, None, None, self.plan.own_keys(at.tile)]
-        q_tile = self.factors.q[part][None, None, None, self.channels.q.index(at.block)]
+    def _issue_scores(self, acc_S: cute.Tensor, state: MainloopState, part: int = 0) -> None:
+        k_tile = self.factors.k[None, None, None, self.plan.own_keys(state.tile)]
+        q_tile = self.factors.q[part][None, None, None, self.channels.q.index(state.block)]
         wgmma.issue(self.plan.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
 
-    def _issue_dp(self, acc_dP: cute.Tensor, at: Visit, part: int = 0) -> None:
-        v_tile = self.factors.v[None, None, None, self.plan.own_keys(at.tile)]
-        do_tile = self.factors.do[part][None, None, None, self.channels.do.index(at.block)]
+    def _issue_dp(self, acc_dP: cute.Tensor, state: MainloopState, part: int = 0) -> None:
+        v_tile = self.factors.v[None, None, None, self.plan.own_keys(state.tile)]
+        do_tile = self.factors.do[part][None, None, None, self.channels.do.index(state.block)]
         mma = self.plan.mma_scores(self.num_parts)
         if self.values is None:
             wgmma.issue(mma, acc_dP, v_tile, do_tile, False)
@@ -382,26 +382,28 @@ class BlockScores:
             kept = self.plan.mma_values(), operand
             wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile)
 
-    def _apply(self, kind: Kind, at: Visit, scores: cute.Tensor, statistics: Statistics) -> None:
+    def _apply(
+        self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics
+    ) -> None:
         """In place of S, P or, where there is a chain, what dS has for it; then P is in probs."""
-        bits = self._bits(kind, at.cut, at.known.bits)
+        bits = self._bits(kind, state.cut, state.peeked.bits)
         if self.chain.is_empty:
             if bits is not None:
                 bit_tile.hide_unset(scores, bits)
             probabilities(scores, statistics.lse, self.chain.scales.scale_log2)
         else:
-            self.chain.apply(*self._place(at), scores, bits, statistics, self.probs)
+            self.chain.apply(*self._place(state), scores, bits, statistics, self.probs)
 
-    def _bits(self, kind: Kind, cut: Int32, is_known: Boolean) -> tuple | None:
-        if kind != Kind.CUT:
+    def _bits(self, kind: Kind, cut: Int32, is_ready: Boolean) -> tuple | None:
+        if kind != Kind.PARTIAL:
             return None
         first = self.plan.first_key()
-        return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_known)
+        return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_ready)
 
-    def _place(self, at: Visit) -> tuple[Work, Int32, Int32]:
+    def _place(self, state: MainloopState) -> tuple[Work, Int32, Int32]:
         """Work tile, head and number of a query block."""
-        words = self.tiles.words[None, self.channels.q.index(at.block)]
-        return self.channels.ring.read(at.tile), words[2], words[1]
+        words = self.tiles.words[None, self.channels.q.index(state.block)]
+        return self.channels.ring.read(state.tile), words[2], words[1]
 
     def _statistics(self, block: Int32) -> Statistics:
         """Of the queries that this thread's columns are."""

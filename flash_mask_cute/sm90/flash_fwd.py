@@ -6,7 +6,7 @@ A persistent CTA computes one work tile of tile_m query rows after another. Its 
 |-------------------------|-------|------------------------------------------------------------|
 | 0 of warpgroup 0        | load  | TMA of Q, K, V                                             |
 | 1 of warpgroup 0        | plan  | choose work tiles and the key blocks they visit            |
-| 2, 3 of warpgroup 0 (*) | paint | bits of the scores that count, for blocks that a mask cuts |
+| 2, 3 of warpgroup 0 (*) | mask  | bits of the scores that count, for blocks that a mask cuts |
 | warpgroups 1..tile_m/64 | mma   | 64 rows each: S = Q K^T, softmax, P V, output              |
 
 (*) or four warps in a warpgroup of their own, after the others, where there is a mask_mod, and
@@ -15,11 +15,11 @@ registers for it.
 Channels (full/empty mbarrier pairs):
 
     plan ---------ring--> all          coordinates and lengths of the next work tile
-    plan ---------walk--> load, paint  the key blocks it visits, up to 32 an entry
+    plan ---------walk--> load, mask   the key blocks it visits, up to 32 an entry
     load ---------q-----> mma          all query rows of a tile
     load ---------k-----> mma          one key block, and a word that says what it is
     load ---------v-----> mma          one value block
-    paint --------bits--> mma          the bits of a key block that is cut
+    mask ---------bits--> mma          the bits of a key block that is cut
 
 A stage of k is released when its S is complete, one of v when its P V is. There is one bit tile: it
 is free again as soon as the mma warps hold its bits in registers, a whole block before they need
@@ -66,15 +66,15 @@ from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import PIECE_FIELDS
 from flash_mask_cute.limits import padded_group
 from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.rules.forward_mask import QueryWalks
+from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, Share, StoredArgs, check_given
-from flash_mask_cute.rules.mask_warps import paint_walks, plan_walks
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, Share, check_given
+from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
 from flash_mask_cute.rules.share_walks import KeyBlockLine, plan_shares
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
-from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, Position, Tiles
-from flash_mask_cute.sm90.flash_fwd_plan import PAINTER_REGISTERS, FwdPlan
+from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, MainloopState, Tiles
+from flash_mask_cute.sm90.flash_fwd_plan import MASK_REGISTERS, FwdPlan
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -97,7 +97,7 @@ class FlashAttentionForwardSm90:
     :param tile_m, tile_n: query rows and keys of a tile
     :param num_stages: key and value blocks in flight
     :param num_threads: None, or what follows from the tiles; with mask_mod, the number without a
-        warpgroup of painters asks for none
+        warpgroup of mask warps asks for none
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param has_aux_tensors: the call passes aux_tensors to them
     :param stages_q: query tiles in flight, 1 or 2
@@ -159,8 +159,8 @@ class FlashAttentionForwardSm90:
         )
         if mask_mod is not None and num_threads != plan.num_threads:
             # if there are registers for it
-            painting = replace(plan, painter_warpgroup=True)
-            plan = plan if painting.infeasible() else painting
+            with_warpgroup = replace(plan, mask_warpgroup=True)
+            plan = plan if with_warpgroup.infeasible() else with_warpgroup
         self.plan = plan
         refused = {
             "Q_in_regs": Q_in_regs,
@@ -214,8 +214,8 @@ class FlashAttentionForwardSm90:
         column_tensors=None,
         block_size=None,
         block_bits=None,
-        stored_bits: tuple | None = None,
-        part: tuple | None = None,
+        mask_bit_tensors: tuple | None = None,
+        query_chunk: tuple | None = None,
         mLSELow: cute.Tensor | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
         mPartials: tuple | None = None,
@@ -230,10 +230,10 @@ class FlashAttentionForwardSm90:
         blocksparse_tensors: a `BlockSparseTensors` of blocks of block_size, a pair of multiples of
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
-        sizes, of logical blocks in which tiles do not nest. stored_bits: `tiles` and `states` of
+        sizes, of logical blocks in which tiles do not nest. mask_bit_tensors: `tiles` and `states` of
         stored answers, and with mCuSeqlensQ `places`, in place of a mask_mod and block lists
         (`rules/mask_rules.py` describes all four), for the query blocks that this launch computes:
-        its `part`, a pair (`StoredArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what
+        its `query_chunk`, a pair (`MaskBitsArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what
         rounding takes from it. mQStart: `Lengths.q_start`; block lists are then given as bits only,
         as rows of a tile need not begin where blocks do.
 
@@ -251,12 +251,12 @@ class FlashAttentionForwardSm90:
             pages = Pages.of(mPageTable, mK, mV, by_rows=plan.page_box % LEAST_BOX != 0)
             lengths = lengths._replace(seqlen_k=mPageTable.shape[1] * pages.page_size)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
-        stored = blocks = group_bytes = None
-        check_given("part", part, stored_bits is not None)
-        if const_expr(stored_bits is not None):
-            stored = StoredArgs(*stored_bits).of_part(*part)
+        mask_bits = blocks = group_bytes = None
+        check_given("query_chunk", query_chunk, mask_bit_tensors is not None)
+        if const_expr(mask_bit_tensors is not None):
+            mask_bits = MaskBitsArgs(*mask_bit_tensors).with_query_chunk(*query_chunk)
             if const_expr(mCuSeqlensQ is None):
-                blocks = part
+                blocks = query_chunk
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         partials = Partials.of(mPartials, self.split)
@@ -280,7 +280,7 @@ class FlashAttentionForwardSm90:
             (plan.tile_m, plan.tile_n) if const_expr(block_size is None) else block_size,
             block_bits,
             aux_tensors,
-            stored,
+            mask_bits,
         )
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
@@ -332,14 +332,16 @@ class FlashAttentionForwardSm90:
         if const_expr(self.split is not None):
             fields = (*fields, *PIECE_FIELDS)
         ring, walk = planning_rings(
-            storage, 1 + plan.num_painters, mma_warps, ascending=False, uncut_first=uncut_first,
+            storage, 1 + plan.num_mask_warps, mma_warps, ascending=False, uncut_first=uncut_first,
             fields=fields,
         )  # fmt: skip
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             k=Channel.create(storage.k_barriers.data_ptr(), plan.stages_k, loads, mma_warps),
             v=Channel.create(storage.v_barriers.data_ptr(), plan.stages_kv, loads, mma_warps),
-            bits=Channel.create(storage.bits_barriers.data_ptr(), 1, plan.num_painters, mma_warps),
+            bits=Channel.create(
+                storage.bits_barriers.data_ptr(), 1, plan.num_mask_warps, mma_warps
+            ),
             ring=ring,
             walk=walk,
         )
@@ -351,12 +353,12 @@ class FlashAttentionForwardSm90:
             k=swizzled(storage.k, plan.layout_k()),
             v=swizzled(storage.v, plan.layout_v()),
             o=swizzled(storage.q if const_expr(plan.share_qo) else storage.o, plan.layout_o()),
-            words=storage.words.get_tensor(cute.make_layout(plan.stages_k)),
+            block_flags=storage.block_flags.get_tensor(cute.make_layout(plan.stages_k)),
             bits=storage.bits.get_tensor(cute.make_layout((wgmma.COLUMNS.num_words, plan.tile_m))),
-            seen=storage.seen.get_tensor(cute.make_layout(plan.tile_m // bit_tile.WORD)),
+            any_bits=storage.any_bits.get_tensor(cute.make_layout(plan.tile_m // bit_tile.WORD)),
         )
 
-        painter = warp_idx - plan.first_painter
+        mask_warp = warp_idx - plan.first_mask_warp
         if warp_idx < Role.MMA:
             if const_expr(plan.moves_registers):
                 cute.arch.setmaxregister_decrease(plan.helper_registers)
@@ -369,21 +371,21 @@ class FlashAttentionForwardSm90:
                     lengths,
                     schedule.heads_per_kv,
                     plan,
-                    tiles.words,
+                    tiles.block_flags,
                     pages=pages,
                 )
                 operand_loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.PLAN:
                 self.plan_work(channels, lengths, masks, schedule, tile_counter, partials)
-            elif const_expr(not plan.painter_warpgroup):
-                self.paint(painter, tiles, channels, lengths, masks)
+            elif const_expr(not plan.mask_warpgroup):
+                self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
             if const_expr(plan.moves_registers):
                 cute.arch.setmaxregister_increase(plan.mma_registers)
             self.mma(operands, tiles, channels, lse, lengths, score_args, masks, partials, mO)
-        elif const_expr(plan.painter_warpgroup):
-            cute.arch.setmaxregister_decrease(PAINTER_REGISTERS)
-            self.paint(painter, tiles, channels, lengths, masks)
+        elif const_expr(plan.mask_warpgroup):
+            cute.arch.setmaxregister_decrease(MASK_REGISTERS)
+            self.mask(mask_warp, tiles, channels, lengths, masks)
 
     def plan_work(
         self,
@@ -411,21 +413,23 @@ class FlashAttentionForwardSm90:
                 scheduler, rules, lengths, channels.ring, channels.walk, num_splits=num_splits
             )
 
-    def paint(
-        self, painter: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
+    def mask(
+        self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
     ):
         """Painting warp: bits of a share of every tile's rows."""
         plan = self.plan
-        share = Share.create(painter, plan.num_painters, plan.tile_m, wgmma.COLUMNS)
+        share = Share.create(mask_warp, plan.num_mask_warps, plan.tile_m, wgmma.COLUMNS)
         rules = self._rules(masks, lengths)
         passes_over = plan.passes_over and self._can_be_cut(masks)
-        seen = tiles.seen if const_expr(passes_over) else None
-        paint_walks(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, seen)
+        any_bits = tiles.any_bits if const_expr(passes_over) else None
+        make_mask_bits(
+            rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, any_bits
+        )
 
-    def _rules(self, masks: MaskArgs, lengths: Lengths) -> QueryWalks:
+    def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         # of whole blocks, a score_mod is told rows without asking whether there are so many
         cuts_overhang = self.score_mod is not None
-        return QueryWalks.of_kernel(self, wgmma.COLUMNS, masks, lengths, cuts_overhang)
+        return ForwardMask.from_kernel(self, wgmma.COLUMNS, masks, lengths, cuts_overhang)
 
     @cute.jit
     def mma(
@@ -455,12 +459,12 @@ class FlashAttentionForwardSm90:
         first_S = wgmma.make_accumulator(plan.tile_n)
         # P of a block; steps over whole blocks use both in turns
         probs, other_probs = blocks.make_probs(), blocks.make_probs()
-        tile, at = Int32(0), Position.start()
-        blocks.first_turn()
+        tile, state = Int32(0), MainloopState.start()
+        blocks.start_scheduler_barrier()
         is_valid = ring.wait(tile)
-        self._first_scores(blocks, first_S, tile, at.block, is_valid)
+        self._first_scores(blocks, first_S, tile, state.block, is_valid)
         while is_valid:
-            at, following = blocks.first(tile, at, first_S, probs)
+            state, following = blocks.first(tile, state, first_S, probs)
             if const_expr(plan.share_qo and plan.overlaps_tiles):  # noqa: SIM102 (while tracing)
                 # by now the previous tile's output has left its query's place
                 if tile > 0:
@@ -473,11 +477,13 @@ class FlashAttentionForwardSm90:
                 for kind in blocks.kinds:
                     while following == kind:
                         if const_expr(not blocks.alternates(kind)):
-                            at, following = blocks.step(kind, tile, at, probs, probs)
+                            state, following = blocks.step(kind, tile, state, probs, probs)
                         else:
-                            at, following = blocks.step(kind, tile, at, probs, other_probs)
+                            state, following = blocks.step(kind, tile, state, probs, other_probs)
                             if following == kind:
-                                at, following = blocks.step(kind, tile, at, other_probs, probs)
+                                state, following = blocks.step(
+                                    kind, tile, state, other_probs, probs
+                                )
                             else:
                                 wgmma.copy_words(probs, other_probs, blocks.opaque_one)
 
@@ -487,14 +493,14 @@ class FlashAttentionForwardSm90:
                 # before the turn: another warpgroup may wait, in its own, for the query that takes
                 # this one's place
                 channels.q.release(tile)
-            blocks.wait_for_values(at)
-            blocks.wait_turn()
-            blocks.issue_values(probs, at)
+            blocks.wait_for_values(state)
+            blocks.wait_scheduler_barrier()
+            blocks.issue_values(probs, state)
             if const_expr(plan.overlaps_tiles):
-                self._issue_next_scores(blocks, first_S, tile, at.block, next_is_valid)
-            blocks.pass_turn()
+                self._issue_next_scores(blocks, first_S, tile, state.block, next_is_valid)
+            blocks.arrive_scheduler_barrier()
             warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
-            blocks.release_values(at)
+            blocks.release_values(state)
             work = ring.read(tile)
             if const_expr(lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
@@ -506,14 +512,14 @@ class FlashAttentionForwardSm90:
             sO = tiles.o[None, None, o_stage]
             epilogue.run(blocks, sO, work)
             ring.release(tile)
-            at = at.next_tile()
+            state = state.next_tile()
             if const_expr(plan.overlaps_tiles):
                 warpgroup.wait_group(0)
             else:
                 # the output has left, and with it the query's last reader
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 channels.q.release(tile)
-                self._first_scores(blocks, first_S, tile + 1, at.block, next_is_valid)
+                self._first_scores(blocks, first_S, tile + 1, state.block, next_is_valid)
             tile += 1
             is_valid = next_is_valid
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -525,7 +531,7 @@ class FlashAttentionForwardSm90:
     def _has_cutters(self, masks: MaskArgs) -> bool:
         """Whether something may cut blocks besides the end of the keys."""
         callables = (self.score_mod, self.mask_mod)
-        lists = (masks.columns, masks.bits, masks.stored)
+        lists = (masks.columns, masks.bits, masks.mask_bits)
         cutters = (self.is_causal, self.is_local, *callables, *lists)
         return any(x is not None and x is not False for x in cutters)
 

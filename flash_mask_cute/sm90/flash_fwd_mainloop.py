@@ -56,19 +56,19 @@ class Channels(NamedTuple):
 class Tiles(NamedTuple):
     """What lies in shared memory: operands with stages, a word per key stage, one bit tile.
 
-    seen: for 32 rows of the bit tile each, whether any bit is set.
+    any_bits: for 32 rows of the bit tile each, whether any bit is set.
     """
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     o: cute.Tensor
-    words: cute.Tensor
+    block_flags: cute.Tensor
     bits: cute.Tensor
-    seen: cute.Tensor
+    any_bits: cute.Tensor
 
 
-class Position(NamedTuple):
+class MainloopState(NamedTuple):
     """Where a warpgroup is in its walks.
 
     block, cut: the newest key block, and the next cut block, numbered from 0. passed: key blocks
@@ -80,17 +80,17 @@ class Position(NamedTuple):
     cut: Int32
     passed: Int32
     accumulate: Boolean
-    knows_k: Boolean
-    knows_v: Boolean
-    knows_bits: Boolean
+    k_ready: Boolean
+    v_ready: Boolean
+    bits_ready: Boolean
 
     @staticmethod
-    def start() -> "Position":
-        return Position(*(Int32(0) for _ in range(3)), *(Boolean(False) for _ in range(4)))
+    def start() -> "MainloopState":
+        return MainloopState(*(Int32(0) for _ in range(3)), *(Boolean(False) for _ in range(4)))
 
-    def next_tile(self) -> "Position":
+    def next_tile(self) -> "MainloopState":
         """At the first key block of the next work tile."""
-        return Position.start()._replace(block=self.block + 1, cut=self.cut)
+        return MainloopState.start()._replace(block=self.block + 1, cut=self.cut)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class KeyBlocks:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """What blocks after a walk's first may be."""
-        return (Kind.CUT, Kind.WHOLE) if self.can_be_cut else (Kind.WHOLE,)
+        return (Kind.PARTIAL, Kind.FULL) if self.can_be_cut else (Kind.FULL,)
 
     @property
     def may_pass_over(self) -> bool:
@@ -174,7 +174,7 @@ class KeyBlocks:
     def alternates(self, kind: Kind) -> bool:
         """Whether a step over such a block leaves P in other words than it takes."""
         plan = self.plan
-        return kind == Kind.WHOLE and plan.keeps_scores and not plan.values_first
+        return kind == Kind.FULL and plan.keeps_scores and not plan.values_first
 
     # -- products -------------------------------------------------------------------------------
 
@@ -205,32 +205,32 @@ class KeyBlocks:
             kept = self.plan.mma_qk(warpgroup.OperandSource.RMEM), operand
             wgmma.issue_with_kept(mma, acc_S, kept, q_tile, k_tile)
 
-    def issue_values(self, probs: cute.Tensor, at: Position) -> None:
+    def issue_values(self, probs: cute.Tensor, state: MainloopState) -> None:
         """Start O += P V of the last block that was not passed over."""
         mma = self.plan.mma_pv()
         operand = wgmma.words_as_operand_a(probs, self.plan.dtype)
-        v_stage = self.channels.v.index(at.block - at.passed)
+        v_stage = self.channels.v.index(state.block - state.passed)
         v_tile = wgmma.operand_b(mma, self.tiles.v)[None, None, None, v_stage]
-        wgmma.issue(mma, self.acc_O, operand, v_tile, at.accumulate)
+        wgmma.issue(mma, self.acc_O, operand, v_tile, state.accumulate)
 
-    def wait_for_values(self, at: Position) -> None:
-        self.channels.v.wait_unless(at.knows_v, at.block - at.passed)
+    def wait_for_values(self, state: MainloopState) -> None:
+        self.channels.v.wait_unless(state.v_ready, state.block - state.passed)
 
-    def release_values(self, at: Position) -> None:
+    def release_values(self, state: MainloopState) -> None:
         """Release the values of a complete P V, and those of the last block if it was passed over.
 
         `_pass_over` leaves these, because a tile's last values may come after the next query, which
         waits for this tile's end.
         """
-        self.channels.v.release(at.block - at.passed)
+        self.channels.v.release(state.block - state.passed)
         if const_expr(self.may_pass_over):
-            self._release_passed(at)
+            self._release_passed(state)
 
     @cute.jit
-    def _release_passed(self, at: Position):
-        if at.passed > 0:
-            self.channels.v.wait(at.block)
-            self.channels.v.release(at.block)
+    def _release_passed(self, state: MainloopState):
+        if state.passed > 0:
+            self.channels.v.wait(state.block)
+            self.channels.v.release(state.block)
 
     def _query_stage(self, tile: Int32) -> Int32:
         stage = self.channels.q.index(tile)
@@ -239,24 +239,26 @@ class KeyBlocks:
     # -- steps ----------------------------------------------------------------------------------
 
     @cute.jit
-    def first(self, tile: Int32, at: Position, acc_S: cute.Tensor, probs: cute.Tensor) -> tuple:
+    def first(
+        self, tile: Int32, state: MainloopState, acc_S: cute.Tensor, probs: cute.Tensor
+    ) -> tuple:
         """P of a work tile's first key block, whose S is complete; returns the position, and the
         kind of the next block."""
         channels = self.channels
-        word, scores = self._word(at.block), wgmma.rows_by_cols(acc_S)
+        flags, scores = self._block_flags(state.block), wgmma.rows_by_cols(acc_S)
         if const_expr(self.score_mod is None):
             self._modify(None, scores)
         elif channels.ring.read(tile).has_scores:
             # a sequence without queries or keys has no position to ask about
-            self._modify(self._places(tile, word, True), scores)
-        sees, cut = Boolean(True), at.cut
-        if (word >> OWN_KIND_SHIFT) & KIND_MASK == Kind.CUT:
+            self._modify(self._places(tile, flags, True), scores)
+        sees, cut = Boolean(True), state.cut
+        if (flags >> OWN_KIND_SHIFT) & KIND_MASK == Kind.PARTIAL:
             channels.bits.wait(cut)
             if const_expr(self.may_pass_over):
-                sees = self._seen() != 0
+                sees = self._visible_columns() != 0
             bit_tile.hide_unset(scores, self._bits(cut, Boolean(True)))
             cut += 1
-        channels.k.release(at.block)
+        channels.k.release(state.block)
         if sees:
             self.softmax.start(scores)
             self.softmax.accumulate(scores)
@@ -264,14 +266,14 @@ class KeyBlocks:
         else:
             self.softmax.clear()
             probs.fill(0)
-        return at._replace(cut=cut), word & KIND_MASK
+        return state._replace(cut=cut), flags & KIND_MASK
 
     @cute.jit
     def step(
         self,
         kind: cutlass.Constexpr[Kind],
         tile: Int32,
-        at: Position,
+        state: MainloopState,
         probs: cute.Tensor,
         target: cute.Tensor,
     ) -> tuple:
@@ -281,52 +283,57 @@ class KeyBlocks:
         Without products in flight before and afterwards. Returns the position, and the kind of the
         block after it.
         """
-        self.channels.k.wait_unless(at.knows_k, at.block + 1)
-        word = self._word(at.block + 1)
-        if const_expr(kind == Kind.CUT and self.may_pass_over):
-            at = self._multiply_seen(tile, word, at, probs, target)
+        self.channels.k.wait_unless(state.k_ready, state.block + 1)
+        flags = self._block_flags(state.block + 1)
+        if const_expr(kind == Kind.PARTIAL and self.may_pass_over):
+            state = self._multiply_visible(tile, flags, state, probs, target)
         else:
-            at = self._multiply(kind, tile, word, at, probs, target)
-        return at, word & KIND_MASK
+            state = self._multiply(kind, tile, flags, state, probs, target)
+        return state, flags & KIND_MASK
 
     @cute.jit
-    def _multiply_seen(
-        self, tile: Int32, word: Int32, at: Position, probs: cute.Tensor, target: cute.Tensor
-    ) -> Position:
+    def _multiply_visible(
+        self,
+        tile: Int32,
+        flags: Int32,
+        state: MainloopState,
+        probs: cute.Tensor,
+        target: cute.Tensor,
+    ) -> MainloopState:
         """Take a cut block, of which this warpgroup's rows may see nothing, or one half only."""
-        self.channels.bits.wait_unless(at.knows_bits, at.cut)
-        at = at._replace(knows_bits=Boolean(True))
-        seen = self._seen()
-        is_low_seen, is_high_seen = (seen & LOW_HALF) != 0, (seen >> HALF_WORD) != 0
+        self.channels.bits.wait_unless(state.bits_ready, state.cut)
+        state = state._replace(bits_ready=Boolean(True))
+        visible = self._visible_columns()
+        is_low_visible, is_high_visible = (visible & LOW_HALF) != 0, (visible >> HALF_WORD) != 0
         # P V is due where this block's values need its stage: the next keys come after them
-        if (seen == 0) & (at.passed + 1 < self.plan.stages_kv):
-            at = self._pass_over(at)
+        if (visible == 0) & (state.passed + 1 < self.plan.stages_kv):
+            state = self._pass_over(state)
         elif const_expr(self.plan.halves_blocks):
-            if is_low_seen != is_high_seen:
-                half = cutlass.select_(is_low_seen, Int32(0), Int32(1))
-                at = self._multiply(Kind.CUT, tile, word, at, probs, target, half)
+            if is_low_visible != is_high_visible:
+                half = cutlass.select_(is_low_visible, Int32(0), Int32(1))
+                state = self._multiply(Kind.PARTIAL, tile, flags, state, probs, target, half)
             else:
-                at = self._multiply(Kind.CUT, tile, word, at, probs, target)
+                state = self._multiply(Kind.PARTIAL, tile, flags, state, probs, target)
         else:
-            at = self._multiply(Kind.CUT, tile, word, at, probs, target)
-        return at
+            state = self._multiply(Kind.PARTIAL, tile, flags, state, probs, target)
+        return state
 
     @cute.jit
     def _multiply(
         self,
         kind: cutlass.Constexpr[Kind],
         tile: Int32,
-        word: Int32,
-        at: Position,
+        flags: Int32,
+        state: MainloopState,
         probs: cute.Tensor,
         target: cute.Tensor,
         half: Int32 | None = None,
-    ) -> Position:
+    ) -> MainloopState:
         """half: of the keys, 0 or 1, if no row sees the other one; P of that is 0."""
         plan, channels = self.plan, self.channels
-        block, cut, bits = at.block + 1, at.cut, None
-        if const_expr(kind == Kind.CUT):
-            bits = self._bits(cut, at.knows_bits)
+        block, cut, bits = state.block + 1, state.cut, None
+        if const_expr(kind == Kind.PARTIAL):
+            bits = self._bits(cut, state.bits_ready)
             if const_expr(half is not None):
                 bits = tuple(word_of_row >> (half * HALF_WORD) for word_of_row in bits)
             cut += 1
@@ -337,39 +344,39 @@ class KeyBlocks:
             acc_S = wgmma.make_accumulator(HALF_KEYS)
             fresh = wgmma.make_operand_words(HALF_KEYS // 16)
         if const_expr(plan.values_first):
-            self.wait_for_values(at)
-            self.wait_turn()
-            self.issue_values(probs, at)
+            self.wait_for_values(state)
+            self.wait_scheduler_barrier()
+            self.issue_values(probs, state)
             self.issue_scores(acc_S, tile, block, half)
-            places = self._places(tile, word, kind == Kind.CUT, half)
-            self.pass_turn()
+            places = self._places(tile, flags, kind == Kind.PARTIAL, half)
+            self.arrive_scheduler_barrier()
             warpgroup.wait_group(0)
-            self.release_values(at)
+            self.release_values(state)
         else:
             if const_expr(not self.alternates(kind)):
                 fresh = self.make_probs()
-            self.wait_turn()
+            self.wait_scheduler_barrier()
             self.issue_scores(acc_S, tile, block)
             # before a wait, so that what a score_mod makes of them can be, too
-            places = self._places(tile, word, kind == Kind.CUT)
-            self.wait_for_values(at)
-            self.issue_values(probs, at)
-            self.pass_turn()
+            places = self._places(tile, flags, kind == Kind.PARTIAL)
+            self.wait_for_values(state)
+            self.issue_values(probs, state)
+            self.arrive_scheduler_barrier()
             warpgroup.wait_group(1)
         channels.k.release(block)
         scores = wgmma.rows_by_cols(acc_S)
         self._modify(places, scores)
-        if const_expr(kind == Kind.CUT):
+        if const_expr(kind == Kind.PARTIAL):
             bit_tile.hide_unset(scores, bits)
-        may_be_first = kind == Kind.CUT and self.may_pass_over
+        may_be_first = kind == Kind.PARTIAL and self.may_pass_over
         factors = self._exponentials(may_be_first, scores, fresh)
         if const_expr(half is not None):
             wgmma.place_half(target, fresh, half)
         # asked now, as the answer takes a while
-        knows_k, knows_v = channels.k.is_full(block + 1), channels.v.is_full(block)
-        knows_bits = at.knows_bits
-        if const_expr(kind == Kind.CUT):
-            knows_bits = channels.bits.is_full(cut)
+        k_ready, v_ready = channels.k.is_full(block + 1), channels.v.is_full(block)
+        bits_ready = state.bits_ready
+        if const_expr(kind == Kind.PARTIAL):
+            bits_ready = channels.bits.is_full(cut)
         if softmax_math.differ_from_one(factors):
             if const_expr(not plan.values_first):
                 warpgroup.wait_group(0)
@@ -378,26 +385,30 @@ class KeyBlocks:
             # It stands behind a branch, with a copy inside it, because ptxas moves it up to the
             # start of its basic block: above the exponentials that should overlap P V.
             warpgroup.wait_group(0)
-            self.release_values(at)
+            self.release_values(state)
             if const_expr(not plan.keeps_scores):
                 wgmma.round_pairs(target, acc_S, plan.dtype)
             elif const_expr(not self.alternates(kind)):
                 wgmma.copy_words(target, fresh, self.opaque_one)
-        return Position(block, cut, Int32(0), Boolean(True), knows_k, knows_v, knows_bits)
+        return MainloopState(block, cut, Int32(0), Boolean(True), k_ready, v_ready, bits_ready)
 
-    def _pass_over(self, at: Position) -> Position:
+    def _pass_over(self, state: MainloopState) -> MainloopState:
         """Take a key block, which is cut, without a product."""
-        channels, block = self.channels, at.block + 1
+        channels, block = self.channels, state.block + 1
         cute.arch.sync_warp()
-        channels.bits.release(at.cut)
+        channels.bits.release(state.cut)
         channels.k.release(block)
         # the next warpgroup's turn comes from this one
-        self.wait_turn()
-        self.pass_turn()
-        self._release_passed(at)
+        self.wait_scheduler_barrier()
+        self.arrive_scheduler_barrier()
+        self._release_passed(state)
         unknown = Boolean(False)
-        return at._replace(
-            block=block, cut=at.cut + 1, passed=at.passed + 1, knows_k=unknown, knows_bits=unknown
+        return state._replace(
+            block=block,
+            cut=state.cut + 1,
+            passed=state.passed + 1,
+            k_ready=unknown,
+            bits_ready=unknown,
         )
 
     @cute.jit
@@ -424,18 +435,18 @@ class KeyBlocks:
         else:
             keep_probs = partial(wgmma.keep_pair, fresh_probs, self.plan.dtype)
             if const_expr(may_be_first):
-                is_first = softmax.unseen()
+                is_first = softmax.is_empty()
                 if softmax_math.any_in_warp(is_first):
                     softmax.renew(softmax.tile_max(scores), is_first)
             sums = softmax.exponentials(scores, keep_probs)
             is_old = softmax.overflowed(sums)
             if const_expr(softmax.takes_any_size and not may_be_first):
-                is_old = softmax_math.either(is_old, softmax.unseen())
+                is_old = softmax_math.either(is_old, softmax.is_empty())
             if softmax_math.any_in_warp(is_old):
                 factors = softmax.renew(softmax.tile_max(scores), is_old)
                 if const_expr(not softmax.takes_any_size):
                     sums = softmax.exponentials(scores, keep_probs)
-                elif softmax_math.any_in_warp(softmax.seen_of(is_old)):
+                elif softmax_math.any_in_warp(softmax.non_empty_of(is_old)):
                     # not of rows that still see nothing, whose probabilities are 0 already
                     sums = softmax.exponentials(scores, keep_probs, exactly=True)
             softmax.add(sums)
@@ -443,17 +454,17 @@ class KeyBlocks:
 
     # -- scores ---------------------------------------------------------------------------------
 
-    def _word(self, block: Int32) -> Int32:
-        return self.tiles.words[self.channels.k.index(block)]
+    def _block_flags(self, block: Int32) -> Int32:
+        return self.tiles.block_flags[self.channels.k.index(block)]
 
-    def _bits(self, cut: Int32, is_known: Boolean) -> tuple:
+    def _bits(self, cut: Int32, is_ready: Boolean) -> tuple:
         first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        return take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_known)
+        return take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_ready)
 
-    def _seen(self) -> Int32:
+    def _visible_columns(self) -> Int32:
         """Bits that some row of this warpgroup has in the block whose bits have arrived."""
         first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
-        return self.tiles.seen[first] | self.tiles.seen[first + 1]
+        return self.tiles.any_bits[first] | self.tiles.any_bits[first + 1]
 
     @cute.jit
     def _modify(self, places: tuple | None, scores: cute.Tensor):
@@ -464,12 +475,12 @@ class KeyBlocks:
                 scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
             rows, k_idx_of = places
-            told = k_idx_of, self.aux_tensors, self.factor
+            args = k_idx_of, self.aux_tensors, self.factor
             for r, row in enumerate(rows):
-                modify_row(self.score_mod, scores, r, scales.scale_mod, row, *told)
+                modify_row(self.score_mod, scores, r, scales.scale_mod, row, *args)
 
     def _places(
-        self, tile: Int32, word: Int32, is_cut: bool, half: Int32 | None = None
+        self, tile: Int32, flags: Int32, is_cut: bool, half: Int32 | None = None
     ) -> tuple | None:
         """Where the rows of a thread's scores lie, and the key of a column as a function.
 
@@ -477,7 +488,7 @@ class KeyBlocks:
         """
         if self.score_mod is None:
             return None
-        work, n_block = self.channels.ring.read(tile), word >> N_BLOCK_SHIFT
+        work, n_block = self.channels.ring.read(tile), flags >> N_BLOCK_SHIFT
         rows, heads = tile_rows(self.plan, work, thread_in_warpgroup()), self.plan.packed_heads
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
         if half is not None:
@@ -499,28 +510,28 @@ class KeyBlocks:
     # -- turns ----------------------------------------------------------------------------------
 
     @cute.jit
-    def first_turn(self):
+    def start_scheduler_barrier(self):
         """Begin the turns: a warpgroup issues its products after the one before it, in a circle."""
-        if const_expr(self.plan.takes_turns):  # noqa: SIM102 (decided while tracing)
+        if const_expr(self.plan.is_ordered):  # noqa: SIM102 (decided while tracing)
             if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
-                self.pass_turn()
+                self.arrive_scheduler_barrier()
 
-    def wait_turn(self) -> None:
-        if not self.plan.takes_turns:
+    def wait_scheduler_barrier(self) -> None:
+        if not self.plan.is_ordered:
             return
         cute.arch.barrier(
-            barrier_id=Barrier.TURN + mma_warpgroup_idx(),
+            barrier_id=Barrier.SCHEDULER + mma_warpgroup_idx(),
             number_of_threads=2 * THREADS_PER_WARPGROUP,
         )
 
-    def pass_turn(self) -> None:
-        if not self.plan.takes_turns:
+    def arrive_scheduler_barrier(self) -> None:
+        if not self.plan.is_ordered:
             return
         warpgroup_idx = mma_warpgroup_idx()
         is_last = warpgroup_idx == self.plan.num_mma_warpgroups - 1
         following = cutlass.select_(is_last, Int32(0), warpgroup_idx + 1)
         cute.arch.barrier_arrive(
-            barrier_id=Barrier.TURN + following, number_of_threads=2 * THREADS_PER_WARPGROUP
+            barrier_id=Barrier.SCHEDULER + following, number_of_threads=2 * THREADS_PER_WARPGROUP
         )
 
 

@@ -43,9 +43,9 @@ PRODUCT_REGISTERS = 30
 # What MMA warpgroups may take, by their number; the more, the less is left for the others. One has
 # what it needs from the launch.
 MMA_REGISTERS = {1: (MAX_REGISTERS,), 2: (216, 232), 3: (152, 160), 4: (112,)}
-# the same beside a warpgroup of painters, and what that takes
-MMA_REGISTERS_BESIDE_PAINTERS = 208
-PAINTER_REGISTERS = 56
+# the same beside a warpgroup of mask warps, and what that takes
+MMA_REGISTERS_BESIDE_MASK_WARPS = 208
+MASK_REGISTERS = 56
 # Columns of the query are kept in registers at this head_dim_v, where that was timed; with 96 and
 # 256 columns registers spill.
 KEPT_QUERY_DIM = 128
@@ -56,7 +56,7 @@ HALF_KEYS = 64
 class Barrier(IntEnum):
     """Named barriers (0 is __syncthreads); one per MMA warpgroup counted from the given number."""
 
-    TURN = 1
+    SCHEDULER = 1
     EPILOGUE = 5
 
 
@@ -65,7 +65,7 @@ class FwdPlan:
     """Shape of one CTA's work.
 
     A second query stage, or an output of its own, lets the next tile's query arrive, and its first
-    scores be computed, while this tile's output leaves. With `painter_warpgroup` a warpgroup of its
+    scores be computed, while this tile's output leaves. With `mask_warpgroup` a warpgroup of its
     own paints, instead of two warps: asking a mask_mod about every score of a block is much work.
     cta_pair: what other kernels do, and this one does not. packed_heads: rows of a position, a
     power of two (`padded_group`), of which the first `heads_there` are heads. page_box: of keys and
@@ -81,7 +81,7 @@ class FwdPlan:
     stages_kv: int = 2
     stages_q: int = 2
     share_qo: bool = False
-    painter_warpgroup: bool = False
+    mask_warpgroup: bool = False
     cta_pair: bool = False
     heads_there: int | None = None
     page_box: int | None = None
@@ -102,7 +102,7 @@ class FwdPlan:
         return self.num_mma_warpgroups > 1
 
     @property
-    def takes_turns(self) -> bool:
+    def is_ordered(self) -> bool:
         """Whether MMA warpgroups issue their products one after the other."""
         return self.num_mma_warpgroups > 1
 
@@ -128,20 +128,20 @@ class FwdPlan:
 
     @property
     def _num_warpgroups(self) -> int:
-        return 1 + self.num_mma_warpgroups + self.painter_warpgroup
+        return 1 + self.num_mma_warpgroups + self.mask_warpgroup
 
     @property
-    def num_painters(self) -> int:
-        return 4 if self.painter_warpgroup else Role.MMA - Role.PAINT
+    def num_mask_warps(self) -> int:
+        return 4 if self.mask_warpgroup else Role.MMA - Role.MASK
 
     @property
-    def first_painter(self) -> int:
-        return Role.MMA + self.num_mma_warps if self.painter_warpgroup else int(Role.PAINT)
+    def first_mask_warp(self) -> int:
+        return Role.MMA + self.num_mma_warps if self.mask_warpgroup else int(Role.MASK)
 
     @property
     def _register_choices(self) -> tuple[int, ...]:
-        if self.painter_warpgroup:
-            return (MMA_REGISTERS_BESIDE_PAINTERS,)
+        if self.mask_warpgroup:
+            return (MMA_REGISTERS_BESIDE_MASK_WARPS,)
         return MMA_REGISTERS[self.num_mma_warpgroups]
 
     @property
@@ -190,7 +190,7 @@ class FwdPlan:
         S reads so much less of shared memory then, and what that takes of the GPU's power is left
         to the products.
         """
-        if not self.keeps_scores or self.painter_warpgroup or self.tile_dv != KEPT_QUERY_DIM:
+        if not self.keeps_scores or self.mask_warpgroup or self.tile_dv != KEPT_QUERY_DIM:
             return 0
         left = self.mma_registers - self.registers_needed - self._registers_beside
         return min(left // WORDS_PER_STEP, self.tile_d // 16)
@@ -209,8 +209,8 @@ class FwdPlan:
     @property
     def helper_registers(self) -> int:
         """Registers of warpgroup 0."""
-        painters = PAINTER_REGISTERS if self.painter_warpgroup else 0
-        taken = self.mma_registers * self.num_mma_warpgroups + painters
+        mask_warps = MASK_REGISTERS if self.mask_warpgroup else 0
+        taken = self.mma_registers * self.num_mma_warpgroups + mask_warps
         return registers_left(self._num_warpgroups, taken)
 
     @property
@@ -290,8 +290,8 @@ class FwdPlan:
             return f"stages_q must be 1 or 2, got {self.stages_q}"
         if self.cta_pair:
             return "cta_pair is not supported on Hopper"
-        if self.painter_warpgroup and self.tile_m != 128:
-            return f"a warpgroup of painters needs tile_m 128, got {self.tile_m}"
+        if self.mask_warpgroup and self.tile_m != 128:
+            return f"a warpgroup of mask warps needs tile_m 128, got {self.tile_m}"
         if self.tile_m not in (64, 128, 192, 256):
             return f"tile_m must be 64, 128, 192 or 256, got {self.tile_m}"
         max_n = COLUMNS.num_words * WORD
@@ -415,10 +415,10 @@ class FwdPlan:
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
             ring: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * RING_STAGES], 16]
             walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
-            words: cute.struct.MemRange[cutlass.Int32, self.stages_k]
+            block_flags: cute.struct.MemRange[cutlass.Int32, self.stages_k]
             bits: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Int32, COLUMNS.num_words * self.tile_m], 16
             ]
-            seen: cute.struct.MemRange[cutlass.Int32, self.tile_m // WORD]
+            any_bits: cute.struct.MemRange[cutlass.Int32, self.tile_m // WORD]
 
         return Storage

@@ -29,7 +29,7 @@ class Role(IntEnum):
 
     LOAD = 0
     PLAN = 1
-    PAINT = 2
+    MASK = 2
     MMA = 4
 
 
@@ -46,14 +46,14 @@ def sync_warpgroup(first_barrier: int) -> None:
 
 
 def take_bits(
-    bits: cute.Tensor, channel: Channel, first: Int32, number: Int32, is_known: Boolean
+    bits: cute.Tensor, channel: Channel, first: Int32, number: Int32, is_ready: Boolean
 ) -> tuple[Int32, ...]:
     """This thread's word of each of its accumulator's rows, from bit tile `number` of `channel`.
 
-    bits: (word, row). first: the row of the tile that is this warpgroup's first. is_known: the tile
+    bits: (word, row). first: the row of the tile that is this warpgroup's first. is_ready: the tile
     is known to be there. It is free afterwards.
     """
-    channel.wait_unless(is_known, number)
+    channel.wait_unless(is_ready, number)
     thread = thread_in_warpgroup()
     words = tuple(
         bits[thread % wgmma.COLUMNS.num_words, first + wgmma.row_of(thread, r)]

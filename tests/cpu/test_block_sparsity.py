@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 from flash_mask_cute import block_sparsity
 from flash_mask_cute.block_sparsity import (
-    ABSENT,
+    EMPTY,
     FULL,
     PARTIAL,
     BlockSparseTensorsTorch,
@@ -134,7 +134,7 @@ def states_of(dense: Tensor, block_q: int, block_k: int) -> Tensor:
         [
             torch.stack(
                 [
-                    torch.where(block.all(-1), FULL, torch.where(block.any(-1), PARTIAL, ABSENT))
+                    torch.where(block.all(-1), FULL, torch.where(block.any(-1), PARTIAL, EMPTY))
                     for block in row
                 ],
                 dim=-1,
@@ -398,8 +398,8 @@ def test_retiled_against_the_definition(sizes: tuple[int, int, int, int], has_fu
         tokens = states.repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)
         tokens = tokens[..., :seqlen_q, :seqlen_k]
         expected = states_of(tokens == FULL, tile_m, tile_n)
-        visible = states_of(tokens != ABSENT, tile_m, tile_n)
-        expected = torch.where(expected == FULL, FULL, (visible != ABSENT) * PARTIAL)
+        visible = states_of(tokens != EMPTY, tile_m, tile_n)
+        expected = torch.where(expected == FULL, FULL, (visible != EMPTY) * PARTIAL)
         assert torch.equal(dense_states(retiled), expected.to(torch.uint8))
         assert all(
             torch.equal(x, y)
@@ -410,7 +410,7 @@ def test_retiled_against_the_definition(sizes: tuple[int, int, int, int], has_fu
         assert (retiled.full_block_cnt is not None) == has_full
 
         assert bits is not None and (bits.block_q, bits.block_k) == (block_q, block_k)
-        for words, of in ((bits.visible, states != ABSENT), (bits.full, states == FULL)):
+        for words, of in ((bits.visible, states != EMPTY), (bits.full, states == FULL)):
             assert words.dtype == torch.int32
             assert words.shape == (2, 1, blocks[0], -(-blocks[1] // 32))
             n_block = torch.arange(words.shape[-1] * 32)

@@ -239,7 +239,7 @@ class Recorder:
         kernels = BwdKernels._make(map(self._kernel, BwdKernels._fields))
         assert planned.gradients is not None
         if not any(planned.gradients.tails):
-            kernels = kernels._replace(clear_tails=None)
+            kernels = kernels._replace(zero_padding=None)
         return KernelBackward(planned, kernels)
 
     def _kernel(self, name: str) -> Callable[..., None]:
@@ -307,23 +307,23 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     before, main, after = recorder.last()
     q, k, v, out, dout, lse = given.values()
     tile_m = recorder.prepared[0].choice.tiles.tile_m
-    stats, dq_accum, turns, parts = *main[4:7], before[8]
+    stats, dq_accum, semaphores, parts = *main[4:7], before[8]
     assert stats.shape == (6, 2, 2 * tile_m + 4) and dq_accum.shape == (6, 2, tile_m * 64)
-    assert parts.shape == turns.shape == (6, 2)
-    assert {x.dtype for x in (stats, dq_accum, parts)} == {FP32} and turns.dtype == torch.int32
+    assert parts.shape == semaphores.shape == (6, 2)
+    assert {x.dtype for x in (stats, dq_accum, parts)} == {FP32} and semaphores.dtype == torch.int32
 
-    of_rows = (out, dout, lse, dlse, stats, None, turns, SINK, parts, None, used_q, q, None)
+    of_rows = (out, dout, lse, dlse, stats, None, semaphores, SINK, parts, None, used_q, q, None)
     assert same(before, of_rows)
     counter = main[18]
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
     assert same(
         main,
         (
-            q, k, v, dout, stats, dq_accum, turns, dk, dv, 0.5, None, None, used_q, used_k, 7, 3,
+            q, k, v, dout, stats, dq_accum, semaphores, dk, dv, 0.5, None, None, used_q, used_k, 7, 3,
             None, 20.0, counter, None, None, None, None,
         ),
     )  # fmt: skip
-    assert same(after, (dq_accum, turns, dq, 0.5, None, used_q))
+    assert same(after, (dq_accum, semaphores, dq, 0.5, None, used_q))
 
 
 def test_packed_sequences(recorder: Recorder) -> None:
@@ -342,7 +342,7 @@ def test_packed_sequences(recorder: Recorder) -> None:
     assert main[4].shape == (6, 48 // tile_m + 2, 2 * tile_m)
     assert before[9] is main[10] is after[4] is edges_q and main[11] is edges_k
     assert before[7:9] == (None, None)
-    assert recorder.calls[-1][0] == "clear_tails"
+    assert recorder.calls[-1][0] == "zero_padding"
     assert same(recorder.calls[-1][1], (dq, dk, dv, edges_q, edges_k))
 
     # what is the caller's stays as it is
@@ -658,13 +658,13 @@ def test_sums_are_cleared_or_stored_by_who_comes_first(recorder: Recorder) -> No
     for config in (None, CLEARS_DQ):
         call(config=config)
         before, main, after = recorder.last()
-        sums, turns = main[5:7]
+        sums, semaphores = main[5:7]
         if config is None:
-            assert before[5] is None and before[6] is turns is after[1]
-            assert turns.shape == sums.shape[:2] and turns.dtype == torch.int32
+            assert before[5] is None and before[6] is semaphores is after[1]
+            assert semaphores.shape == sums.shape[:2] and semaphores.dtype == torch.int32
         else:
             assert before[5] is sums is after[0]
-            assert before[6] is turns is after[1] is None
+            assert before[6] is semaphores is after[1] is None
 
 
 def test_an_override_that_cannot_run() -> None:

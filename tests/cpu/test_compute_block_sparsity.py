@@ -20,7 +20,7 @@ from torch import Tensor
 import flash_mask_cute.utils as utils
 from flash_mask_cute import flash_attn_func
 from flash_mask_cute.block_sparsity import (
-    ABSENT,
+    EMPTY,
     FULL,
     PARTIAL,
     BlockSparseTensorsTorch,
@@ -99,7 +99,7 @@ def expected_states(visible: Tensor, block_q: int, block_k: int) -> Tensor:
             )
             block = visible[:, :, rows, keys].flatten(2)
             states[:, :, m, n] = torch.where(
-                block.all(-1), FULL, torch.where(block.any(-1), PARTIAL, ABSENT)
+                block.all(-1), FULL, torch.where(block.any(-1), PARTIAL, EMPTY)
             )
     return states
 
@@ -258,7 +258,7 @@ def test_without_full_blocks_all_are_partial() -> None:
         64, 64, 1, 2, 300, 257, mod, None, "cpu", compute_full_blocks=False
     )
     assert cute_lists[2:] == torch_lists[2:] == (None, None)
-    visible = expected_states(ask(mask, (1, 2, 300, 257)), 64, 64) != ABSENT
+    visible = expected_states(ask(mask, (1, 2, 300, 257)), 64, 64) != EMPTY
     assert torch.equal(dense_states(BlockSparseTensorsTorch(*torch_lists)), visible.to(torch.uint8))
 
 
@@ -286,7 +286,7 @@ def test_sampling_sees_five_points_only() -> None:
     def gap(b, h, q, k, aux):
         return (k <= 3) | (k >= 20)
 
-    assert sampled_states(stripe, 64, 64, 64).tolist() == [[[[ABSENT]]]]
+    assert sampled_states(stripe, 64, 64, 64).tolist() == [[[[EMPTY]]]]
     assert sampled_states(gap, 64, 64, 64).tolist() == [[[[FULL]]]]
     points = {(0, 0), (0, 60), (62, 0), (62, 60), (31, 30)}
     for point in sorted(points | {(1, 1), (32, 30), (62, 59), (63, 61)}):
@@ -294,7 +294,7 @@ def test_sampling_sees_five_points_only() -> None:
         def dot(b, h, q, k, aux, point=point):
             return (q == point[0]) & (k == point[1])
 
-        state = PARTIAL if point in points else ABSENT
+        state = PARTIAL if point in points else EMPTY
         assert sampled_states(dot, 63, 61, 64).tolist() == [[[[state]]]], point
 
 

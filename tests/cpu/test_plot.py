@@ -17,14 +17,14 @@ from flash_mask_cute import (
 )
 from flash_mask_cute.compute_block_sparsity import compute_block_sparsity
 from flash_mask_cute.masks import builders
-from flash_mask_cute.plotting import FULL, PARTIAL, SKIPPED, classify_tiles, plot
+from flash_mask_cute.plotting import EMPTY, FULL, PARTIAL, classify_tiles, plot
 
 
 def test_classes() -> None:
     visible = builders.causal(10).dense(10)[0, 0]
     assert classify_tiles(visible, 4, 3).tolist() == [
-        [PARTIAL, PARTIAL, SKIPPED, SKIPPED],
-        [FULL, PARTIAL, PARTIAL, SKIPPED],
+        [PARTIAL, PARTIAL, EMPTY, EMPTY],
+        [FULL, PARTIAL, PARTIAL, EMPTY],
         [FULL, FULL, FULL, PARTIAL],
     ]
     assert (classify_tiles(torch.ones(5, 7, dtype=torch.bool), 4, 4) == FULL).all()
@@ -115,7 +115,7 @@ def test_picture(pyplot: Any) -> None:
     assert torch.equal(image[9, 0], colors[FULL])
     assert torch.equal(image[0, 0], colors[PARTIAL])
     assert torch.equal(image[0, 1], torch.tensor(plotting.HIDDEN_COLOR, dtype=image.dtype))
-    assert torch.equal(image[0, 9], colors[SKIPPED])
+    assert torch.equal(image[0, 9], colors[EMPTY])
 
 
 def test_picture_of_a_dense_mask_in_given_axes(pyplot: Any) -> None:
@@ -150,7 +150,7 @@ def test_classes_of_tiles_that_do_not_divide_the_mask() -> None:
     for tile_m, tile_n in ((1, 1), (5, 3), (37, 53), (64, 7), (36, 100)):
         expected = [
             [
-                FULL if tile.all() else PARTIAL if tile.any() else SKIPPED
+                FULL if tile.all() else PARTIAL if tile.any() else EMPTY
                 for tile in rows.split(tile_n, dim=1)
             ]
             for rows in visible.split(tile_m)
@@ -187,7 +187,7 @@ def test_it_counts_as_explain_does(pyplot: Any, name: str, head_dim: int) -> Non
     tile_m, tile_n = told.tiles.tile_m, told.tiles.tile_n
     title = plot(mask, tile_m=tile_m, tile_n=tile_n).get_title()
     counts = [int(n) for n in re.findall(r"(\d+) (?:skipped|partial|full)", title)]
-    of_explain = (told.skipped_key_tiles, told.cut_key_tiles, told.full_key_tiles)
+    of_explain = (told.empty_key_tiles, told.partial_key_tiles, told.full_key_tiles)
     assert of_explain == tuple(2 * count for count in counts)
     assert sum(counts) == -(-seqlen // tile_m) * -(-seqlen // tile_n)
     # what scores say: a tile past the last key is masked; a mask of blocks may be visited in vain
@@ -248,7 +248,7 @@ def test_picture_of_block_lists(pyplot: Any) -> None:
         assert counts is not None and indices is not None
         for row in range(10):
             blocks[row, indices[0, 0, row, : counts[0, 0, row]].long()] = state
-    assert {*blocks.flatten().tolist()} == {SKIPPED, PARTIAL, FULL}
+    assert {*blocks.flatten().tolist()} == {EMPTY, PARTIAL, FULL}
     ax = plot(LISTS, seqlen_q=300, seqlen_k=200)
     # the last blocks reach past the last key
     blocks[:, -1].clamp_(max=PARTIAL)
@@ -279,7 +279,7 @@ def test_tiles_across_blocks_are_partial_unless_all_agree(pyplot: Any) -> None:
         (0, 8): colors[PARTIAL],
         (0, 16): colors[PARTIAL],
         (0, 24): torch.tensor(plotting.HIDDEN_COLOR),
-        (8, 0): colors[SKIPPED],
+        (8, 0): colors[EMPTY],
         (8, 16): colors[FULL],
     }.items():
         assert torch.equal(image[row, col], color)

@@ -130,7 +130,7 @@ VARLEN = {"varlen_q": True, "varlen_k": True}
         ({"intervals": (1, True), "is_causal": True}, SAME, (None, None), True),
         ({"has_lists": True}, SAME, (None, None), True),
         ({"has_bits": True}, SAME, (None, None), True),
-        ({"reads_bits": True}, SAME, (None, None), True),
+        ({"reads_mask_bits": True}, SAME, (None, None), True),
     ],
 )
 def test_calls_whose_masks_may_empty_rows(

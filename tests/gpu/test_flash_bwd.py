@@ -14,9 +14,9 @@ from cases import (
     DOCUMENT_CASES,
     FP16,
     FP32,
+    MASK_BITS_CASES,
+    MASK_BITS_VARLEN_CASES,
     MASK_CASES,
-    STORED_CASES,
-    STORED_VARLEN_CASES,
     Case,
 )
 from gradient_oracle import assert_gradients_close, make_output_gradients
@@ -107,7 +107,7 @@ def test_against_oracle(case: Case) -> None:
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize(
-    "case", MASK_CASES + STORED_CASES + STORED_VARLEN_CASES, ids=lambda case: case.id
+    "case", MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES, ids=lambda case: case.id
 )
 def test_masks_against_oracle(case: Case) -> None:
     check(make_inputs(case.packed_if_supported(), "cuda"))
@@ -384,7 +384,7 @@ WIDE_CASES = (
         Case("columns-1", 2, 500, 700, causal=True, column="stepped1"),
         Case("columns-2", 2, 500, 700, column="stepped2"),
         Case("asked-lists", 1, 500, 700, 2, 2, mask_mod="eviction", blocks=(48, 80)),
-        *STORED_CASES[:4],
+        *MASK_BITS_CASES[:4],
     )),
 )  # fmt: skip
 
@@ -410,7 +410,7 @@ DETERMINISTIC = [
     Case("d256-causal", 1, 900, 900, 2, 1, head_dim=256, head_dim_v=256, causal=True),
     Case("d192-dv128", 2, 300, 500, 2, 2, head_dim=192, head_dim_v=128),
     *(replace(case, pack_gqa=None) for case in MASK_CASES),
-    *STORED_CASES,
+    *MASK_BITS_CASES,
     Case("fp16-window", 2, 500, 700, 2, 1, dtype=torch.float16, window_left=99, window_right=40),
     # more work tiles than CTAs, so that some wait for those that a CTA takes later
     *(case for case in LARGE_CASES if case.id in LARGE_IN_ORDER),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, DOCUMENT_CASES, MASK_CASES, STORED_CASES, STORED_VARLEN_CASES, Case
+from cases import BF16, DOCUMENT_CASES, MASK_BITS_CASES, MASK_BITS_VARLEN_CASES, MASK_CASES, Case
 from inputs import Inputs, make_inputs
 from mask_cases import CAUSAL_OFFSET, MASK_MODS
 from public_call import check, check_replay, forward
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize(
-    "case", MASK_CASES + STORED_CASES + STORED_VARLEN_CASES, ids=lambda case: case.id
+    "case", MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES, ids=lambda case: case.id
 )
 def test_against_oracle(case: Case) -> None:
     check(make_inputs(case.packed_if_supported(), "cuda"))
@@ -44,7 +44,7 @@ def test_fuzzed_masks(seed: int) -> None:
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize(
-    "case", MASK_CASES + STORED_CASES + STORED_VARLEN_CASES, ids=lambda case: case.id
+    "case", MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES, ids=lambda case: case.id
 )
 def test_skipping_changes_no_bit(case: Case) -> None:
     inputs = make_inputs(case.packed_if_supported(), "cuda")
@@ -79,7 +79,7 @@ def test_documents_in_parts(head_dim: int, causal: bool, monkeypatch: pytest.Mon
         parts = forward(inputs)
         (launch,) = interface._prepared_fwd.values()
         assert isinstance(launch, PackedForward)
-        assert launch.inner._store_bits.func.__self__.num_parts > 1
+        assert launch.inner._make_mask_bits.func.__self__.num_query_chunks > 1
         for x, y in zip(whole, parts, strict=True):
             assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 

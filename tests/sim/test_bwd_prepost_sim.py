@@ -415,12 +415,12 @@ def test_preprocess_marks_rows_that_see_a_sink(simulator: ModuleType) -> None:
     hostile[[5, 9]] = True
     do[:, small] = INF
     stats = torch.empty(HEADS, 1, stats_words(tile_m, 2, True))
-    turns, parts = torch.empty(HEADS, 1, dtype=torch.int32), torch.empty(HEADS, 1)
+    semaphores, parts = torch.empty(HEADS, 1, dtype=torch.int32), torch.empty(HEADS, 1)
     function = preprocess_of(
         torch.bfloat16, dim, tile_m, Extras(False, False, True, torch.float32, False, dim, False)
     )
-    given = (o, do, lse, dlse, stats, None, turns, sink, parts, None, None, q)
-    for _ in run(simulator, function, [stats, turns, parts], *given):
+    given = (o, do, lse, dlse, stats, None, semaphores, sink, parts, None, None, q)
+    for _ in run(simulator, function, [stats, semaphores, parts], *given):
         words = stats[..., 2 * tile_m :].contiguous().view(torch.int32)[:, 0, :2]
         marks = ((words[..., None] >> torch.arange(32)) & 1).flatten(1).bool()
         assert torch.equal(marks, hostile.expand_as(marks))
@@ -512,15 +512,15 @@ def check_postprocess(
     # NaN wherever nothing may be taken from
     sums = torch.full((HEADS, blocks, tile_m, cols), NAN)
     # whoever came last; row blocks that nobody has written sums of are 0
-    turns = torch.arange(HEADS * blocks, dtype=torch.int32).view(HEADS, blocks) % 3
+    semaphores = torch.arange(HEADS * blocks, dtype=torch.int32).view(HEADS, blocks) % 3
     scale = 0.3
     dq = arrange(torch.empty(*seqs.extents(), HEADS, head_dim, dtype=dtype))
     expected = torch.full(dq.shape, NAN, dtype=torch.float64)
     for block, b, rows in seqs.blocks(tile_m):
         used = max(0, min(rows.stop, seqs.used_of(b)) - rows.start)
         drawn = torch.randn(HEADS, used, head_dim, generator=generator)
-        drawn[turns[:, block] == 0] = 0.0
-        sums[turns[:, block] > 0, block, :used, :head_dim] = drawn[turns[:, block] > 0]
+        drawn[semaphores[:, block] == 0] = 0.0
+        sums[semaphores[:, block] > 0, block, :used, :head_dim] = drawn[semaphores[:, block] > 0]
         slot = seqs.of(expected, b)[rows]
         slot[:] = 0.0
         slot[:used] = drawn.double().transpose(0, 1) * scale
@@ -529,7 +529,7 @@ def check_postprocess(
     has_used = seqs.used is not None
     function = postprocess_of(dtype, head_dim, tile_m, seqs.is_packed, has_used, order)
     lengths = (seqs.cu_seqlens(), seqs.seqused())
-    for _ in run(simulator, function, [dq], accum, turns, dq, scale, *lengths):
+    for _ in run(simulator, function, [dq], accum, semaphores, dq, scale, *lengths):
         torch.testing.assert_close(
             dq,
             expected,
@@ -568,13 +568,13 @@ def test_postprocess_lengths(simulator: ModuleType, seqs: Sequences) -> None:
 
 
 @pytest.mark.parametrize(("tail", "heads", "head_dim"), [(0, 3, 64), (9, 3, 72), (150, 2, 2048)])
-def test_clear_tails(simulator: ModuleType, tail: int, heads: int, head_dim: int) -> None:
+def test_zero_padding(simulator: ModuleType, tail: int, heads: int, head_dim: int) -> None:
     """More rows than CTAs, and rows of more vectors than threads."""
-    from flash_mask_cute.kernels.zero_padding import ClearTails
+    from flash_mask_cute.kernels.zero_padding import ZeroPadding
 
     rows = (Fakes.rows("BFloat16", 3, head_dim) for _ in range(2))
     starts = (Fakes.strided("Int32", 1) for _ in range(2))
-    function = compile_for_sim(ClearTails(), next(rows), None, next(rows), *starts, fake_stream())
+    function = compile_for_sim(ZeroPadding(), next(rows), None, next(rows), *starts, fake_stream())
     dq, dv = (torch.empty(n + tail, heads, head_dim, dtype=torch.bfloat16) for n in (6, 4))
     of_q, of_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 6, 6], [0, 1, 4]))
     for _ in run(simulator, function, [dq, dv], dq, None, dv, of_q, of_k):

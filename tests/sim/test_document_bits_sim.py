@@ -17,13 +17,13 @@ from flash_mask_cute.call import mask_bits_plan
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
-from flash_mask_cute.mask_prep.documents import num_slots
+from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
-    Asked,
     BitTiles,
-    DocumentStoring,
-    Stored,
-    compile_store,
+    DocumentBitsPlan,
+    MaskBits,
+    MaskInputs,
+    compile_mask_bits,
     most_tiles,
 )
 from flash_mask_cute.runtime.target import Target
@@ -63,11 +63,11 @@ def until_the_end(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 
 def tiles_of(tile: tuple[int, int]) -> int:
     """The most that the documents of an entry may have."""
-    slots = num_slots(SEQLEN)
-    return most_tiles(BitTiles.of_queries(*tile), SEQLEN * SEQLEN, SEQLEN, SEQLEN, slots)
+    slots = max_documents(SEQLEN)
+    return most_tiles(BitTiles.for_forward(*tile), SEQLEN * SEQLEN, SEQLEN, SEQLEN, slots)
 
 
-def storing_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: Any) -> Any:
+def bits_plan_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: Any) -> Any:
     keywords = {"mask_mod": mod, "aux_tensors": [aux], **more}
     q = torch.zeros(BATCH, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     operands = (q, q, q)
@@ -76,10 +76,10 @@ def storing_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: Any
     return plan(AttentionCall.of(Direction(direction), *operands, **keywords), TARGET).mask_bits
 
 
-def store(storing: DocumentStoring, mod: Any, aux: Tensor) -> Stored:
+def store(bits_plan: DocumentBitsPlan, mod: Any, aux: Tensor) -> MaskBits:
     """The first part of the bits, by the kernels that are compiled for them."""
-    function = compile_store(mod, storing.store, TARGET).function
-    return next(storing.parts(function, aux, Asked((aux,), None)))
+    function = compile_mask_bits(mod, bits_plan.problem, TARGET).function
+    return next(bits_plan.query_chunks(function, aux, MaskInputs((aux,), None)))
 
 
 @pytest.mark.parametrize("entries", [1, 2])
@@ -93,11 +93,11 @@ def test_states_of_the_tiles_of_documents(
     """By the pairs of which each tile consists."""
     ids = ids_of(entries)
     mod = (same_for_all, same_document)[entries - 1]
-    storing = storing_of(direction, head_dim, mod, ids)
-    assert isinstance(storing, DocumentStoring) and storing.entries == entries
+    bits_plan = bits_plan_of(direction, head_dim, mod, ids)
+    assert isinstance(bits_plan, DocumentBitsPlan) and bits_plan.entries == entries
     simulator.OPTIONS["delay"] = 1
     simulator.RESULTS.clear()
-    (_, states, places), _, cu_seqlens = store(storing, mod, ids)
+    (_, states, places), _, cu_seqlens = store(bits_plan, mod, ids)
     assert cu_seqlens is not None
     (result,) = simulator.RESULTS
     assert not result["warnings"]
@@ -124,7 +124,7 @@ def test_states_of_the_tiles_of_documents(
                 assert states[0, 0, number] == expected, (sequence, m_block, n_block)
                 used.add((of_mask, number))
     # as many as there are, so no two have the same place
-    assert len(used) == len({number for _, number in used}) <= storing.shape[2]
+    assert len(used) == len({number for _, number in used}) <= bits_plan.shape[2]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -132,8 +132,8 @@ def test_causal_masking_hides_later_keys(simulator: ModuleType, causal: bool) ->
     """What a callable says of them does not join documents that it separates otherwise."""
     lengths = torch.tensor(LENGTHS[1])
     ends = torch.repeat_interleave(lengths.cumsum(0), lengths).int()
-    storing = storing_of("forward", 64, until_the_end, ends, causal=causal)
-    cu_seqlens = store(storing, until_the_end, ends).cu_seqlens
+    bits_plan = bits_plan_of("forward", 64, until_the_end, ends, causal=causal)
+    cu_seqlens = store(bits_plan, until_the_end, ends).cu_seqlens
     assert cu_seqlens is not None
     begins = {0, LENGTHS[1][0]} if causal else {0}
     assert {x % SEQLEN for x in cu_seqlens.tolist()} == begins

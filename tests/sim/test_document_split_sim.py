@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, Split, compile_split
+from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors, compile_split
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -56,7 +56,7 @@ def test_as_torch_finds_them(simulator: ModuleType, name: str, batch: int) -> No
     if mask.startend_row_indices.shape[0] > 1:
         batch = mask.startend_row_indices.shape[0]
     indices = mask.startend_row_indices
-    expected = Split.empty_like(indices, batch)
+    expected = DocumentTensors.empty_like(indices, batch)
     expected.fill(indices, mask.causal)
     results = [torch.full_like(x, POISON) for x in expected]
     compiled = compile_split(indices.shape[3], mask.causal, "sm_90a")

@@ -15,9 +15,9 @@ from cases import (
     FP16,
     FP32,
     FP64,
+    MASK_BITS_CASES,
+    MASK_BITS_VARLEN_CASES,
     MASK_CASES,
-    STORED_CASES,
-    STORED_VARLEN_CASES,
     Case,
 )
 from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
@@ -134,14 +134,14 @@ LEFT_OUT = (
     "score-head-bias-gqa2-packed",
 )
 # of four heads, with a mask_mod that does not look at them
-STORES_ANSWERS = ("everything-varlen",)
+MAKES_MASK_BITS = ("everything-varlen",)
 SIM_MASK_CASES = tuple(case for case in MASK_CASES if case.id not in LEFT_OUT)
 
 
 @pytest.mark.parametrize("position", range(len(SIM_MASK_CASES)), ids=lambda i: SIM_MASK_CASES[i].id)
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     case = replace(SIM_MASK_CASES[position], pack_gqa=None)
-    launches = 4 if case.id in STORES_ANSWERS else 3
+    launches = 4 if case.id in MAKES_MASK_BITS else 3
     run_sim(simulator, make_inputs(case), ((1,), (None,))[position % 2], launches)
 
 
@@ -186,14 +186,14 @@ def test_padding_behind_documents(simulator: ModuleType, monkeypatch: pytest.Mon
     )
 
 
-@pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MASK_BITS_CASES, ids=lambda case: case.id)
 def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), launches=4)
 
 
-@pytest.mark.parametrize("position", range(len(STORED_VARLEN_CASES)))
+@pytest.mark.parametrize("position", range(len(MASK_BITS_VARLEN_CASES)))
 def test_answers_stored_for_packed_sequences(simulator: ModuleType, position: int) -> None:
-    inputs = make_inputs(STORED_VARLEN_CASES[position])
+    inputs = make_inputs(MASK_BITS_VARLEN_CASES[position])
     run_sim(simulator, inputs, seeds=(1,), launches=4, deterministic=position == 1)
 
 
@@ -208,7 +208,7 @@ def test_answers_stored_by_documents(simulator: ModuleType, position: int) -> No
 def test_warps_of_a_warpgroup_that_are_far_apart(simulator: ModuleType, seed: int) -> None:
     """One still sends dK and dV from where others write dS of the next work tile's first block,
     whose rows are queries: with these seeds its rows of dQ were wrong."""
-    case = next(case for case in STORED_CASES if case.id == "stored-odd-lists-d64")
+    case = next(case for case in MASK_BITS_CASES if case.id == "mask-bits-odd-lists-d64")
     config = {"tile_m": 128, "value_cols": 48}
     run_sim(simulator, make_inputs(case), seeds=(seed,), launches=4, config=config)
 
@@ -444,9 +444,9 @@ def test_two_pairs_of_ctas_at_a_time(
 @pytest.mark.parametrize(
     "case",
     [
-        *STORED_CASES[2:4],
-        Case("stored-one-tile", 1, 100, 64, 4, 4, mask_mod="documents"),
-        Case("stored-odd-tiles", 1, 100, 300, 4, 4, mask_mod="documents"),
+        *MASK_BITS_CASES[2:4],
+        Case("mask-bits-one-tile", 1, 100, 64, 4, 4, mask_mod="documents"),
+        Case("mask-bits-odd-tiles", 1, 100, 300, 4, 4, mask_mod="documents"),
     ],
     ids=lambda case: case.id,
 )

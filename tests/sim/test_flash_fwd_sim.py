@@ -18,9 +18,9 @@ from cases import (
     FP16,
     FP32,
     FP64,
+    MASK_BITS_CASES,
+    MASK_BITS_VARLEN_CASES,
     MASK_CASES,
-    STORED_CASES,
-    STORED_VARLEN_CASES,
     Case,
 )
 from inputs import Inputs, make_growing_inputs, make_inputs
@@ -105,7 +105,7 @@ def test_operands_that_share_elements(simulator: ModuleType) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", STORED_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MASK_BITS_CASES, ids=lambda case: case.id)
 def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
     inputs = make_inputs(case)
     run_sim(simulator, inputs)
@@ -130,7 +130,7 @@ def test_documents_of_a_mask(
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", STORED_VARLEN_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MASK_BITS_VARLEN_CASES, ids=lambda case: case.id)
 def test_answers_stored_for_packed_sequences(simulator: ModuleType, case: Case) -> None:
     inputs = make_inputs(case)
     run_sim(simulator, inputs, seeds=(1,))
@@ -139,12 +139,14 @@ def test_answers_stored_for_packed_sequences(simulator: ModuleType, case: Case) 
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("position", range(len(STORED_CASES)), ids=lambda i: STORED_CASES[i].id)
+@pytest.mark.parametrize(
+    "position", range(len(MASK_BITS_CASES)), ids=lambda i: MASK_BITS_CASES[i].id
+)
 def test_answers_stored_by_parts_of_the_queries(
     simulator: ModuleType, position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for the answers of one block of queries: a launch each, of a part of the call."""
-    inputs = make_inputs(STORED_CASES[position])
+    inputs = make_inputs(MASK_BITS_CASES[position])
     case = inputs.case
     entries = case.batch if case.mask_mod == "documents" else 1
     monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", entries * case.seqlen_k * 192)
@@ -255,7 +257,7 @@ def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
 
 @pytest.mark.usefixtures("poisoned_allocations")
 def test_a_mask_mod_that_is_asked_for_wide_heads(simulator: ModuleType) -> None:
-    """By two warps: beside a warpgroup of painters a product would be too wide for the launch."""
+    """By two warps: beside a warpgroup of mask warps a product would be too wide for the launch."""
     case = Case("asked", 1, 70, 130, 1, 1, head_dim=256, head_dim_v=256, mask_mod="eviction")
     run_sim(simulator, make_inputs(case), seeds=(1,))
 
@@ -275,7 +277,7 @@ TILE_FIELDS = ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo")
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize(
     "row",
-    [row for row in SM90_FWD if not row.for_lists],
+    [row for row in SM90_FWD if not row.native_block_lists],
     ids=lambda row: f"{row.max_dim}-{row.tile_m}x{row.tile_n}",
 )
 def test_the_tiles_of_every_table_row(simulator: ModuleType, row: FwdRow) -> None:

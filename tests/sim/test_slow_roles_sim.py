@@ -8,12 +8,12 @@ from types import ModuleType
 
 import pytest
 import simulated_backward
-import test_bit_store_sim as bit_store
 import test_block_scan_sim
 import test_bwd_prepost_sim as prepost
+import test_column_bounds_sim
 import test_document_bits_sim
 import test_document_split_sim
-import test_key_block_bounds_sim
+import test_mask_bits_sim as mask_bits
 import test_slow_roles_sm100_sim
 from cases import Case
 from inputs import make_inputs
@@ -123,7 +123,7 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         ("mask_prep.block_scan_kernel.kernel",),
     ),
     "key-block-bounds": (
-        lambda sim: test_key_block_bounds_sim.test_packed(sim, (64, 0, 80, 112, 1), 64),
+        lambda sim: test_column_bounds_sim.test_packed(sim, (64, 0, 80, 112, 1), 64),
         ("mask_prep.column_bounds_kernel.kernel",),
     ),
     "document-split": (
@@ -131,14 +131,14 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         ("mask_prep.documents_kernel.find", "mask_prep.documents_kernel.split"),
     ),
     "store-for-queries": (
-        lambda sim: bit_store.test_states_of_tiles(
-            sim, bit_store.fwd_storing, 64, (192, 128), True
+        lambda sim: mask_bits.test_states_of_tiles(
+            sim, mask_bits.fwd_bits_plan, 64, (192, 128), True
         ),
         ("mask_prep.mask_bits_kernel.kernel",),
     ),
     "store-for-keys": (
-        lambda sim: bit_store.test_states_of_tiles(
-            sim, bit_store.bwd_storing, 64, (128, 128), True
+        lambda sim: mask_bits.test_states_of_tiles(
+            sim, mask_bits.bwd_bits_plan, 64, (128, 128), True
         ),
         ("mask_prep.mask_bits_kernel.kernel",),
     ),

@@ -19,8 +19,8 @@ from bench.cases import CASES, BenchCase, make_tensors
 from bench.masks import MASKS
 from bench.peers import DOCUMENT_MASKS
 from bench.rows import RESULTS, read_rows
-from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, SLOT
-from flash_mask_cute.plotting import FULL, PARTIAL, SKIPPED, classify_tiles
+from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DOCUMENT_STRIDE
+from flash_mask_cute.plotting import EMPTY, FULL, PARTIAL, classify_tiles
 
 ROWS = read_rows(RESULTS)
 
@@ -67,7 +67,7 @@ def test_picture_of_masks() -> None:
         for name, mask in masks.items()
     }
     assert classes.pop("full") == {FULL}
-    assert all(found == {SKIPPED, PARTIAL, FULL} for found in classes.values()), classes
+    assert all(found == {EMPTY, PARTIAL, FULL} for found in classes.values()), classes
     picture = (plot.FOLDER / "masks.svg").read_text()
     assert len(picture) < 300_000 and picture.count("data:image/png") == len(masks)
     pages = [(bench.ROOT / "docs" / name).read_text() for name in ("masks.md", "mask_gallery.md")]
@@ -112,7 +112,7 @@ def test_sizes_of_masks_are_those_that_were_measured() -> None:
             if case.mask in DOCUMENT_MASKS:
                 # intervals, also counted inside documents; where these begin, in slots and in the
                 # batch; bounds of both, with one block more for each sequence
-                slots, blocks = case.n // SLOT, case.n // BOUNDS_TILE
+                slots, blocks = case.n // DOCUMENT_STRIDE, case.n // BOUNDS_TILE
                 expected = 4 * (2 * vectors * case.n + slots + slots + 1)
                 expected += 4 * 2 * vectors * (blocks + blocks + slots)
             assert found == expected

@@ -43,7 +43,7 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
             assert choice.tile_d >= head_dim
             assert choice.tile_n == (128 if max(head_dim, head_dim_v) <= 128 else 64)
             assert choice.tiles.cta_pair == choice.tiles.clears_dq == (head_dim > 192)
-            assert choice.walk_n == choice.tile_n * (2 if choice.tiles.cta_pair else 1)
+            assert choice.cluster_tile_n == choice.tile_n * (2 if choice.tiles.cta_pair else 1)
 
 
 OVERRIDES = [
@@ -83,7 +83,7 @@ def test_an_override_is_kept_and_the_rest_made_to_fit(dim: int, given: dict[str,
     assert f"config= sets {next(iter(given))}=" in choice.reason
 
 
-WIDE = {"head_dim": 256, "head_dim_v": 256, "mask_kind": "full"}
+WIDE = {"head_dim": 256, "head_dim_v": 256, "tuning_class": "full"}
 
 
 def test_wide_heads_are_for_pairs_of_ctas() -> None:
@@ -94,14 +94,14 @@ def test_wide_heads_are_for_pairs_of_ctas() -> None:
     assert takes_pairs(200, 40) and takes_pairs(256, 256, num_sms=2)
     assert not any(takes_pairs(*dims) for dims in ((192, 192), (64, 256), (192, 256), (128, 128)))
     choice = select_bwd_config(**WIDE)
-    assert (choice.tile_n, choice.walk_n) == (64, 128)
+    assert (choice.tile_n, choice.cluster_tile_n) == (64, 128)
     for said in ("192 < head_dim <= 256", "without an order", "nothing modifies"):
         assert said in choice.reason
 
 
 ALONE = {
     "deterministic=True": {"deterministic": True},
-    "score_mod": {"modifier": "score_mod", "mask_kind": "score_mod"},
+    "score_mod": {"modifier": "score_mod", "tuning_class": "score_mod"},
     "softcap": {"modifier": "softcap"},
     "1 SM": {"num_sms": 1},
     "clears_dq=False": {"override": BwdConfig(clears_dq=False)},
@@ -114,7 +114,7 @@ def test_what_keeps_ctas_alone(what: str) -> None:
     """The last row is theirs, and pairs that a config asks for are refused by name."""
     call = WIDE | ALONE[what]
     choice = select_bwd_config(**call)
-    assert choice.tiles == BwdTiles(64, 2, 1, 1) and choice.walk_n == choice.tile_n == 64
+    assert choice.tiles == BwdTiles(64, 2, 1, 1) and choice.cluster_tile_n == choice.tile_n == 64
     assert SM90_BWD[-1].reason in choice.reason
     asks = replace(call.get("override", BwdConfig()), cta_pair=True)
     if what != "cta_pair=False":
@@ -147,7 +147,7 @@ def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
     for field in asdict(choice.tiles).keys() - {"skip_blocks"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
-    assert (choice.tile_n, choice.walk_n) == (128, 128)
+    assert (choice.tile_n, choice.cluster_tile_n) == (128, 128)
 
 
 def test_head_dims_of_blackwell_are_rounded_up() -> None:

@@ -24,7 +24,7 @@ from flash_mask_cute.call.config import FwdConfig, FwdTiles, select_fwd_config
 from flash_mask_cute.call.kernels import build_fwd, compile_fwd
 from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.call.tables import SM90_FWD, SM100_FWD, FwdRow
-from flash_mask_cute.mask_prep.column_bounds import compile_bounds
+from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
 from flash_mask_cute.runtime.cache import CompileCache, compile_count, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import compile_object, compiler_keeps
@@ -82,17 +82,19 @@ SPILLED_BESIDE_A_SCORE_MOD = 32
 # On Blackwell the pass over a row's scores that subtracts a maximum far from 0 first spills, beside
 # all of the row's probabilities. No other pass does, and scores of usual size do not come there.
 SPILLED_FAR_FROM_0 = 256
-# Three warpgroups with all of 64 x 128 scores leave the painters 32 registers, and these then spill
+# Three warpgroups with all of 64 x 128 scores leave the mask warps 32 registers, and these then spill
 # what they count blocks with. Nothing is spilled where a row's sum is checked before the next row's
 # exponentials, and most masks take 1 % longer (docs/measured_facts.md, 2026-11-22).
-SPILLED_BY_PAINTERS = 256
+SPILLED_BY_MASK_WARPS = 256
 
 
 def most_spilled_at(problem: AttentionProblem) -> int:
     if problem.score_mod is not None:
         return SPILLED_BESIDE_A_SCORE_MOD
-    is_masked = problem.mask_kind in ("causal", "other")
-    return SPILLED_BY_PAINTERS if is_masked and problem.head_dim == problem.head_dim_v == 64 else 0
+    is_masked = problem.tuning_class in ("causal", "other")
+    return (
+        SPILLED_BY_MASK_WARPS if is_masked and problem.head_dim == problem.head_dim_v == 64 else 0
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -157,7 +159,7 @@ def test_callables_of_the_post_compile_as_printed(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dim", [192, 256])
 def test_a_mask_mod_compiles_for_wide_heads(dim: int, tmp_path: Path) -> None:
-    """Above 192 without a warpgroup of painters, beside which a product would be too wide."""
+    """Above 192 without a warpgroup of mask warps, beside which a product would be too wide."""
     fields, mods = mods_of("mask")
     meta, counts = build(replace(PLAIN, **fields, head_dim=dim, head_dim_v=dim), tmp_path, mods)
     check_code(f"{dim}: {meta}, {counts}", meta, counts)
@@ -190,7 +192,7 @@ BLACKWELL = {
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_compiles_well_for_blackwell(name: str, tmp_path: Path) -> None:
     problem = BLACKWELL[name]
-    is_pair = problem.mask_kind == "full" and problem.head_dim >= 128
+    is_pair = problem.tuning_class == "full" and problem.head_dim >= 128
     check_blackwell(name, *build(problem, tmp_path, target=B200), is_pair)
 
 
@@ -243,7 +245,7 @@ def check_blackwell(
     assert meta["registers"] == 96, facts
     check_code(facts, meta, counts, most_spilled)
     if counts:
-        # softmax, output, helpers, painters
+        # softmax, output, helpers, mask warps
         assert counts["USETMAXREG"] == 4, facts
         assert counts["UTCHMMA"] and counts["UTMALDG"] and counts["UTMASTG"], facts
         # the CTAs of a pair wait for each other at both ends
@@ -433,7 +435,7 @@ def test_what_the_blackwell_plan_says_about_memory(row: FwdRow) -> None:
     assert plan.num_columns <= 512
     assert plan.helper_registers >= 24
     tiles = FwdTiles(*row[2:7], cta_pair=row.cta_pair)
-    assert (plan.walk_m, plan.group.size) == (tiles.walk_m, tiles.ctas_per_tile)
+    assert (plan.cluster_tile_m, plan.group.size) == (tiles.cluster_tile_m, tiles.ctas_per_tile)
 
 
 def test_one_kernel_per_problem(tmp_path: Path) -> None:
@@ -479,7 +481,7 @@ def test_remarks_do_not_need_source_lines(tmp_path: Path, monkeypatch: pytest.Mo
     """Looking a line up for each operation takes as long as tracing it."""
     asked: list[None] = []
     monkeypatch.setattr(op, "_get_caller_frame_info", lambda: asked.append(None))
-    meta = compile_bounds(1, False, TARGET.arch, CompileCache(tmp_path)).meta
+    meta = compile_column_bounds(1, False, TARGET.arch, CompileCache(tmp_path)).meta
     assert meta["registers"] and meta["spill_bytes"] == 0 and not asked
 
 

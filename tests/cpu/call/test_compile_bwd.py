@@ -79,7 +79,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # Keys of a sequence; 0 for the others.
 SEQLENS_K = {"causal-32k": 32768}
 # Bytes; the others have none.
-# Painters, where values leave them 24 registers, once a block that is cut.
+# Mask warps, where values leave them 24 registers, once a block that is cut.
 SPILLS = {"columns-1-causal-bits": 16}
 
 
@@ -99,7 +99,7 @@ def problem_of(fields: dict[str, Any]) -> tuple[AttentionProblem, Mods]:
 def test_compiles_well(name: str) -> None:
     problem, mods = problem_of(VARIANTS[name])
     choice = select_bwd_config(
-        *(problem.head_dim, problem.head_dim_v, problem.mask_kind),
+        *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
         seqlen_k=SEQLENS_K.get(name, 0),
         deterministic=problem.deterministic,
         modifier=problem.score_modifier,
@@ -143,7 +143,7 @@ def test_compiles_well_for_blackwell(name: str, arch: str) -> None:
     problem, mods = problem_of(BLACKWELL[name])
     target = Target.named(arch)
     choice = select_bwd_config(
-        *(problem.head_dim, problem.head_dim_v, problem.mask_kind),
+        *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
         deterministic=problem.deterministic,
         modifier=problem.score_modifier,
         kernel=arch_spec(target).backward,
@@ -193,7 +193,7 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
     assert compile_count() == before + 4
     # new gradients of packed sequences are cleared by one more
     packed = replace(first, id="packed", lengths_q=(30, 7), lengths_k=(20, 50))
-    assert kernels.clear_tails is None and kernels_of(packed).clear_tails is not None
+    assert kernels.zero_padding is None and kernels_of(packed).zero_padding is not None
     assert compile_count() == before + 8
 
 

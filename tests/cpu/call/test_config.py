@@ -134,7 +134,7 @@ def test_pairs_of_ctas_on_blackwell(
     shapes = FwdShapes(1, seqlen_q, 300, seqlen_q, 300, 2, 2, *dims)
     choice = select_fwd_config(problem, shapes, override=override, spec=SM100)
     assert choice.tiles.cta_pair is expected
-    assert choice.tiles.walk_m == (512 if expected else 256)
+    assert choice.tiles.cluster_tile_m == (512 if expected else 256)
     assert choice.tiles.nest_in((256, 128)) is not expected
 
 
@@ -170,9 +170,9 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         row.max_dim_v,
         seqlen_k=row.min_seqlen_k or 500,
         is_causal="full" not in row.masks,
-        has_softcap=row.for_functions,
+        has_softcap=row.needs_sfu,
         window=row.max_window,
-        block_size=(row.tile_m, row.tile_n) if row.for_lists else None,
+        block_size=(row.tile_m, row.tile_n) if row.native_block_lists else None,
         **{kind: "key" for kind in ("mask_mod", "score_mod") if kind in row.masks},
     )
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo", "cta_pair"):
@@ -189,8 +189,8 @@ def test_rows_are_reachable() -> None:
             and before.max_dim_v >= row.max_dim_v
             and (not before.masks or (row.masks and set(row.masks) <= set(before.masks)))
             and before.max_window is None
-            and not before.for_lists
-            and not before.for_functions
+            and not before.native_block_lists
+            and not before.needs_sfu
             and before.min_seqlen_k <= row.min_seqlen_k
             for before in SM90_FWD[:position]
         )

@@ -71,7 +71,7 @@ def test_intervals_that_take_much_painting() -> None:
         ((2, True), {"score_mod": "py3.11:abc"}, "score_mod"),
     ):
         problem = AttentionProblem("bfloat16", 64, 64, is_causal=True, intervals=intervals, **more)
-        assert problem.mask_kind == kind
+        assert problem.tuning_class == kind
 
 
 MASK_FIELDS: dict[str, tuple[Any, str]] = {
@@ -87,7 +87,7 @@ def test_masks_are_no_simple_case(name: str) -> None:
     plain = AttentionProblem("bfloat16", 64, 64, is_causal=True)
     value, kind = MASK_FIELDS[name]
     masked = dataclasses.replace(plain, **{name: value})
-    assert (plain.mask_kind, masked.mask_kind) == ("causal", kind)
+    assert (plain.tuning_class, masked.tuning_class) == ("causal", kind)
     assert hash(plain) != hash(masked)
 
 

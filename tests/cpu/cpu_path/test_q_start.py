@@ -31,18 +31,18 @@ def test_the_tiles_that_explain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
     for call in Draw(7, torch.bfloat16, 64, 300).calls(30):
         found = explain(call.q, call.k, call.v, **call.keywords)
-        assert found.full_key_tiles is not None and found.cut_key_tiles is not None, found.note
+        assert found.full_key_tiles is not None and found.partial_key_tiles is not None, found.note
         tiles, pack = found.tiles, found.packed_heads
         seen = full = 0
         for b, x in enumerate(call.sequences):
             for h in range(0, call.q.shape[-2], pack):
                 heads = torch.stack([call.visible(b, h + i) for i in range(pack)], dim=1)
                 rows = heads.flatten(0, 1)
-                for by_rows in rows.split(tiles.walk_m):
+                for by_rows in rows.split(tiles.cluster_tile_m):
                     for tile in by_rows.split(tiles.tile_n, dim=1) if x.seqlen_k else ():
                         seen += bool(tile.any())
                         full += bool(tile.all()) and tile.shape[1] == tiles.tile_n
-        assert found.full_key_tiles + found.cut_key_tiles >= seen, call.name
+        assert found.full_key_tiles + found.partial_key_tiles >= seen, call.name
         assert found.full_key_tiles <= full, call.name
 
 

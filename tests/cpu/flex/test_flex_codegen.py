@@ -107,7 +107,7 @@ def test_backward(name: str) -> None:
     found = []
     for problem, mods in both_ways(PAIRS[name], wants_gradients=True):
         choice = select_bwd_config(
-            *(problem.head_dim, problem.head_dim_v, problem.mask_kind),
+            *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
             modifier=problem.score_modifier,
         )
         with compile_lock():

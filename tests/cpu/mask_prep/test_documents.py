@@ -25,7 +25,7 @@ from flash_mask_cute.call.prepared_packed import PackedBackward, PackedForward
 from flash_mask_cute.functional import flash_attn_func, flashmask_attention
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.limits import MAX_PACKED_SEQLEN
-from flash_mask_cute.mask_prep.documents import SLOT
+from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.target import Target
@@ -127,7 +127,7 @@ def test_any_intervals(form: tuple[int, bool], seqlen: int, cuts: list[int], see
     mask = ColumnMask(indices, causal)
     assert torch.equal(by_documents(mask, 2), whole(mask, 2))
     if num_vectors == 1:
-        first_of_slot = {int(edge) // SLOT: int(edge) for edge in reversed(edges[:-1])}
+        first_of_slot = {int(edge) // DOCUMENT_STRIDE: int(edge) for edge in reversed(edges[:-1])}
         assert set(first_of_slot.values()) <= set(begins(mask, 1))
 
 
@@ -282,8 +282,8 @@ def test_results_in_tensors_of_the_caller(batch: int) -> None:
 @pytest.mark.parametrize(
     ("batch", "seqlen", "packs"),
     [
-        (1, SLOT, False),
-        (1, SLOT + 1, True),
+        (1, DOCUMENT_STRIDE, False),
+        (1, DOCUMENT_STRIDE + 1, True),
         (1, MAX_PACKED_SEQLEN, True),
         (1, MAX_PACKED_SEQLEN + 1, False),
         (31, MAX_PACKED_SEQLEN, True),
@@ -319,8 +319,8 @@ def test_a_kept_launch_follows_the_mask_of_its_call(
     class Noting(KernelForward):
         __slots__ = ()
 
-        def __init__(self, plan: ExecutionPlan, _: Any, store_bits: Any) -> None:
-            super().__init__(plan, note, store_bits)
+        def __init__(self, plan: ExecutionPlan, _: Any, make_mask_bits: Any) -> None:
+            super().__init__(plan, note, make_mask_bits)
             prepared.append(self)
 
     for_hopper = partial(prepare.prepare_fwd, target=Target.default())
@@ -450,7 +450,7 @@ def test_explain_tells_what_is_computed() -> None:
     full, cut = (sum(getattr(x, f"{kind}_key_tiles") for x in alone) for kind in ("full", "cut"))
     assert f"of their own tiles {full} are visited as they are and {cut} masked" in packed.note
     # key tiles are those of the dense call, so that what is between documents counts as skipped
-    for count in ("full_key_tiles", "cut_key_tiles", "skipped_key_tiles"):
+    for count in ("full_key_tiles", "partial_key_tiles", "empty_key_tiles"):
         assert getattr(packed, count) == getattr(whole, count)
     apart = torch.empty(2, 2600, 2, 64)[:, :1300]
     two = torch.zeros(2, 1300, 2, 64)

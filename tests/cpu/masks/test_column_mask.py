@@ -316,8 +316,8 @@ def test_no_sequences(total: int) -> None:
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("num_vectors", [1, 2, 4])
 def test_the_kernel_compiles(num_vectors: int, is_packed: bool) -> None:
-    compiled = column_bounds.compile_bounds(num_vectors, is_packed, "sm_90a")
-    assert column_bounds.compile_bounds(num_vectors, is_packed, "sm_90a") is compiled
+    compiled = column_bounds.compile_column_bounds(num_vectors, is_packed, "sm_90a")
+    assert column_bounds.compile_column_bounds(num_vectors, is_packed, "sm_90a") is compiled
 
 
 def test_it_can_be_pickled_after_use() -> None:

@@ -74,7 +74,7 @@ def _add_terms(
         target[coordinates] = target[coordinates] + weight * term
 
 
-def stand_in(tensor: Tensor) -> Any:
+def fake_tensor(tensor: Tensor) -> Any:
     dtype = getattr(cutlass, CUTLASS_NAMES[dtype_name(tensor.dtype)])
     return make_fake_tensor(
         dtype,
@@ -103,8 +103,8 @@ def derive(
             _differentiate_all,
             score_mod,
             tuple(wants_aux),
-            *map(stand_in, tensors),
-            *(None if x is None else tuple(map(stand_in, x)) for x in lists),
+            *map(fake_tensor, tensors),
+            *(None if x is None else tuple(map(fake_tensor, x)) for x in lists),
         )
     function(*tensors, *lists)
     return Derivative(values, slopes, sums)
@@ -149,8 +149,8 @@ def trace(score_mod: Callable[..., Any], *aux: Tensor, wants_aux: Sequence[int] 
                 _differentiate_all,
                 score_mod,
                 tuple(wants_aux),
-                *map(stand_in, tensors),
-                tuple(map(stand_in, aux)) or None,
+                *map(fake_tensor, tensors),
+                tuple(map(fake_tensor, aux)) or None,
                 None,
                 options="--enable-tvm-ffi",
                 trace_finalize_hooks=keep,

@@ -438,7 +438,7 @@ def test_compiles_well(name: str, head_dim: int, tmp_path: Path) -> None:
         score_mod=callable_key(mod), aux=aux, wants_aux=tuple(range(len(aux))),
     )  # fmt: skip
     choice = select_bwd_config(
-        *(head_dim, head_dim, problem.mask_kind), modifier=problem.score_modifier
+        *(head_dim, head_dim, problem.tuning_class), modifier=problem.score_modifier
     )
     options = f"--keep-cubin --dump-dir={tmp_path}"
     with compile_lock(), compiler_keeps(options):

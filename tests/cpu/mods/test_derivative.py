@@ -23,8 +23,8 @@ from derived import (
     SHAPE,
     check,
     derive,
+    fake_tensor,
     points,
-    stand_in,
     trace,
 )
 from hypothesis import given, settings
@@ -386,9 +386,9 @@ def test_score_mod_bwd() -> None:
             ("score_mod_bwd", bwd),
             _apply_bwd,
             bwd,
-            stand_in(grads),
-            stand_in(scores),
-            (stand_in(table),),
+            fake_tensor(grads),
+            fake_tensor(scores),
+            (fake_tensor(table),),
         )
     function(grads, scores, (table,))
     torch.testing.assert_close(grads, expected)

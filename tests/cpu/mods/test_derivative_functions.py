@@ -10,7 +10,7 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass import Float32, Int32
-from derived import GENERATOR, HEAD, K_IDX, Q_IDX, SHAPE, check, derive, points, stand_in, trace
+from derived import GENERATOR, HEAD, K_IDX, Q_IDX, SHAPE, check, derive, fake_tensor, points, trace
 from torch import Tensor
 
 from flash_mask_cute.mods import derivative
@@ -201,7 +201,7 @@ def test_functions_that_only_a_gpu_has(name: str) -> None:
     rule = derivative._PARTIALS[f"math.{name}"][0]
     with compile_lock():
         run = compile_for_host(
-            ("score_mod", rule), _apply_rule, rule, *map(stand_in, (x, out, slopes))
+            ("score_mod", rule), _apply_rule, rule, *map(fake_tensor, (x, out, slopes))
         )
     run(x, out, slopes)
     torch.testing.assert_close(slopes.double(), expected, rtol=1e-5, atol=1e-6)

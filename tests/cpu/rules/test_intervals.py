@@ -60,7 +60,7 @@ def test_seen_rows_are_those_that_nothing_hides(
     seqlen_q = 4
     first, last = (0, seqlen_q) if edges == (None, None) else edges
     for c in itertools.product(range(-1, seqlen_q + 2), repeat=n):
-        (lo, hi), *holes = Intervals(n, causal).seen_rows(c, *edges)
+        (lo, hi), *holes = Intervals(n, causal).visible_rows(c, *edges)
         seen = [
             (lo is None or row >= lo)
             and (hi is None or row < hi)

@@ -20,8 +20,13 @@ from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.call.prepared import KernelForward
 from flash_mask_cute.call.prepared_bwd import KernelBackward
 from flash_mask_cute.call.prepared_packed import PackedBackward, PackedForward
-from flash_mask_cute.mask_prep.documents import num_slots
-from flash_mask_cute.mask_prep.mask_bits import BitStoring, BitTiles, DocumentStoring, most_tiles
+from flash_mask_cute.mask_prep.documents import max_documents
+from flash_mask_cute.mask_prep.mask_bits import (
+    BitTiles,
+    DocumentBitsPlan,
+    EntryBitsPlan,
+    most_tiles,
+)
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
@@ -50,17 +55,17 @@ def choose(case: Case, **more: Any) -> tuple[ExecutionPlan, Any]:
 @pytest.mark.usefixtures("documents_packed")
 def test_a_call_is_packed_by_slots() -> None:
     """Two sequences for 700 tokens; a table of tiles for each entry, or one for all."""
-    call, storing = choose(DOCUMENTS)
-    assert isinstance(storing, DocumentStoring)
-    assert (storing.entries, storing.batch, storing.seqlen) == (2, 2, 700)
+    call, bits_plan = choose(DOCUMENTS)
+    assert isinstance(bits_plan, DocumentBitsPlan)
+    assert (bits_plan.entries, bits_plan.batch, bits_plan.seqlen) == (2, 2, 700)
     # 700 * 700 / (128 * 128) is 29.9, 700 / 128 is 5.5
-    assert storing.shape == (1, 1, 2 * (30 + 6 + 6 + 2), 128, 4)
+    assert bits_plan.shape == (1, 1, 2 * (30 + 6 + 6 + 2), 128, 4)
     shapes, problem = call.shapes, call.problem
     assert (shapes.batch, shapes.seqlen_q, shapes.total_q, shapes.total_k) == (4, 700, 1400, 1400)
-    assert problem.varlen_q and problem.varlen_k and problem.reads_bits
+    assert problem.varlen_q and problem.varlen_k and problem.reads_mask_bits
     assert (call.out_shape, call.lse_shape) == ((1400, 4, 128), (4, 1400))
-    _, storing = choose(Case("same", 3, 700, 700, 4, 4, mask_mod="checks"))
-    assert isinstance(storing, DocumentStoring) and storing.entries == 1
+    _, bits_plan = choose(Case("same", 3, 700, 700, 4, 4, mask_mod="checks"))
+    assert isinstance(bits_plan, DocumentBitsPlan) and bits_plan.entries == 1
 
 
 @pytest.mark.usefixtures("documents_packed")
@@ -69,8 +74,8 @@ def test_there_is_room_for_the_tiles_of_any_documents(tile: tuple[int, int]) -> 
     tile_m, tile_n = tile
     generator = torch.Generator().manual_seed(5)
     for seqlen in (513, 1024, 1300, 4096):
-        slots = num_slots(seqlen)
-        tiles = BitTiles.of_queries(*tile)
+        slots = max_documents(seqlen)
+        tiles = BitTiles.for_forward(*tile)
         most = most_tiles(tiles, seqlen * seqlen, seqlen, seqlen, slots)
         for _ in range(200):
             cuts = torch.randint(0, seqlen + 1, (slots - 1,), generator=generator)
@@ -91,15 +96,15 @@ def test_there_is_room_for_the_tiles_of_any_documents(tile: tuple[int, int]) -> 
     ids=lambda case: case.id,
 )
 def test_what_is_not_packed(case: Case) -> None:
-    assert isinstance(choose(case)[1], BitStoring)
+    assert isinstance(choose(case)[1], EntryBitsPlan)
 
 
 def test_small_calls_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 x 4 x 5 blocks of 128 queries."""
     for least, packs in ((40 / TARGET.num_sms, True), (41 / TARGET.num_sms, False)):
         monkeypatch.setattr(mask_bits_plan, "MIN_TILES_PACKED", least)
-        assert isinstance(choose(DOCUMENTS)[1], DocumentStoring) == packs
-        assert isinstance(choose(DOCUMENTS, q=apart(DOCUMENTS))[1], BitStoring)
+        assert isinstance(choose(DOCUMENTS)[1], DocumentBitsPlan) == packs
+        assert isinstance(choose(DOCUMENTS, q=apart(DOCUMENTS))[1], EntryBitsPlan)
 
 
 @pytest.mark.usefixtures("documents_packed")
@@ -107,11 +112,11 @@ def test_documents_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many tiles as there is room for, of any documents, and the rest of a block's."""
     monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
     monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 2 * 400 * 700)
-    _, storing = choose(DOCUMENTS)
-    assert isinstance(storing, DocumentStoring)
+    _, bits_plan = choose(DOCUMENTS)
+    assert isinstance(bits_plan, DocumentBitsPlan)
     # 560000 / (128 * 128) is 34.2
-    assert (storing.tiles, storing.step, storing.shape[2]) == (44, 34, 34 + 6)
-    assert storing.num_parts == 3
+    assert (bits_plan.tiles, bits_plan.step, bits_plan.shape[2]) == (44, 34, 34 + 6)
+    assert bits_plan.num_query_chunks == 3
     launch, calls, call = recorded(DOCUMENTS)
     launch(call.tensors, call.masks)
     stores, mains = calls[::2], calls[1::2]
@@ -144,7 +149,7 @@ def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], Atten
     def note(*args: Any) -> None:
         calls.append(args)
 
-    inner = KernelForward(planned, note, partial(planned.mask_bits.parts, note))
+    inner = KernelForward(planned, note, partial(planned.mask_bits.query_chunks, note))
     return PackedForward(inner, True, by_mask=False), calls, call
 
 
@@ -152,9 +157,9 @@ def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], Atten
 def test_what_a_forward_passes_on() -> None:
     launch, calls, call = recorded(DOCUMENTS)
     out, lse = launch(call.tensors, call.masks)
-    (stored, cu_seqlens, spans, bounds, begins, logical, aux, _, _, most, part), main = calls
+    (mask_bits, cu_seqlens, spans, bounds, begins, logical, aux, _, _, most, part), main = calls
     assert part == (0, 88) and most == 44
-    tiles, states, places = stored
+    tiles, states, places = mask_bits
     assert tiles.shape[:3] == states.shape and places.shape == (4, 2)
     assert (spans.shape, bounds.shape, begins.shape) == ((2, 1, 700, 2), (2, 1, 4, 6), (2, 2))
     assert cu_seqlens.shape == (5,) and logical is None and len(aux) == 1
@@ -162,7 +167,7 @@ def test_what_a_forward_passes_on() -> None:
     assert (q.shape, rows.shape, lse_rows.shape) == ((1400, 4, 128), (1400, 4, 128), (4, 1400))
     assert q.data_ptr() == call.tensors.q.data_ptr() and out.data_ptr() == rows.data_ptr()
     assert main[6] is main[7] is cu_seqlens
-    assert main[-3] is stored and main[-2] is part and main[-1] is None
+    assert main[-3] is mask_bits and main[-2] is part and main[-1] is None
     assert (out.shape, lse.shape) == ((2, 700, 4, 128), (2, 4, 700))
     by_sequence = lse_rows.view(4, 2, 700).transpose(0, 1)
     assert torch.equal(lse.view(torch.int32), by_sequence.contiguous().view(torch.int32))
@@ -175,8 +180,8 @@ def test_a_forward_writes_where_it_is_told() -> None:
     out, lse = launch(call.tensors, call.masks)
     assert out is given[0] and lse is given[1]
     assert calls[1][3].data_ptr() == out.data_ptr()
-    of_kernel = calls[1][4].view(4, 2, 700).transpose(0, 1).contiguous()
-    assert torch.equal(lse.view(torch.int32), of_kernel.view(torch.int32))
+    from_kernel = calls[1][4].view(4, 2, 700).transpose(0, 1).contiguous()
+    assert torch.equal(lse.view(torch.int32), from_kernel.view(torch.int32))
 
 
 @pytest.mark.usefixtures("documents_packed")

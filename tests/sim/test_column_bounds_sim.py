@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_mask_cute.mask_prep.column_bounds import compile_bounds
+from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
 
 pytestmark = pytest.mark.sim
 
@@ -25,7 +25,7 @@ def draw_indices(*shape: int) -> Tensor:
 def run(
     simulator: ModuleType, indices: Tensor, bounds: Tensor, tile_n: int, cu_seqlens: Tensor | None
 ) -> None:
-    compiled = compile_bounds(indices.shape[3], cu_seqlens is not None, "sm_90a")
+    compiled = compile_column_bounds(indices.shape[3], cu_seqlens is not None, "sm_90a")
     for seed in DELAY_SEEDS:
         simulator.OPTIONS.pop("delay", None)
         if seed is not None:

@@ -25,8 +25,8 @@ from flash_mask_cute.call.prepared import KernelForward
 from flash_mask_cute.call.prepared_bwd import KernelBackward
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.mask_prep import mask_bits
-from flash_mask_cute.mask_prep.documents import SLOT
-from flash_mask_cute.mask_prep.mask_bits import BitTiles, SequenceStoring, StoreProblem
+from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, MaskBitsProblem, SequenceBitsPlan
 from flash_mask_cute.mods import traits
 from flash_mask_cute.mods.traits import find_reliance
 from flash_mask_cute.runtime.cache import DIRECTORY_VARIABLE, Compiled
@@ -155,18 +155,18 @@ def choose(case: Case, **more: Any) -> tuple[ExecutionPlan, Any]:
 
 def test_bits_of_one_entry_or_of_all() -> None:
     """One entry serves all unless the callable, or a list, tells them apart."""
-    _, storing = choose(Case("same", 3, 300, 200, 4, 4, mask_mod="checks"))
-    assert storing is not None and storing.shape == (1, 3, 2, 128, 4)
-    assert storing.num_bytes == 3 * 2 * (2048 + 4)
-    _, storing = choose(Case("told", 3, 300, 200, 4, 4, mask_mod="documents"))
-    assert storing is not None and storing.shape == (3, 3, 2, 128, 4)
+    _, bits_plan = choose(Case("same", 3, 300, 200, 4, 4, mask_mod="checks"))
+    assert bits_plan is not None and bits_plan.shape == (1, 3, 2, 128, 4)
+    assert bits_plan.num_bytes == 3 * 2 * (2048 + 4)
+    _, bits_plan = choose(Case("told", 3, 300, 200, 4, 4, mask_mod="documents"))
+    assert bits_plan is not None and bits_plan.shape == (3, 3, 2, 128, 4)
     lists = BlockSparseTensorsTorch(
         torch.zeros(3, 1, 3, dtype=torch.int32), torch.zeros(3, 1, 3, 2, dtype=torch.int32)
     )
-    _, storing = choose(
+    _, bits_plan = choose(
         Case("lists", 3, 300, 200, 4, 4, mask_mod="checks"), block_sparse_tensors_torch=lists
     )
-    assert storing is not None and storing.shape == (3, 3, 2, 128, 4)
+    assert bits_plan is not None and bits_plan.shape == (3, 3, 2, 128, 4)
 
 
 def choose_bwd(case: Case) -> tuple[Any, Any, AttentionCall]:
@@ -183,11 +183,11 @@ def choose_bwd(case: Case) -> tuple[Any, Any, AttentionCall]:
 
 def test_bits_of_a_backward_are_by_key() -> None:
     """As many as of a forward: words that have 16 of them are stored two to a word."""
-    call, storing, *_ = choose_bwd(Case("d128", 3, 300, 200, 4, 4, mask_mod="documents"))
+    call, bits_plan, *_ = choose_bwd(Case("d128", 3, 300, 200, 4, 4, mask_mod="documents"))
     assert (call.choice.tiles.tile_m, call.choice.tile_n) == (64, 128)
-    assert storing is not None and storing.shape == (3, 5, 2, 128, 2)
-    call, storing, *_ = choose_bwd(Case("head", 3, 300, 200, 4, 4, mask_mod="eviction"))
-    assert storing is None and call.problem.mask_mod is not None
+    assert bits_plan is not None and bits_plan.shape == (3, 5, 2, 128, 2)
+    call, bits_plan, *_ = choose_bwd(Case("head", 3, 300, 200, 4, 4, mask_mod="eviction"))
+    assert bits_plan is None and call.problem.mask_mod is not None
 
 
 def test_tiles_are_those_of_a_kernel_that_reads() -> None:
@@ -195,16 +195,16 @@ def test_tiles_are_those_of_a_kernel_that_reads() -> None:
     blocks = {"block_sparse_tensors_torch": one_list(128)}
     case = Case("reads", 1, 384, 384, 4, 4, head_dim=64, mask_mod="checks")
     for keywords in ({}, blocks):
-        call, storing = choose(case, **keywords)
+        call, bits_plan = choose(case, **keywords)
         assert (call.choice.tiles.tile_m, call.choice.tiles.tile_n) == (192, 128)
-        assert storing is not None and storing.shape == (1, 2, 3, 192, 4)
+        assert bits_plan is not None and bits_plan.shape == (1, 2, 3, 192, 4)
     for asks in (replace(case, mask_mod="eviction"), replace(case, mask_mod=None)):
-        call, storing = choose(asks, **blocks)
-        assert storing is None and call.choice.tiles.tile_m == 128
-    call, storing, *_ = choose_bwd(case)
-    assert storing is not None and call.choice.tiles.tile_m == 128
-    call, storing, *_ = choose_bwd(replace(case, mask_mod="eviction"))
-    assert storing is None and call.choice.tiles.tile_m == 64
+        call, bits_plan = choose(asks, **blocks)
+        assert bits_plan is None and call.choice.tiles.tile_m == 128
+    call, bits_plan, *_ = choose_bwd(case)
+    assert bits_plan is not None and call.choice.tiles.tile_m == 128
+    call, bits_plan, *_ = choose_bwd(replace(case, mask_mod="eviction"))
+    assert bits_plan is None and call.choice.tiles.tile_m == 64
 
 
 def test_explain_says_what_the_cpu_path_walks_instead() -> None:
@@ -226,20 +226,20 @@ def one_list(block: int) -> BlockSparseTensorsTorch:
 def test_what_the_backward_passes_on() -> None:
     """Stored answers, and nothing else of the callable and the lists."""
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
-    planned, storing, call = choose_bwd(case)
-    assert storing is not None
+    planned, bits_plan, call = choose_bwd(case)
+    assert bits_plan is not None
     assert (planned.problem.has_bits, planned.problem.mask_mod) == (False, None)
-    stored: list[tuple[Any, ...]] = []
+    mask_bits: list[tuple[Any, ...]] = []
     main: list[tuple[Any, ...]] = []
-    store = partial(storing.parts, lambda *args: stored.append(args))
+    store = partial(bits_plan.query_chunks, lambda *args: mask_bits.append(args))
     kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
     KernelBackward(planned, kernels, store)(call.tensors, call.masks)
-    (((tiles, states), *_, logical, aux, left, right, part),) = stored
+    (((tiles, states), *_, logical, aux, left, right, query_chunk),) = mask_bits
     assert left is right is None
     assert (tiles.shape[:3], states.shape) == ((1, 4, 2), (1, 4, 2))
-    assert (part, logical[2:], len(aux)) == ((0, 4), (48, 80), 1)
-    ((*_, aux_tensors, _, _, _, logical_of_main, _, stored_of_main),) = main
-    assert stored_of_main[0] is tiles and stored_of_main[1] is states
+    assert (query_chunk, logical[2:], len(aux)) == ((0, 4), (48, 80), 1)
+    ((*_, aux_tensors, _, _, _, logical_of_main, _, mask_bits_of_main),) = main
+    assert mask_bits_of_main[0] is tiles and mask_bits_of_main[1] is states
     assert (aux_tensors, logical_of_main) == (None, None)
 
 
@@ -264,21 +264,23 @@ def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles for all sequences, each with a row of blocks that it may share with none."""
     lengths = {"lengths_q": (300, 0, 77), "lengths_k": (200, 9, 140), "heads_q": 4, "heads_kv": 4}
     case = Case("varlen", mask_mod="documents", **lengths)
-    call, storing = choose(case)
-    assert isinstance(storing, SequenceStoring) and call.problem.reads_bits
+    call, bits_plan = choose(case)
+    assert isinstance(bits_plan, SequenceBitsPlan) and call.problem.reads_mask_bits
     # of the pairs, the queries, the keys and the sequences
     most = -(-377 * call.shapes.seqlen_k // 128**2) + 3 + 3 + 3
-    assert storing.shape == (1, 1, most, 128, 4) and storing.batch == 3
+    assert bits_plan.shape == (1, 1, most, 128, 4) and bits_plan.batch == 3
     calls: list[tuple[Any, ...]] = []
     given = call_of(case)
     main = Recorder()
-    store = partial(storing.parts, lambda *args: calls.append(args))
+    store = partial(bits_plan.query_chunks, lambda *args: calls.append(args))
     KernelForward(call, main, store)(given.tensors, given.masks)
-    (((tiles, states, places), starts_q, starts_k, logical, aux, _, _, part),) = calls
+    (((tiles, states, places), starts_q, starts_k, logical, aux, _, _, query_chunk),) = calls
     assert tiles.shape[:3] == states.shape and places.shape == (3, 2)
     assert starts_q is given.tensors.cu_seqlens_q and starts_k is given.tensors.cu_seqlens_k
     assert logical is None and len(aux) == 1
-    assert main.given()["stored"][2] is places and main.given()["part"] == part == (0, most)
+    assert main.given()["mask_bits"][2] is places and main.given()[
+        "query_chunk"
+    ] == query_chunk == (0, most)
     assert main.calls[0][6] is starts_q and main.calls[0][7] is starts_k
 
     rows, keys = call.shapes.total_q, call.shapes.seqlen_k
@@ -321,13 +323,13 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 600 * 1000)
     for least, fits in ((16 / TARGET.num_sms, True), (17 / TARGET.num_sms, False)):
         monkeypatch.setattr(mask_bits_plan, "MIN_TILES", least)
-        _, storing = choose(case)
-        assert (storing is not None) == fits
-        if storing is not None:
+        _, bits_plan = choose(case)
+        assert (bits_plan is not None) == fits
+        if bits_plan is not None:
             # 12 blocks of 128, of which four fit
-            assert (storing.shape[1], storing.blocks) == (4, 12)
-            assert storing.num_parts == 3
-            assert storing.num_bytes == 4 * 8 * (2048 + 4)
+            assert (bits_plan.shape[1], bits_plan.blocks) == (4, 12)
+            assert bits_plan.num_query_chunks == 3
+            assert bits_plan.num_bytes == 4 * 8 * (2048 + 4)
     monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
     assert choose_bwd(case)[1] is None
     monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 127 * 1000)
@@ -337,34 +339,36 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launches_of_parts() -> None:
     """Each gets the bits of its rows, the last one those that are left."""
     case = Case("long", 1, 1100, 300, 4, 4, mask_mod="checks")
-    call, storing = choose(case)
-    assert storing is not None and storing.blocks == 9
-    stored: list[tuple[Any, ...]] = []
-    shape = (1, 4, *storing.shape[2:])
-    store = partial(replace(storing, shape=shape).parts, lambda *args: stored.append(args))
+    call, bits_plan = choose(case)
+    assert bits_plan is not None and bits_plan.blocks == 9
+    mask_bits: list[tuple[Any, ...]] = []
+    shape = (1, 4, *bits_plan.shape[2:])
+    store = partial(
+        replace(bits_plan, shape=shape).query_chunks, lambda *args: mask_bits.append(args)
+    )
     main = Recorder()
     of_call = call_of(case)
     KernelForward(call, main, store)(of_call.tensors, of_call.masks)
     for i in range(2):
-        assert [args[0][i].shape[1] for args in stored] == [4, 4, 1]
+        assert [args[0][i].shape[1] for args in mask_bits] == [4, 4, 1]
     given = [main.given(i) for i in range(3)]
-    assert all(x["stored"][1] is args[0][1] for x, args in zip(given, stored, strict=True))
-    assert [args[-1] for args in stored] == [(0, 4), (4, 4), (8, 1)]
-    assert [x["part"] for x in given] == [(0, 4), (4, 4), (8, 1)]
+    assert all(x["mask_bits"][1] is args[0][1] for x, args in zip(given, mask_bits, strict=True))
+    assert [args[-1] for args in mask_bits] == [(0, 4), (4, 4), (8, 1)]
+    assert [x["query_chunk"] for x in given] == [(0, 4), (4, 4), (8, 1)]
     assert main.calls[0][3] is main.calls[2][3], "one output"
 
 
 def test_a_part_has_the_memory_of_the_one_before() -> None:
     case = Case("long", 1, 1100, 300, 4, 4, mask_mod="checks")
-    call, storing = choose(case)
-    assert storing is not None
+    call, bits_plan = choose(case)
+    assert bits_plan is not None
     earlier: list[Any] = []
 
-    def store(stored: tuple[torch.Tensor, torch.Tensor], *_: Any) -> None:
+    def store(mask_bits: tuple[torch.Tensor, torch.Tensor], *_: Any) -> None:
         assert all(tiles() is None for tiles in earlier)
-        earlier.append(weakref.ref(stored[0]))
+        earlier.append(weakref.ref(mask_bits[0]))
 
-    parts = partial(replace(storing, shape=(1, 4, *storing.shape[2:])).parts, store)
+    parts = partial(replace(bits_plan, shape=(1, 4, *bits_plan.shape[2:])).query_chunks, store)
     of_call = call_of(case)
     KernelForward(call, lambda *args: None, parts)(of_call.tensors, of_call.masks)
     assert len(earlier) == 3
@@ -374,7 +378,7 @@ def test_the_attention_kernel_knows_no_callable() -> None:
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
     call, _ = choose(case)
     problem = call.problem
-    assert problem.reads_bits and not (problem.has_lists or problem.has_bits)
+    assert problem.reads_mask_bits and not (problem.has_lists or problem.has_bits)
     assert (problem.mask_mod, problem.aux) == (None, ())
     biased = Case("biased", 1, 200, 200, 4, 4, mask_mod="documents", score_mod="head_bias")
     call, _ = choose(biased)
@@ -384,21 +388,21 @@ def test_the_attention_kernel_knows_no_callable() -> None:
 def test_what_the_launch_passes_on() -> None:
     """The storing kernel gets what the callable reads and the lists, the other one answers."""
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
-    call, storing = choose(case)
-    assert storing is not None
-    stored: list[tuple[Any, ...]] = []
+    call, bits_plan = choose(case)
+    assert bits_plan is not None
+    mask_bits: list[tuple[Any, ...]] = []
     attention = Recorder()
-    store = partial(storing.parts, lambda *args: stored.append(args))
+    store = partial(bits_plan.query_chunks, lambda *args: mask_bits.append(args))
     of_call = call_of(case)
     KernelForward(call, attention, store)(of_call.tensors, of_call.masks)
-    ((tiles, states), seqlen_q, seqlen_k, logical, aux, *_), *others = stored
+    ((tiles, states), seqlen_q, seqlen_k, logical, aux, *_), *others = mask_bits
     assert not others
     assert (tiles.shape, states.shape) == ((1, 2, 2, 128, 4), (1, 2, 2))
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (tiles, states))
     assert (seqlen_q, seqlen_k, logical[2:]) == (200, 200, (48, 80))
     assert len(aux) == len(of_call.masks.aux_tensors or ())
     given = attention.given()
-    assert given["stored"][0] is tiles and given["stored"][1] is states
+    assert given["mask_bits"][0] is tiles and given["mask_bits"][1] is states
     assert all(given[name] is None for name in ("aux", "bits", "lists"))
 
 
@@ -421,12 +425,12 @@ def test_explain_of_nothing(shape: tuple[int, int]) -> None:
 
 
 @pytest.fixture
-def stores_compiled(monkeypatch: pytest.MonkeyPatch) -> list[StoreProblem]:
+def stores_compiled(monkeypatch: pytest.MonkeyPatch) -> list[MaskBitsProblem]:
     """The problems of the kernels that store answers and are compiled, not found on disk."""
-    compiled: list[StoreProblem] = []
+    compiled: list[MaskBitsProblem] = []
     build = mask_bits._build
 
-    def record(mask_mod: Any, problem: StoreProblem, target: Target) -> Compiled:
+    def record(mask_mod: Any, problem: MaskBitsProblem, target: Target) -> Compiled:
         compiled.append(problem)
         return build(mask_mod, problem, target)
 
@@ -440,15 +444,15 @@ def sees(distance: int) -> Any:
     return lambda b, h, q, k, aux: k <= q + distance
 
 
-def test_only_the_kernel_that_runs_is_compiled(stores_compiled: list[StoreProblem]) -> None:
+def test_only_the_kernel_that_runs_is_compiled(stores_compiled: list[MaskBitsProblem]) -> None:
     """At d=64, where attention that asks has other tiles than attention that reads."""
     q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
     prepare_fwd(AttentionCall.of(Direction.FORWARD, q, q, q, mask_mod=sees(1001)), TARGET)
     (problem,) = stores_compiled
-    assert problem.tiles == BitTiles.of_queries(192, 128)
+    assert problem.tiles == BitTiles.for_forward(192, 128)
 
 
-def test_no_kernel_is_compiled_to_ask_about_heads(stores_compiled: list[StoreProblem]) -> None:
+def test_no_kernel_is_compiled_to_ask_about_heads(stores_compiled: list[MaskBitsProblem]) -> None:
     q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
     by_head = AttentionCall.of(
         Direction.FORWARD, q, q, q, mask_mod=lambda b, h, q, k, aux: k <= q + h * 1002
@@ -458,15 +462,15 @@ def test_no_kernel_is_compiled_to_ask_about_heads(stores_compiled: list[StorePro
 
 
 @pytest.mark.usefixtures("documents_packed")
-def test_by_documents_only_that_kernel_is_compiled(stores_compiled: list[StoreProblem]) -> None:
-    q = torch.zeros(1, 2 * SLOT, 4, 64, dtype=torch.bfloat16)
+def test_by_documents_only_that_kernel_is_compiled(stores_compiled: list[MaskBitsProblem]) -> None:
+    q = torch.zeros(1, 2 * DOCUMENT_STRIDE, 4, 64, dtype=torch.bfloat16)
     prepare_fwd(AttentionCall.of(Direction.FORWARD, q, q, q, mask_mod=sees(1003)), TARGET)
     assert [problem.form for problem in stores_compiled] == ["documents"]
 
 
-def test_a_backward_compiles_one_kernel_that_stores(stores_compiled: list[StoreProblem]) -> None:
+def test_a_backward_compiles_one_kernel_that_stores(stores_compiled: list[MaskBitsProblem]) -> None:
     case = Case("once", 1, 384, 384, 4, 4, head_dim=64, mask_mod="checks")
     mask_bits.CACHE.clear_memory()
     _, _, call = choose_bwd(case)
     prepare_bwd(call, TARGET)
-    assert [problem.tiles for problem in stores_compiled] == [BitTiles.of_keys(128, 128)]
+    assert [problem.tiles for problem in stores_compiled] == [BitTiles.for_backward(128, 128)]

@@ -17,7 +17,7 @@ from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
-from flash_mask_cute.mask_prep.mask_bits import Asked, BitStoring, compile_store
+from flash_mask_cute.mask_prep.mask_bits import EntryBitsPlan, MaskInputs, compile_mask_bits
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
@@ -30,7 +30,7 @@ SEQLEN = sum(DOCUMENTS)
 IDS = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS)).int()
 SEES = IDS[:, None] == IDS
 # of 128 x 128 scores: everything, nothing, or what the callable says
-BLOCK, ABSENT, PARTIAL, FULL = 128, 0, 1, 2
+BLOCK, EMPTY, PARTIAL, FULL = 128, 0, 1, 2
 
 
 def same_document(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -41,7 +41,7 @@ def make_lists() -> tuple[BlockSparseTensorsTorch, Tensor]:
     """Lists that say something else than the callable in half of the blocks, and their states."""
     num = -(-SEQLEN // BLOCK)
     at = torch.arange(num)
-    states = torch.tensor([PARTIAL, FULL, PARTIAL, ABSENT])[(at[:, None] * 3 + at) % 4]
+    states = torch.tensor([PARTIAL, FULL, PARTIAL, EMPTY])[(at[:, None] * 3 + at) % 4]
     counts, indices = [], []
     for state in (PARTIAL, FULL):
         listed = states == state
@@ -66,29 +66,29 @@ def masked(**more: Any) -> dict[str, Any]:
     return {"mask_mod": same_document, "aux_tensors": [IDS], **more}
 
 
-def fwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
+def fwd_bits_plan(head_dim: int, **more: Any) -> EntryBitsPlan | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
-    return stored_bits(AttentionCall.of(Direction.FORWARD, q, q, q, **masked(**more)))
+    return bits_plan_of(AttentionCall.of(Direction.FORWARD, q, q, q, **masked(**more)))
 
 
-def bwd_storing(head_dim: int, **more: Any) -> BitStoring | None:
+def bwd_bits_plan(head_dim: int, **more: Any) -> EntryBitsPlan | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     operands = q, q, q, q, q, torch.zeros(1, HEADS, SEQLEN)
-    return stored_bits(AttentionCall.of(Direction.BACKWARD, *operands, **masked(**more)))
+    return bits_plan_of(AttentionCall.of(Direction.BACKWARD, *operands, **masked(**more)))
 
 
-def stored_bits(call: AttentionCall) -> BitStoring | None:
+def bits_plan_of(call: AttentionCall) -> EntryBitsPlan | None:
     """Of a call whose documents are not packed, whatever its size."""
     with mock.patch.object(plan_module, "can_pack", lambda call: False):
         mask_bits = plan(call, TARGET).mask_bits
-    assert mask_bits is None or isinstance(mask_bits, BitStoring)
+    assert mask_bits is None or isinstance(mask_bits, EntryBitsPlan)
     return mask_bits
 
 
-def store(storing: BitStoring, asked: Asked) -> Any:
+def store(bits_plan: EntryBitsPlan, mask_inputs: MaskInputs) -> Any:
     """Tiles and states, by the kernel that is compiled for them."""
-    function = compile_store(same_document, storing.store, TARGET).function
-    return next(storing.parts(function, IDS, asked)).arguments
+    function = compile_mask_bits(same_document, bits_plan.problem, TARGET).function
+    return next(bits_plan.query_chunks(function, IDS, mask_inputs)).arguments
 
 
 def run(simulator: ModuleType, launches: int, call: Callable[[], Any]) -> Any:
@@ -115,22 +115,26 @@ BANDS: tuple[tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]], ...] = (
 @pytest.mark.parametrize("band", range(len(BANDS)))
 @pytest.mark.parametrize(
     ("choose", "head_dim", "tile"),
-    [(fwd_storing, 128, (128, 128)), (bwd_storing, 64, (128, 128)), (bwd_storing, 128, (64, 128))],
+    [
+        (fwd_bits_plan, 128, (128, 128)),
+        (bwd_bits_plan, 64, (128, 128)),
+        (bwd_bits_plan, 128, (64, 128)),
+    ],
     ids=["fwd-d128", "bwd-d64", "bwd-d128"],
 )
 def test_tiles_outside_of_the_band_are_not_asked_about(
     simulator: ModuleType,
-    choose: Callable[..., BitStoring | None],
+    choose: Callable[..., EntryBitsPlan | None],
     head_dim: int,
     tile: tuple[int, int],
     band: int,
 ) -> None:
     """They count as hidden; what is said of the others does not depend on the band."""
     given, sees_by_band = BANDS[band]
-    storing = choose(head_dim, **given)
-    assert storing is not None
-    asked = Asked((IDS,), None)
-    _, found = run(simulator, 1, lambda: store(storing, asked))
+    bits_plan = choose(head_dim, **given)
+    assert bits_plan is not None
+    mask_inputs = MaskInputs((IDS,), None)
+    _, found = run(simulator, 1, lambda: store(bits_plan, mask_inputs))
     at, (tile_m, tile_n) = torch.arange(SEQLEN), tile
     in_band = sees_by_band(at[:, None], at)
     num_outside = 0
@@ -151,17 +155,17 @@ def test_tiles_outside_of_the_band_are_not_asked_about(
 @pytest.mark.parametrize(
     ("choose", "head_dim", "tile"),
     [
-        (fwd_storing, 128, (128, 128)),
-        (fwd_storing, 64, (192, 128)),
-        (fwd_storing, 192, (128, 96)),
-        (bwd_storing, 128, (64, 128)),
-        (bwd_storing, 64, (128, 128)),
+        (fwd_bits_plan, 128, (128, 128)),
+        (fwd_bits_plan, 64, (192, 128)),
+        (fwd_bits_plan, 192, (128, 96)),
+        (bwd_bits_plan, 128, (64, 128)),
+        (bwd_bits_plan, 64, (128, 128)),
     ],
     ids=["fwd-d128", "fwd-d64", "fwd-d192", "bwd-d128", "bwd-d64"],
 )
 def test_states_of_tiles(
     simulator: ModuleType,
-    choose: Callable[..., BitStoring | None],
+    choose: Callable[..., EntryBitsPlan | None],
     head_dim: int,
     tile: tuple[int, int],
     has_lists: bool,
@@ -169,10 +173,10 @@ def test_states_of_tiles(
     """By the pairs of which each tile consists."""
     lists, states = make_lists() if has_lists else (None, None)
     more = {} if lists is None else {"block_sparse_tensors_torch": lists}
-    storing = choose(head_dim, **more)
-    assert storing is not None
+    bits_plan = choose(head_dim, **more)
+    assert bits_plan is not None
     bits = None if lists is None else tuple(block_bits(lists))
-    tiles, found = run(simulator, 1, lambda: store(storing, Asked((IDS,), bits)))
+    tiles, found = run(simulator, 1, lambda: store(bits_plan, MaskInputs((IDS,), bits)))
     sees, (tile_m, tile_n) = dense(states), tile
     assert found.shape == tiles.shape[:3] == (1, -(-SEQLEN // tile_m), -(-SEQLEN // tile_n))
     kinds = set()
