@@ -11,6 +11,8 @@ timing     how time is taken
 everyday   shapes that people run, out of everyday_shapes.json: names and sizes
 sweep      the draws of a sweep; prep: what preparing a mask means
 paper      the table of the FlashMask paper: its cases, who takes part
+flex       `python -m bench.flex`: mods of torch through flex_attention, ours and torch's;
+           flex_mods: these mods
 ahead      compiling before the first case; pace: how long cases take
 measure    one case, from inputs to rows
 rows       the file of rows, bench/results/<gpu>.jsonl: heads of runs, and rows

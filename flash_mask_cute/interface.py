@@ -75,6 +75,7 @@ def _flash_attn_fwd(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     lse_low: Tensor | None = None,
+    max_scores: Tensor | None = None,
     return_lse: bool = True,
     config: FwdConfig | Mapping[str, Any] | None = None,
     **unknown: NoReturn,
@@ -124,9 +125,10 @@ def _flash_attn_fwd(
     sees nothing has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
 
     A score_mod may return any finite number, such as the -1e30 of an additive mask. lse_low, like
-    lse and only beside a score_mod, gets what rounding takes from lse, for the backward. out, lse
-    and lse_low, where given, must not share memory with q, k, v and each other; on a GPU rows of
-    out start at multiples of 16 bytes.
+    lse and only beside a score_mod, gets what rounding takes from lse, for the backward;
+    max_scores, like lse, the largest visible score of each row, -inf without one. out, lse, lse_low
+    and max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
+    multiples of 16 bytes.
 
     pack_gqa: query heads of a KV head share tiles (None: where queries are few), but for block
     lists and column intervals by query head. config: a `FwdConfig`, or some of its fields.
@@ -142,13 +144,11 @@ def _flash_attn_fwd(
     if q_start is not None:
         q_starts, q_start = split_q_start(q_start)
     # as Tensors(...) makes it, which takes twice as long
-    tensors = tuple.__new__(
-        Tensors,
-        (
-            q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-            seqused_k, None, None, None, None, None, None, None, page_table, q_starts,
-        ),
+    fields = (
+        q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+        seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
     )  # fmt: skip
+    tensors = tuple.__new__(Tensors, fields)
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, None, False,

@@ -35,6 +35,7 @@ def run_forward(
     call: Call,
     return_lse: bool = True,
     lse_low: Tensor | None = None,
+    max_scores: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     return _flash_attn_fwd(
         q,
@@ -46,6 +47,7 @@ def run_forward(
         page_table=call.page_table,
         return_lse=return_lse,
         lse_low=lse_low,
+        max_scores=max_scores,
         config=call.configs.forward,
         softmax_scale=call.softmax_scale,
         causal=call.causal,
@@ -72,7 +74,19 @@ def new_lse_low(q: Tensor, call: Call) -> Tensor | None:
     which are too small for that to matter, and where the call will be refused."""
     if call.score_mod is None or q.dim() not in (3, 4):
         return None
-    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    return q.new_empty(_lse_shape(q), dtype=torch.float32)
+
+
+def new_max_scores(q: Tensor) -> Tensor | None:
+    """Where the forward is to write the largest score of each row, -inf in rows of no sequence;
+    None where the call will be refused."""
+    if q.dim() not in (3, 4):
+        return None
+    return q.new_full(_lse_shape(q), -torch.inf, dtype=torch.float32)
+
+
+def _lse_shape(q: Tensor) -> tuple[int, ...]:
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
 
 
 def run_backward(
@@ -206,7 +220,7 @@ def gradients_of(
 
     run: `run_backward`, or another way to it.
     """
-    dout, dlse = grads
+    dout, dlse, *_ = grads
     if dout is None and dlse is None:
         return [None] * 4, {}
     q, k, v, sink, out, lse, lse_low, call = restore(ctx)

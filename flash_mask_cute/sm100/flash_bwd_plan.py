@@ -382,8 +382,8 @@ class BwdPlan:
     def channels(
         self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
     ) -> Channels:
-        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`, fields: see
-        `WorkRing`."""
+        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`,
+        fields: see `WorkRing`."""
         # load, mma and send, and those of many warps
         num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_MASK_WARPS
         ring, walk = planning_rings(

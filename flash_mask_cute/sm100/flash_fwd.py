@@ -41,7 +41,7 @@ for both CTAs, and what products complete is told to both (`umma.Group`, `Channe
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -60,9 +60,15 @@ from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Block, Kind
-from flash_mask_cute.core.work_ring import PIECE_FIELDS
+from flash_mask_cute.core.work_ring import PIECE_FIELDS, Work
 from flash_mask_cute.limits import padded_group
-from flash_mask_cute.mods.calling import RowPlace, ScoreModTraits, inside, modify_row
+from flash_mask_cute.mods.calling import (
+    RowPlace,
+    ScoreModTraits,
+    head_of_row,
+    inside,
+    modify_row,
+)
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -81,33 +87,16 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
     SOFTMAX_WARPS,
     Channels,
     FwdPlan,
+    MmaState,
     Products,
     Role,
+    SoftmaxState,
     Tiles,
 )
 
 # keys and values of the heads in flight should stay in an L2 cache of 126 MB; as a share, what was
 # measured on Hopper
 L2_SHARE = 64 * 1024 * 1024
-
-
-class MmaState(NamedTuple):
-    """Key blocks whose scores were issued so far.
-
-    is_first: the next one is the first of its tile. accumulates: the last one was not.
-    """
-
-    blocks: Int32
-    is_first: Boolean
-    accumulates: Boolean
-
-
-class SoftmaxState(NamedTuple):
-    """Key blocks and cut blocks so far, and whether the next one is the first of its tile."""
-
-    blocks: Int32
-    cuts: Int32
-    is_first: Boolean
 
 
 class FlashAttentionForwardSm100:
@@ -224,6 +213,7 @@ class FlashAttentionForwardSm100:
         mask_bit_tensors=None,
         query_chunk=None,
         mLSELow: cute.Tensor | None = None,
+        mMaxScores: cute.Tensor | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
         mPartials: tuple | None = None,
     ):
@@ -246,8 +236,8 @@ class FlashAttentionForwardSm100:
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m, plan.packed_heads,
-            plan.group_size, group_bytes, self.num_sms // group.size,
+            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m,
+            plan.packed_heads, plan.group_size, group_bytes, self.num_sms // group.size,
             num_splits=None if const_expr(partials is None) else partials.num_splits,
         )  # fmt: skip
         grid = schedule.grid
@@ -267,7 +257,7 @@ class FlashAttentionForwardSm100:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         self.kernel(
             operands,
-            LseTensors(mLSE, mLSELow),
+            LseTensors(mLSE, mLSELow, mMaxScores),
             lengths,
             ScoreArgs(scales, learnable_sink),
             masks,
@@ -319,7 +309,7 @@ class FlashAttentionForwardSm100:
 
         if warp_idx < Role.OUTPUT:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            self.softmax(tiles, channels, score_args.scales, masks)
+            self.softmax(tiles, channels, score_args.scales, masks, lse, lengths)
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
             OutputWarps(
@@ -460,18 +450,26 @@ class FlashAttentionForwardSm100:
 
     # -- softmax --------------------------------------------------------------------------------
 
-    def _rows(self, scales: ScoreScales) -> OnlineSoftmax:
+    def _rows(self, scales: ScoreScales, keeps_largest: bool = False) -> OnlineSoftmax:
         """The softmax of a thread's row."""
         factor = None if self.score_mod is None else self.traits.factor
-        more = self.plan.dtype, self.arithmetic, factor
+        more = self.plan.dtype, self.arithmetic, factor, keeps_largest
         return OnlineSoftmax.create(scales.scale_log2, 1, *more)
 
     @cute.jit
-    def softmax(self, tiles: Tiles, channels: Channels, scales: ScoreScales, masks: MaskArgs):
+    def softmax(
+        self,
+        tiles: Tiles,
+        channels: Channels,
+        scales: ScoreScales,
+        masks: MaskArgs,
+        lse: LseTensors,
+        lengths: Lengths,
+    ):
         """Softmax warp: 32 rows of its half of every work tile, a thread each."""
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (SOFTMAX_WARPS // HALVES)
         row = half * umma.ROWS + thread_in_warpgroup()
-        rows = self._rows(scales)
+        rows = self._rows(scales, keeps_largest=lse.largest is not None)
         tile, chunk = Int32(0), Int32(0)
         state = SoftmaxState(Int32(0), Int32(0), Boolean(True))
         while channels.ring.wait(tile):
@@ -486,8 +484,21 @@ class FlashAttentionForwardSm100:
             tiles.sums[0, row] = rows.row_max[0]
             tiles.sums[1, row] = rows.row_sum[0]
             channels.sums.publish(half_tile)
+            if const_expr(lse.largest is not None):
+                self._store_largest(lse, lengths, channels.ring.read(tile), row, rows.largest()[0])
             channels.ring.release(tile)
             tile += 1
+
+    @cute.jit
+    def _store_largest(
+        self, lse: LseTensors, lengths: Lengths, work: Work, tile_row: Int32, largest: Float32
+    ):
+        """Write the largest score of a row of a work tile, if that is a query head's."""
+        packed_heads, group_size = self.plan.packed_heads, self.plan.group_size
+        row = work.block * self.plan.tile_m + tile_row
+        if row % packed_heads < group_size:
+            head_idx = head_of_row(work, row, packed_heads, group_size)
+            lse.store_largest(lengths, work, head_idx, row // packed_heads, largest)
 
     @cute.jit
     def _visit_block(
@@ -589,6 +600,7 @@ class FlashAttentionForwardSm100:
         """This thread's probabilities, rounded, into `probs`; their sum."""
         total = Float32(0.0)
         for chunk, scores in self._chunks(half, prepare):
+            rows.see(scores)
             total += rows.exponentials(scores, partial(self._keep, probs, chunk), exactly)[0]
         return total
 

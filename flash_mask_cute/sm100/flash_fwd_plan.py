@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
 import cutlass.utils.hopper_helpers as hopper
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
@@ -100,6 +101,25 @@ class Products(NamedTuple):
     s: tuple
     p: tuple
     o: tuple
+
+
+class MmaState(NamedTuple):
+    """Key blocks whose scores were issued so far.
+
+    is_first: the next one is the first of its tile. accumulates: the last one was not.
+    """
+
+    blocks: Int32
+    is_first: Boolean
+    accumulates: Boolean
+
+
+class SoftmaxState(NamedTuple):
+    """Key blocks and cut blocks so far, and whether the next one is the first of its tile."""
+
+    blocks: Int32
+    cuts: Int32
+    is_first: Boolean
 
 
 @dataclass(frozen=True)

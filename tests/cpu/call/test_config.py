@@ -19,6 +19,10 @@ from flash_mask_cute.call.tables import SM90_FWD, SM100_FWD, FwdRow
 HEAD_DIMS = range(8, 257, 8)
 
 
+# so many queries fill whole waves of CTAs, with tiles of 128 rows and of 192
+FULL_WAVES = 132 * 128 * 192
+
+
 def choose(
     head_dim: int = 128,
     head_dim_v: int | None = None,
@@ -165,11 +169,13 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
 
 @pytest.mark.parametrize("row", SM90_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
+    fills_no_wave = "last wave" in row.reason
     choice = choose(
-        row.max_dim,
+        row.max_dim - 8 * row.splits_sectors,
         row.max_dim_v,
+        seqlen_q=row.max_seqlen_q or (1000 if fills_no_wave else FULL_WAVES),
         seqlen_k=row.min_seqlen_k or 500,
-        is_causal="full" not in row.masks,
+        is_causal="full" not in row.masks and not fills_no_wave,
         has_softcap=row.needs_sfu,
         window=row.max_window,
         block_size=(row.tile_m, row.tile_n) if row.native_block_lists else None,
@@ -192,6 +198,10 @@ def test_rows_are_reachable() -> None:
             and not before.native_block_lists
             and not before.needs_sfu
             and before.min_seqlen_k <= row.min_seqlen_k
+            and before.gain is None
+            and before.max_seqlen_q is None
+            and before.above_dim <= row.above_dim
+            and not before.splits_sectors
             for before in SM90_FWD[:position]
         )
         assert not covered, row
@@ -217,7 +227,7 @@ def test_functions_of_causal_scores(fields: dict[str, Any], tile_m: int) -> None
 
 
 def test_a_row_that_does_not_fit_is_made_smaller_and_says_so() -> None:
-    choice = choose(240, 256)
+    choice = choose(200, 256)
     assert not choice.tiles.share_qo  # the output would not fit the query's place
     assert choice.tiles.tile_n < 80
     assert "shared memory" in choice.reason or "share_qo" in choice.reason
@@ -317,7 +327,8 @@ def test_tiles_nest_in_the_usual_blocks(head_dim: int, block_size: tuple[int, in
 
 
 def test_other_blocks_change_no_tiles() -> None:
-    assert choose(64, block_size=(64, 48)).tiles == choose(64).tiles
+    full = choose(64, seqlen_q=FULL_WAVES).tiles
+    assert choose(64, seqlen_q=FULL_WAVES, block_size=(64, 48)).tiles == full
     assert not choose(64, block_size=(64, 48)).tiles.nest_in((64, 48))
 
 
@@ -367,3 +378,31 @@ def test_packing_them_is_refused() -> None:
 def test_packing_that_cannot_be_is_refused(group: int) -> None:
     with pytest.raises(NotImplementedError, match=f"pack_gqa=True .*{group}"):
         choose(heads_q=2 * group, heads_kv=2, pack_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ({"heads_q": 8, "seqlen_q": 4096, "is_causal": True}, True),
+        ({"heads_q": 4, "seqlen_q": 4096, "is_causal": True}, False),
+        ({"heads_q": 32, "seqlen_q": 8192, "is_causal": True}, False),
+        ({"heads_q": 8, "seqlen_q": 4096}, False),
+        ({"heads_q": 8, "seqlen_q": 4096, "window": 300}, True),
+    ],
+)
+def test_few_unequal_tiles_are_claimed_late(call: dict[str, Any], expected: bool) -> None:
+    """128 tiles are one for each SM, and 2048 so many that the last ones weigh little."""
+    assert choose(**call).tiles.claims_late is expected
+    given = choose(**call, override=FwdConfig(claims_late=not expected))
+    assert given.tiles.claims_late is not expected
+
+
+def test_late_claims_are_refused_on_blackwell() -> None:
+    shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, 128, 128)
+    with pytest.raises(ValueError, match="claims_late=True is not supported on Blackwell"):
+        select_fwd_config(
+            AttentionProblem("bfloat16", 128, 128),
+            shapes,
+            override=FwdConfig(claims_late=True),
+            spec=SM100,
+        )
