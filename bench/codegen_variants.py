@@ -221,6 +221,8 @@ def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:
         ("d96", (96, 96)),
         ("d128", (128, 128)),
         ("d192v128", (192, 128)),
+        ("d192", (192, 192)),
+        ("d256", (256, 256)),
     ):
         d, dim_v = dims
         yield f"{name}-full", _variant(d, dim_v=dim_v)

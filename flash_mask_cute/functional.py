@@ -449,7 +449,7 @@ def attend(
     """Attention, differentiable. return_max: the largest score of each row is wanted."""
     check_bool("return_lse", return_lse)
     check_bool("return_max_logit", return_max)
-    if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
+    if not (call.score_mod is call.mask_mod is None):
         call = _with_cute_mods(call, q)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     if torch._C._is_any_autocast_enabled():
@@ -476,9 +476,15 @@ def attend(
 
 def _with_cute_mods(call: Call, q: Any) -> Call:
     """The call with what is written in torch lowered, and what that captures as aux tensors."""
-    score_mod, mask_mod, aux_tensors = as_cute_mods(
-        call.score_mod, call.mask_mod, call.aux_tensors, getattr(q, "device", None)
-    )
+    given = call.score_mod, call.mask_mod, call.aux_tensors
+    if torch.compiler.is_compiling():
+        if isinstance(call.score_mod, str) or isinstance(call.mask_mod, str):
+            return call
+        from flash_mask_cute.flex.in_graph import mods_in_graph
+
+        score_mod, mask_mod, aux_tensors = mods_in_graph(*given, q.device.type, False)
+    else:
+        score_mod, mask_mod, aux_tensors = as_cute_mods(*given, getattr(q, "device", None))
     if score_mod is call.score_mod and mask_mod is call.mask_mod:
         return call
     return call._replace(score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)

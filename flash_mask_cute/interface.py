@@ -7,6 +7,7 @@ by the metadata of later calls (`call/lookup.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.lookup import find_bwd, find_fwd
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
-from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.flex.together import as_cute_mods, form_of
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.compiler import preload
@@ -285,7 +286,11 @@ def explain(
     masks, device = call.masks, getattr(q, "device", None)
     mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     call = call._replace(masks=masks._replace(**mods._asdict()))
-    return explain_fwd(call, None if target is None else Target.named(target))
+    explained = explain_fwd(call, None if target is None else Target.named(target))
+    if mods.mask_mod is masks.mask_mod:
+        return explained
+    note = f"mask_mod is torch's, and flex_attention would run it as {form_of(masks.mask_mod)}"
+    return replace(explained, note=f"{explained.note}; {note}" if explained.note else note)
 
 
 _, _, _, *_FWD_KEYWORDS = keywords_of(Direction.FORWARD)

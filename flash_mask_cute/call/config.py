@@ -36,7 +36,7 @@ class FwdConfig:
     """Tile shape of a forward kernel; None lets the library choose that field.
 
     tile_m, tile_n: query rows (64, 128, 192 or 256) and keys (a multiple of 16) of a tile; on
-    Blackwell 256 and 128.
+    Blackwell 256 and 128, of wider heads than 192/128 128 and 128.
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
     cta_pair: on Blackwell, two CTAs with neighbouring tiles walk over the keys together.
@@ -201,12 +201,10 @@ def select_fwd_config(
 
     Raises:
         ValueError: the override asks for what cannot run.
-        NotImplementedError: no kernel of the architecture has these head dimensions; or pack_gqa is
-            True for a group of more heads than `packed_rows`, or that `unpackable` keeps apart.
+        NotImplementedError: pack_gqa is True for a group of more heads than `packed_rows`, or that
+            `unpackable` keeps apart.
     """
     kernel = spec.forward
-    if kernel.exact_dims:
-        _check_exact_dims(spec, problem.head_dim, problem.head_dim_v)
     call = CallFacts(
         problem.head_dim,
         problem.head_dim_v,
@@ -236,16 +234,6 @@ def select_fwd_config(
         cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < {SHORT_QUERY}"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
-
-
-def _check_exact_dims(spec: ArchSpec, head_dim: int, head_dim_v: int) -> None:
-    known = list(dict.fromkeys((row.max_dim, row.max_dim_v) for row in spec.forward.rows))
-    if (head_dim, head_dim_v) not in known:
-        pairs = ", ".join(f"{d}/{dv}" for d, dv in known)
-        raise NotImplementedError(
-            f"the kernel for {spec.name} takes head_dim/head_dim_v {pairs}, got "
-            f"{head_dim}/{head_dim_v}"
-        )
 
 
 def _claims_late(

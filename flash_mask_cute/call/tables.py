@@ -312,9 +312,9 @@ SM90_FWD = (
     ),
 )
 
-# On Blackwell a tile is always 256 x 128 (docs/forward_sm100.md says why), and head dimensions are
-# exactly these. A pair of CTAs has two work tiles with one walk, which wastes nothing where every
-# query sees the same keys and there is more than one tile.
+# On Blackwell a tile is 256 x 128, and of wide heads 128 x 128 (docs/forward_sm100.md says why). A
+# pair of CTAs has two work tiles with one walk, which wastes nothing where every query sees the
+# same keys and there is more than one tile.
 SM100_FWD = (
     FwdRow(*(64, 64, 256, 128, 4, 2, False), "the next query waits ready, keys come early"),
     FwdRow(*(96, 96, 256, 128, 3, 1, False), "three blocks in flight rather than a second query"),
@@ -334,6 +334,19 @@ SM100_FWD = (
         cta_pair=True,
     ),
     FwdRow(*(192, 128, 256, 128, 1, 1, False), "one key block and two value blocks fit"),
+    *(
+        row
+        for d, pair_stages in ((192, 3), (256, 2))
+        for row in (
+            FwdRow(
+                *(d, d, 128, 128, pair_stages, 1, False),
+                "a pair of CTAs has the rows of one tile of narrower heads, and half of each block",
+                min_seqlen_q=129,
+                cta_pair=True,
+            ),
+            FwdRow(*(d, d, 128, 128, 1, 1, False), "one key block fits beside a query"),
+        )
+    ),
 )
 
 SM90_BWD = (

@@ -52,7 +52,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # from mods written in torch to CuTe mods, below the functions that take mods
     "flex": ("mods", "runtime"),
     "flex.attention": ("functional", "autograd.arguments", "flex", "block_sparsity", "runtime"),
-    "flex.block_mask": ("flex.simplify", "block_sparsity"),
+    "flex.block_mask": ("flex", "masks.column_mask", "block_sparsity"),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "flex.together", "mods", "runtime"),
     ),
