@@ -26,6 +26,7 @@ from flash_mask_cute.core.cta import (
     registers_left,
     swizzled,
 )
+from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
@@ -295,6 +296,8 @@ class FwdPlan:
             return "share_qo is not supported on Blackwell"
         if ROWS_PER_WARP % self.packed_heads:
             return f"pack_gqa needs a group of at most 32 heads, got {self.group_size}"
+        if self.page_box is not None and (why := why_no_boxes(self, self.page_box)):
+            return why
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
         if self.num_columns > NUM_COLUMNS:
