@@ -19,8 +19,10 @@ from flash_mask_cute.call.arguments import (
     Masks,
     PreparedBwd,
     PreparedFwd,
+    QStart,
     Tensors,
     keywords_of,
+    split_q_start,
     window_sides,
 )
 from flash_mask_cute.call.config import BwdConfig, FwdConfig
@@ -68,7 +70,7 @@ def _flash_attn_fwd(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     out: Tensor | None = None,
@@ -87,8 +89,9 @@ def _flash_attn_fwd(
     in use of each slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i when everything that was given lets it. With d = i + seqlen_k -
-    seqlen_q: j <= d if causal, j >= d - window_size_left and j <= d + window_size_right; None
-    leaves a side open; below -1 a side shifts the band, past the diagonal. softcap > 0 makes a
+    seqlen_q, or i + q_start: j <= d if causal, j >= d - window_size_left and
+    j <= d + window_size_right; None leaves a side open; below -1 a side shifts the band, past the
+    diagonal. softcap > 0 makes a
     score s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype, is
     one more logit per head, without a value; kernels read one of float64 as float32. softmax_scale,
     a number of any sign or a 0-dim CPU tensor, is head_dim ** -0.5 by default.
@@ -112,9 +115,11 @@ def _flash_attn_fwd(
     hidden, a full one visible without asking mask_mod; in the others mask_mod decides, and without
     one they are visible. Blocks count from the start of a sequence; where lengths vary, the lists
     cover max_seqlen_q and max_seqlen_k.
-    q_start: the row of startend_row_indices and of block lists that query 0 of the call is. None:
-    the mask has a row for each query, or the call is refused (docs/masks.md). 0: row 0 of a mask
-    that may have more. causal, window and mods count by the call's lengths in either case.
+    q_start: the position of query 0 of each sequence, for all that counts queries: causal and
+    window as above, rows of startend_row_indices and of block lists, and the q_idx of mods. An int,
+    an int32 tensor (batch,) on the device of q, or "end", by which the last query is at the last
+    key in use. None: causal and window are as with "end", rows and mods count from 0, and the mask
+    has a row for each query, or the call is refused (docs/masks.md).
 
     out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
     (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
@@ -136,15 +141,18 @@ def _flash_attn_fwd(
         refuse_keywords("_flash_attn_fwd", unknown)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
+    q_starts = None
+    if q_start is not None:
+        q_starts, q_start = split_q_start(q_start)
     # as Tensors(...) makes it, which takes twice as long
     fields = (
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, None, None, None, None, None, None, None, max_scores,
+        seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
     )  # fmt: skip
     tensors = tuple.__new__(Tensors, fields)
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, page_table, None, False,
+        max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, None, False,
         None if config is None else FwdConfig.of(config),
     )  # fmt: skip
     lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
@@ -184,7 +192,7 @@ def _flash_attn_bwd(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     dlse: Tensor | None = None,
     deterministic: bool = False,
     dq: Tensor | None = None,
@@ -235,13 +243,14 @@ def _flash_attn_bwd(
         refuse_keywords("_flash_attn_bwd", unknown)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
+    q_starts, q_start = split_q_start(q_start)
     tensors = Tensors(
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, dout, dlse, dq, dk, dv, dsink, daux,
+        seqused_k, dout, dlse, dq, dk, dv, dsink, daux, None, q_starts,
     )  # fmt: skip
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start, 1, None, True, None, score_mod_bwd, deterministic,
+        max_seqlen_k, q_start, 1, None, True, score_mod_bwd, deterministic,
         None if config is None else BwdConfig.of(config),
     )  # fmt: skip
     lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from flash_mask_cute.autograd.arguments import NO_LENGTHS, Call
 from flash_mask_cute.block_sparsity import from_block_mask
+from flash_mask_cute.call.arguments import split_q_start
 from flash_mask_cute.interface import (
     _flash_attn_bwd,
     _flash_attn_fwd,
@@ -42,6 +43,8 @@ def run_forward(
         v,
         learnable_sink=sink,
         pack_gqa=call.pack_gqa,
+        num_splits=call.num_splits,
+        page_table=call.page_table,
         return_lse=return_lse,
         lse_low=lse_low,
         max_scores=max_scores,
@@ -166,8 +169,13 @@ def save(
         ctx.save_for_backward(*plain)
     else:
         lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
-        ctx.save_for_backward(*plain, *lengths, *(aux_tensors or ()), *_mask_tensors(call))
+        q_starts, _ = split_q_start(call.q_start)
+        ctx.save_for_backward(
+            *plain, *lengths, q_starts, *(aux_tensors or ()), *_mask_tensors(call)
+        )
         call = call._replace(**NO_LENGTHS, aux_tensors=None)
+        if q_starts is not None:
+            call = call._replace(q_start=None)
     ctx.call = call
     ctx.set_materialize_grads(False)
 
@@ -177,13 +185,14 @@ def restore(ctx: Any) -> tuple[Any, ...]:
     call = ctx.call
     q, k, v, sink, out, lse, lse_low, *more = ctx.saved_tensors
     if ctx.has_more:
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *more = more
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_starts, *more = more
         call = call._replace(
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             seqused_q=seqused_q,
             seqused_k=seqused_k,
             aux_tensors=None if ctx.num_aux is None else tuple(islice(more, ctx.num_aux)),
+            q_start=call.q_start if q_starts is None else q_starts,
         )
     return q, k, v, sink, out, lse, lse_low, call
 

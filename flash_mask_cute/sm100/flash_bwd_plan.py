@@ -154,7 +154,7 @@ class BwdPlan:
     has_reference: bool = False
 
     # heads of a group pass by one after the other
-    packed_heads = 1
+    packed_heads = group_size = 1
     tile_n = cluster_tile_n = TILE_N
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 
@@ -397,12 +397,21 @@ class BwdPlan:
 
         return Storage
 
-    def channels(self, storage: Any, predecessors: cute.Tensor | None) -> Channels:
-        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`."""
+    def channels(
+        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
+    ) -> Channels:
+        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`,
+        fields: see `WorkRing`."""
         # load, mma and send, and those of many warps
         num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_MASK_WARPS
         ring, walk = planning_rings(
-            storage, num_walkers, 0, ascending=True, uncut_first=False, predecessors=predecessors
+            storage,
+            num_walkers,
+            0,
+            ascending=True,
+            uncut_first=False,
+            predecessors=predecessors,
+            fields=fields,
         )
 
         def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:
