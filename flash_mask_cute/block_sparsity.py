@@ -21,6 +21,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -31,8 +32,20 @@ from flash_mask_cute.runtime.plain_tensors import check_plain
 if TYPE_CHECKING:
     import cutlass.cute as cute
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
-"""States of a block in `dense_states`."""
+
+class TileState(IntEnum):
+    """What masks leave of a tile of scores, or of a block of block lists.
+
+    EMPTY: nothing is visible, and kernels skip it. PARTIAL: a mask decides. FULL: everything is
+    visible, and no mask is applied.
+    """
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+EMPTY, PARTIAL, FULL = TileState
 DEFAULT_BLOCK = 128
 WORD = 32
 TorchLists: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Literal, NoReturn, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.autograd.eager import Attention
 from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.autograd.passes import (
+    new_max_scores,
     refuse_dual_level,
     run_forward,
 )
@@ -43,8 +44,9 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
 WindowSize: TypeAlias = tuple[int | None, int | None]
 
-# Each function is declared three times before its definition, so that a type checker knows what it
-# returns: a tensor, a pair with return_lse, either where return_lse is a variable.
+# Each function is declared several times before its definition, so that a type checker knows what
+# it returns: a tensor, a pair with return_lse, either where return_lse is a variable, and a tuple
+# with return_max_logit.
 
 
 @overload
@@ -56,6 +58,7 @@ def flash_attn_func(
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -68,6 +71,7 @@ def flash_attn_func(
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStart = None, return_lse: Literal[True], config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -80,7 +84,21 @@ def flash_attn_func(
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
+    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 @public_call
@@ -106,8 +124,9 @@ def flash_attn_func(
     q_start: QStart = None,
     return_lse: bool = False,
     config: Any = None,
+    return_max_logit: bool = False,
     **unknown: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v, learnable_sink, and by
     floating-point aux_tensors that score_mod reads.
 
@@ -133,7 +152,10 @@ def flash_attn_func(
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q; with return_lse (out, lse),
-        lse fp32 (batch, heads_q, seqlen_q), natural log, differentiable too.
+        lse fp32 (batch, heads_q, seqlen_q), natural log, differentiable too; with return_max_logit
+        one more result, max_logit fp32 (heads_q,): the largest visible score of each head, scaled,
+        soft-capped and modified, without the sink; -inf where a head sees nothing. It has no
+        gradient. Muon's QK-clip (Kimi Team 2025) scales weights by it.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
@@ -151,7 +173,8 @@ def flash_attn_func(
         mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
         deterministic, pack_gqa, config, q_start, None, num_splits,
     )  # fmt: skip
-    return attend(q, k, v, learnable_sink, call, return_lse)
+    results = attend(q, k, v, learnable_sink, call, return_lse, return_max_logit)
+    return results.chosen(q, return_lse, return_max_logit)
 
 
 @overload
@@ -167,6 +190,7 @@ def flash_attn_varlen_func(
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -183,6 +207,7 @@ def flash_attn_varlen_func(
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStart = None, return_lse: Literal[True], config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -199,7 +224,25 @@ def flash_attn_varlen_func(
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
+    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 @public_call
@@ -232,16 +275,17 @@ def flash_attn_varlen_func(
     q_start: QStart = None,
     return_lse: bool = False,
     config: Any = None,
+    return_max_logit: bool = False,
     **unknown: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
 
     With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim), with
     cu_seqlens_k k and v are; a side without it is dense. seqused_* (int32, batch) count the rows in
     use of each slot. With page_table (int32, (batch, max_pages)) k and v are pools of pages (pages,
     page_size, heads_kv, d): the keys of sequence b lie in pages page_table[b, 0], page_table[b, 1]
-    and so on, seqused_k of them. lse of packed queries is (heads_q, total_q). Gradients are 0 in
-    rows that are not in use.
+    and so on, seqused_k of them. lse of packed queries is (heads_q, total_q), max_logit (heads_q,).
+    Gradients are 0 in rows that are not in use.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; there are no gradients by
@@ -259,7 +303,8 @@ def flash_attn_varlen_func(
         block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa, config,
         q_start, page_table, num_splits,
     )  # fmt: skip
-    return attend(q, k, v, learnable_sink, call, return_lse)
+    results = attend(q, k, v, learnable_sink, call, return_lse, return_max_logit)
+    return results.chosen(q, return_lse, return_max_logit)
 
 
 @overload
@@ -373,11 +418,38 @@ def scale_number(softmax_scale: Any) -> Any:
     return number_of("softmax_scale", softmax_scale)
 
 
+class Results(NamedTuple):
+    """What a call returns. lse, max_scores: like LSE, of each row; None where nobody asked."""
+
+    out: Tensor
+    lse: Any
+    max_scores: Tensor | None
+
+    def chosen(self, q: Tensor, return_lse: bool, return_max_logit: bool) -> Any:
+        """What a public function returns of it."""
+        if not return_max_logit:
+            return (self.out, self.lse) if return_lse else self.out
+        scores: Any = self.max_scores
+        # without rows there is nothing to look for
+        largest = scores.new_full((q.shape[-2],), -torch.inf)
+        if scores.numel():
+            largest = scores.amax((0, 2) if scores.dim() == 3 else 1)
+        return (self.out, self.lse, largest) if return_lse else (self.out, largest)
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    call: Call,
+    return_lse: bool,
+    return_max: bool,
+) -> Results:
+    """Attention, differentiable. return_max: the largest score of each row is wanted."""
     check_bool("return_lse", return_lse)
-    if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
+    check_bool("return_max_logit", return_max)
+    if not (call.score_mod is call.mask_mod is None):
         call = _with_cute_mods(call, q)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     if torch._C._is_any_autocast_enabled():
@@ -393,23 +465,26 @@ def attend(
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):
         refuse_transforms()
         try:
-            out, lse = _attend_eagerly(q, k, v, sink, call, wants_aux, return_lse)
-            return (out, lse) if return_lse else out
+            return _attend_eagerly(q, k, v, sink, call, wants_aux, return_lse, return_max)
         except NotPlainError as error:
             refused = error
     if refused is None:
-        out, lse = _attend_by_operators(q, k, v, sink, call)
-    else:
-        with refused.named_unless_from(IMPLEMENTATIONS):
-            out, lse = _attend_by_operators(q, k, v, sink, call)
-    return (out, lse) if return_lse else out
+        return _attend_by_operators(q, k, v, sink, call, return_max)
+    with refused.named_unless_from(IMPLEMENTATIONS):
+        return _attend_by_operators(q, k, v, sink, call, return_max)
 
 
 def _with_cute_mods(call: Call, q: Any) -> Call:
     """The call with what is written in torch lowered, and what that captures as aux tensors."""
-    score_mod, mask_mod, aux_tensors = as_cute_mods(
-        call.score_mod, call.mask_mod, call.aux_tensors, getattr(q, "device", None)
-    )
+    given = call.score_mod, call.mask_mod, call.aux_tensors
+    if torch.compiler.is_compiling():
+        if isinstance(call.score_mod, str) or isinstance(call.mask_mod, str):
+            return call
+        from flash_mask_cute.flex.in_graph import mods_in_graph
+
+        score_mod, mask_mod, aux_tensors = mods_in_graph(*given, q.device.type, False)
+    else:
+        score_mod, mask_mod, aux_tensors = as_cute_mods(*given, getattr(q, "device", None))
     if score_mod is call.score_mod and mask_mod is call.mask_mod:
         return call
     return call._replace(score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
@@ -436,7 +511,8 @@ def _attend_eagerly(
     call: Call,
     wants_aux: tuple[int, ...],
     return_lse: bool,
-) -> tuple[Tensor, Any]:
+    return_max: bool,
+) -> Results:
     """On plain tensors. Raises NotPlainError for others, before anything is computed."""
     # now, and not when the backward runs
     check_mod("score_mod_bwd", call.score_mod_bwd)
@@ -450,14 +526,16 @@ def _attend_eagerly(
         call = _recorded(call)
         aux_tensors: Any = call.aux_tensors
         wanted = [aux_tensors[i] for i in wants_aux]
-        out, lse = Attention.apply(q, k, v, sink, call, wants_aux, *wanted)
-        return out, lse
-    return run_forward(q, k, v, sink, call, return_lse)
+        out, lse, *more = Attention.apply(q, k, v, sink, call, wants_aux, return_max, *wanted)
+        return Results(out, lse, more[0] if more else None)
+    max_scores = new_max_scores(q) if return_max else None
+    out, lse = run_forward(q, k, v, sink, call, return_lse, max_scores=max_scores)
+    return Results(out, lse, max_scores)
 
 
 def _attend_by_operators(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_max: bool
+) -> Results:
     """For what wants to see operators: a trace, a dispatch mode, a tensor subclass."""
     refuse_transforms(but_functionalize=True)
     refuse_dual_level()
@@ -469,9 +547,9 @@ def _attend_by_operators(
     if _needs_graph(q, k, v, sink):
         call = _recorded(call)
     packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
-    arguments = to_operator(call, q.shape[0] if packs else None)
-    out, lse, _ = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
-    return out, lse
+    arguments = to_operator(call, q.shape[0] if packs else None, return_max)
+    out, lse, _, largest = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
+    return Results(out, lse, largest.detach() if return_max else None)
 
 
 def _recorded(call: Call) -> Call:

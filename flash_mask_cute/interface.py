@@ -7,6 +7,7 @@ by the metadata of later calls (`call/lookup.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from flash_mask_cute.call.keywords import brief, know_keywords, public_call, ref
 from flash_mask_cute.call.lookup import find_bwd, find_fwd
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
-from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.flex.together import as_cute_mods, form_of
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.compiler import preload
@@ -76,6 +77,7 @@ def _flash_attn_fwd(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     lse_low: Tensor | None = None,
+    max_scores: Tensor | None = None,
     return_lse: bool = True,
     config: FwdConfig | Mapping[str, Any] | None = None,
     **unknown: NoReturn,
@@ -122,9 +124,10 @@ def _flash_attn_fwd(
     (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
     sees nothing has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
     A score_mod may return any finite number, such as the -1e30 of an additive mask. lse_low, like
-    lse and only beside a score_mod, gets what rounding takes from lse, for the backward. out, lse
-    and lse_low, where given, must not share memory with q, k, v and each other; on a GPU rows of
-    out start at multiples of 16 bytes.
+    lse and only beside a score_mod, gets what rounding takes from lse, for the backward;
+    max_scores, like lse, the largest visible score of each row, -inf without one. out, lse, lse_low
+    and max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
+    multiples of 16 bytes.
     pack_gqa: query heads of a KV head share tiles (None: where queries are few), but for block
     lists and column intervals by query head. config: a `FwdConfig`, or some of its fields.
 
@@ -137,13 +140,11 @@ def _flash_attn_fwd(
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, q_start = split_q_start(q_start)
     # as Tensors(...) makes it, which takes twice as long
-    tensors = tuple.__new__(
-        Tensors,
-        (
-            q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-            seqused_k, None, None, None, None, None, None, None, page_table, q_starts,
-        ),
+    fields = (
+        q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+        seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
     )  # fmt: skip
+    tensors = tuple.__new__(Tensors, fields)
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, None, False,
@@ -289,7 +290,11 @@ def explain(
     masks, device = call.masks, getattr(q, "device", None)
     mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     call = call._replace(masks=masks._replace(**mods._asdict()))
-    return explain_fwd(call, None if target is None else Target.named(target))
+    explained = explain_fwd(call, None if target is None else Target.named(target))
+    if mods.mask_mod is masks.mask_mod:
+        return explained
+    note = f"mask_mod is torch's, and flex_attention would run it as {form_of(masks.mask_mod)}"
+    return replace(explained, note=f"{explained.note}; {note}" if explained.note else note)
 
 
 _, _, _, *_FWD_KEYWORDS = keywords_of(Direction.FORWARD)

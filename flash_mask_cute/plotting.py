@@ -16,6 +16,8 @@ from torch import Tensor
 from flash_mask_cute.block_sparsity import (
     DEFAULT_BLOCK,
     EMPTY,
+    FULL,
+    PARTIAL,
     BlockSparseTensorsTorch,
     ComputedLists,
     as_block_size,
@@ -23,15 +25,13 @@ from flash_mask_cute.block_sparsity import (
     dense_states,
     from_block_mask,
 )
-from flash_mask_cute.block_sparsity import FULL as FULL_BLOCK
 from flash_mask_cute.call.tile_classes import classes_of_columns
 from flash_mask_cute.flex.together import as_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.mods.signature import check_mod
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
-LABELS = ("skipped", "partial", "full")
+LABELS = ("empty", "partial", "full")
 # red, green, blue of the tiles of each class, and of a hidden score in a partial tile
 COLORS = ((0.92, 0.92, 0.92), (0.90, 0.45, 0.10), (0.15, 0.40, 0.75))
 HIDDEN_COLOR = (0.98, 0.90, 0.84)
@@ -266,7 +266,7 @@ def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
         raise ValueError(f"mask has {seqlen_q} queries and {seqlen_k} keys")
     for dim, (size, extent) in enumerate(zip(lists.block_size, (seqlen_q, seqlen_k), strict=True)):
         states = states.index_select(dim, torch.arange(extent, device="cpu") // size)
-    return _Scores(states != EMPTY, states == FULL_BLOCK, lists.block_size)
+    return _Scores(states != EMPTY, states == FULL, lists.block_size)
 
 
 def _ask(

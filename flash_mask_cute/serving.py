@@ -210,7 +210,7 @@ def _attend_over(
             tensors = {"q": q, "k_cache": cache.k, "v_cache": cache.v, "learnable_sink": sink}
             refuse_gradients(reason, **tensors)
         view = view_of(cache, None)
-        return attend(q, view.k, view.v, sink, _over(call, view), any(returns))
+        return _attend_to(view, q, sink, call, any(returns))
     if new.k is None or new.v is None or cache.seqlens is None:
         raise ValueError(
             "k, v and cache_seqlens go together, the last one being where new rows are written, "
@@ -241,8 +241,14 @@ def _append_and_attend(
         view = view_of(cache, x.cache_seqlens)
         check_forward_call(x.q, view.k, view.v, sink, _over(call, view), return_lse)
         q, total = append(given)
-    view = view_of(cache, total)
-    return attend(q, view.k, view.v, sink, _over(call, view), return_lse)
+    return _attend_to(view_of(cache, total), q, sink, call, return_lse)
+
+
+def _attend_to(
+    view: CacheView, q: Tensor, sink: Tensor | None, call: Call, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    results = attend(q, view.k, view.v, sink, _over(call, view), return_lse, False)
+    return (results.out, results.lse) if return_lse else results.out
 
 
 def _over(call: Call, view: CacheView) -> Call:

@@ -297,7 +297,11 @@ MASK_BITS_CASES = (
         2, 129, 200, 4, 4, head_dim=64, mask_mod="documents", blocks=(64, 48),
     ),
     Case(
-        "mask-bits-lists-d64", 1, 400, 400, 4, 4, head_dim=64, mask_mod="documents", blocks=(128, 128)
+        "mask-bits-lists-d64",
+        *(1, 400, 400, 4, 4),
+        head_dim=64,
+        mask_mod="documents",
+        blocks=(128, 128),
     ),
     Case(
         "mask-bits-columns-bias",

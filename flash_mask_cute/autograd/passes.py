@@ -36,8 +36,10 @@ def run_forward(
     call: Call,
     return_lse: bool = True,
     lse_low: Tensor | None = None,
+    max_scores: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    return _flash_attn_fwd(q, k, v, lse_low=lse_low, **_forward_keywords(sink, call, return_lse))
+    keywords = _forward_keywords(sink, call, return_lse)
+    return _flash_attn_fwd(q, k, v, lse_low=lse_low, max_scores=max_scores, **keywords)
 
 
 def check_forward_call(
@@ -80,7 +82,19 @@ def new_lse_low(q: Tensor, call: Call) -> Tensor | None:
     which are too small for that to matter, and where the call will be refused."""
     if call.score_mod is None or q.dim() not in (3, 4):
         return None
-    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    return q.new_empty(_lse_shape(q), dtype=torch.float32)
+
+
+def new_max_scores(q: Tensor) -> Tensor | None:
+    """Where the forward is to write the largest score of each row, -inf in rows of no sequence;
+    None where the call will be refused."""
+    if q.dim() not in (3, 4):
+        return None
+    return q.new_full(_lse_shape(q), -torch.inf, dtype=torch.float32)
+
+
+def _lse_shape(q: Tensor) -> tuple[int, ...]:
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
 
 
 def run_backward(
@@ -214,7 +228,7 @@ def gradients_of(
 
     run: `run_backward`, or another way to it.
     """
-    dout, dlse = grads
+    dout, dlse, *_ = grads
     if dout is None and dlse is None:
         return [None] * 4, {}
     q, k, v, sink, out, lse, lse_low, call = restore(ctx)

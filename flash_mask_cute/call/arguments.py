@@ -24,6 +24,7 @@ class Tensors(NamedTuple):
 
     out, lse, lse_low: what a forward writes, new tensors if None, and what a backward reads.
     dq, dk, dv, dsink, daux: what a backward writes; dq, dk and dv are new tensors if None.
+    max_scores: what a forward writes only if it is given.
     q_starts: the argument q_start, where that is a tensor (`split_q_start`).
     """
 
@@ -45,6 +46,7 @@ class Tensors(NamedTuple):
     dv: Tensor | None = None
     dsink: Tensor | None = None
     daux: Sequence[Tensor | None] | None = None
+    max_scores: Tensor | None = None
     page_table: Tensor | None = None
     q_starts: Tensor | None = None
 
@@ -100,7 +102,7 @@ def split_q_start(q_start: Any) -> tuple[Tensor | None, Any]:
 
 
 # what only one direction has
-_OF_FORWARD = ("num_splits", "pack_gqa", "return_lse", "page_table")
+_OF_FORWARD = ("num_splits", "pack_gqa", "return_lse", "page_table", "max_scores")
 _OF_BACKWARD = ("dout", "dlse", "dq", "dk", "dv", "dsink", "daux", "score_mod_bwd", "deterministic")
 
 

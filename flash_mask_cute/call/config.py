@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from flash_mask_cute.call.arch import SM90, SM90_BACKWARD, ArchSpec, BackwardKernel, ForwardKernel
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, TuningClass
 from flash_mask_cute.call.tables import (
     BwdRow,
     CallFacts,
@@ -24,6 +24,11 @@ from flash_mask_cute.runtime.target import H200_SMS
 # fewer queries than this leave most of a tile empty unless heads share it
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
+# fields of configs that are no numbers
+BOOLEANS = ("share_qo", "cta_pair", "claims_late", "skip_blocks", "clears_dq")
+# Work tiles for each SM up to which they are claimed one at a time if they are not equal: of two
+# tiles that a CTA has claimed, another one that is free cannot take the second.
+FEW_TILES = 8
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,12 @@ class FwdConfig:
     """Tile shape of a forward kernel; None lets the library choose that field.
 
     tile_m, tile_n: query rows (64, 128, 192 or 256) and keys (a multiple of 16) of a tile; on
-    Blackwell 256 and 128.
+    Blackwell 256 and 128, of wider heads than 192/128 128 and 128.
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
     cta_pair: on Blackwell, two CTAs with neighbouring tiles walk over the keys together.
+    claims_late: on Hopper, a CTA claims its next tile when it is nearly through with one, and not
+    some tiles ahead.
     skip_blocks: leave out hidden key blocks and the masking of those that nothing cuts. False
     visits and masks every block, to the same result bit for bit.
 
@@ -48,6 +55,7 @@ class FwdConfig:
     stages_q: int | None = None
     share_qo: bool | None = None
     cta_pair: bool | None = None
+    claims_late: bool | None = None
     skip_blocks: bool | None = None
 
     def __post_init__(self) -> None:
@@ -120,7 +128,7 @@ def _config_of(kind: type[_Config], value: Any) -> _Config | None:
 
 def _check_values(config: FwdConfig | BwdConfig) -> None:
     for name, number in given_fields(config).items():
-        wanted = bool if name in ("share_qo", "cta_pair", "skip_blocks", "clears_dq") else int
+        wanted = bool if name in BOOLEANS else int
         if type(number) is not wanted:
             raise TypeError(f"config.{name} must be of type {wanted.__name__}, got {number!r}")
         smallest = 0 if name == "value_cols" else 1
@@ -145,6 +153,7 @@ class FwdTiles:
     stages_q: int
     share_qo: bool
     cta_pair: bool = False
+    claims_late: bool = False
     skip_blocks: bool = True
 
     @property
@@ -192,12 +201,10 @@ def select_fwd_config(
 
     Raises:
         ValueError: the override asks for what cannot run.
-        NotImplementedError: no kernel of the architecture has these head dimensions; or pack_gqa is
-            True for a group of more heads than `packed_rows`, or that `unpackable` keeps apart.
+        NotImplementedError: pack_gqa is True for a group of more heads than `packed_rows`, or that
+            `unpackable` keeps apart.
     """
     kernel = spec.forward
-    if kernel.exact_dims:
-        _check_exact_dims(spec, problem.head_dim, problem.head_dim_v)
     call = CallFacts(
         problem.head_dim,
         problem.head_dim_v,
@@ -218,20 +225,29 @@ def select_fwd_config(
     packed = _choose_packing(
         kernel.packed_rows, group, shapes.seqlen_q, pack_gqa, unpackable, decode_rows is not None
     )
+    if not kernel.claims_late and given_fields(override).get("claims_late"):
+        raise ValueError(f"config claims_late=True is not supported on {spec.name}")
+    if kernel.claims_late and "claims_late" not in given_fields(override):
+        late = _claims_late(problem, shapes, tiles.tile_m, packed, num_sms)
+        tiles = replace(tiles, claims_late=late)
     if packed > 1:
         cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < {SHORT_QUERY}"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
 
 
-def _check_exact_dims(spec: ArchSpec, head_dim: int, head_dim_v: int) -> None:
-    known = list(dict.fromkeys((row.max_dim, row.max_dim_v) for row in spec.forward.rows))
-    if (head_dim, head_dim_v) not in known:
-        pairs = ", ".join(f"{d}/{dv}" for d, dv in known)
-        raise NotImplementedError(
-            f"the kernel for {spec.name} takes head_dim/head_dim_v {pairs}, got "
-            f"{head_dim}/{head_dim_v}"
-        )
+def _claims_late(
+    problem: AttentionProblem, shapes: FwdShapes, tile_m: int, packed_heads: int, num_sms: int
+) -> bool:
+    """Whether work tiles are few and not all equal."""
+    if problem.tuning_class is TuningClass.FULL:
+        return False
+    sequences, seqlen = shapes.batch, shapes.seqlen_q
+    if problem.varlen_q:
+        sequences, seqlen = 1, shapes.total_q
+    heads = shapes.heads_q // packed_heads
+    tiles = sequences * heads * -(-seqlen * packed_heads // tile_m)
+    return num_sms < tiles <= FEW_TILES * num_sms
 
 
 def _choose_packing(
@@ -362,9 +378,10 @@ class BwdTiles:
 class BwdChoice:
     """The tiles of a problem, what the kernel's plan says about them, and why they were chosen.
 
-    tile_n: keys of a CTA at a time, cluster_tile_n: of a walk. tile_d, tile_dv: columns of a tile of Q and
-    K, and of V, which are those of the scratch memory that their gradients are summed in.
-    group_splits: CTAs that share the query heads of a group (`call/group_splits.py`).
+    tile_n: keys of a CTA's tile. cluster_tile_n: keys of a whole cluster's tiles. tile_d, tile_dv:
+    columns of a tile of Q and K, and of V, which are those of the scratch memory that their
+    gradients are summed in. group_splits: CTAs that share the query heads of a group
+    (`call/group_splits.py`).
     """
 
     tiles: BwdTiles
@@ -381,7 +398,7 @@ class BwdChoice:
 def select_bwd_config(
     head_dim: int,
     head_dim_v: int,
-    tuning_class: str,
+    tuning_class: TuningClass,
     override: BwdConfig | None = None,
     seqlen_k: int = 0,
     deterministic: bool = False,
@@ -389,8 +406,9 @@ def select_bwd_config(
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
 ) -> BwdChoice:
-    """Choose tiles: the first row that takes the head dimensions, the `tuning_class` and the keys of a
-    problem, with fewer stages where it does not fit beside the override, or without pairs of CTAs.
+    """Choose tiles: the first row for these head dimensions, this `tuning_class` and so many keys.
+
+    It gets fewer stages, or no pairs of CTAs, where it does not fit beside the override.
 
     modifier: `AttentionProblem.score_modifier`. kernel: the one that is to run. How a group of
     heads is split is not decided here.

@@ -11,8 +11,10 @@ from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.block_sparsity import dense_states
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
-from flash_mask_cute.call.config import FwdTiles
+from flash_mask_cute.call.config import FwdTiles, select_bwd_config
 from flash_mask_cute.call.copies import describe_copies
+from flash_mask_cute.call.group_splits import partial_sums_bytes, split_group
+from flash_mask_cute.call.kernels_bwd import num_row_blocks
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.packed import call_by_documents
 from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
@@ -40,9 +42,9 @@ class Explanation:
     heads that share a tile, 1 for none. grid: CTAs. masks: those beyond causal and window, in
     words. work_tiles: query tiles over all heads (groups of packed heads) and sequences.
     full_key_tiles, partial_key_tiles, empty_key_tiles: over all work tiles, the key tiles that are
-    visited as they are, visited and masked, and left out; `plot` counts the same of a mask. Where
-    its documents are packed sequences they are tiles of the dense call, of which those between
-    documents are skipped; `note` counts the tiles of the sequences. registers: per thread at
+    visited without a mask, visited and masked, and skipped; `plot` counts the same of a mask. Where
+    the documents of a mask are packed sequences, these are tiles of the dense call, and tiles
+    between documents are empty; `note` counts the tiles of the sequences. registers: per thread at
     launch. copies: the tensors that each launch copies for the kernel, and why, empty if it copies
     none; the CPU path takes them as they are. splits: the pieces in which work tiles are computed,
     and the scratch memory of that, empty if there are none.
@@ -84,8 +86,9 @@ class Explanation:
             "masks": self.masks or "causal and window at most",
             "grid": _known(self.grid, "CTAs"),
             "work tiles": _known(self.work_tiles),
-            "key tiles": f"{_known(self.full_key_tiles)} full, {_known(self.partial_key_tiles)} cut, "
-            f"{_known(self.empty_key_tiles)} skipped",
+            "key tiles": f"{_known(self.full_key_tiles)} full, "
+            f"{_known(self.partial_key_tiles)} partial, "
+            f"{_known(self.empty_key_tiles)} empty",
             "registers": f"{_known(self.registers)} per thread at launch, "
             f"{_known(self.spill_bytes, 'bytes')} spilled",
             "shared memory": f"{self.smem_bytes} bytes",
@@ -117,7 +120,7 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
     meta = _compiled_facts(run, device, notes)
     tiles = run.fwd_choice.tiles
     packs = isinstance(run.mask_bits, DocumentBitsPlan)
-    work_tiles = full = cut = skipped = None
+    work_tiles = full = partial = empty = None
     if packs and device != "cpu":
         notes.append("tile counts are unknown: documents are found on the device")
     elif unknown := _unreadable_for_counts(counted, run.masks):
@@ -125,13 +128,15 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
     else:
         if packs:
             notes.append("the CPU path packs no documents, so none are counted")
-        work_tiles, full, cut, skipped = _count_tiles(_to_count(run), counted.tensors)
+        work_tiles, full, partial, empty = _count_tiles(_to_count(run), counted.tensors)
         if run is not dense:
-            notes.append(f"of their own tiles {full} are visited as they are and {cut} masked")
+            notes.append(f"of their own tiles {full} are full and {partial} partial")
             of_dense = dense.with_choice(run.choice)
-            _, full, cut, skipped = _count_tiles(of_dense, call.tensors)
+            _, full, partial, empty = _count_tiles(of_dense, call.tensors)
     if run.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
+    elif split := _describe_split_backward(run):
+        notes.append(split)
     return Explanation(
         where=device,
         kernel=arch_spec(run.target).forward.class_name,
@@ -139,18 +144,44 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         tiles=tiles,
         reason=run.choice.reason,
         packed_heads=run.fwd_choice.packed_heads,
-        masks=_describe_masks(run, counts_cut=cut is not None),
+        masks=_describe_masks(run, counts_partial=partial is not None),
         grid=_grid(run, work_tiles),
         work_tiles=work_tiles,
         full_key_tiles=full,
-        partial_key_tiles=cut,
-        empty_key_tiles=skipped,
+        partial_key_tiles=partial,
+        empty_key_tiles=empty,
         smem_bytes=run.choice.smem_bytes,
         registers=meta.get("registers"),
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
         copies=describe_copies(**run.conversions),
         splits="" if run.splits is None else run.splits.describe(),
+    )
+
+
+def _describe_split_backward(run: ExecutionPlan) -> str | None:
+    """Over how many CTAs a backward of this call splits groups of heads, if it does."""
+    kernel, problem, shapes = arch_spec(run.target).backward, run.problem, run.shapes
+    group = shapes.heads_q // shapes.heads_kv
+    if not kernel.splits_groups or group == 1:
+        return None
+    choice = select_bwd_config(
+        shapes.head_dim,
+        shapes.head_dim_v,
+        problem.tuning_class,
+        seqlen_k=shapes.seqlen_k,
+        kernel=kernel,
+    )
+    window = run.window_left, run.window_right
+    choice = split_group(choice, problem, shapes, window, run.target.num_sms, None)
+    rows = shapes.total_k if problem.varlen_k else shapes.seqlen_k
+    blocks = num_row_blocks(rows, shapes.batch, problem.varlen_k, choice.tile_n)
+    num_bytes = partial_sums_bytes(choice, shapes, blocks)
+    if not num_bytes:
+        return None
+    return (
+        f"a backward splits each group of heads over {choice.group_splits} CTAs, with {num_bytes} "
+        "bytes of partial sums"
     )
 
 
@@ -188,7 +219,7 @@ def _to_count(run: ExecutionPlan) -> ExecutionPlan:
     return replace(run.without_bits, choice=run.choice)
 
 
-def _describe_masks(run: ExecutionPlan, counts_cut: bool) -> str:
+def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
     mask_bits = run.mask_bits
     are_bits = mask_bits is not None or run.q_start is not None
     text = run.masks.describe(run.fwd_choice.tiles, are_bits)
@@ -197,8 +228,8 @@ def _describe_masks(run: ExecutionPlan, counts_cut: bool) -> str:
     parts = mask_bits.num_query_chunks
     of_part = "" if parts == 1 else f" for each of {parts} parts"
     text += f"; mask_mod is asked once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
-    if counts_cut:
-        text += " (tiles that it hides are skipped then, and counted as cut here)"
+    if counts_partial:
+        text += " (tiles that it hides are skipped then, and counted as partial here)"
     if isinstance(mask_bits, DocumentBitsPlan):
         text += "; documents that its answers tell of are packed sequences"
     return text
@@ -219,7 +250,7 @@ def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
 
 
 def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, int]:
-    """(work tiles, full key tiles, cut ones, skipped ones), over all heads and sequences."""
+    """(work tiles, full key tiles, partial ones, empty ones), over all heads and sequences."""
     shapes, problem, tiles, masks = run.shapes, run.problem, run.fwd_choice.tiles, run.masks
     block_info = BlockInfo(
         tiles.cluster_tile_m,
@@ -247,7 +278,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
     seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
     start = run.q_start_of(tensors)
-    work_tiles = full = cut = total = 0
+    work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
         used = SeqlenInfoQK.create(
@@ -261,11 +292,11 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
             _, is_visible, is_cut = judge_row(
                 block_info, verdicts, needs_mask_mod, heads, batch_idx, used, m_block
             )
-            cut += int((is_visible & is_cut).sum())
+            partial += int((is_visible & is_cut).sum())
             full += int((is_visible & ~is_cut).sum())
     if not tiles.skip_blocks:
-        full, cut = 0, total
-    return work_tiles, full, cut, total - full - cut
+        full, partial = 0, total
+    return work_tiles, full, partial, total - full - partial
 
 
 def _values(lengths: Tensor | None) -> list[int] | None:

@@ -33,9 +33,9 @@ def compile_fwd(
     seqused_q, seqused_k, page_table, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k), stored
-    bits, what part of the call these are of (a pair), lse_low, q_start (a tensor, or a number, of
-    which -1 is the end), where pieces go (partial outputs, partial LSE, merges, number of splits);
-    None for what the problem does not have.
+    bits, what part of the call these are of (a pair), lse_low, max_scores, q_start (a tensor, or a
+    number, of which -1 is the end), where pieces go (partial outputs, partial LSE, merges, number
+    of splits); None for what the problem does not have.
     """
     name = arch_spec(target).forward.cache_name
     return cached_attention(
@@ -71,6 +71,9 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.rules.intervals import Intervals
 
+    chosen = asdict(tiles)
+    if not arch_spec(target).forward.claims_late:
+        del chosen["claims_late"]
     kernel = arch_spec(target).forward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -86,7 +89,7 @@ def build_fwd(
         num_sms=target.num_sms,
         split=problem.split,
         page_box=problem.page_box,
-        **asdict(tiles),
+        **chosen,
     )
     smem_bytes = kernel.plan.smem_bytes
     arguments = _fake_arguments(problem, tiles)
@@ -167,6 +170,7 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         mask_bit_tensors(problem, BitTiles.for_forward(tiles.tile_m, tiles.tile_n)),
         int32_pair() if problem.reads_mask_bits else None,
         fake_rows(problem.needs_lse_low),
+        fake_rows(problem.needs_max_scores),
         fake_tensors.q_start(problem),
         _partials(problem),
     ]

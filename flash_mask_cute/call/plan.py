@@ -259,6 +259,7 @@ def _fwd_problem(
         problem,
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
+        needs_max_scores=x.max_scores is not None,
     )
     if masks.score_mod is None:
         return problem

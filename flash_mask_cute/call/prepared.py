@@ -36,8 +36,8 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_merge", "_out_shape", "_q_start", "_scale", "_softcap", "_make_mask_bits",
-        "_window_left", "_window_right",
+        "_mask_arguments", "_merge", "_out_shape", "_q_start", "_scale", "_softcap",
+        "_make_mask_bits", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +75,7 @@ class KernelForward:
     ) -> tuple[Tensor, Tensor | None]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            _, _, _, _, _, _, _, page_table, q_starts,
+            _, _, _, _, _, _, _, max_scores, page_table, q_starts,
         ) = tensors  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -114,9 +114,9 @@ class KernelForward:
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
                 self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
-                q_starts if self._q_start == EACH else self._q_start, partials,
+                max_scores, q_starts if self._q_start == EACH else self._q_start, partials,
             )  # fmt: skip
-            # so that the next part has its memory
+            # so that the next chunk has its memory
             mask_bits = None
         if merge is not None and partials is not None:
             merge(partials, out, lse)
@@ -137,6 +137,8 @@ class EmptyForward:
         out.zero_()
         if tensors.lse_low is not None:
             tensors.lse_low.zero_()
+        if tensors.max_scores is not None:
+            tensors.max_scores.fill_(NEG_INF)
         if lse is None:
             return out, lse
         if tensors.learnable_sink is None or not self._has_batch:
@@ -169,6 +171,8 @@ class CpuForward:
             lse.fill_(NEG_INF)
         if x.lse_low is not None:
             x.lse_low.zero_()
+        if x.max_scores is not None:
+            x.max_scores.fill_(NEG_INF)
         tile_m, tile_n = plan.walk_tile
         k, v = x.k, x.v
         if x.page_table is not None:
@@ -195,6 +199,7 @@ class CpuForward:
             out=out,
             lse=lse,
             lse_low=x.lse_low,
+            max_scores=x.max_scores,
             **plan.masks._asdict(),
             skip_blocks=plan.choice.tiles.skip_blocks,
         )

@@ -36,8 +36,8 @@ class KernelBackward:
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
         "_parts_shape", "_partial_shapes", "_q_start", "_reads_query_early", "_scale", "_scale_dq",
-        "_softcap",
-        "_stats_shape", "_make_mask_bits", "_padding", "_wants_aux", "_window_left", "_window_right",
+        "_softcap", "_stats_shape", "_make_mask_bits", "_padding", "_wants_aux", "_window_left",
+        "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -84,7 +84,7 @@ class KernelBackward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            dout, dlse, dq, dk, dv, dsink, daux, _, q_starts,
+            dout, dlse, dq, dk, dv, dsink, daux, _, _, q_starts,
         ) = tensors  # fmt: skip
         index = q.get_device()
         if index >= 0 and index != current_device():
@@ -116,7 +116,7 @@ class KernelBackward:
         mask_bits = None
         if self._make_mask_bits is not None:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
-            # the only part
+            # the only chunk
             mask_bits, _, found = next(self._make_mask_bits(q, mask_inputs))
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
@@ -136,7 +136,7 @@ class KernelBackward:
         if daux is not None:
             aux_sums = _aux_sums(daux, self._wants_aux, torch.float32)
             aux_grads = tuple(aux_sums.values()) or None
-        preprocess, main, postprocess, zero_padding, add_dk, add_dv = self._kernels
+        preprocess, main, postprocess, zero_padding, add_parts = self._kernels
         dk_sums, dv_sums = dk, dv
         if self._partial_shapes is not None:
             dk_sums, dv_sums = (
@@ -153,9 +153,8 @@ class KernelBackward:
             q_starts if self._q_start == EACH else self._q_start,
         )  # fmt: skip
         postprocess(dq_accum, semaphores, dq, self._scale_dq, cu_seqlens_q, seqused_q)
-        if add_dk is not None and add_dv is not None:
-            add_dk(dk_sums, None, dk, 1.0, cu_seqlens_k, seqused_k)
-            add_dv(dv_sums, None, dv, 1.0, cu_seqlens_k, seqused_k)
+        if add_parts is not None:
+            add_parts(dk_sums, dv_sums, dk, dv, cu_seqlens_k, seqused_k)
         if zero_padding is not None:
             has_dq, has_dk, has_dv = self._padding
             zero_padding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,21 @@ class Mods(NamedTuple):
     score_mod_bwd: Callable[..., Any] | None = None
 
 
+class TuningClass(str, Enum):
+    """What masks or modifies the scores, as far as the choice of tiles depends on it.
+
+    FULL, CAUSAL: that and nothing else, except block lists given as bits. SCORE_MOD: without a
+    mask_mod. EDGES: column intervals of two vectors and more, or beside block lists.
+    """
+
+    FULL = "full"
+    CAUSAL = "causal"
+    MASK_MOD = "mask_mod"
+    SCORE_MOD = "score_mod"
+    EDGES = "edges"
+    OTHER = "other"
+
+
 @dataclass(frozen=True)
 class AttentionProblem:
     """A kind of problem: two of one direction that are equal share one compiled kernel.
@@ -53,7 +69,8 @@ class AttentionProblem:
     dtype and sink_dtype are names of torch dtypes ("bfloat16"); sink_dtype None means no sink.
     packed_heads: query heads of a KV head that share a tile's rows, 1 for no packing. Lengths,
     batch, number of heads, strides and values are run-time arguments and not here. needs_lse_low:
-    with a score_mod, what rounding takes from LSE is written, too.
+    with a score_mod, what rounding takes from LSE is written, too. needs_max_scores: the largest
+    score of each row is.
 
     intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
@@ -87,6 +104,7 @@ class AttentionProblem:
     sink_dtype: str | None = None
     needs_lse: bool = True
     needs_lse_low: bool = False
+    needs_max_scores: bool = False
     intervals: tuple[int, bool] | None = None
     score_mod: str | None = None
     mask_mod: str | None = None
@@ -116,34 +134,31 @@ class AttentionProblem:
         return "softcap" if self.has_softcap else None
 
     @property
-    def tuning_class(self) -> str:
-        """What masks or modifies: "full" or "causal" and nothing else (but bits of block lists),
-        "mask_mod", "score_mod" (without a mask_mod), "edges" (intervals of two vectors and more, or
-        beside block lists), or "other"."""
+    def tuning_class(self) -> TuningClass:
         varying = (
             self.varlen_q, self.varlen_k, self.has_seqused_q, self.has_seqused_k,
             self.q_start is not None,
         )  # fmt: skip
         if self.mask_mod is not None:
-            return "mask_mod"
+            return TuningClass.MASK_MOD
         if self.score_mod is not None:
-            return "score_mod"
+            return TuningClass.SCORE_MOD
         lists = self.has_lists or self.has_bits or self.reads_mask_bits
         if self.intervals is not None and (self.intervals[0] > 1 or lists):
-            return "edges"
+            return TuningClass.EDGES
         masks = (
             self.is_local or self.has_lists or self.reads_mask_bits or self.intervals is not None
         )
         if masks or any(varying):
-            return "other"
-        return "causal" if self.is_causal else "full"
+            return TuningClass.OTHER
+        return TuningClass.CAUSAL if self.is_causal else TuningClass.FULL
 
     @property
     def functions_under_causal(self) -> bool:
         """Whether a soft cap or a score_mod computes functions of scores, and causal masking is all
         that hides any."""
         masks = replace(self, score_mod=None).tuning_class
-        return (self.has_softcap or self.score_functions) and masks == "causal"
+        return (self.has_softcap or self.score_functions) and masks is TuningClass.CAUSAL
 
 
 def may_empty_rows(

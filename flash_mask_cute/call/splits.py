@@ -80,10 +80,21 @@ def choose_split(
 
     num_splits: as the caller gave it, checked. may_pack: heads of a group can share a tile. window:
     keys that a query sees at most, None: all.
+
+    Raises:
+        NotImplementedError: num_splits is asked for beside lse_low or max_scores.
     """
-    if num_splits != 0:
-        return None if num_splits == 1 else BY_ROWS
-    if problem.needs_lse_low:
+    if num_splits > 1:
+        for name in ("lse_low", "max_scores"):
+            if getattr(problem, f"needs_{name}"):
+                raise NotImplementedError(
+                    f"num_splits={num_splits} is not supported together with {name}: of pieces, "
+                    "out and lse are merged"
+                )
+        return BY_ROWS
+    if num_splits == 1:
+        return None
+    if problem.needs_lse_low or problem.needs_max_scores:
         return None
     keys = shapes.seqlen_k if window is None else min(shapes.seqlen_k, window + shapes.seqlen_q)
     if keys < _LEAST_BLOCKS * _KEYS:

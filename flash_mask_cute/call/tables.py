@@ -1,7 +1,7 @@
 """Tile shapes by head dimension and mask, as data. The first row whose conditions hold is used.
 
 The rows of Hopper for head dimensions 64, 128 and 256 were measured on an H200
-(docs/measured_facts.md), the others follow from what fits. Nothing on Blackwell was measured.
+(docs/facts/hopper_forward.md), the others follow from what fits. Nothing on Blackwell was measured.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
+from flash_mask_cute.call.problem import TuningClass
+
 
 class CallFacts(NamedTuple):
     """What conditions of rows are about.
 
-    tuning_class: of the `AttentionProblem`. window: keys that a query sees at most, if its window is
-    closed on both sides. decode_rows: query rows that share keys, of a forward in pieces, else
-    None. functions_under_causal: see the problem. block_size: of block lists that the kernel would
-    read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an order
-    (deterministic). sequences: of `seqlen_q` queries and one head each; num_sms: CTAs that run at
-    once.
+    tuning_class: of the `AttentionProblem`. window: keys that a query sees at most, if the window
+    is closed on both sides. decode_rows: query rows that share keys, of a forward in pieces or over
+    pages, else None. functions_under_causal: see the problem. block_size: of block lists
+    that the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums
+    have an order (deterministic). sequences: of `seqlen_q` queries and one head each; num_sms: CTAs
+    that run at once.
     """
 
     head_dim: int
     head_dim_v: int
-    tuning_class: str
+    tuning_class: TuningClass
     seqlen_q: int = 0
     seqlen_k: int = 0
     window: int | None = None
@@ -34,6 +36,11 @@ class CallFacts(NamedTuple):
     is_ordered: bool = False
     sequences: int = 1
     num_sms: int = 1
+
+    @property
+    def splits_sectors(self) -> bool:
+        """Whether rows of queries and keys begin inside sectors of L2, which are 32 bytes."""
+        return self.head_dim % 16 != 0
 
     def fill(self, tile_m: int) -> float:
         """How full a launch's waves of CTAs are of queries, with a tile of tile_m rows in each."""
@@ -52,17 +59,18 @@ class Condition(NamedTuple):
 class FwdRow(NamedTuple):
     """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, and why these.
 
-    masks: the `AttentionProblem.tuning_class`s it is for, all if empty. max_window: for windows,
+    masks: the tuning classes of problems that it is for, all if empty. max_window: for windows,
     closed on both sides, of at most so many keys. min_seqlen_q, min_seqlen_k: for at least so many
     queries and keys, max_seqlen_q: for at most so many queries. above_dim: head_dim is greater.
-    gain: how much faster full attention is than with tiles of 128 rows, if as many SMs are busy;
-    where the last wave of CTAs costs more than that, the row is not for it. cta_pair: a pair of
-    CTAs, with a tile each, walks over the keys together.
-    native_block_lists: only beside block lists whose blocks are made of whole tiles of this row; a kernel
-    then reads the lists as they are, and no block is cut but by its own mask. Not where a mask_mod
-    was evaluated before: its bits are of tiles of any size.
-    needs_sfu: only where functions are computed of scores that causal masking alone hides.
-    for_decode: only of forwards in pieces, whose rows that share keys fit a tile.
+    splits_sectors: only where rows begin inside a sector of L2. gain: how much faster full
+    attention is than with tiles of 128 rows, if as many SMs are busy; where the last wave of CTAs
+    costs more than that, the row is not for it. cta_pair: a pair of CTAs, with a tile each, walks
+    over the keys together. native_block_lists: only beside block lists whose blocks are made of
+    whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
+    only by its own mask. It is not for problems that read mask bits, which exist for tiles of any
+    size. needs_sfu: only where functions of scores are computed under causal masking alone, which
+    keeps the special function units busy. for_decode: only of forwards in pieces or over pages,
+    whose rows that share keys fit a tile.
     """
 
     max_dim: int
@@ -73,7 +81,7 @@ class FwdRow(NamedTuple):
     stages_q: int
     share_qo: bool
     reason: str
-    masks: tuple[str, ...] = ()
+    masks: tuple[TuningClass, ...] = ()
     max_window: int | None = None
     min_seqlen_k: int = 0
     min_seqlen_q: int = 0
@@ -84,6 +92,7 @@ class FwdRow(NamedTuple):
     max_seqlen_q: int | None = None
     gain: float | None = None
     for_decode: bool = False
+    splits_sectors: bool = False
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -101,9 +110,13 @@ class FwdRow(NamedTuple):
         if self.gain is not None:
             gain = self.gain
             yield Condition(
-                f"waves filled as those of 128 rows, or less by {gain - 1:.0%} at most, if full",
-                lambda call: call.tuning_class != "full" or call.fill(128) <= gain * call.fill(192),
+                f"waves as full as with 128 rows, or {gain - 1:.0%} less, of full attention",
+                lambda call: (
+                    call.tuning_class != TuningClass.FULL or call.fill(128) <= gain * call.fill(192)
+                ),
             )
+        if self.splits_sectors:
+            yield Condition("rows that begin inside a sector", lambda call: call.splits_sectors)
         if self.max_window is not None:
             most = self.max_window
             yield Condition(
@@ -134,10 +147,10 @@ class BwdRow(NamedTuple):
     """Query rows of a block and buffers of the backward, and why these; for head_dim <= max_dim and
     head_dim_v <= max_dim_v.
 
-    masks: the `tuning_class`s of problems that the row is for, None for all. min_seqlen_k: keys that a
-    sequence has at least. above_dim: head_dim is greater. value_cols, clears_dq, cta_pair: see
-    `BwdConfig`; rows with clears_dq are for sums without an order, those with cta_pair also for
-    scores that nothing modifies, and devices with two SMs.
+    masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
+    max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
+    cta_pair: see `BwdConfig`; rows with clears_dq are for sums without an order, those with
+    cta_pair also for scores that nothing modifies, and devices with two SMs.
     """
 
     max_dim: int
@@ -148,8 +161,9 @@ class BwdRow(NamedTuple):
     stages_kv: int
     value_cols: int
     reason: str
-    masks: tuple[str, ...] | None = None
+    masks: tuple[TuningClass, ...] | None = None
     min_seqlen_k: int = 0
+    max_seqlen_k: int | None = None
     above_dim: int = 0
     clears_dq: bool = False
     cta_pair: bool = False
@@ -161,6 +175,9 @@ class BwdRow(NamedTuple):
             yield Condition(f"masks {'/'.join(kinds)}", lambda call: call.tuning_class in kinds)
         if self.min_seqlen_k:
             yield _keys_at_least(self.min_seqlen_k)
+        if self.max_seqlen_k is not None:
+            longest = self.max_seqlen_k
+            yield Condition(f"seqlen_k <= {longest}", lambda call: call.seqlen_k <= longest)
         if self.clears_dq:
             yield Condition("sums without an order", lambda call: not call.is_ordered)
         if self.cta_pair:
@@ -212,7 +229,7 @@ SM90_FWD = (
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
         "two warpgroups leave room for a warpgroup that asks mask_mod",
-        masks=("mask_mod",),
+        masks=(TuningClass.MASK_MOD,),
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
@@ -222,12 +239,12 @@ SM90_FWD = (
     FwdRow(
         *(64, 64, 192, 96, 4, 2, False),
         "three warpgroups, with registers for what a score_mod computes",
-        masks=("score_mod",),
+        masks=(TuningClass.SCORE_MOD,),
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
         "short sequences fill small tiles better, and waste less along the diagonal",
-        masks=("causal",),
+        masks=(TuningClass.CAUSAL,),
         max_seqlen_q=1024,
     ),
     FwdRow(
@@ -242,27 +259,39 @@ SM90_FWD = (
     FwdRow(
         *(80, 80, 192, 96, 2, 2, False),
         "three warpgroups hide the latency of the exponentials; the next query waits ready",
-        masks=("full", "causal"),
+        masks=(TuningClass.FULL, TuningClass.CAUSAL),
         above_dim=72,
         gain=1.15,
     ),
     FwdRow(
+        *(96, 96, 192, 80, 3, 2, False),
+        "reading such rows takes long, and here each key serves more queries",
+        masks=(TuningClass.FULL, TuningClass.CAUSAL),
+        splits_sectors=True,
+    ),
+    FwdRow(
         *(96, 96, 192, 112, 3, 1, False),
         "three warpgroups hide the latency of the exponentials",
-        masks=("full",),
+        masks=(TuningClass.FULL,),
         gain=1.05,
     ),
     FwdRow(96, 96, 128, 128, 3, 2, False, "two warpgroups take turns; the next query waits ready"),
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
         "three warpgroups hide the latency of the exponentials, and each key serves more queries",
-        masks=("full",),
+        masks=(TuningClass.FULL,),
         gain=1.05,
     ),
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
-        "as above; in long walks what its tiles waste along the diagonal weighs little",
-        masks=("causal", "score_mod"),
+        "reading such rows takes long, and here each key serves more queries",
+        masks=(TuningClass.CAUSAL,),
+        splits_sectors=True,
+    ),
+    FwdRow(
+        *(128, 128, 192, 80, 3, 1, False),
+        "each key serves more queries; in long walks waste along the diagonal weighs little",
+        masks=(TuningClass.CAUSAL, TuningClass.SCORE_MOD),
         min_seqlen_k=32768,
     ),
     FwdRow(
@@ -283,16 +312,16 @@ SM90_FWD = (
     ),
 )
 
-# On Blackwell a tile is always 256 x 128 (docs/forward_sm100.md says why), and head dimensions are
-# exactly these. A pair of CTAs has two work tiles with one walk, which wastes nothing where every
-# query sees the same keys and there is more than one tile.
+# On Blackwell a tile is 256 x 128, and of wide heads 128 x 128 (docs/forward_sm100.md says why). A
+# pair of CTAs has two work tiles with one walk, which wastes nothing where every query sees the
+# same keys and there is more than one tile.
 SM100_FWD = (
     FwdRow(*(64, 64, 256, 128, 4, 2, False), "the next query waits ready, keys come early"),
     FwdRow(*(96, 96, 256, 128, 3, 1, False), "three blocks in flight rather than a second query"),
     FwdRow(
         *(128, 128, 256, 128, 2, 2, False),
         "a pair of CTAs reads half of each block, and the next query waits ready in its place",
-        masks=("full",),
+        masks=(TuningClass.FULL,),
         min_seqlen_q=257,
         cta_pair=True,
     ),
@@ -300,39 +329,73 @@ SM100_FWD = (
     FwdRow(
         *(192, 128, 256, 128, 2, 1, False),
         "a pair of CTAs reads half of each block, and twice as many are in flight",
-        masks=("full",),
+        masks=(TuningClass.FULL,),
         min_seqlen_q=257,
         cta_pair=True,
     ),
     FwdRow(*(192, 128, 256, 128, 1, 1, False), "one key block and two value blocks fit"),
+    *(
+        row
+        for d, pair_stages in ((192, 3), (256, 2))
+        for row in (
+            FwdRow(
+                *(d, d, 128, 128, pair_stages, 1, False),
+                "a pair of CTAs has the rows of one tile of narrower heads, and half of each block",
+                min_seqlen_q=129,
+                cta_pair=True,
+            ),
+            FwdRow(*(d, d, 128, 128, 1, 1, False), "one key block fits beside a query"),
+        )
+    ),
 )
 
 SM90_BWD = (
     BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),
         "user callables take the registers of 64 queries, but not those of the values",
-        ("score_mod", "mask_mod"),
+        (TuningClass.SCORE_MOD, TuningClass.MASK_MOD),
     ),
     BwdRow(
         *(64, 64, 128, 2, 2, 1, 48),
         "registers for 128 queries and most values beside the sums of dK and dV",
-        ("full", "causal"),
+        (TuningClass.FULL, TuningClass.CAUSAL),
     ),
     BwdRow(
         *(64, 64, 128, 2, 2, 1, 16),
         "registers for 128 queries and a few values, which leave enough for who plans and paints",
     ),
     BwdRow(
+        *(96, 96, 64, 2, 2, 1, 96),
+        "all values in registers; walks that begin at the same queries do not wait for each other",
+        (TuningClass.FULL,),
+        max_seqlen_k=6144,
+        above_dim=64,
+        clears_dq=True,
+    ),
+    BwdRow(
+        *(96, 96, 64, 2, 2, 1, 96),
+        "registers for 64 queries and all values beside the sums of dK and dV",
+        (TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER),
+        above_dim=64,
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 64),
+        "all walks begin at the same queries, and would wait for who comes first to each block",
+        (TuningClass.FULL,),
+        max_seqlen_k=6144,
+        clears_dq=True,
+    ),
+    BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),
         "in walks of this length, sums that the first one stores came with 1.16 times the time",
-        ("causal",),
+        (TuningClass.CAUSAL,),
         min_seqlen_k=32768,
         clears_dq=True,
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),
         "registers for 64 queries and half of the values beside the sums of dK and dV",
-        ("full", "causal", "other"),
+        (TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER),
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),

@@ -53,8 +53,9 @@ class ColumnVerdicts:
 
 @dataclass(frozen=True)
 class ListVerdicts:
-    """Block lists, read by tile: states (batch | 1, heads_q | 1, m_blocks, n_blocks). needs_mask_mod: whether
-    anything is asked about the scores of a tile that is not full."""
+    """Block lists, read by tile: states (batch | 1, heads_q | 1, m_blocks, n_blocks).
+
+    needs_mask_mod: whether a mask_mod decides about the scores of a tile that is not full."""
 
     states: Tensor
     needs_mask_mod: bool

@@ -87,6 +87,7 @@ def check_fwd_inputs(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     lse_low: torch.Tensor | None = None,
+    max_scores: torch.Tensor | None = None,
     return_lse: bool = True,
 ) -> FwdShapes:
     """Check the arguments of `_flash_attn_fwd` and return the extents of the problem.
@@ -96,10 +97,9 @@ def check_fwd_inputs(
     with cu_seqlens_k, k and v are (total_k, heads_kv, ...). With page_table, int32 (batch,
     max_pages), they are pools (pages, page_size, heads_kv, ...), and seqlen_k is max_pages *
     page_size. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
-    (heads_q,), out like q with head_dim_v, lse and lse_low fp32 (batch, heads_q, seqlen_q) or, with
-    cu_seqlens_q, (heads_q, total_q). startend_row_indices
-    (batch or 1, heads, seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or
-    heads_q.
+    (heads_q,), out like q with head_dim_v, lse, lse_low and max_scores fp32 (batch, heads_q,
+    seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices (batch or 1, heads,
+    seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or heads_q.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see the module docstring.
@@ -146,7 +146,7 @@ def check_fwd_inputs(
     if startend_row_indices is not None:
         _check_columns(startend_row_indices, causal, keys.rows, shapes, q.device)
         extents.check_columns(startend_row_indices)
-    _check_outputs(q, k, v, shapes, out, lse, lse_low, score_mod)
+    _check_outputs(q, k, v, shapes, out, lse, lse_low, max_scores, score_mod)
     return shapes
 
 
@@ -352,6 +352,7 @@ def _check_outputs(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     lse_low: torch.Tensor | None,
+    max_scores: torch.Tensor | None,
     score_mod: object,
 ) -> None:
     """Check what the caller wants written, and that none of it overlaps what is read."""
@@ -370,6 +371,10 @@ def _check_outputs(
         _check_wants_low(lse_low, score_mod)
         _check_lse("lse_low", lse_low, lse_shape, q.device)
         check_apart("lse_low", lse_low, others)
+        others["lse_low"] = lse_low
+    if max_scores is not None:
+        _check_lse("max_scores", max_scores, lse_shape, q.device)
+        check_apart("max_scores", max_scores, others)
 
 
 def _check_softmax_scale(softmax_scale: float | None) -> None:

@@ -23,7 +23,7 @@ NOTHING, UNSENT = -1, -2
 
 class Scratch(NamedTuple):
     """By row block: stats (heads_q, row_blocks, stats_words) and dq (heads_q, row_blocks, -1),
-    fp32; semaphores (heads_q, row_blocks), who has added to a row block's dQ (`core/semaphore.py`): in a
+    fp32; semaphores (heads_q, row_blocks), int32, of a row block's dQ (`core/semaphore.py`): in a
     fixed order, 1 + the key block that added last.
     """
 
@@ -33,10 +33,11 @@ class Scratch(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A row block that this CTA has sums of dQ for; predecessor 0: nobody came before. row_block NOTHING:
-    none; UNSENT: sums of no key, which stay.
+    """A row block that this CTA has sums of dQ for.
 
-    In a fixed order, turn is 1 + the key block that has to have added before.
+    row_block: its number; NOTHING: there is none; UNSENT: sums over no keys, which are not sent.
+    predecessor: 0 if no CTA adds before this one. In a fixed order, it is 1 + the key block that
+    adds before this one.
     """
 
     head_idx: Int32
@@ -91,15 +92,14 @@ class DqSums:
     def send(self, own_number: Int32, number: Int32, sent: Summed, summed: Summed):
         """Start adding the dQ of query block `number`, if it is one, to the scratch memory.
 
-        Its last part is on its way then, and still in the staging memory (`free_staging`).
-        Where dQ is summed in a fixed order, after the key block that `predecessor` names; whoever comes
-        after the one that was sent before is told now, when that addition is complete and nobody
-        has to wait for it.
+        Its last part is then still in the staging memory (`free_staging`). Where dQ is summed in a
+        fixed order, this waits for the key block that `predecessor` names. It also releases the
+        semaphore of `sent`, the block before: that addition is complete by now, without a wait.
         """
         channel, sizes = self.channel, self.part_sizes
         if self._is_block(summed):
             if const_expr(self.deterministic):  # noqa: SIM102 (decided while tracing)
-                # what has no turn is zeros, and not sent
+                # a block without a predecessor entry is zeros, and is not sent
                 if summed.predecessor != NO_PREDECESSOR:
                     semaphore.wait(self._semaphore_of(summed), summed.predecessor)
             staged = self.staged

@@ -93,14 +93,15 @@ def describe(tile: WorkTile, lengths: Lengths, blocks_are_keys: cutlass.Constexp
 
 
 class LseTensors(NamedTuple):
-    """Where a forward writes LSE, and what rounding has taken from it; the second one may be
-    absent, or both.
+    """Where a forward writes LSE, what rounding has taken from it, and the largest score of a row;
+    the others may be absent, or all three.
 
     Each (batch, head, row), or (head, row) where sequences are packed.
     """
 
     lse: cute.Tensor | None
     low: cute.Tensor | None
+    largest: cute.Tensor | None = None
 
     @cute.jit
     def store(
@@ -113,10 +114,24 @@ class LseTensors(NamedTuple):
         low: Float32 | None,
     ) -> None:
         """Write a row."""
-        if const_expr(lengths.cu_seqlens_q is None):
-            place = (work.batch_idx, head_idx, q_idx)
-        else:
-            place = (head_idx, work.offset_q + q_idx)
+        place = _place(lengths, work, head_idx, q_idx)
         self.lse[place] = lse
         if const_expr(self.low is not None):
             self.low[place] = low
+
+    @cute.jit
+    def store_largest(
+        self, lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32, largest: Float32
+    ) -> None:
+        """Write the largest score of a row, -inf if the row is not in use."""
+        if const_expr(lengths.seqused_q is not None):
+            largest = cutlass.select_(q_idx < work.seqlen_q, largest, -Float32.inf)
+        if q_idx < work.slot:
+            self.largest[_place(lengths, work, head_idx, q_idx)] = largest
+
+
+def _place(lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32) -> tuple:
+    """Of a row in a tensor like LSE."""
+    if lengths.cu_seqlens_q is None:
+        return work.batch_idx, head_idx, q_idx
+    return head_idx, work.offset_q + q_idx

@@ -5,7 +5,7 @@ behind a sequence's end is never looked at; a number that is none of a page's is
 nearest that is.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -23,6 +23,34 @@ class PageRow(NamedTuple):
 # the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
 # swizzled in groups of so many
 LEAST_BOX = 8
+
+
+class BoxShape(Protocol):
+    """What a plan says: keys of a tile, columns of tiles and of tensors, blocks in flight."""
+
+    head_dim: int
+    head_dim_v: int
+    tile_d: int
+    tile_dv: int
+    tile_n: int
+    stages_kv: int
+
+
+def why_no_boxes(plan: BoxShape, page_box: int) -> str | None:
+    """Why a kernel cannot read pages by so many keys at a time, or None."""
+    if plan.tile_n % page_box:
+        return f"page_box must divide tile_n={plan.tile_n}, got {page_box}"
+    if page_box % LEAST_BOX == 0:
+        return None
+    if (plan.tile_d, plan.tile_dv) != (plan.head_dim, plan.head_dim_v):
+        return (
+            f"pages of a size that {LEAST_BOX} does not divide need head dimensions that tiles "
+            f"have, got {plan.head_dim} and {plan.head_dim_v} for tiles of {plan.tile_d} and "
+            f"{plan.tile_dv}"
+        )
+    if plan.stages_kv < 2:
+        return f"pages of a size that {LEAST_BOX} does not divide need two stages of keys"
+    return None
 
 
 class Pages(NamedTuple):

@@ -35,9 +35,9 @@ class DocumentTensors(NamedTuple):
     """The documents of column intervals (batch | 1, 1, seqlen, n), all int32.
 
     column_bounds: (batch | 1, 1, 2 n, blocks), of the intervals, for blocks of BOUNDS_TILE keys.
-    begins: (batch | 1, slots), the first row of each slot of DOCUMENT_STRIDE tokens with which a document
-    begins, or -1. cu_seqlens: (batch * slots + 1,), where documents begin in the packed batch; a
-    slot in which none begins makes an empty sequence. rows: (1, 1, batch * seqlen, n), the
+    begins: (batch | 1, slots), the first row of each slot of DOCUMENT_STRIDE tokens with which a
+    document begins, or -1. cu_seqlens: (batch * slots + 1,), where documents begin in the packed
+    batch; a slot in which none begins makes an empty sequence. rows: (1, 1, batch * seqlen, n), the
     intervals of the packed batch, counted inside documents. bounds: (1, 1, 2 n, blocks), of rows
     and cu_seqlens, for blocks of BOUNDS_TILE keys. Both bounds are as `ColumnMask.bounds` has them.
     """

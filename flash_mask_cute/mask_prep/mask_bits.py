@@ -72,14 +72,15 @@ def compile_mask_bits(
 
     `function` takes, by position and by the form:
 
-    entries: tiles and states (a pair), seqlen_q, seqlen_k, asked, window, part.
-    sequences: tiles, states and places (a triple), cu_seqlens_q, cu_seqlens_k, asked, window, part.
-    documents: such a triple, cu_seqlens, spans, their bounds, begins, asked, window, the tiles of
-    an entry, part (`mask_prep/mask_bits_documents_kernel.py`).
+    entries: tiles and states (a pair), seqlen_q, seqlen_k, mask_inputs, window, query_chunk.
+    sequences: tiles, states and places (a triple), cu_seqlens_q, cu_seqlens_k, mask_inputs, window,
+    query_chunk.
+    documents: such a triple, cu_seqlens, spans, their bounds, begins, mask_inputs, window, the
+    tiles of an entry, query_chunk (`mask_prep/mask_bits_documents_kernel.py`).
 
-    mask_inputs: block bits (visible, full, block_q, block_k) and aux_tensors (a tuple), None for what the
-    problem does not have; window: its left and its right side; query_chunk: a pair (`MaskBitsArgs`). `meta`:
-    what `compile_object` tells.
+    mask_inputs: block bits (visible, full, block_q, block_k) and aux_tensors (a tuple), None for
+    what the problem does not have. window: its left and its right side. query_chunk: a pair
+    (`MaskBitsArgs`). `meta`: what `compile_object` returns.
     """
     identity = callable_key(mask_mod)
     return cache.get(
@@ -159,15 +160,17 @@ class MaskInputs(NamedTuple):
 
 
 class MaskBits(NamedTuple):
-    """Mask bits as a kernel takes them, what of the call they are of (`MaskBitsArgs.query_chunk`), and
-    where the sequences begin that they are of, if the call does not say."""
+    """Mask bits as a kernel takes them.
+
+    query_chunk: the blocks of queries that they are for (`MaskBitsArgs`). cu_seqlens: where the
+    sequences begin, if these are documents that were found in the bits."""
 
     arguments: tuple[Tensor, ...]
     query_chunk: tuple[int, int]
     cu_seqlens: Tensor | None = None
 
 
-# of a call whose kernel asks itself
+# of a call whose kernel evaluates the mask_mod itself
 NO_MASK_BITS = ((None, None, None),)
 
 
@@ -200,8 +203,9 @@ class _MaskBitsPlan:
     def query_chunks(
         self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
     ) -> Iterator[MaskBits]:
-        """Bits for one launch after the other, on q's device, which is the current one. Those of a
-        part are not to be read after the next one was asked for."""
+        """Bits for one launch of attention after the other, on q's device, the current one.
+
+        The bits of a chunk are overwritten by those of the next one."""
         raise NotImplementedError
 
 
@@ -231,7 +235,7 @@ class EntryBitsPlan(_MaskBitsPlan):
             call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, *self.window
             function(mask_bits, *self.seqlens, *call_args, query_chunk)
             yield MaskBits(mask_bits, query_chunk)
-            # so that the next part has its memory
+            # so that the next chunk has its memory
             del mask_bits
 
 
@@ -279,8 +283,9 @@ class DocumentBitsPlan(_MaskBitsPlan):
     def query_chunks(
         self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
     ) -> Iterator[MaskBits]:
-        """See `_MaskBitsPlan.query_chunks`; and tells where the documents begin. Parts share their memory;
-        the last ones are empty, unless all is one document."""
+        """See `_MaskBitsPlan.query_chunks`. The bits come with the starts of the documents.
+
+        Chunks share their memory. The last ones are empty, unless all is one document."""
         slots = max_documents(self.seqlen)
         num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
         places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)

@@ -51,13 +51,13 @@ class DocumentMaskBits:
         query_chunk: tuple,
         stream,
     ):
-        """Launch on `stream`. Documents are found with the first part.
+        """Launch on `stream`. Documents are found with the first chunk.
 
         :param mask_bit_tensors, block_bits, aux_tensors, window_left, window_right: see
             `SequenceMaskBits`
         :param tiles: as many for each entry as its documents may have, whatever they are
-        :param query_chunk: see `MaskBitsArgs`; mask_bit_tensors has room for it and for the rest of a block's
-            tiles
+        :param query_chunk: see `MaskBitsArgs`; mask_bit_tensors has room for it and for the rest of
+            a block's tiles
         :param mCuSeqlens: int32 (batch * slots + 1,) to fill, a sequence for each slot of tokens
         :param mSpans, mSpanBounds, mBegins: scratch, int32 (entries, 1, seqlen, 2), (entries, 1, 4,
             blocks) and (entries, slots). The batch has as many entries, or all are the same one

@@ -1,13 +1,14 @@
-"""Answers of a `mask_mod` that does not look at its head, asked once for all heads.
+"""Mask bits of a `mask_mod` that does not depend on the head, evaluated once for all heads.
 
-Asking is what such a mask costs (docs/masks.md). Before attention runs, all tiles that have to be
-asked about are painted into global memory, and of each tile is noted whether something of it is
-visible, and whether something is hidden. Tiles outside of causal masking and window, which no walk
-of attention visits, count as hidden and are not asked about. So attention visits what is visible,
-whether lists said so or not, and its mask warps read bits instead of asking. A kernel that reads them
-knows nothing of the callable, so one serves all of them. `mask_bits_varlen_kernel.py` does it for
-sequences that differ in length, `mask_bits_documents_kernel.py` for those that the answers
-themselves tell of.
+Evaluating the callable is what such a mask costs (docs/masks.md). This kernel runs before
+attention. It evaluates the callable for each tile that may be partial, and writes the bits and the
+state of the tile to global memory. Tiles outside causal masking and window count as empty and are
+not evaluated: no walk of attention visits them. Attention then visits the tiles with something
+visible, with or without block lists, and its mask warps read bits instead of evaluating the
+callable. The attention kernel does not contain the callable, so one kernel serves all of them.
+
+`mask_bits_varlen_kernel.py` does the same for sequences of different lengths, and
+`mask_bits_documents_kernel.py` for documents that are found in the bits.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
+from flash_mask_cute.core.tile_state import EMPTY, FULL
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
@@ -114,13 +115,14 @@ class MaskBitsKernel:
     ):
         """Launch on `stream`.
 
-        :param mask_bit_tensors: the fields of a `MaskBitsArgs` to fill, contiguous; bits are written of
-            tiles that are asked about
+        :param mask_bit_tensors: the fields of a `MaskBitsArgs` to fill, contiguous; bits are
+            written for the tiles that the callable is evaluated for
         :param seqlen_q, seqlen_k: of each sequence
         :param block_bits: of all logical blocks, the same for all heads (`BitArgs`), or None
         :param aux_tensors: what the callable reads
         :param window_left, window_right: of attention
-        :param query_chunk: the blocks of queries that mask_bit_tensors is for, the first one and how many
+        :param query_chunk: the blocks of queries that mask_bit_tensors is for: the first one, and
+            how many
         """
         masks = self.masks_of(block_bits, aux_tensors, (window_left, window_right))
         mask_bits = MaskBitsArgs(*mask_bit_tensors).with_query_chunk(*query_chunk)
@@ -169,7 +171,7 @@ class MaskBitsKernel:
 
         rules = self.rules_of(masks)
         is_listed, needs_mask_mod = self.judge(rules, place)
-        state = cutlass.select_(is_listed, Int32(VISIBLE), Int32(HIDDEN))
+        state = cutlass.select_(is_listed, Int32(FULL), Int32(EMPTY))
         if is_listed & needs_mask_mod:
             words = self.words(rules, place, share)
             state = rules.state_of_words(words)

@@ -46,8 +46,8 @@ class SequenceMaskBits:
     ):
         """Launch on `stream`, two kernels, for sequences of which each is an entry.
 
-        :param mask_bit_tensors: the fields of a `MaskBitsArgs` with places to fill, contiguous: tiles
-            enough for all sequences
+        :param mask_bit_tensors: the fields of a `MaskBitsArgs` with places to fill, contiguous,
+            with enough tiles for all sequences
         :param query_chunk: all of them
         :param mCuSeqlensQ, mCuSeqlensK: int32 (sequences + 1,)
         :param block_bits, aux_tensors, window_left, window_right: see `MaskBitsKernel`

@@ -322,9 +322,9 @@ def compile_for_host(
             return compile_for_host(named_mod, function, *arguments, options=options + _WITH_LINES)
         names = ", ".join(sorted({name for name, _ in refused}))
         raise NotImplementedError(
-            f"{describe(*named_mod, line=refused[0][1])} uses {names}, which exists only for GPUs: use "
-            "CUDA tensors, or write it with other functions of cutlass.cute.math (not cute.arch, "
-            "not approx=True)"
+            f"{describe(*named_mod, line=refused[0][1])} uses {names}, which exists only for GPUs: "
+            "use CUDA tensors, or write it with other functions of cutlass.cute.math (not "
+            "cute.arch, not approx=True)"
         ) from error
 
 

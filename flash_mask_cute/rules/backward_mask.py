@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.semaphore import NO_PREDECESSOR
-from flash_mask_cute.core.tile_state import BOTH, VISIBLE
+from flash_mask_cute.core.tile_state import PARTIAL, has_visible
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
@@ -245,8 +245,8 @@ class BackwardMask(MaskRules):
         if self.is_part:
             # of a part that nothing cuts no words were stored
             state = mask_bits.state(*place)
-            uncut = cutlass.select_((state & VISIBLE) != 0, Int32(ALL), Int32(0))
-            words = tuple(cutlass.select_(state == BOTH, word, uncut) for word in words)
+            uncut = cutlass.select_(has_visible(state), Int32(ALL), Int32(0))
+            words = tuple(cutlass.select_(state == PARTIAL, word, uncut) for word in words)
         return words
 
     @property

@@ -3,9 +3,9 @@
 A score counts when everything that was given lets it: the lengths, causal and window (`Band`),
 column intervals, block lists, mask_mod. `MaskRules` states this for single scores and for tiles.
 Kernels read the rule in two directions: a block of queries walks over keys (`forward_mask`) in the
-forward, a block of keys over queries (`backward_mask`) in the backward. Each direction plans walks and
-paints the blocks that something cuts into bit tiles. All of it is run by warps that compute no
-scores, for any architecture.
+forward, a block of keys over queries (`backward_mask`) in the backward. Each direction plans walks
+and makes the bits of partial blocks. All of it is run by warps that compute no scores, on every
+architecture.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from cutlass import Boolean, Int32, Uint32, const_expr
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE, state_of_warp
+from flash_mask_cute.core.tile_state import has_hidden, has_visible, state_of_warp
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import call_mask_mod
 from flash_mask_cute.rules.bit_tile import ALL, WORD, Columns
@@ -61,16 +61,15 @@ class BitArgs(NamedTuple):
 
 
 class MaskBitsArgs(NamedTuple):
-    """What a mask_mod and block lists say, asked before (`mask_bits_kernel.py`).
+    """What a mask_mod and block lists say of each tile, computed before (`mask_bits_kernel.py`).
 
-    states: of each tile what was seen (`core/tile_state.py`), int32 (batch | 1, m_blocks,
-    n_blocks); tiles: of those that are cut the bits, int32 (batch | 1, m_blocks, n_blocks, lines,
-    words).
-    places: where sequences differ in length, int32 (sequences, 2), the number of the first tile of
-    each and how many it has in a row; tiles and states are then (1, 1, tiles, ...). query_chunk: what a
-    launch has of that, None if all: the blocks of queries from the first one on, and how many; with
-    places the blocks whose first tile has a number from the first one on, and how many numbers.
-    The tensors begin there.
+    states: the state of each tile (`core/tile_state.py`), int32 (batch | 1, m_blocks, n_blocks).
+    tiles: the bits of partial tiles, int32 (batch | 1, m_blocks, n_blocks, lines, words).
+    places: for sequences of different lengths, int32 (sequences, 2): the number of a sequence's
+    first tile, and how many tiles it has in a row. tiles and states are then (1, 1, tiles, ...).
+    query_chunk: what a launch computes, None for all: the first block of queries, and how many.
+    With places: the number of the first tile, and how many tiles; it has the blocks whose first
+    tile is among these. The tensors begin with the chunk.
     """
 
     tiles: cute.Tensor
@@ -322,11 +321,11 @@ class MaskRules:
                 at = n_block * self._bit_tiles_per_tile + i
                 at = cutlass.min(at, cute.size(self.args.mask_bits.states, mode=[2]) - 1)
                 state = state | self.args.mask_bits.state(work.batch_idx, m_block, at)
-        return (state & VISIBLE) != 0, (state & HIDDEN) != 0
+        return has_visible(state), has_hidden(state)
 
     @cute.jit
     def state_of_words(self, words: tuple) -> Int32:
-        """What is seen in a warp's words of a tile, VISIBLE and HIDDEN."""
+        """The state of what a warp's words of a tile cover."""
         is_any_visible, is_any_hidden = Boolean(False), Boolean(False)
         for word in words:
             used = word & self.used_bits
@@ -459,8 +458,7 @@ class Share:
     def store_any_bits(
         self, any_bits: cute.Tensor, words: tuple, mask: cutlass.Constexpr[int]
     ) -> None:
-        """Write into any_bits, int32, the bits that some word of each group of lines has set, of those
-        of the mask."""
+        """Write the OR of the words of each group of lines, AND the mask, into any_bits, int32."""
         for group in cutlass.range_constexpr(self.num_groups):
             word = words[group * self.num_words]
             for w in cutlass.range_constexpr(1, self.num_words):

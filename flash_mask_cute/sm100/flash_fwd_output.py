@@ -20,7 +20,6 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import head_of_row
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_fwd_plan import (
-    HALVES,
     ROWS_PER_WARP,
     Channels,
     FwdPlan,
@@ -30,6 +29,8 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
 
 # columns of the output that a thread holds at a time; few, as its warps have few registers
 OUTPUT_CHUNK = 16
+# columns that a thread stores together: rows have a multiple of them
+VECTOR = 8
 
 
 class RowAt(NamedTuple):
@@ -66,7 +67,7 @@ class OutputWarps:
         rows, channels = self.rows, self.channels
         tile = Int32(0)
         while channels.ring.wait(tile):
-            for half in cutlass.range(HALVES, unroll=1):
+            for half in cutlass.range(self.plan.halves, unroll=1):
                 self._store_half(rows, tile, half)
             channels.ring.release(tile)
             tile += 1
@@ -77,7 +78,7 @@ class OutputWarps:
         """Write the LSE of this thread's row, scale the row, and store this warp's rows by TMA."""
         plan, channels, tiles, lengths = self.plan, self.channels, self.tiles, self.lengths
         partials = self.partials
-        half_tile = HALVES * tile + half
+        half_tile = plan.halves * tile + half
         work = channels.ring.read(tile)
         thread = thread_in_warpgroup()
         row = work.block * plan.tile_m + half * umma.ROWS + thread
@@ -122,27 +123,62 @@ class OutputWarps:
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.OUTPUT
         sO = cute.flat_divide(tiles.o[lane, None, warp], (OUTPUT_CHUNK,))
-        for first in cutlass.range_constexpr(0, plan.tile_dv, plan.columns_o):
-            # what was staged here before must have left
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            for c in cutlass.range_constexpr(plan.columns_o // OUTPUT_CHUNK):
-                column = plan.column_o(half) + first + c * OUTPUT_CHUNK
-                values = umma.load_columns(column, OUTPUT_CHUNK, thread)
-                umma.wait_loads()
-                for i in cutlass.range_constexpr(OUTPUT_CHUNK):
-                    # adding 0 makes the zeros of a row that saw nothing positive
-                    value = cute.math.fma(values[0, i], factor, Float32(0.0))
-                    if const_expr(zeroes):
-                        value = cutlass.select_(is_used, value, Float32(0.0))
-                    values[0, i] = value
-                self._keep_chunk(values, sO[None, c], at, first // OUTPUT_CHUNK + c, is_row)
-            if const_expr(first + plan.columns_o == plan.tile_dv):
-                umma.fence_before_arrival()
-                cute.arch.sync_warp()
-                channels.o.release(half_tile)
-            if self._is_staged(work):
-                self._send_columns(work, half, first, warp)
+        used = is_used if const_expr(zeroes) else None
+        if const_expr(plan.halves > 1):
+            for first in cutlass.range_constexpr(0, plan.head_dim_v, plan.columns_o):
+                self._stage_columns(sO, half, first, factor, used, at, is_row)
+                if const_expr(first + plan.columns_o >= plan.head_dim_v):
+                    self._release_output(half_tile)
+                if self._is_staged(work):
+                    self._send_columns(work, half, first, warp)
+        else:
+            # rolled, since the columns of so many parts would take a register each
+            for first in cutlass.range(0, plan.head_dim_v, plan.columns_o, unroll=1):
+                self._stage_columns(sO, half, first, factor, used, at, is_row)
+                if first + plan.columns_o >= plan.head_dim_v:
+                    self._release_output(half_tile)
+                if self._is_staged(work):
+                    self._send_columns(work, half, first, warp)
+
+    def _stage_columns(
+        self,
+        sO: cute.Tensor,
+        half: Int32,
+        first: int | Int32,
+        factor: Float32,
+        is_used: Boolean | None,
+        at: RowAt,
+        is_row: Boolean,
+    ) -> None:
+        """Put some columns of this thread's row where they leave from, scaled and rounded, or store
+        them.
+
+        is_used: whether the row is; None: it is, or does not matter. is_row: whether it is one of a
+        query head.
+        """
+        plan = self.plan
+        # what was staged here before must have left
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        for c in range(plan.columns_o // OUTPUT_CHUNK):
+            column = first + c * OUTPUT_CHUNK
+            values = umma.load_columns(
+                plan.column_o(half) + column, OUTPUT_CHUNK, thread_in_warpgroup()
+            )
+            umma.wait_loads()
+            for i in range(OUTPUT_CHUNK):
+                # adding 0 makes the zeros of a row that saw nothing positive
+                value = cute.math.fma(values[0, i], factor, Float32(0.0))
+                if is_used is not None:
+                    value = cutlass.select_(is_used, value, Float32(0.0))
+                values[0, i] = value
+            self._keep_chunk(values, sO[None, c], at, column, is_row)
+
+    def _release_output(self, half_tile: Int32) -> None:
+        """This warp has its rows of O in registers or staged."""
+        umma.fence_before_arrival()
+        cute.arch.sync_warp()
+        self.channels.o.release(half_tile)
 
     def _is_staged(self, work: Work) -> Boolean:
         """Whether a tile leaves by way of shared memory."""
@@ -158,28 +194,28 @@ class OutputWarps:
         values: cute.Tensor,
         staged: cute.Tensor,
         at: RowAt,
-        number: cutlass.Constexpr[int],
+        column: Int32 | int,
         is_row: Boolean,
     ):
-        """Stage a chunk of a row of the output, or store it: `number` of its columns."""
+        """Stage a chunk of a row of the output, or store it, from a column on."""
         is_packed = self.lengths.cu_seqlens_q is not None
         if const_expr(self.partials is not None):  # noqa: SIM102 (decided while tracing)
             if is_row & self.partials.is_piece(at.work):
-                _store_chunk(self.partials.o, at.place_in(self.partials, is_packed), values, number)
+                _store_chunk(self.partials.o, at.place_in(self.partials, is_packed), values, column)
         if const_expr(self.mO is not None):
             is_whole = is_row
             if const_expr(self.partials is not None):
                 is_whole = is_row & (self.partials.is_piece(at.work) == Boolean(False))
             if is_whole:
                 output = OutputRows(self.mO)
-                _store_chunk(self.mO, at.place_in(output, is_packed), values, number)
+                _store_chunk(self.mO, at.place_in(output, is_packed), values, column)
         else:
             rounded = cute.make_rmem_tensor(OUTPUT_CHUNK, self.plan.dtype)
             values = cute.make_tensor(values.iterator, rounded.layout)
             rounded.store(values.load().to(self.plan.dtype))
             cute.autovec_copy(rounded, staged)
 
-    def _send_columns(self, work: Work, half: Int32, first: int, warp: Int32) -> None:
+    def _send_columns(self, work: Work, half: Int32, first: int | Int32, warp: Int32) -> None:
         """Send what a warp has staged in its part of sO to some columns of its rows."""
         plan, sO, operands = self.plan, self.tiles.o, self.operands
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -194,9 +230,14 @@ class OutputWarps:
         cute.arch.cp_async_bulk_commit_group()
 
 
-def _store_chunk(target: cute.Tensor, row: tuple, values: cute.Tensor, number: int) -> None:
-    """Write OUTPUT_CHUNK columns of a row."""
-    stored = cute.make_rmem_tensor(OUTPUT_CHUNK, target.element_type)
-    values = cute.make_tensor(values.iterator, stored.layout)
-    stored.store(values.load().to(target.element_type))
-    cute.autovec_copy(stored, cute.local_tile(target[(*row, None)], (OUTPUT_CHUNK,), (number,)))
+@cute.jit
+def _store_chunk(target: cute.Tensor, row: tuple, values: cute.Tensor, column: Int32 | int):
+    """Write OUTPUT_CHUNK columns of a row from a column on, of which there may be fewer."""
+    of_row = target[(*row, None)]
+    for first in cutlass.range_constexpr(0, OUTPUT_CHUNK, VECTOR):
+        if column + first < cute.size(of_row):
+            stored = cute.make_rmem_tensor(VECTOR, target.element_type)
+            part = cute.make_tensor(values.iterator + first, stored.layout)
+            stored.store(part.load().to(target.element_type))
+            place = ((column + first) // VECTOR,)
+            cute.autovec_copy(stored, cute.local_tile(of_row, (VECTOR,), place))

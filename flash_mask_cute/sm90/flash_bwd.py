@@ -243,15 +243,15 @@ class FlashAttentionBackwardSm90:
         Shapes: mQ, mdO (batch, seqlen_q, heads_q, d), or (total_q, heads_q, d) with mCuSeqlensQ;
         mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, words) from
         `BwdPreprocess`, with marks of rows if may_empty_rows, which zeroes mSemaphores (heads_q,
-        row_blocks) int32; mdQaccum (heads_q, row_blocks, tile_m * tile_d) gets sums where mSemaphores is
-        not 0 afterwards. With clears_dq it zeroes mdQaccum instead, and mSemaphores is None. Row blocks
-        are those of `RowBlocks`. With splits_group mdK and mdV are fp32 sums (parts of groups, key
-        blocks, tile_n * tile_d or tile_dv), the parts of a group one after the other. tile_counter,
-        column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block lists are
-        always given as bits. aux_grads: fp32 tensors of the shapes of the aux tensors that
-        wants_aux numbers, to which their gradients are added. mask_bit_tensors: `tiles` and `states` of
-        stored answers, with mCuSeqlensQ `places`, too, in place of a mask_mod and block_bits
-        (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
+        row_blocks) int32; mdQaccum (heads_q, row_blocks, tile_m * tile_d) gets sums where
+        mSemaphores is not 0 afterwards. With clears_dq it zeroes mdQaccum instead, and mSemaphores
+        is None. Row blocks are those of `RowBlocks`. With splits_group mdK and mdV are fp32 sums
+        (parts of groups, key blocks, tile_n * tile_d or tile_dv), the parts of a group one after
+        the other. tile_counter, column_tensors and block_bits are those of
+        `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32 tensors
+        of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
+        mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ,
+        in place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))

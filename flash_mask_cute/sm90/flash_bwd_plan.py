@@ -87,9 +87,9 @@ class Tiles(NamedTuple):
 
     p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32
     sums of a part. stats: `core.row_blocks.stats_words`, words: `QUERY_WORDS`, of a query block.
-    bits: of a block that is cut; any_bits: for 32 keys of these each, whether any is set. ready: in one
-    of two places by turns, whether the bits of the next block had come when both warpgroups met in
-    a block.
+    bits: of a partial block. any_bits: for each 32 keys, the bits that any of them has set. ready:
+    two places, used alternately: whether the bits of the next block had arrived when both
+    warpgroups met in a block.
     """
 
     q: cute.Tensor
@@ -384,7 +384,7 @@ class BwdPlan:
         for name in ("stages_q", "stages_do", "stages_kv"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        if self.cta_pair and not self.shares_keys:
+        if self.cta_pair and self.head_dim <= MAX_OWN_DIM:
             return f"cta_pair=True is for head_dim above {MAX_OWN_DIM}, got {self.head_dim}"
         if self.cta_pair and self.stages_kv > 1:
             # of the peer's keys there is one stage
@@ -603,8 +603,8 @@ class BwdPlan:
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
         num_walkers = 1 + self.num_mask_warps
         ring, walk = planning_rings(
-            storage, num_walkers, mma_warps, ascending=True, uncut_first=False, predecessors=predecessors,
-            fields=fields,
+            storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
+            predecessors=predecessors, fields=fields,
         )  # fmt: skip
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:

@@ -73,10 +73,10 @@ def sync_both() -> None:
 
 
 class Peeked(NamedTuple):
-    """Which fills for the next query block are known to have come (`Channel.is_full`).
+    """Which fills for the next query block are known to have arrived (`Channel.is_full`).
 
-    bits_for_all: that the bits of the next block that is cut have, by all warps alike. unmarked: that Q
-    has, and no row of it is to be cleared.
+    bits: those of the next partial block, as far as this warp knows. bits_for_all: the same, as all
+    warps of both warpgroups know it. unmarked: Q has arrived, and no row of it is to be cleared.
     """
 
     q: Boolean

@@ -81,7 +81,7 @@ from flash_mask_cute.sm90.warpgroups import (
 )
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
-# 48 MB are slower for causal at 8K (docs/measured_facts.md).
+# 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md).
 L2_SHARE = 24 * 1024 * 1024
 
 
@@ -106,6 +106,7 @@ class FlashAttentionForwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: CTAs to launch at most
     :param cta_pair: False
+    :param claims_late: work tiles are claimed one at a time, for few that are not equal
     :param split: how work tiles are computed in pieces: "rows", as many of each as the launch says,
         "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
     :param page_box: keys lie in pages, in each so many side by side; a divisor of tile_n and of the
@@ -139,6 +140,7 @@ class FlashAttentionForwardSm90:
         skip_blocks: bool = True,
         num_sms: int = 132,
         cta_pair: bool = False,
+        claims_late: bool = False,
         split: str | None = None,
         page_box: int | None = None,
     ):
@@ -187,6 +189,7 @@ class FlashAttentionForwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
+        self.claims_late = claims_late
         self.split = split
 
     @cute.jit
@@ -217,6 +220,7 @@ class FlashAttentionForwardSm90:
         mask_bit_tensors: tuple | None = None,
         query_chunk: tuple | None = None,
         mLSELow: cute.Tensor | None = None,
+        mMaxScores: cute.Tensor | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
         mPartials: tuple | None = None,
     ):
@@ -230,12 +234,12 @@ class FlashAttentionForwardSm90:
         blocksparse_tensors: a `BlockSparseTensors` of blocks of block_size, a pair of multiples of
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
         `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
-        sizes, of logical blocks in which tiles do not nest. mask_bit_tensors: `tiles` and `states` of
-        stored answers, and with mCuSeqlensQ `places`, in place of a mask_mod and block lists
-        (`rules/mask_rules.py` describes all four), for the query blocks that this launch computes:
-        its `query_chunk`, a pair (`MaskBitsArgs`). mLSELow, beside mLSE and a score_mod: like mLSE, what
-        rounding takes from it. mQStart: `Lengths.q_start`; block lists are then given as bits only,
-        as rows of a tile need not begin where blocks do.
+        sizes, of logical blocks in which tiles do not nest. mask_bit_tensors: `tiles` and `states`
+        of a `MaskBitsArgs`, and `places` with mCuSeqlensQ, in place of a mask_mod and block lists
+        (`rules/mask_rules.py`). They are for the query blocks that this launch computes, its
+        `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, what rounding takes
+        from it. mMaxScores: like mLSE, the largest score of each row. mQStart: `Lengths.q_start`;
+        block lists are then given as bits only, as rows of a tile need not begin where blocks do.
 
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
         head_dim), in whose pages keys lie (`core/pages.py`).
@@ -284,7 +288,7 @@ class FlashAttentionForwardSm90:
         )
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
-        lse = LseTensors(mLSE, mLSELow)
+        lse = LseTensors(mLSE, mLSELow, mMaxScores)
         self.kernel(
             operands,
             lse,
@@ -296,7 +300,7 @@ class FlashAttentionForwardSm90:
             partials,
             pages,
             mO if const_expr(plan.is_padded) else None,
-        ).launch(  # fmt: skip
+        ).launch(
             grid=(grid, 1, 1),
             block=(plan.num_threads, 1, 1),
             stream=stream,
@@ -455,6 +459,7 @@ class FlashAttentionForwardSm90:
             channels,
             score_args.scales,
             masks.aux_tensors,
+            keeps_largest=lse.largest is not None,
         )
         first_S = wgmma.make_accumulator(plan.tile_n)
         # P of a block; steps over whole blocks use both in turns

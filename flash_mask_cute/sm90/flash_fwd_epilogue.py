@@ -74,6 +74,10 @@ class Epilogue:
             if const_expr(self.lse.lse is not None):  # noqa: SIM102 (decided while tracing)
                 if is_told:
                     self.lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
+        if const_expr(self.lse.largest is not None):
+            for r, largest in enumerate(blocks.softmax.largest()):
+                if (thread % 4 == 0) & self._is_head(rows[r]):
+                    self.lse.store_largest(lengths, work, heads[r], q_idx[r], largest)
         if const_expr(partials is None):
             self._store_output(sO, acc_O, work)
         elif const_expr(partials.by_slots):
@@ -86,11 +90,12 @@ class Epilogue:
 
     def _is_row(self, work: Work, row: Int32) -> Boolean:
         """Whether a row of a tile is one of a query head, in use or not."""
+        return (row // self.plan.packed_heads < work.slot) & self._is_head(row)
+
+    def _is_head(self, row: Int32) -> Boolean | bool:
+        """Whether a row of a tile is a query head's, if there are so many queries."""
         plan = self.plan
-        is_row = row // plan.packed_heads < work.slot
-        if plan.is_padded:
-            is_row = is_row & (row % plan.packed_heads < plan.group_size)
-        return is_row
+        return row % plan.packed_heads < plan.group_size if plan.is_padded else True
 
     @cute.jit
     def _store_output(self, sO: cute.Tensor, acc_O: cute.Tensor, work: Work):

@@ -123,6 +123,7 @@ class KeyBlocks:
         channels: Channels,
         scales: ScoreScales,
         aux_tensors: Any,
+        keeps_largest: bool,
     ) -> "KeyBlocks":
         traits = ScoreModTraits()
         if score_mod is not None:
@@ -134,6 +135,7 @@ class KeyBlocks:
             plan.dtype,
             QuadRows(*plan.polynomial if computes_functions else ()),
             None if score_mod is None else traits.factor,
+            keeps_largest,
         )
         kept_q = None
         if score_mod is None and plan.query_steps > 0:
@@ -425,6 +427,7 @@ class KeyBlocks:
         for what was accumulated before.
         """
         softmax = self.softmax
+        softmax.see(scores)
         factors = (Float32(1.0), Float32(1.0))
         if const_expr(not self.plan.keeps_scores):
             tile_max = softmax.tile_max(scores)

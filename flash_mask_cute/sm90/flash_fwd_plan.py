@@ -24,7 +24,7 @@ from flash_mask_cute.core.cta import (
     registers_left,
 )
 from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
-from flash_mask_cute.core.pages import LEAST_BOX
+from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
@@ -299,16 +299,8 @@ class FwdPlan:
             return f"tile_n must be a multiple of 16 in 16..{max_n}, got {self.tile_n}"
         if ROWS_PER_WARPGROUP % self.packed_heads:
             return f"pack_gqa needs a group of at most 64 heads, got {self.group_size}"
-        if self.page_box is not None and self.tile_n % self.page_box:
-            return f"page_box must divide tile_n={self.tile_n}, got {self.page_box}"
-        if self.page_box is not None and self.page_box % LEAST_BOX:
-            if (self.tile_d, self.tile_dv) != (self.head_dim, self.head_dim_v):
-                return (
-                    f"pages of a size that {LEAST_BOX} does not divide need head dimensions that "
-                    f"are multiples of 16, got {self.head_dim} and {self.head_dim_v}"
-                )
-            if self.stages_kv < 2:
-                return "pages of such a size need two stages"
+        if self.page_box is not None and (why := why_no_boxes(self, self.page_box)):
+            return why
         if self.share_qo and (self.tile_dv > self.tile_d):
             return "share_qo needs head_dim_v <= head_dim"
         if self.share_qo and self.stages_q > 1 and self.tile_dv != self.tile_d:

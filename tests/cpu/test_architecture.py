@@ -51,8 +51,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # from mods written in torch to CuTe mods, below the functions that take mods
     "flex": ("mods", "runtime"),
-    "flex.attention": ("functional", "flex", "block_sparsity"),
-    "flex.block_mask": ("flex.simplify", "block_sparsity"),
+    "flex.attention": ("functional", "autograd.arguments", "flex", "block_sparsity", "runtime"),
+    "flex.block_mask": ("flex", "masks.column_mask", "block_sparsity"),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "flex.together", "mods", "runtime"),
     ),
@@ -323,7 +323,8 @@ def test_a_long_function_is_noticed() -> None:
 
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
-PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+TABLES = ROOT / "bench" / "results" / "TABLES.md"
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")), TABLES)
 
 
 def outside_code(text: str) -> str:
@@ -376,7 +377,7 @@ def project_texts() -> Iterator[Path]:
     for folder in (PACKAGE, "tests", "bench", "docs", "examples", ".ci"):
         for path in (ROOT / folder).rglob("*"):
             hidden = any(part[0] in "._" for part in path.relative_to(ROOT / folder).parts[:-1])
-            if path.is_file() and not hidden and path.suffix not in (".pyc", ".png"):
+            if path.is_file() and not hidden and path.suffix not in (".pyc", ".png", ".xz"):
                 yield path
     for name in (
         "README.md",

@@ -319,8 +319,8 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     assert same(
         main,
         (
-            q, k, v, dout, stats, dq_accum, semaphores, dk, dv, 0.5, None, None, used_q, used_k, 7, 3,
-            None, 20.0, counter, None, None, None, None,
+            q, k, v, dout, stats, dq_accum, semaphores, dk, dv, 0.5, None, None, used_q,
+            used_k, 7, 3, None, 20.0, counter, None, None, None, None,
         ),
     )  # fmt: skip
     assert same(after, (dq_accum, semaphores, dq, 0.5, None, used_q))

@@ -253,10 +253,10 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     expected = (
         q, k, v, out, lse, 0.5, None, None, used_q, used_k, None, 7, 3, sink, None, None, 20.0,
     )  # fmt: skip
-    assert len(args) == len(expected) + 7
+    assert len(args) == len(expected) + 8
     assert all(got is wanted or got == wanted for got, wanted in zip(args, expected, strict=False))
-    counter, *others = args[-7:]
-    assert others == [None] * 6
+    counter, *others = args[-8:]
+    assert others == [None] * 7
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
 
 

@@ -56,7 +56,7 @@ FORWARDS = {
         },
         {"tile_m": 128, "tile_n": 32, "stages_q": 2, "share_qo": True},
     ),
-    "painter-warpgroup": Slowed(
+    "mask-warpgroup": Slowed(
         {"batch": 1, "seqlen_q": 300, "seqlen_k": 200, "mask_mod": "eviction", "blocks": (32, 128)}
     ),
     "output-in-place-of-query": Slowed(

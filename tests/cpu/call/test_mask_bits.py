@@ -278,9 +278,8 @@ def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiles.shape[:3] == states.shape and places.shape == (3, 2)
     assert starts_q is given.tensors.cu_seqlens_q and starts_k is given.tensors.cu_seqlens_k
     assert logical is None and len(aux) == 1
-    assert main.given()["mask_bits"][2] is places and main.given()[
-        "query_chunk"
-    ] == query_chunk == (0, most)
+    assert main.given()["mask_bits"][2] is places
+    assert main.given()["query_chunk"] == query_chunk == (0, most)
     assert main.calls[0][6] is starts_q and main.calls[0][7] is starts_k
 
     rows, keys = call.shapes.total_q, call.shapes.seqlen_k
