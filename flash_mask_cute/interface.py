@@ -250,7 +250,7 @@ def _flash_attn_bwd(
     q_starts, q_start = split_q_start(q_start)
     tensors = Tensors(
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, dout, dlse, dq, dk, dv, dsink, daux, None, q_starts,
+        seqused_k, dout, dlse, dq, dk, dv, dsink, daux, None, None, q_starts,
     )  # fmt: skip
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
