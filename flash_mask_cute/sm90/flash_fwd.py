@@ -106,7 +106,6 @@ class FlashAttentionForwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: CTAs to launch at most
     :param cta_pair: False
-    :param claims_late: work tiles are claimed one at a time, for few that are not equal
     :param split: how work tiles are computed in pieces: "rows", as many of each as the launch says,
         "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
     :param page_box: keys lie in pages, in each so many side by side; a divisor of tile_n and of the
@@ -140,7 +139,6 @@ class FlashAttentionForwardSm90:
         skip_blocks: bool = True,
         num_sms: int = 132,
         cta_pair: bool = False,
-        claims_late: bool = False,
         split: str | None = None,
         page_box: int | None = None,
     ):
@@ -189,7 +187,6 @@ class FlashAttentionForwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
-        self.claims_late = claims_late
         self.split = split
 
     @cute.jit

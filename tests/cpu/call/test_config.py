@@ -395,31 +395,3 @@ def test_packing_them_is_refused() -> None:
 def test_packing_that_cannot_be_is_refused(group: int) -> None:
     with pytest.raises(NotImplementedError, match=f"pack_gqa=True .*{group}"):
         choose(heads_q=2 * group, heads_kv=2, pack_gqa=True)
-
-
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        ({"heads_q": 8, "seqlen_q": 4096, "is_causal": True}, True),
-        ({"heads_q": 4, "seqlen_q": 4096, "is_causal": True}, False),
-        ({"heads_q": 32, "seqlen_q": 8192, "is_causal": True}, False),
-        ({"heads_q": 8, "seqlen_q": 4096}, False),
-        ({"heads_q": 8, "seqlen_q": 4096, "window": 300}, True),
-    ],
-)
-def test_few_unequal_tiles_are_claimed_late(call: dict[str, Any], expected: bool) -> None:
-    """128 tiles are one for each SM, and 2048 so many that the last ones weigh little."""
-    assert choose(**call).tiles.claims_late is expected
-    given = choose(**call, override=FwdConfig(claims_late=not expected))
-    assert given.tiles.claims_late is not expected
-
-
-def test_late_claims_are_refused_on_blackwell() -> None:
-    shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, 128, 128)
-    with pytest.raises(ValueError, match="claims_late=True is not supported on Blackwell"):
-        select_fwd_config(
-            AttentionProblem("bfloat16", 128, 128),
-            shapes,
-            override=FwdConfig(claims_late=True),
-            spec=SM100,
-        )
