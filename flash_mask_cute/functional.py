@@ -166,7 +166,7 @@ def flash_attn_func(
         refuse_keywords("flash_attn_func", unknown)
     check_num_splits(num_splits)
     if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = _scale_number(softmax_scale)
+        softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     call = Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
@@ -295,7 +295,7 @@ def flash_attn_varlen_func(
         refuse_keywords("flash_attn_varlen_func", unknown)
     check_num_splits(num_splits)
     if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = _scale_number(softmax_scale)
+        softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     call = Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
@@ -404,7 +404,7 @@ def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
 
 
-def _scale_number(softmax_scale: Any) -> Any:
+def scale_number(softmax_scale: Any) -> Any:
     """Read once, for the backward as well."""
     if (
         isinstance(softmax_scale, Tensor)

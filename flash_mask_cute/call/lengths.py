@@ -60,7 +60,7 @@ def check_lengths(queries: Side, keys: Side, head_dim_v: int) -> FwdShapes:
     sides = queries, keys
     for side in sides:
         if side.cu_seqlens is not None:
-            _check_cu_seqlens(f"cu_seqlens_{side.name}", side.cu_seqlens, side.device)
+            check_cu_seqlens(f"cu_seqlens_{side.name}", side.cu_seqlens, side.device)
     if queries.batch != keys.batch:
         raise ValueError(
             f"batch of q and k must be equal, got {queries.batch} from {queries.batch_source} and "
@@ -103,7 +103,12 @@ def _check_index_vector(name: str, value: object, device: torch.device) -> None:
         raise ValueError(f"{name} must be contiguous, got stride {value.stride(0)}")
 
 
-def _check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
+def check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
+    """Check an int32 vector of where packed sequences begin, but for its contents.
+
+    Raises:
+        TypeError, ValueError: naming what it is.
+    """
     _check_index_vector(name, value, device)
     if len(value) == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got (0,)")

@@ -27,13 +27,8 @@ def page_box_of(page_size: int, tile_n: int) -> int:
     return math.gcd(page_size, tile_n)
 
 
-def check_pages(
-    k: torch.Tensor,
-    page_table: object,
-    cu_seqlens_k: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-) -> None:
-    """Check a page table against the pools of k and v, which are known to be alike.
+def check_page_table(k: torch.Tensor, page_table: object) -> None:
+    """Check what a page table is, but for its contents, and the pages of a pool of 4 dimensions.
 
     Raises:
         TypeError, ValueError: naming argument and value.
@@ -47,17 +42,33 @@ def check_pages(
             f"page_table must have shape (batch, max_pages), got {tuple(page_table.shape)}"
         )
     check_device("page_table", page_table, k.device)
+    page_size = k.shape[1]
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ValueError(
+            f"k and v must have pages of 1 to {MAX_PAGE_SIZE} keys beside page_table, (pages, "
+            f"page_size, heads, head_dim), got page_size {page_size} of shape {tuple(k.shape)}"
+        )
+
+
+def check_pages(
+    k: torch.Tensor,
+    page_table: object,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> None:
+    """Check a page table against the pools of k and v, which are known to be alike.
+
+    Raises:
+        TypeError, ValueError: naming argument and value.
+    """
+    check_page_table(k, page_table)
+    assert isinstance(page_table, torch.Tensor)
     if cu_seqlens_k is not None:
         raise ValueError(
             "cu_seqlens_k must be None beside page_table, which says where the keys of a sequence "
             f"lie; give seqused_k for their number, got {brief(cu_seqlens_k)}"
         )
     num_pages, page_size = k.shape[:2]
-    if not 1 <= page_size <= MAX_PAGE_SIZE:
-        raise ValueError(
-            f"k and v must have pages of 1 to {MAX_PAGE_SIZE} keys beside page_table, (pages, "
-            f"page_size, heads, head_dim), got page_size {page_size} of shape {tuple(k.shape)}"
-        )
     if page_table.device.type == "cpu":
         _check_numbers(page_table, seqused_k, num_pages, page_size)
 

@@ -46,7 +46,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "runtime": ("limits",),
     "mods": ("core", "runtime", "limits"),
     "rules": ("mods", "core", *INDEX_RULES),
-    "kernels": ("core",),
+    "kernels": ("core", "seqlen_info"),
     "sm90": ("rules", "mods", "core", *INDEX_RULES),
     "sm100": ("rules", "mods", "core", *INDEX_RULES),
     "mask_prep": ("sm90.wgmma", "rules", "mods", "core", "runtime", *INDEX_RULES),
@@ -72,10 +72,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "interface": ("call", "flex.together", "masks.column_mask", "runtime", "mods"),
     "autograd": (
         *("interface", "call", "masks.column_mask", "block_sparsity", "mask_prep", "runtime"),
+        "cpu.combine",
     ),
     "functional": (
         *("autograd", "interface", "call", "masks.column_mask", "block_sparsity"),
         *("flex.together", "mods.signature", "runtime"),
+    ),
+    "serving": (
+        *("functional", "autograd", "call", "flex.together", "masks.column_mask", "runtime"),
     ),
     # public paths of device code, and of everything
     "flash_fwd": ("sm90", "sm100"),
@@ -86,7 +90,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "": (
         "flex",
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
-        *("masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
+        *("serving", "masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),
 }
 
