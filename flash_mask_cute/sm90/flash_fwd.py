@@ -57,7 +57,7 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
-from flash_mask_cute.core.pages import LEAST_BOX, Pages
+from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.partials import BY_SLOTS, Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
@@ -246,11 +246,9 @@ class FlashAttentionForwardSm90:
         """
         plan = self.plan
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        check_given("mPageTable", mPageTable, plan.page_box is not None)
-        pages = None
-        if const_expr(mPageTable is not None):
-            pages = Pages.of(mPageTable, mK, mV, by_rows=plan.page_box % LEAST_BOX != 0)
-            lengths = lengths._replace(seqlen_k=mPageTable.shape[1] * pages.page_size)
+        pages = Pages.of(mPageTable, mK, mV, plan.page_box)
+        if const_expr(pages is not None):
+            lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
         mask_bits = blocks = group_bytes = None
         check_given("query_chunk", query_chunk, mask_bit_tensors is not None)
@@ -266,10 +264,7 @@ class FlashAttentionForwardSm90:
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
             plan.group_size, group_bytes, self.num_sms, blocks, num_splits,
         )  # fmt: skip
-        grid = schedule.grid
-        if const_expr(self.split == BY_SLOTS):
-            # as many as there are shares
-            grid = Int32(partials.merges.shape[0])
+        grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(

@@ -66,7 +66,7 @@ def test_other_derivatives_are_refused() -> None:
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [
-        ({"num_splits": 2}, NotImplementedError, "num_splits.*got 2"),
+        ({"num_splits": -2}, ValueError, "num_splits.*got -2"),
         ({"num_splits": True}, TypeError, "num_splits must be an int, got True"),
         ({"return_lse": "no"}, TypeError, "return_lse must be True or False, got 'no'"),
         ({"score_mod_bwd": lambda g, s, b, h, i, j, a: g}, ValueError, "score_mod, which is None"),
