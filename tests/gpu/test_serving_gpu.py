@@ -55,8 +55,8 @@ def test_random_calls(seed: int) -> None:
     check_cache_call(draw_call(random.Random(seed), BF16, 64, 700, sizes))
 
 
-# Seed of `Draw` and number of a call: "end" with intervals, lists and a score_mod; a tensor; queries
-# before position 0 with a mask_mod; a number with packed queries; windows, lists of packed queries.
+# Seed of `Draw` and number of a call: "end" with intervals, lists and a score_mod; a tensor;
+# queries before position 0; a number; windows and lists of packed queries.
 PLACED = (0, 8), (1, 11), (5, 3), (3, 7), (4, 4)
 
 
