@@ -142,10 +142,12 @@ def test_one_graph_for_every_length() -> None:
 
 
 def test_nothing_is_compiled_and_nobody_waits() -> None:
-    """Other batches, lengths, numbers of pages and pages, sizes of pages of a kind."""
-    Decoding(2, 8, 16).step()
+    """Other batches, lengths, numbers of pages, and pages; of tables for few keys, which are walked
+    in one pass, and for many, which all SMs share."""
+    for pages in (8, 40):
+        Decoding(2, pages, 16).step()
     cases = [
-        Decoding(batch, pages, 16, batch) for batch, pages in ((2, 8), (1, 8), (5, 3), (2, 40))
+        Decoding(batch, pages, 16, batch) for batch, pages in ((1, 8), (5, 3), (3, 50), (1, 90))
     ]
     torch.cuda.synchronize()
     count = compile_count()
