@@ -123,6 +123,9 @@ def flex_attention(
     if score_mod is not None:
         check_torch_mod(score_mod, "score_mod")
         score = lower_mod(score_mod, "score_mod", query.device)
+        if score.is_identity:
+            # as transformers passes one where there is nothing to do
+            score = None
     if block_mask is not None:
         check_torch_mod(block_mask.mask_mod, "mask_mod")
         mask = lower_mod(block_mask.mask_mod, "mask_mod", query.device)

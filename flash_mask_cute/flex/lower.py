@@ -40,7 +40,7 @@ class LoweredMod:
     CuTe, the same object for every mod with the same text. aux_tensors: what it reads, as it is to
     be passed as aux_tensors. source: the text of `mod`. origins: how the torch mod reaches each of
     the tensors. band: what a mask_mod says, if two numbers say it all. columns: what it says by
-    column intervals, if these may say it all.
+    column intervals, if these may say it all. is_identity: a score_mod returns the score.
     """
 
     mod: Callable[..., Any]
@@ -49,6 +49,7 @@ class LoweredMod:
     origins: tuple[Path, ...] = ()
     band: Band | None = None
     columns: Columns | None = None
+    is_identity: bool = False
 
     @property
     def form(self) -> str:
@@ -198,7 +199,10 @@ class Program:
         if self.form is not None:
             tensors = tuple(x.tensor for x in captured)
             columns = Columns(self.form, tensors, numbers, computed.of)
-        return LoweredMod(self.mod, tuple(made), self.source, tuple(origins), band, columns)
+        is_identity = _returns_its_first(self.module)
+        return LoweredMod(
+            self.mod, tuple(made), self.source, tuple(origins), band, columns, is_identity
+        )
 
     def number_of(self, source: Source, captures: Captures) -> int | float:
         """The value of a number that is no constant of the program."""
@@ -212,6 +216,11 @@ class Program:
         if key not in self.constants:
             self.constants[key] = tensor.to(device)
         return self.constants[key]
+
+
+def _returns_its_first(module: GraphModule) -> bool:
+    (returned,) = module.graph.find_nodes(op="output")
+    return returned.args[0] is module.graph.find_nodes(op="placeholder")[0]
 
 
 class _Computed:
