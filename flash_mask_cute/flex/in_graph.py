@@ -19,7 +19,7 @@ from torch import Tensor
 from flash_mask_cute.autograd.mod_names import optional_name
 from flash_mask_cute.flex.captures import CapturedTensor, Captures, Path, described
 from flash_mask_cute.flex.convention import check_torch_mod, is_torch_mod
-from flash_mask_cute.flex.lower import Program, found_program, lower_mod
+from flash_mask_cute.flex.lower import Program, found_program, lower_mod, with_checks
 from flash_mask_cute.flex.text import Source
 from flash_mask_cute.flex.together import CuteMods, put_together
 from flash_mask_cute.flex.trace import name_of
@@ -138,7 +138,8 @@ def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) ->
         elif not is_torch_mod(mod, kind):
             names[which] = optional_name(mod)
             continue
-        lowered[-1] = lower_mod(mod, kind, device)
+        # extents are no constants of a graph
+        lowered[-1] = with_checks(lower_mod(mod, kind, device))
         program, captures = found_program(mod, kind, torch.device(device))
         if captures.key is None or program.found is not None:
             raise NotImplementedError(

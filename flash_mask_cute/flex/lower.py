@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
 
 KINDS = ("mask_mod", "score_mod")
 _LOCK = threading.RLock()
+# An index that is less than what the table has, if the table has as many as the text says.
+_CLAIM = re.compile(r"ops\.below\(aux\[(\d+)\], (\d+), (\d+), ")
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,16 @@ def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
         return replace(lowered, mod=_mod_of(source, kind), source=source)
 
 
+def with_checks(lowered: LoweredMod) -> LoweredMod:
+    """The same mod, which keeps all indices inside, however small its tensors are."""
+    source = _CLAIM.sub(lambda found: f"ops.inside(aux[{found[1]}], {found[2]}, ", lowered.source)
+    if source == lowered.source:
+        return lowered
+    kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
+    with _LOCK:
+        return replace(lowered, mod=_mod_of(source, kind), source=source)
+
+
 def mod_source(mod: Callable[..., Any], kind: str | None = None) -> str:
     """The CuTe text that a torch mod becomes.
 
@@ -200,9 +213,12 @@ class Program:
             tensors = tuple(x.tensor for x in captured)
             columns = Columns(self.form, tensors, numbers, computed.of)
         is_identity = _returns_its_first(self.module)
-        return LoweredMod(
+        lowered = LoweredMod(
             self.mod, tuple(made), self.source, tuple(origins), band, columns, is_identity
         )
+        claims = (tuple(map(int, found.groups())) for found in _CLAIM.finditer(self.source))
+        holds = all(made[i].shape[dimension] >= extent for i, dimension, extent in claims)
+        return lowered if holds else with_checks(lowered)
 
     def number_of(self, source: Source, captures: Captures) -> int | float:
         """The value of a number that is no constant of the program."""
