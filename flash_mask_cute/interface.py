@@ -82,25 +82,25 @@ def _flash_attn_fwd(
 
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
     with head_dim_v. With cu_seqlens_q (int32, batch + 1, from 0 on) q is (total_q, heads_q,
-    head_dim), with cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the rows
-    in use of each slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
+    head_dim), with cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the used
+    rows of each slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i when everything that was given lets it. With d = i + seqlen_k -
     seqlen_q: j <= d if causal, j >= d - window_size_left and j <= d + window_size_right; None
-    leaves a side open; below -1 a side shifts the band, past the diagonal. softcap > 0 makes a
-    score s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype, is
-    one more logit per head, without a value; kernels read one of float64 as float32. softmax_scale,
-    a number of any sign or a 0-dim CPU tensor, is head_dim ** -0.5 by default.
+    leaves a side open. A side below -1 shifts the band past the diagonal. softcap > 0 makes a score
+    s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype, is one
+    more logit per head, without a value; kernels read one of float64 as float32. softmax_scale, a
+    number of any sign or a 0-dim CPU tensor, is head_dim ** -0.5 by default.
 
     q, k and v may have any strides and start anywhere. On a GPU what kernels cannot read by TMA is
     copied in each call, and q where softmax_scale is not positive; `explain` lists it.
 
     startend_row_indices: int32 (batch or 1, heads, seqlen_k, n) with heads 1, heads_kv or heads_q
-    and n 1, 2 or 4, the rows that each key hides, as `ColumnMask` tells; with cu_seqlens_k
-    (1, heads, total_k, n), rows counted inside their sequence. A tensor means
-    `ColumnMask(tensor, causal)`. A ColumnMask keeps what is computed of it between calls; its own
-    `causal` says what its vectors mean, and the call is causal if either of both is. One that is
-    said to hold documents may be computed as packed sequences.
+    and n 1, 2 or 4, the rows that each key hides (see `ColumnMask`); with cu_seqlens_k (1, heads,
+    total_k, n), rows counted inside their sequence. A tensor means `ColumnMask(tensor, causal)`. A
+    ColumnMask keeps what is computed of it between calls; its own `causal` says what its vectors
+    mean, and the call is causal if either of both is. A mask with documents=True may be computed as
+    packed sequences.
     score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> score, after softcap, and
     mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean: CuTe callables on one-element
     `cute.TensorSSA`, positions inside the sequence and query heads, compiled into the kernel
@@ -111,22 +111,22 @@ def _flash_attn_fwd(
     hidden, a full one visible without asking mask_mod; in the others mask_mod decides, and without
     one they are visible. Blocks count from the start of a sequence; where lengths vary, the lists
     cover max_seqlen_q and max_seqlen_k.
-    q_start: the row of startend_row_indices and of block lists that query 0 of the call is. None:
-    the mask has a row for each query, or the call is refused (docs/masks.md). 0: row 0 of a mask
-    that may have more. causal, window and mods count by the call's lengths in either case.
+    q_start: the row of startend_row_indices and of block lists at which query 0 of the call stands.
+    None: the mask has a row for each query, or the call is refused (docs/masks.md). 0: row 0 of a
+    mask that may have more. causal, window and mods count by the call's lengths in either case.
 
     out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
     (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
     sees nothing has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
 
     A score_mod may return any finite number, such as the -1e30 of an additive mask. lse_low, like
-    lse and only beside a score_mod, gets what rounding takes from lse, for the backward;
-    max_scores, like lse, the largest visible score of each row, -inf without one. out, lse, lse_low
-    and max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
+    lse and only with a score_mod, gets the rounding error of lse, for the backward. max_scores,
+    like lse, gets the largest visible score of each row, -inf without one. out, lse, lse_low and
+    max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
     multiples of 16 bytes.
 
-    pack_gqa: query heads of a KV head share tiles (None: where queries are few), but for block
-    lists and column intervals by query head. config: a `FwdConfig`, or some of its fields.
+    pack_gqa: query heads of a KV head share tiles (None: if queries are few), except with block
+    lists or column intervals by query head. config: a `FwdConfig`, or some of its fields.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
@@ -197,35 +197,35 @@ def _flash_attn_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention backward: (dq, dk, dv), the gradients of a loss by q, k and v.
 
-    out and lse are what `_flash_attn_fwd` returned for the same arguments, dout and dlse the loss's
-    gradients by them, of the same shapes and dtypes; without dlse the loss does not depend on lse.
-    out and dout may have any strides, as q, k and v: what kernels cannot read (an expanded or a
-    transposed tensor, as autograd makes them) is copied. lse and dlse may have any strides, too.
-    The arguments that both calls have mean the same; heads of a group are never packed here.
+    out and lse are the results of `_flash_attn_fwd` for the same arguments. dout and dlse are the
+    gradients of the loss by them, of the same shapes and dtypes. Without dlse the loss does not
+    depend on lse. All of these may have any strides. Kernels cannot read some (an expanded or a
+    transposed tensor, as autograd makes them), which are then copied. The arguments that both calls
+    have mean the same; heads of a group are never packed here.
 
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
     by the score that score_mod returns, the one by the score that it is given. Without it,
     score_mod is differentiated.
 
-    lse_low, like lse and only beside a score_mod, is what the forward wrote there, as autograd has
-    it do. Probabilities are exp(score - lse), so that the rounding of lse, up to abs(lse) * 2^-24,
-    is a relative error of a row's probabilities, and of its gradients. Without lse_low that is all
-    there is to a row: beyond abs(lse) 2^13 the error is seen in bf16, and from 2^24 on, as for
-    queries that a table of -1e30 hides from all keys, the number of keys is lost from lse: each has
-    the probability 1. With lse_low the probabilities of a row sum to 1 whatever lse is.
+    lse_low, like lse and only with a score_mod, is what the forward wrote there. Autograd passes it
+    on. Probabilities are exp(score - lse), so that the rounding of lse, up to abs(lse) * 2^-24, is
+    a relative error of a row's probabilities, and of its gradients. Without lse_low, gradients have
+    the rounding error of lse. Beyond abs(lse) 2^13 it shows in bf16. From 2^24 on, as for queries
+    that a table of -1e30 hides from all keys, lse no longer holds the number of keys, and each key
+    has the probability 1. With lse_low the probabilities of a row sum to 1 whatever lse is.
 
-    dq, dk, dv are new contiguous tensors, or those that the caller gives: like q, k and v, in
-    memory of their own. They are 0 in rows that see nothing, for keys that nobody sees, and in rows
-    past seqused_*. Packed rows that belong to no sequence are 0 in new tensors, and stay as they
-    are in the caller's on a GPU. dsink (heads_q,), of learnable_sink's dtype, gets the gradient of
-    the sink, which is not computed otherwise. daux has an entry for each aux tensor: None, or a
-    tensor of its shape and dtype (floating point), which gets its gradient by way of score_mod, and
-    0 where score_mod does not read it; what mask_mod reads has no gradient. With a score_mod_bwd or
+    dq, dk, dv are new contiguous tensors, or given by the caller: like q, k and v, in memory of
+    their own. They are 0 in rows that see nothing, for keys that no query sees, and in rows past
+    seqused_*. Packed rows that belong to no sequence are 0 in new tensors, and stay as they are in
+    the caller's on a GPU. dsink (heads_q,), of learnable_sink's dtype, gets the gradient of the
+    sink, which is not computed otherwise. daux has an entry for each aux tensor: None, or a tensor
+    of its shape and dtype (floating point), which gets its gradient by way of score_mod, and 0
+    where score_mod does not read it; what mask_mod reads has no gradient. With a score_mod_bwd or
     with deterministic=True that is not supported.
 
     config: a `BwdConfig`, or a mapping of some of its fields, instead of the table's.
-    deterministic: sum dq in a fixed order, so that equal calls give equal bits; otherwise, on a
-    GPU, its last bits differ from call to call.
+    deterministic: sum dq in a fixed order, so that equal calls give equal bits. Otherwise, on a
+    GPU, the last bits of dq differ from call to call.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
@@ -262,8 +262,8 @@ def explain(
     `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
     mods may be written in torch, as there.
 
-    The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU,
-    or for a target ("sm_90a", "sm_100a" or "sm_103a"), which need not be there.
+    The kernel is compiled if need be: for the device of q, for an H200 if q is on the CPU, or for a
+    target ("sm_90a", "sm_100a" or "sm_103a"), which need not be present.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call would; ValueError also where there

@@ -43,7 +43,7 @@ NUM_MMA_WARPGROUPS = 2
 # the widest heads of which a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
 # what MMA warpgroups may take: the more, the less is left for the others, who get along with what
-# the most leaves them where they have little to plan and paint
+# the most leaves them where they have little to plan and few bits to make
 MMA_REGISTERS = (216, 232, 240)
 # what a thread needs besides fragments, or nearly so, and what it is better off with
 SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8

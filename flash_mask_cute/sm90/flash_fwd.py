@@ -359,7 +359,7 @@ class FlashAttentionForwardSm90:
     def mask(
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
     ):
-        """Painting warp: bits of a share of every tile's rows."""
+        """A mask warp: the bits of its share of every tile's rows."""
         plan = self.plan
         share = Share.create(mask_warp, plan.num_mask_warps, plan.tile_m, wgmma.COLUMNS)
         rules = self._rules(masks, lengths)

@@ -63,8 +63,8 @@ class FwdPlan:
 
     A second query stage, or an output of its own, lets the next tile's query arrive, and its first
     scores be computed, while this tile's output leaves. With `mask_warpgroup` a warpgroup of its
-    own paints, instead of two warps: asking a mask_mod about every score of a block is much work.
-    cta_pair: what other kernels do, and this one does not.
+    own makes mask bits, instead of two warps: evaluating a mask_mod for every score of a block is
+    much work. cta_pair: what other kernels do, and this one does not.
     """
 
     dtype: type[cutlass.Numeric]
