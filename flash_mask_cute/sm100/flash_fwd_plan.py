@@ -84,12 +84,12 @@ class Tiles(NamedTuple):
     sums (2, rows): maximum and sum of each row.
     """
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
+    q: cute.Tensor  # (128, tile_d, halves * stages_q)
+    k: cute.Tensor  # (keys of this CTA, tile_d, stages_kv)
+    v: cute.Tensor  # (columns of this CTA, tile_n, stages_v)
     o: cute.Tensor
-    sums: cute.Tensor
-    bits: cute.Tensor
+    sums: cute.Tensor  # (2, tile_m)
+    bits: cute.Tensor  # (4 words, tile_m)
 
 
 class Products(NamedTuple):
@@ -98,9 +98,9 @@ class Products(NamedTuple):
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
-    s: tuple
-    p: tuple
-    o: tuple
+    s: tuple  # (128, tile_n) of a CTA for each half, in TMEM
+    p: tuple  # (128, tile_n), in the place of s
+    o: tuple  # (128, tile_dv)
 
 
 class MmaState(NamedTuple):
