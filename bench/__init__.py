@@ -24,6 +24,8 @@ breakdown  `python -m bench.breakdown`: where a mask's time goes
 plot       `python -m bench.plot`: figures, and the tables of pages, out of rows; figure: a canvas;
            gallery: the picture of masks
 codegen    `python -m bench.codegen`: registers, spills and opcodes of the kernels, without a GPU
+blackwell_model  `python -m bench.blackwell_model`: what a block of the Blackwell backward costs, by
+           counting; sass_paths: machine code as a graph
 compare    `python -m bench.compare`: this tree against another commit; history: earlier commits
 
 Here: the rows themselves, where they come from, and the table of a run. A row is one figure; its

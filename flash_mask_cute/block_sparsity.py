@@ -191,7 +191,7 @@ def check_block_lists(
     lists: BlockSparseTensorsTorch,
     batch: int,
     heads_q: int,
-    seqlen_q: int,
+    seqlen_q: int | None,
     seqlen_k: int,
     device: torch.device,
 ) -> BlockSparseTensorsTorch:
@@ -199,6 +199,7 @@ def check_block_lists(
 
     A missing block size is 128 x 128 if that gives the numbers of blocks, else on each side the
     only multiple of 16 that does. CUDA tensors are not read; on the CPU the entries are checked.
+    seqlen_q None: the lists may have more rows than a call, which is told where it begins.
 
     Raises:
         TypeError: an argument is no tensor, or of a subclass.
@@ -206,7 +207,10 @@ def check_block_lists(
             cannot be told.
     """
     shape = _check_shapes(lists, batch, heads_q, device)
-    seqlens, counts = (seqlen_q, seqlen_k), shape[2:]
+    counts = shape[2:]
+    if seqlen_q is None:
+        seqlen_q = _rows_of_lists(lists, counts[0])
+    seqlens = seqlen_q, seqlen_k
     if lists.block_size is None:
         block_size = _infer_block_size(counts, seqlens)
     else:
@@ -222,6 +226,18 @@ def check_block_lists(
     if device.type == "cpu":
         _check_entries(lists)
     return lists._replace(block_size=block_size)
+
+
+def _rows_of_lists(lists: BlockSparseTensorsTorch, num_blocks: int) -> int:
+    """Rows that lists have, the last block of them perhaps in part."""
+    if lists.seqlens is not None:
+        return int(lists.seqlens[0])
+    if lists.block_size is None:
+        raise ValueError(
+            f"block_size must be given beside q_start: mask_block_idx has {num_blocks} blocks of "
+            "queries, and the call may have fewer"
+        )
+    return num_blocks * as_block_size(lists.block_size, "block_size")[0]
 
 
 def _check_shapes(

@@ -37,6 +37,7 @@ class Tiling(NamedTuple):
     tile_m: int
     tile_n: int
     packed_heads: int = 1
+    group_size: int = 1
 
 
 class Place(NamedTuple):

@@ -289,7 +289,7 @@ class BackwardMask(MaskRules):
     def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:
         """The given bits where a listed logical block asks for them, all where it is full."""
         args, info = self.args.bits, self.block_info
-        offset_q, _ = self._entry_offsets(work)
+        offset_q, _ = self._listed_offsets(work)
         first_q_idx = block.index * info.tile_m + offset_q
         end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q + offset_q)
         result = share.fill(0)
@@ -303,7 +303,7 @@ class BackwardMask(MaskRules):
         self, work: Work, block: Block, qb: Int32, share: Share, words: tuple, result: tuple
     ) -> tuple:
         args = self.args.bits
-        offset_q, offset_k = self._entry_offsets(work)
+        offset_q, offset_k = self._listed_offsets(work)
         start = qb * args.block_q - (block.index * self.block_info.tile_m + offset_q)
         added: list[Any] = []
         for group in range(share.num_groups):
