@@ -49,39 +49,20 @@ _prepared_bwd: dict[Any, PreparedBwd] = {}
 
 @public_call
 def _flash_attn_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    softcap: float = 0.0,
-    learnable_sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    aux_tensors: Any = None,
-    block_sparse_tensors_torch: Any = None,
-    startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    lse_low: Tensor | None = None,
-    max_scores: Tensor | None = None,
-    return_lse: bool = True,
-    config: FwdConfig | Mapping[str, Any] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+    window_size_left: int | None = None, window_size_right: int | None = None, softcap: float = 0.0,
+    learnable_sink: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
+    startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStart = None,
+    num_splits: int = 1, pack_gqa: bool | None = None, out: Tensor | None = None,
+    lse: Tensor | None = None, lse_low: Tensor | None = None, max_scores: Tensor | None = None,
+    return_lse: bool = True, config: FwdConfig | Mapping[str, Any] | None = None,
     **unknown: NoReturn,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
 
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
@@ -128,6 +109,15 @@ def _flash_attn_fwd(
     max_scores, like lse, the largest visible score of each row, -inf without one. out, lse, lse_low
     and max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
     multiples of 16 bytes.
+
+    page_table: int32 (batch, max_pages); k and v are then pools (pages, page_size, heads_kv, ...),
+    of pages of 1 to 256 keys, of any strides but the last: page j of sequence b is number
+    page_table[b, j]. seqused_k says how many keys there are (None: all); what lies behind them is
+    never seen.
+    num_splits: 1 computes each output in one pass. N computes the keys in N pieces, and merges
+    them. 0 leaves it to the library: few queries over many keys are computed in pieces, which on a
+    GPU are equal shares of all key blocks, one for each SM (docs/serving.md).
+
     pack_gqa: query heads of a KV head share tiles (None: where queries are few), but for block
     lists and column intervals by query head. config: a `FwdConfig`, or some of its fields.
 
