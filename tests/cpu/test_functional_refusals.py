@@ -118,7 +118,7 @@ def test_wrong_arguments(
 
 
 def test_wrong_pages_and_dropout_are_refused() -> None:
-    q, k, v = qkv()
+    q, k, v = (x.detach() for x in qkv())
     with pytest.raises(ValueError, match=r"page_table must have shape \(batch, max_pages\)"):
         flash_attn_varlen_func(q, k, v, page_table=int32(1))
     with pytest.raises(NotImplementedError, match=r"dropout.*0\.1"):
