@@ -39,7 +39,7 @@ from bench import (
     versions,
     why_no_gpu,
 )
-from bench.ahead import compile_ahead, deal, jobs
+from bench.ahead import LIMIT_S, compile_ahead, deal, jobs
 from bench.cases import CASES, BenchCase, select
 from bench.flops import listing
 from bench.linearity import summary
@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.ahead:
         begin, hands = time.time(), deal(jobs(options.names, options.peers_of), args.ahead)
         say(f"compiling ahead: {sum(map(len, hands))} kernels in {len(hands)} processes")
-        compile_ahead(hands)
+        compile_ahead(hands, min(LIMIT_S, args.seconds / 2))
         say(f"compiling ahead: {time.time() - begin:.0f} s")
     say(f"{len(options.names)} cases, about {pace_of(options).left():.0f} s")
     outcomes = supervise(options.names, lambda names, n: launch_worker(options, names, n))
