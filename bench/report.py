@@ -1,10 +1,12 @@
 """python -m bench.report [ROWS]: what a file of rows says.
 
-Without an option the table of every run. --table paper prints the FlashMask paper's Tables 4 to 9,
-ours and peers side by side, --table shapes those of everyday shapes (`bench.tables`). --bars
-compares the figures with what they must reach. The latest run that can decide a bar decides it,
-together with the other runs of its commit that can: by the median of their ratios, as equal code in
-two processes may differ by 7 %. Where a run has timed a shape under two names, their mean counts.
+Without an option the table of every run. --write makes bench/results/TABLES.md of all that follows.
+--table paper prints the FlashMask paper's Tables 4 to 9, ours and peers side by side, --table
+shapes those of everyday shapes (`bench.tables`). --bars compares the figures with what they must
+reach.
+The latest run that can decide a bar decides it, together with the other runs of its commit that
+can: by the median of their ratios, as equal code in two processes may differ by 7 %. Where a run
+has timed a shape under two names, their mean counts.
 
 forward   ours / flash-attn-4 in the same case, at sustained load
 masks     ours / flash-attn-4 native causal of the same head dimension and length, for the twelve
@@ -40,18 +42,26 @@ from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
 
-from bench import DETERMINISTIC, ROOT, Json, format_table, name_of, peer_of, tells_code
+from bench import DETERMINISTIC, ROOT, Json, breakdown, format_table, name_of, peer_of, tells_code
 from bench.cudnn_cases import SIZES as CUDNN_SIZES
 from bench.cudnn_cases import WIDTHS as CUDNN_WIDTHS
 from bench.cudnn_cases import compared_names, other_names, table_names
 from bench.everyday import SHAPES, WIDTH_MASKS, WIDTHS, Shape, bound
-from bench.linearity import sweeps
+from bench.linearity import summary, sweeps
 from bench.masks import MASKS
 from bench.paper import DIMS, LENGTHS
 from bench.rows import RESULTS, read_rows
-from bench.tables import DIRECTIONS, PEER_LABELS, ShapeFigures, paper_tables, shape_table
+from bench.tables import (
+    DIRECTIONS,
+    PEER_LABELS,
+    ShapeFigures,
+    markdown,
+    paper_tables,
+    shape_table,
+)
 
 TARGETS = ROOT / "bench" / "targets.json"
+TABLES_PAGE = ROOT / "bench" / "results" / "TABLES.md"
 OF_FULL, LOW_R = 0.95, 0.9
 FORWARD = {
     **{f"d128-{mask}-{n}": 1.00 for mask in ("full", "causal") for n in ("8k", "32k")},
@@ -96,6 +106,24 @@ SHAPE_BAR, SHAPE_BAR_OF_FEW = 1.00, 0.97
 SHAPE_MEANS = {"fwd": 1.15, "bwd": 1.08}
 CUDNN_BARS = {"fwd": 1.10, "bwd": 1.05}
 COLD_LIMITS = {"import": 3.0, "first_call": 4.0, "first_call_cached": 1.0}
+
+PAGE_SAYS = """# Tables
+
+Written by `python -m bench.report --write` from the rows beside it.
+[Results](../../docs/results.md) defines the terms. The legend of each table names its runs, with
+commit and GPU."""
+BARS_SAY = "`python -m bench.report --bars` prints each bar."
+SHAPES_SAY = """\
+Shapes that people run, TFLOP/s in both directions. Ratios are to flash-attn-4, or to cuDNN
+where flash-attn-4 refuses."""
+PARTS_SAY = """\
+Percent of the rate of our own full attention in the same run. In brackets the other percent of
+the mask's time, by a fit over all masks of a run (`python -m bench.breakdown`): visited tiles
+beyond those that operations are counted by, partial tiles, ends of work tiles, and what the fit
+leaves. A dash: not timed in that run, or with tiles of another shape."""
+FIGURES_SAY = """\
+Milliseconds, operations and rates of ours and of peers. Totals stand where both directions are
+of one run."""
 
 
 @dataclass(frozen=True)
@@ -390,9 +418,11 @@ def cudnn_plan_bars(figures: Figures) -> Iterator[Bar]:
             yield replace(plan, remark=remark)
 
 
-def bars(rows: Sequence[Json], targets: Sequence[Json]) -> dict[str, list[Bar]]:
-    """All bars by heading, also those that no row decides."""
+def bars(rows: Sequence[Json], targets: Sequence[Json] | None = None) -> dict[str, list[Bar]]:
+    """All bars by heading, also those that no row decides. targets: of TARGETS by default."""
     figures = Figures(rows)
+    if targets is None:
+        targets = json.loads(TARGETS.read_text())["rows"]
     return {
         "forward: ours / flash-attn-4": list(forward_bars(figures)),
         "cold start, seconds": list(cold_bars(rows)),
@@ -413,17 +443,59 @@ def bars(rows: Sequence[Json], targets: Sequence[Json]) -> dict[str, list[Bar]]:
     }
 
 
+def count_bars(found: dict[str, list[Bar]]) -> str:
+    """Markdown: of each group of bars, how many are met, short, not measured and without a bar."""
+    kinds = ("met", "short", "not measured", "no bar")
+    lines = []
+    for title, group in found.items():
+        verdicts = [bar.verdict() for bar in group]
+        lines.append([title, *(str(verdicts.count(kind)) for kind in kinds)])
+    return markdown(("bars", *kinds), lines, 1)
+
+
+def missed_bars(found: dict[str, list[Bar]]) -> str:
+    """Markdown: the bars that are short."""
+    short = [(title, bar) for title, group in found.items() for bar in group]
+    lines = [
+        [title, bar.name, f"{bar.figure:.4g}", f"{'<=' if bar.most else '>='} {bar.bar:.4g}"]
+        for title, bar in short
+        if bar.verdict() == "short"
+    ]
+    return markdown(("bars", "case", "figure", "must be"), lines, 2) if lines else "None."
+
+
+def tables_page(rows: Sequence[Json]) -> str:
+    """The whole text of TABLES_PAGE."""
+    found = bars(rows)
+    linear = "\n".join(f"- {line}" for line in summary(rows)) or "No sweep is among the rows."
+    parts = {
+        "Bars": f"{BARS_SAY}\n\n{count_bars(found)}",
+        "Bars that are short": missed_bars(found),
+        "Everyday shapes": f"{SHAPES_SAY}\n\n{shape_table(rows)}",
+        "Forward: what a mask does not reach": f"{PARTS_SAY}\n\n{breakdown.table(rows, 'fwd')}",
+        "Backward: what a mask does not reach": breakdown.table(rows, "bwd"),
+        "Latency against sparsity": linear,
+        "All figures": f"{FIGURES_SAY}\n\n{paper_tables(rows)}",
+    }
+    text = "\n\n".join(f"## {title}\n\n{part}" for title, part in parts.items())
+    return f"{PAGE_SAYS}\n\n{text}\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.report", description="Read bench rows.")
     parser.add_argument("rows", nargs="?", default=str(RESULTS), help="default: %(default)s")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--bars", action="store_true", help="each bar, the figure, met or short")
+    shown.add_argument("--write", action="store_true", help="write bench/results/TABLES.md")
     shown.add_argument("--table", choices=tuple(TABLES), help="the paper's tables, or shapes")
     parser.add_argument("--run", default="", help="only runs whose id starts so")
     parser.add_argument("--targets", default=str(TARGETS), help="levels of the peers")
     args = parser.parse_args(argv)
     rows = read_rows(args.rows)
     rows = [row for row in rows if row["run"].startswith(args.run)]
+    if args.write:
+        TABLES_PAGE.write_text(tables_page(rows))
+        return 0
     text = TABLES[args.table](rows) if args.table else format_table(rows)
     if args.bars:
         targets = json.loads(Path(args.targets).read_text())["rows"]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -31,8 +32,20 @@ from flash_mask_cute.runtime.plain_tensors import check_plain
 if TYPE_CHECKING:
     import cutlass.cute as cute
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
-"""States of a block in `dense_states`."""
+
+class TileState(IntEnum):
+    """What masks leave of a tile of scores, or of a block of block lists.
+
+    EMPTY: nothing is visible, and kernels skip it. PARTIAL: a mask decides. FULL: everything is
+    visible, and no mask is applied.
+    """
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+EMPTY, PARTIAL, FULL = TileState
 DEFAULT_BLOCK = 128
 WORD = 32
 TorchLists: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -178,7 +191,7 @@ def check_block_lists(
     lists: BlockSparseTensorsTorch,
     batch: int,
     heads_q: int,
-    seqlen_q: int,
+    seqlen_q: int | None,
     seqlen_k: int,
     device: torch.device,
 ) -> BlockSparseTensorsTorch:
@@ -186,6 +199,7 @@ def check_block_lists(
 
     A missing block size is 128 x 128 if that gives the numbers of blocks, else on each side the
     only multiple of 16 that does. CUDA tensors are not read; on the CPU the entries are checked.
+    seqlen_q None: the lists may have more rows than a call, which is told where it begins.
 
     Raises:
         TypeError: an argument is no tensor, or of a subclass.
@@ -193,7 +207,10 @@ def check_block_lists(
             cannot be told.
     """
     shape = _check_shapes(lists, batch, heads_q, device)
-    seqlens, counts = (seqlen_q, seqlen_k), shape[2:]
+    counts = shape[2:]
+    if seqlen_q is None:
+        seqlen_q = _rows_of_lists(lists, counts[0])
+    seqlens = seqlen_q, seqlen_k
     if lists.block_size is None:
         block_size = _infer_block_size(counts, seqlens)
     else:
@@ -209,6 +226,18 @@ def check_block_lists(
     if device.type == "cpu":
         _check_entries(lists)
     return lists._replace(block_size=block_size)
+
+
+def _rows_of_lists(lists: BlockSparseTensorsTorch, num_blocks: int) -> int:
+    """Rows that lists have, the last block of them perhaps in part."""
+    if lists.seqlens is not None:
+        return int(lists.seqlens[0])
+    if lists.block_size is None:
+        raise ValueError(
+            f"block_size must be given beside q_start: mask_block_idx has {num_blocks} blocks of "
+            "queries, and the call may have fewer"
+        )
+    return num_blocks * as_block_size(lists.block_size, "block_size")[0]
 
 
 def _check_shapes(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Literal, NoReturn, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -20,17 +20,17 @@ from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.autograd.eager import Attention
 from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.autograd.passes import (
+    new_max_scores,
     refuse_dual_level,
     run_forward,
 )
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
-from flash_mask_cute.call.arguments import window_sides
+from flash_mask_cute.call.arguments import QStart, window_sides
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
-from flash_mask_cute.call.mask_extents import check_q_start
-from flash_mask_cute.call.packed import holds_documents
+from flash_mask_cute.call.packed import holds_documents, start_that_counts
 from flash_mask_cute.call.validate import (
     check_gradient_settings,
-    check_unsupported,
+    check_num_splits,
     refuse_transforms,
     settle_order,
 )
@@ -44,8 +44,9 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
 WindowSize: TypeAlias = tuple[int | None, int | None]
 
-# Each function is declared three times before its definition, so that a type checker knows what it
-# returns: a tensor, a pair with return_lse, either where return_lse is a variable.
+# Each function is declared several times before its definition, so that a type checker knows what
+# it returns: a tensor, a pair with return_lse, either where return_lse is a variable, and a tuple
+# with return_max_logit.
 
 
 @overload
@@ -56,7 +57,8 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[False] = False, config: Any = None,
+    q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -68,7 +70,8 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[True], config: Any = None,
+    q_start: QStart = None, return_lse: Literal[True], config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -80,8 +83,22 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
+    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 @public_call
@@ -104,11 +121,12 @@ def flash_attn_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     return_lse: bool = False,
     config: Any = None,
+    return_max_logit: bool = False,
     **unknown: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v, learnable_sink, and by
     floating-point aux_tensors that score_mod reads.
 
@@ -134,7 +152,10 @@ def flash_attn_func(
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q; with return_lse (out, lse),
-        lse fp32 (batch, heads_q, seqlen_q), natural log, differentiable too.
+        lse fp32 (batch, heads_q, seqlen_q), natural log, differentiable too; with return_max_logit
+        one more result, max_logit fp32 (heads_q,): the largest visible score of each head, scaled,
+        soft-capped and modified, without the sink; -inf where a head sees nothing. It has no
+        gradient. Muon's QK-clip (Kimi Team 2025) scales weights by it.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
@@ -143,16 +164,17 @@ def flash_attn_func(
     """
     if unknown:
         refuse_keywords("flash_attn_func", unknown)
-    check_unsupported(num_splits, None)
+    check_num_splits(num_splits)
     if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = _scale_number(softmax_scale)
+        softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     call = Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
         mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
-        deterministic, pack_gqa, config, q_start,
+        deterministic, pack_gqa, config, q_start, None, num_splits,
     )  # fmt: skip
-    return _attend(q, k, v, learnable_sink, call, return_lse)
+    results = attend(q, k, v, learnable_sink, call, return_lse, return_max_logit)
+    return results.chosen(q, return_lse, return_max_logit)
 
 
 @overload
@@ -167,7 +189,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[False] = False, config: Any = None,
+    q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -183,7 +206,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[True], config: Any = None,
+    q_start: QStart = None, return_lse: Literal[True], config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -199,8 +223,26 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
+    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
+    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
+    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 @public_call
@@ -230,35 +272,39 @@ def flash_attn_varlen_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     return_lse: bool = False,
     config: Any = None,
+    return_max_logit: bool = False,
     **unknown: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
 
     With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim), with
     cu_seqlens_k k and v are; a side without it is dense. seqused_* (int32, batch) count the rows in
-    use of each slot. lse of packed queries is (heads_q, total_q). Gradients are 0 in rows that are
-    not in use.
+    use of each slot. With page_table (int32, (batch, max_pages)) k and v are pools of pages (pages,
+    page_size, heads_kv, d): the keys of sequence b lie in pages page_table[b, 0], page_table[b, 1]
+    and so on, seqused_k of them. lse of packed queries is (heads_q, total_q), max_logit (heads_q,).
+    Gradients are 0 in rows that are not in use.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; page_table is not
-            supported yet.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; there are no gradients by
+            pages.
     """
     if unknown:
         refuse_keywords("flash_attn_varlen_func", unknown)
-    check_unsupported(num_splits, page_table)
+    check_num_splits(num_splits)
     if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = _scale_number(softmax_scale)
+        softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     call = Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, left, right, softcap, score_mod, mask_mod, aux_tensors,
         block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa, config,
-        q_start,
+        q_start, page_table, num_splits,
     )  # fmt: skip
-    return _attend(q, k, v, learnable_sink, call, return_lse)
+    results = attend(q, k, v, learnable_sink, call, return_lse, return_max_logit)
+    return results.chosen(q, return_lse, return_max_logit)
 
 
 @overload
@@ -266,7 +312,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: Literal[False] = False, training: bool = True,
-    softmax_scale: float | None = None, deterministic: bool = False, q_start: int | None = None,
+    softmax_scale: float | None = None, deterministic: bool = False, q_start: QStart = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -275,7 +321,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: Literal[True], training: bool = True, softmax_scale: float | None = None,
-    deterministic: bool = False, q_start: int | None = None,
+    deterministic: bool = False, q_start: QStart = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -284,7 +330,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: bool = False, training: bool = True, softmax_scale: float | None = None,
-    deterministic: bool = False, q_start: int | None = None,
+    deterministic: bool = False, q_start: QStart = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -302,7 +348,7 @@ def flashmask_attention(
     training: bool = True,
     softmax_scale: float | None = None,
     deterministic: bool = False,
-    q_start: int | None = None,
+    q_start: QStart = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under column intervals, called as PaddlePaddle's function of this name.
@@ -311,7 +357,8 @@ def flashmask_attention(
     heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: as in `flash_attn_func`, or an
     int >= 0 for both sides; None or -1 leaves a side open. It and the intervals may be given
     together. deterministic, q_start: as in `flash_attn_func`; with fewer queries than keys,
-    q_start=0 says that the intervals' row 0 is the first query.
+    q_start=0 says that the first query is the intervals' row 0, and "end" that the last one is at
+    the last key.
 
     Returns:
         out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
@@ -357,7 +404,7 @@ def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
 
 
-def _scale_number(softmax_scale: Any) -> Any:
+def scale_number(softmax_scale: Any) -> Any:
     """Read once, for the backward as well."""
     if (
         isinstance(softmax_scale, Tensor)
@@ -371,11 +418,38 @@ def _scale_number(softmax_scale: Any) -> Any:
     return number_of("softmax_scale", softmax_scale)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+class Results(NamedTuple):
+    """What a call returns. lse, max_scores: like LSE, of each row; None where nobody asked."""
+
+    out: Tensor
+    lse: Any
+    max_scores: Tensor | None
+
+    def chosen(self, q: Tensor, return_lse: bool, return_max_logit: bool) -> Any:
+        """What a public function returns of it."""
+        if not return_max_logit:
+            return (self.out, self.lse) if return_lse else self.out
+        scores: Any = self.max_scores
+        # without rows there is nothing to look for
+        largest = scores.new_full((q.shape[-2],), -torch.inf)
+        if scores.numel():
+            largest = scores.amax((0, 2) if scores.dim() == 3 else 1)
+        return (self.out, self.lse, largest) if return_lse else (self.out, largest)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    call: Call,
+    return_lse: bool,
+    return_max: bool,
+) -> Results:
+    """Attention, differentiable. return_max: the largest score of each row is wanted."""
     check_bool("return_lse", return_lse)
-    if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
+    check_bool("return_max_logit", return_max)
+    if not (call.score_mod is call.mask_mod is None):
         call = _with_cute_mods(call, q)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     if torch._C._is_any_autocast_enabled():
@@ -391,23 +465,26 @@ def _attend(
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):
         refuse_transforms()
         try:
-            out, lse = _attend_eagerly(q, k, v, sink, call, wants_aux, return_lse)
-            return (out, lse) if return_lse else out
+            return _attend_eagerly(q, k, v, sink, call, wants_aux, return_lse, return_max)
         except NotPlainError as error:
             refused = error
     if refused is None:
-        out, lse = _attend_by_operators(q, k, v, sink, call)
-    else:
-        with refused.named_unless_from(IMPLEMENTATIONS):
-            out, lse = _attend_by_operators(q, k, v, sink, call)
-    return (out, lse) if return_lse else out
+        return _attend_by_operators(q, k, v, sink, call, return_max)
+    with refused.named_unless_from(IMPLEMENTATIONS):
+        return _attend_by_operators(q, k, v, sink, call, return_max)
 
 
 def _with_cute_mods(call: Call, q: Any) -> Call:
     """The call with what is written in torch lowered, and what that captures as aux tensors."""
-    score_mod, mask_mod, aux_tensors = as_cute_mods(
-        call.score_mod, call.mask_mod, call.aux_tensors, getattr(q, "device", None)
-    )
+    given = call.score_mod, call.mask_mod, call.aux_tensors
+    if torch.compiler.is_compiling():
+        if isinstance(call.score_mod, str) or isinstance(call.mask_mod, str):
+            return call
+        from flash_mask_cute.flex.in_graph import mods_in_graph
+
+        score_mod, mask_mod, aux_tensors = mods_in_graph(*given, q.device.type, False)
+    else:
+        score_mod, mask_mod, aux_tensors = as_cute_mods(*given, getattr(q, "device", None))
     if score_mod is call.score_mod and mask_mod is call.mask_mod:
         return call
     return call._replace(score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
@@ -434,7 +511,8 @@ def _attend_eagerly(
     call: Call,
     wants_aux: tuple[int, ...],
     return_lse: bool,
-) -> tuple[Tensor, Any]:
+    return_max: bool,
+) -> Results:
     """On plain tensors. Raises NotPlainError for others, before anything is computed."""
     # now, and not when the backward runs
     check_mod("score_mod_bwd", call.score_mod_bwd)
@@ -445,29 +523,48 @@ def _attend_eagerly(
         mask = ColumnMask(call.startend_row_indices, call.causal)
         call = call._replace(startend_row_indices=mask)
     if wants_aux or _needs_graph(q, k, v, sink):
+        call = _recorded(call)
         aux_tensors: Any = call.aux_tensors
         wanted = [aux_tensors[i] for i in wants_aux]
-        out, lse = Attention.apply(q, k, v, sink, call, wants_aux, *wanted)
-        return out, lse
-    return run_forward(q, k, v, sink, call, return_lse)
+        out, lse, *more = Attention.apply(q, k, v, sink, call, wants_aux, return_max, *wanted)
+        return Results(out, lse, more[0] if more else None)
+    max_scores = new_max_scores(q) if return_max else None
+    out, lse = run_forward(q, k, v, sink, call, return_lse, max_scores=max_scores)
+    return Results(out, lse, max_scores)
 
 
 def _attend_by_operators(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_max: bool
+) -> Results:
     """For what wants to see operators: a trace, a dispatch mode, a tensor subclass."""
     refuse_transforms(but_functionalize=True)
     refuse_dual_level()
-    # an operator's arguments are numbers
-    check_q_start(call.q_start)
     others = (
         call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k, call.max_seqlen_q,
         call.max_seqlen_k, call.score_mod, call.mask_mod, call.block_sparse_tensors_torch,
+        start_that_counts(call.q_start),
     )  # fmt: skip
+    if _needs_graph(q, k, v, sink):
+        call = _recorded(call)
     packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
-    arguments = to_operator(call, q.shape[0] if packs else None)
-    out, lse, _ = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
-    return out, lse
+    arguments = to_operator(call, q.shape[0] if packs else None, return_max)
+    out, lse, _, largest = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
+    return Results(out, lse, largest.detach() if return_max else None)
+
+
+def _recorded(call: Call) -> Call:
+    """The call where a graph is recorded.
+
+    Raises:
+        NotImplementedError: of pages, which have no gradients.
+    """
+    if call.page_table is not None:
+        raise NotImplementedError(
+            "there are no gradients by keys and values in pages, or of queries beside page_table: "
+            "use torch.no_grad(), or detach what requires grad"
+        )
+    # one pass has the bits of which a backward is the derivative
+    return call._replace(num_splits=1) if call.num_splits == 0 else call
 
 
 def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:

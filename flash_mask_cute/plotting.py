@@ -31,7 +31,7 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.mods.signature import check_mod
 
-LABELS = ("skipped", "partial", "full")
+LABELS = ("empty", "partial", "full")
 # red, green, blue of the tiles of each class, and of a hidden score in a partial tile
 COLORS = ((0.92, 0.92, 0.92), (0.90, 0.45, 0.10), (0.15, 0.40, 0.75))
 HIDDEN_COLOR = (0.98, 0.90, 0.84)

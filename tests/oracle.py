@@ -109,6 +109,23 @@ def _attend_each_sequence(
     return out, lse_by_row.transpose(-1, -2)
 
 
+def largest_scores(
+    q: Tensor, k: Tensor, v: Tensor, dense: DenseMasks | None = None, **keywords: Any
+) -> Tensor:
+    """The largest visible score of each row in float64, laid out like lse; -inf where there is
+    none."""
+    rule = rule_of(q, **keywords)
+    by_row = torch.full(q.shape[:-1], NEG_INF, dtype=FP64, device=q.device)
+    slots = sequences((q, by_row), (k, v), **keywords)
+    for i, ((q_i, largest), (k_i, v_i)) in enumerate(slots):
+        x = OneSequence(q_i, k_i, v_i, i, dense)
+        for head_idx in range(q_i.shape[1] if k_i.shape[0] else 0):
+            _, scores = Head.of(x, rule, head_idx).scores(x, rule, head_idx)
+            hidden = scores.masked_fill(x.hidden(rule, head_idx), NEG_INF)
+            largest[:, head_idx] = hidden.amax(dim=1)
+    return by_row.transpose(-1, -2)
+
+
 def rule_of(
     q: Tensor,
     *,

@@ -12,6 +12,7 @@ from flash_mask_cute.autograd.passes import (
     NO_FORWARD_MODE,
     gradients_of,
     new_lse_low,
+    new_max_scores,
     refuse_second_derivative,
     run_backward,
     run_forward,
@@ -31,21 +32,28 @@ class Attention(torch.autograd.Function):
         sink: Tensor | None,
         call: Call,
         wants_aux: tuple[int, ...],
+        wants_max: bool,
         *_wanted: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """_wanted: the aux tensors of call that wants_aux numbers, for autograd to see."""
+    ) -> tuple[Tensor, ...]:
+        """out and lse, and the largest score of each row where wants_max.
+
+        _wanted: the aux tensors of call that wants_aux numbers, for autograd to see."""
         lse_low = new_lse_low(q, call)
-        out, lse = run_forward(q, k, v, sink, call, lse_low=lse_low)
+        max_scores = new_max_scores(q) if wants_max else None
+        out, lse = run_forward(q, k, v, sink, call, lse_low=lse_low, max_scores=max_scores)
         save(ctx, q, k, v, sink, out, lse, lse_low, call)
         ctx.wants_aux = wants_aux
-        return out, lse
+        if max_scores is None:
+            return out, lse
+        ctx.mark_non_differentiable(max_scores)
+        return out, lse, max_scores
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # only create_graph=True runs this with gradients enabled
         run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward_of_any
         gradients, daux = gradients_of(ctx, grads, run, ctx.wants_aux)
-        return *gradients, None, None, *map(daux.get, ctx.wants_aux)
+        return *gradients, None, None, None, *map(daux.get, ctx.wants_aux)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:

@@ -19,6 +19,7 @@ from flash_mask_cute.autograd.mod_names import optional_mod, optional_name
 from flash_mask_cute.autograd.passes import (
     gradients_of,
     new_lse_low,
+    new_max_scores,
     refuse_dual_level,
     refuse_second_derivative,
     run_backward,
@@ -26,6 +27,9 @@ from flash_mask_cute.autograd.passes import (
     save,
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
+from flash_mask_cute.call.arguments import QStart
+from flash_mask_cute.call.mask_extents import check_position
+from flash_mask_cute.call.problem import END
 from flash_mask_cute.interface import (
     BwdConfig,
     FwdConfig,
@@ -52,10 +56,11 @@ _CALL_SCHEMA = (
     "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
     "SymInt? column_seqlen_q, "
     "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
-    "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config, SymInt? q_start"
+    "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config, SymInt? q_start, "
+    "Tensor? q_starts, Tensor? page_table, int num_splits, bool wants_max"
 )
-# what stands for `ANY` there
-_ANY_SEQLEN = -1
+# what stands for `ANY` and for `END` there
+_ANY_SEQLEN = _END_POSITION = -1
 
 
 class OperatorCall(NamedTuple):
@@ -95,6 +100,10 @@ class OperatorCall(NamedTuple):
     pack_gqa: bool | None = None
     config: str | None = None
     q_start: int | None = None
+    q_starts: Tensor | None = None
+    page_table: Tensor | None = None
+    num_splits: int = 1
+    wants_max: bool = False
 
 
 _AUX_POSITION = OperatorCall._fields.index("aux_tensors")
@@ -108,7 +117,7 @@ _library.define(
 )
 _library.define(
     f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {_CALL_SCHEMA}) "
-    "-> (Tensor out, Tensor lse, Tensor lse_low)"
+    "-> (Tensor out, Tensor lse, Tensor lse_low, Tensor max_scores)"
 )
 _library.define(
     "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor out, Tensor lse, "
@@ -162,10 +171,11 @@ def _operator_seqlen(seqlen_q: Any) -> int | None:
     return _ANY_SEQLEN if seqlen_q == ANY else seqlen_q
 
 
-def to_operator(call: Call, batch: int | None = None) -> OperatorCall:
+def to_operator(call: Call, batch: int | None = None, wants_max: bool = False) -> OperatorCall:
     """A call as the arguments of an operator.
 
-    batch: of sequences, where the operator is to pack the documents of its mask.
+    batch: of sequences, where the operator is to pack the documents of its mask. wants_max: a
+    forward is to tell the largest score of each row.
     """
     return OperatorCall(
         cu_seqlens_q=call.cu_seqlens_q,
@@ -186,10 +196,33 @@ def to_operator(call: Call, batch: int | None = None) -> OperatorCall:
         deterministic=call.deterministic,
         pack_gqa=call.pack_gqa,
         config=_config_text(call.config),
-        q_start=call.q_start,
+        page_table=call.page_table,
+        num_splits=call.num_splits,
+        wants_max=wants_max,
+        **_operator_start(call.q_start),
         **_operator_lists(call),
         **_operator_columns(call, batch),
     )
+
+
+def _operator_start(q_start: Any) -> dict[str, Any]:
+    """The argument q_start, of which an operator takes numbers and tensors.
+
+    Raises:
+        TypeError, ValueError: it is neither, nor `END`.
+    """
+    if q_start is None:
+        return {}
+    if isinstance(q_start, Tensor):
+        return {"q_starts": q_start}
+    check_position(q_start)
+    return {"q_start": _END_POSITION if q_start == END else q_start}
+
+
+def _start_of(given: OperatorCall) -> QStart:
+    if given.q_starts is not None:
+        return given.q_starts
+    return END if given.q_start == _END_POSITION else given.q_start
 
 
 def _operator_lists(call: Call) -> dict[str, Any]:
@@ -286,7 +319,9 @@ def _from_operator(given: OperatorCall) -> Call:
         deterministic=x.deterministic,
         pack_gqa=x.pack_gqa,
         config=None if x.config is None else Configs.of(tuple(json.loads(x.config))),
-        q_start=x.q_start,
+        q_start=_start_of(x),
+        page_table=x.page_table,
+        num_splits=x.num_splits,
     )
 
 
@@ -354,27 +389,31 @@ def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
 @torch.library.impl(_library, "attention_fwd", "CompositeExplicitAutograd")
 def _attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """lse_low has no elements where there is no score_mod."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """lse_low has no elements where there is no score_mod, max_scores where nobody asks."""
     q, k, v, sink, *call_args = _own_memory((q, k, v, sink, *arguments))
     # a compiled graph runs on what it is given
     refuse_dual_level()
-    call = _without_identity(_from_operator(OperatorCall._make(call_args)))
-    lse_low = new_lse_low(q, call)
-    out, lse = run_forward(q, k, v, sink, call, lse_low=lse_low)
-    return out, lse, q.new_empty(0, dtype=torch.float32) if lse_low is None else lse_low
+    given = OperatorCall._make(call_args)
+    call = _without_identity(_from_operator(given))
+    lse_low, largest = new_lse_low(q, call), new_max_scores(q) if given.wants_max else None
+    out, lse = run_forward(q, k, v, sink, call, lse_low=lse_low, max_scores=largest)
+    absent = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in (lse_low, largest))
+    return out, lse, *absent
 
 
 @torch.library.register_fake("flash_mask_cute::attention_fwd", lib=_library)
 def _(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rows, heads_q, _ = q.shape
     out = q.new_empty((*rows, heads_q, v.shape[-1]))
-    lse_shape = *rows[:-1], heads_q, rows[-1]
-    low_shape = (0,) if OperatorCall._make(arguments).score_mod is None else lse_shape
-    lse, lse_low = (q.new_empty(shape, dtype=torch.float32) for shape in (lse_shape, low_shape))
-    return out, lse, lse_low
+    lse_shape, given = (*rows[:-1], heads_q, rows[-1]), OperatorCall._make(arguments)
+    low_shape = (0,) if given.score_mod is None else lse_shape
+    max_shape = lse_shape if given.wants_max else (0,)
+    shapes = lse_shape, low_shape, max_shape
+    lse, lse_low, largest = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return out, lse, lse_low, largest
 
 
 @torch.library.impl(_library, "attention_bwd", "CompositeExplicitAutograd")
@@ -436,7 +475,7 @@ def run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sink, *arguments = inputs
-    out, lse, lse_low = output
+    out, lse, lse_low, _ = output
     call = _from_operator(OperatorCall._make(arguments))
     save(ctx, q, k, v, sink, out, lse, None if call.score_mod is None else lse_low, call)
     ctx.num_arguments = len(arguments)
@@ -447,7 +486,7 @@ def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     _, _, _, _, *wanted_inputs = ctx.needs_input_grad
     wanted = wanted_inputs[_AUX_POSITION]
     wants_aux = [i for i, is_wanted in enumerate(wanted) if is_wanted]
-    dout, dlse, _ = grads
+    dout, dlse, *_ = grads
     gradients, daux = gradients_of(ctx, (dout, dlse), run_backward_operator, wants_aux)
     others[_AUX_POSITION] = [daux.get(i) for i in range(len(wanted))]
     return *gradients, *others

@@ -38,7 +38,17 @@ class PackedForward:
             lse = q.new_empty((batch, heads, seqlen), dtype=torch.float32)
         # rows of several sequences do not follow each other in lse
         by_head: Any = None if lse is None or batch > 1 else lse[0]
-        packed = as_rows(tensors)._replace(out=rows_of(out), lse=by_head)
+        largest = tensors.max_scores
+        largest_by_head: Any = (
+            None
+            if largest is None
+            else largest[0]
+            if batch == 1
+            else (largest.new_empty((heads, batch * seqlen)))
+        )
+        packed = as_rows(tensors)._replace(
+            out=rows_of(out), lse=by_head, max_scores=largest_by_head
+        )
         if self._by_mask:
             packed, masks = by_documents(packed, masks, batch)
         _, by_head = self.inner(packed, masks)
@@ -46,6 +56,8 @@ class PackedForward:
             # a kernel would not ask in which mode the caller made it
             with torch.inference_mode():
                 lse.copy_(by_head.unflatten(1, (batch, -1)).transpose(0, 1))
+        if largest is not None and batch > 1:
+            largest.copy_(largest_by_head.unflatten(1, (batch, -1)).transpose(0, 1))
         return out, lse
 
 

@@ -7,12 +7,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.tile_scheduler import WorkTile
-from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.core.work_ring import WORK_FIELDS, Work
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 
 class Lengths(NamedTuple):
-    """Where sequences start and how long they are; any of the tensors may be absent."""
+    """Where sequences start and how long they are; any of the tensors may be absent.
+
+    q_start: the position of each sequence's first query, (batch,) int32 or a number for all, of
+    which a negative one stands for the number of keys less that of queries. None: not given.
+    """
 
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
@@ -20,6 +24,7 @@ class Lengths(NamedTuple):
     seqused_k: cute.Tensor | None
     seqlen_q: Int32
     seqlen_k: Int32
+    q_start: cute.Tensor | Int32 | None = None
 
     @property
     def keys_may_be_absent(self) -> bool:
@@ -34,13 +39,28 @@ class Lengths(NamedTuple):
         cu_seqlens_k: cute.Tensor | None,
         seqused_q: cute.Tensor | None,
         seqused_k: cute.Tensor | None,
+        q_start: cute.Tensor | Int32 | None = None,
     ) -> "Lengths":
         """Of tensors (batch, row, ...), or (row, ...) where sequences are packed."""
         seqlen_q, seqlen_k = (
             t.shape[1] if cu_seqlens is None else t.shape[0]
             for t, cu_seqlens in ((mQ, cu_seqlens_q), (mK, cu_seqlens_k))
         )
-        return Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, seqlen_q, seqlen_k)
+        tensors = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        return Lengths(*tensors, seqlen_q, seqlen_k, q_start)
+
+    @property
+    def work_fields(self) -> tuple[str, ...]:
+        """What ring entries carry of a `Work`."""
+        return WORK_FIELDS if self.q_start is None else (*WORK_FIELDS, "q_start")
+
+    def first_position(self, batch_idx: Int32, used: SeqlenInfoQK) -> Int32 | None:
+        """Of the queries of a sequence; used: its lengths."""
+        if self.q_start is None:
+            return None
+        if not isinstance(self.q_start, cutlass.Numeric):
+            return self.q_start[batch_idx]
+        return cutlass.select_(self.q_start < 0, used.seqlen_k - used.seqlen_q, self.q_start)
 
 
 @cute.jit
@@ -68,18 +88,20 @@ def describe(tile: WorkTile, lengths: Lengths, blocks_are_keys: cutlass.Constexp
         Int32(used.seqlen_q),
         Int32(used.offset_k),
         Int32(used.seqlen_k),
+        lengths.first_position(batch_idx, used),
     )
 
 
 class LseTensors(NamedTuple):
-    """Where a forward writes LSE, and what rounding has taken from it; the second one may be
-    absent, or both.
+    """Where a forward writes LSE, what rounding has taken from it, and the largest score of a row;
+    the others may be absent, or all three.
 
     Each (batch, head, row), or (head, row) where sequences are packed.
     """
 
     lse: cute.Tensor | None
     low: cute.Tensor | None
+    largest: cute.Tensor | None = None
 
     @cute.jit
     def store(
@@ -92,10 +114,24 @@ class LseTensors(NamedTuple):
         low: Float32 | None,
     ) -> None:
         """Write a row."""
-        if const_expr(lengths.cu_seqlens_q is None):
-            place = (work.batch_idx, head_idx, q_idx)
-        else:
-            place = (head_idx, work.offset_q + q_idx)
+        place = _place(lengths, work, head_idx, q_idx)
         self.lse[place] = lse
         if const_expr(self.low is not None):
             self.low[place] = low
+
+    @cute.jit
+    def store_largest(
+        self, lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32, largest: Float32
+    ) -> None:
+        """Write the largest score of a row, -inf if the row is not in use."""
+        if const_expr(lengths.seqused_q is not None):
+            largest = cutlass.select_(q_idx < work.seqlen_q, largest, -Float32.inf)
+        if q_idx < work.slot:
+            self.largest[_place(lengths, work, head_idx, q_idx)] = largest
+
+
+def _place(lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32) -> tuple:
+    """Of a row in a tensor like LSE."""
+    if lengths.cu_seqlens_q is None:
+        return work.batch_idx, head_idx, q_idx
+    return head_idx, work.offset_q + q_idx

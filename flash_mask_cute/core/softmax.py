@@ -213,6 +213,7 @@ class OnlineSoftmax:
     which it is too old, row_bias: what turns score * scale_log2 into the exponent, row_sum: this
     thread's share of the sum. factor: what makes scores, in natural units, of the numbers that the
     softmax sees, where these may be of any size; None: they are products that were scaled.
+    row_largest: this thread's largest score, which `row_max` may lag behind; None: nobody asks.
     """
 
     scale_log2: Float32
@@ -220,6 +221,7 @@ class OnlineSoftmax:
     row_limit: cute.Tensor
     row_bias: cute.Tensor
     row_sum: cute.Tensor
+    row_largest: cute.Tensor | None
     arithmetic: cutlass.Constexpr[RowArithmetic]
     sum_limit: cutlass.Constexpr[float]
     factor: cutlass.Constexpr[float | None]
@@ -231,10 +233,12 @@ class OnlineSoftmax:
         dtype: type[cutlass.Numeric],
         arithmetic: RowArithmetic = QUAD_ROWS,
         factor: float | None = None,
+        keeps_largest: bool = False,
     ) -> "OnlineSoftmax":
         """Uninitialised state; dtype is what probabilities are rounded to."""
         state = (cute.make_rmem_tensor((num_rows,), Float32) for _ in range(4))
-        return OnlineSoftmax(scale_log2, *state, arithmetic, SUM_LIMITS[dtype], factor)
+        largest = cute.make_rmem_tensor((num_rows,), Float32) if keeps_largest else None
+        return OnlineSoftmax(scale_log2, *state, largest, arithmetic, SUM_LIMITS[dtype], factor)
 
     @property
     def takes_any_size(self) -> bool:
@@ -254,6 +258,8 @@ class OnlineSoftmax:
             largest = _chained_reduce(_row(scores, r), cute.arch.fmax)
             self._adopt(r, self.arithmetic.across(largest, cute.arch.fmax))
             self.row_sum[r] = Float32(0.0)
+            if const_expr(self.row_largest is not None):
+                self.row_largest[r] = largest
 
     @cute.jit
     def clear(self) -> None:
@@ -261,6 +267,27 @@ class OnlineSoftmax:
         for r in cutlass.range_constexpr(self.num_rows):
             self._adopt(r, Float32(-Float32.inf))
             self.row_sum[r] = Float32(0.0)
+            if const_expr(self.row_largest is not None):
+                self.row_largest[r] = Float32(-Float32.inf)
+
+    @cute.jit
+    def see(self, scores: cute.Tensor) -> None:
+        """Note the largest of scores (rows, cols), where that is wanted; twice does no harm."""
+        if const_expr(self.row_largest is not None):
+            for r in cutlass.range_constexpr(self.num_rows):
+                largest = _chained_reduce(_row(scores, r), cute.arch.fmax)
+                self.row_largest[r] = cute.arch.fmax(self.row_largest[r], largest)
+
+    def largest(self) -> tuple:
+        """The largest score of each row so far, in natural units; -inf if it has seen nothing."""
+        results = []
+        for r in range(self.num_rows):
+            value = self.arithmetic.across(self.row_largest[r], cute.arch.fmax)
+            if self.takes_any_size:
+                results.append(self._score(value))
+            else:
+                results.append(value * (self.scale_log2 * LN_2))
+        return tuple(results)
 
     def tile_max(self, scores: cute.Tensor) -> tuple:
         """This thread's largest score of each row."""

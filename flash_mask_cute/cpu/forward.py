@@ -41,6 +41,7 @@ def flash_attn_fwd_cpu(
     cu_seqlens_k: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
+    q_start: Tensor | int | None = None,
     seqlen_q: int,
     seqlen_k: int,
     pack_gqa: int,
@@ -49,6 +50,7 @@ def flash_attn_fwd_cpu(
     out: Tensor,
     lse: Tensor | None,
     lse_low: Tensor | None = None,
+    max_scores: Tensor | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Sequence[Tensor] | None = None,
@@ -62,7 +64,7 @@ def flash_attn_fwd_cpu(
     floating dtype. window_*: tokens, None for an open side, causal already in window_right (that of
     column_mask is added here). pack_gqa: how many query heads of a KV head share a tile; row r of
     such a tile's heads is then query r // pack_gqa of head r % pack_gqa. seqlen_*: the length of a
-    dense side.
+    dense side. q_start: as in `core.lengths.Lengths`.
 
     score_mod, mask_mod: CuTe callables, aux_tensors what they index (`mods/on_cpu.py`); the
     score that score_mod sees is scaled and soft-capped. column_mask: startend_row_indices
@@ -72,8 +74,9 @@ def flash_attn_fwd_cpu(
     the same result bit for bit.
 
     out is laid out like q; lse is float32, (batch, heads_q, seqlen_q) or varlen (heads_q, total_q),
-    natural log; lse_low, like lse, is what rounding takes from it. A row that sees nothing gets 0
-    and -inf (the sink, if there is one). Rows past seqused_q are not written.
+    natural log; lse_low, like lse, is what rounding takes from it, max_scores, like lse, the
+    largest visible score of each row. A row that sees nothing gets 0 and -inf (the sink, if there
+    is one). Rows past seqused_q are not written.
 
     Raises:
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
@@ -89,6 +92,7 @@ def flash_attn_fwd_cpu(
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        q_start=q_start,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         heads_kv=k.shape[-2],
@@ -101,7 +105,7 @@ def flash_attn_fwd_cpu(
         block_lists=block_lists,
         skip_blocks=skip_blocks,
     )
-    targets = [None if x is None else x.transpose(-1, -2) for x in (lse, lse_low)]
+    targets = [None if x is None else x.transpose(-1, -2) for x in (lse, lse_low, max_scores)]
     for walk in walks:
         sequence_out, *row_values = _attend_sequence(
             walk.rows_of_q(q),
@@ -124,13 +128,15 @@ def _attend_sequence(
     sink: Tensor | None,
     walk: SequenceWalk,
     modify: Callable[[Tensor, Tile, Tensor], None] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One batch entry: q (heads_kv, lanes, rows, d), k and v (heads_kv, 1, seqlen_k, .), sink
-    (heads_kv, lanes, rows). Returns out and, of q's rows, lse and what float32 takes from it.
+    (heads_kv, lanes, rows). Returns out and, of q's rows, lse, what float32 takes from it, and the
+    largest score.
     modify(scores, tile, heads) works in place."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], NEG_INF)
     low = q.new_zeros(q.shape[:-1])
+    largest = torch.full_like(lse, NEG_INF)
     for m_block in range(walk.num_m_blocks):
         rows = walk.rows(m_block)
         softmax = _OnlineSoftmax(out[..., rows, :])
@@ -145,7 +151,8 @@ def _attend_sequence(
         out[..., rows, :], lse[..., rows], low[..., rows] = softmax.finalize(
             None if sink is None else sink[..., rows]
         )
-    return out, lse, low
+        largest[..., rows] = softmax.row_max
+    return out, lse, low, largest
 
 
 def _score_tile(

@@ -11,12 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from flash_mask_cute.flex.block_mask import lists_of, says_no_more
+from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute.flex.block_mask import (
+    intervals_of,
+    lists_in_graph,
+    lists_of,
+    says_no_more,
+)
 from flash_mask_cute.flex.captures import Path, described
 from flash_mask_cute.flex.convention import check_torch_mod
+from flash_mask_cute.flex.in_graph import mods_in_graph
 from flash_mask_cute.flex.lower import lower_mod
 from flash_mask_cute.flex.together import put_together
-from flash_mask_cute.functional import flash_attn_func
+from flash_mask_cute.functional import attend
+from flash_mask_cute.runtime.checks import number_of
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # Of torch's kernels: sizes of tiles and the like, by which no result changes.
@@ -91,14 +99,15 @@ def flex_attention(
     Returns:
         out (B, Hq, L, Ev), with strides in the order of the query's; with return_lse (out, lse),
         lse fp32 (B, Hq, L), natural log, -inf where nothing is visible; with return_aux (out,
-        AuxOutput).
+        AuxOutput), whose max_scores fp32 (B, Hq, L) are the largest score of each query, scaled and
+        modified, -inf where nothing is visible, without gradient.
 
     Raises:
         ValueError, RuntimeError, NotImplementedError: as torch's function, of heads that differ
             without enable_gqa, of a block_mask for other lengths, batch or heads, of a sliced one.
         TypeError: a mod does not take torch's arguments.
         IndexError: on the CPU, a mod reads past the end of a tensor.
-        NotImplementedError: a mod does what no kernel can (`lower_mod`); max_scores.
+        NotImplementedError: a mod does what no kernel can (`lower_mod`).
 
     Example:
         >>> flex_attention(q, k, v, score_mod=lambda s, b, h, q, k: s - 0.1 * (q - k).abs())
@@ -108,7 +117,9 @@ def flex_attention(
     _check_block_mask(query, key, block_mask)
     _check_results(return_lse, return_aux)
     _check_options(kernel_options)
-    score = mask = lists = window = None
+    if torch.compiler.is_compiling():
+        return _in_graph(query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
+    score = mask = lists = window = columns = None
     if score_mod is not None:
         check_torch_mod(score_mod, "score_mod")
         score = lower_mod(score_mod, "score_mod", query.device)
@@ -118,31 +129,64 @@ def flex_attention(
         seqlens = query.shape[2], key.shape[2]
         if mask.band is not None and says_no_more(block_mask, mask.band, seqlens):
             window = mask.band.as_window(*seqlens)
-        if window is None:
+        if window is None and mask.columns is not None:
+            columns = intervals_of(block_mask, mask.columns, seqlens, query.shape[0])
+        if window is None and columns is None:
             lists = lists_of(block_mask)
-    mods = put_together(score, None if window else mask)
+        else:
+            # the mask is told without the mod
+            mask = None
+    mods = put_together(score, mask)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
-    origins = (*(score.origins if score else ()), *(mask.origins if mask and not window else ()))
+    origins = (*(score.origins if score else ()), *(mask.origins if mask else ()))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    scale = number_of("scale", scale)
+    left, right = window or (None, None)
+    call = Call(
+        None, None, None, None, None, None, scale, False, left, right, 0.0, mods.score_mod,
+        mods.mask_mod, mods.aux_tensors, lists, columns, None, False, None, None,
+    )  # fmt: skip
     with _named_as_captured(origins):
-        result: Any = flash_attn_func(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            softmax_scale=scale,
-            window_size=window or (None, None),
-            score_mod=mods.score_mod,
-            mask_mod=mods.mask_mod,
-            aux_tensors=mods.aux_tensors,
-            block_sparse_tensors=lists,
-            return_lse=wants_lse,
-        )
-    out, lse = result if wants_lse else (result, None)
-    out = _in_order_of(query, out.transpose(1, 2))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        wants_max = return_aux is not None and return_aux.max_scores
+        found = attend(q, k, v, None, call, wants_lse, wants_max)
+    out = _in_order_of(query, found.out.transpose(1, 2))
     if return_aux is not None:
-        return out, AuxOutput(lse=lse, max_scores=None)
-    return (out, lse) if lse is not None else out
+        return out, AuxOutput(found.lse if wants_lse else None, found.max_scores)
+    return (out, found.lse) if wants_lse else out
+
+
+def _in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    return_lse: bool,
+    return_aux: AuxRequest | None,
+) -> Any:
+    """What torch.compile and torch.export trace: the lists of a block mask are always walked, as
+    nobody can look into them."""
+    mask_mod = lists = None
+    if block_mask is not None:
+        mask_mod, lists = block_mask.mask_mod, lists_in_graph(block_mask)
+    mods = mods_in_graph(score_mod, mask_mod, None, query.device.type, True)
+    if key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
+    call = Call(
+        None, None, None, None, None, None, scale, False, None, None, 0.0, mods.score_mod,
+        mods.mask_mod, mods.aux_tensors, lists, None, None, False, None, None,
+    )  # fmt: skip
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    wants_max = return_aux is not None and return_aux.max_scores
+    found = attend(q, k, v, None, call, wants_lse, wants_max)
+    out = _in_order_of(query, found.out.transpose(1, 2))
+    if return_aux is not None:
+        return out, AuxOutput(found.lse if wants_lse else None, found.max_scores)
+    return (out, found.lse) if wants_lse else out
 
 
 @contextmanager
@@ -261,10 +305,6 @@ def _check_results(return_lse: bool, return_aux: AuxRequest | None) -> None:
         return
     if return_lse:
         raise ValueError("return_lse and return_aux may not both be given: use return_aux")
-    if return_aux.max_scores:
-        raise NotImplementedError(
-            "return_aux=AuxRequest(max_scores=True) is not supported yet; lse=True is"
-        )
 
 
 def _check_options(options: Mapping[str, Any] | None) -> None:

@@ -37,13 +37,15 @@ class CapturedNumber(NamedTuple):
 
 
 class Captures(NamedTuple):
-    """key: None if the walk cannot follow the mod, and then `reason` says why."""
+    """key: None if the walk cannot follow the mod, and then `reason` says why. functions: where
+    functions of Python are, the mod among them."""
 
     key: str | None
     tensors: tuple[CapturedTensor, ...]
     numbers: tuple[CapturedNumber, ...]
     reason: str = ""
     follows_forward: bool = False
+    functions: tuple[Path, ...] = ()
 
 
 def find_captures(mod: Callable[..., Any], follows_forward: bool = False) -> Captures:
@@ -54,7 +56,8 @@ def find_captures(mod: Callable[..., Any], follows_forward: bool = False) -> Cap
     except TypeError as error:
         return Captures(None, tuple(walk.tensors), (), str(error), follows_forward)
     numbers = walk.found_numbers()
-    return Captures(walk.digest(), tuple(walk.tensors), numbers, "", follows_forward)
+    functions = tuple(walk.functions)
+    return Captures(walk.digest(), tuple(walk.tensors), numbers, "", follows_forward, functions)
 
 
 def described(path: Path) -> str:
@@ -68,6 +71,7 @@ class _Walk(Traversal):
         super().__init__()
         self.tensors: list[CapturedTensor] = []
         self.numbers: list[CapturedNumber] = []
+        self.functions: list[Path] = []
         self._follows_forward = follows_forward
         self._numbered: dict[int, int] = {}
         self._modules: dict[tuple[int, tuple[str, ...] | None], int] = {}
@@ -92,6 +96,8 @@ class _Walk(Traversal):
             self._emit(b"number", type(obj).__name__)
             self.numbers.append(CapturedNumber(obj, tuple(self._trail)))
         else:
+            if type(obj) is types.FunctionType:
+                self.functions.append(tuple(self._trail))
             before = len(self.numbers)
             super()._value(obj)
             if len(self.numbers) > before:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from flash_mask_cute.flex.captures import CapturedTensor, Captures, Path, described, find_captures
+from flash_mask_cute.flex.intervals import Form, Rows, find_form, rows_of
 from flash_mask_cute.flex.rebuild import NoCopyError, with_numbers
 from flash_mask_cute.flex.simplify import Band, Bound, band_of, find_bounds
 from flash_mask_cute.flex.text import AUX, Source, Text, UnknownOperator, write
@@ -38,7 +39,8 @@ class LoweredMod:
     mod: `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)` of
     CuTe, the same object for every mod with the same text. aux_tensors: what it reads, as it is to
     be passed as aux_tensors. source: the text of `mod`. origins: how the torch mod reaches each of
-    the tensors. band: what a mask_mod says, if two numbers say it all.
+    the tensors. band: what a mask_mod says, if two numbers say it all. columns: what it says by
+    column intervals, if these may say it all.
     """
 
     mod: Callable[..., Any]
@@ -46,6 +48,35 @@ class LoweredMod:
     source: str
     origins: tuple[Path, ...] = ()
     band: Band | None = None
+    columns: Columns | None = None
+
+    @property
+    def form(self) -> str:
+        """What `flex_attention` makes of a mask_mod, in words."""
+        if self.band is not None:
+            return f"a window, keys q - {self.band.left} to q + {self.band.right}".replace(
+                "q - None", "0"
+            ).replace("q + None", "the last")
+        if self.columns is None:
+            return "a mask_mod"
+        documents = "documents, by " if self.columns.form.has_documents else ""
+        return f"{documents}column intervals"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A mask as column intervals, at a call. captured: the tensors that they follow from, numbers:
+    the numbers that do."""
+
+    form: Form
+    captured: tuple[Tensor, ...]
+    numbers: tuple[int | float, ...]
+    known: Callable[[Node], Any]
+
+    def rows(self, seqlens: tuple[int, int], batch: int, device: torch.device) -> Rows | None:
+        """As `intervals.rows_of`."""
+        with torch.no_grad():
+            return rows_of(self.form, self.known, seqlens, batch, device)
 
 
 def lower_mod(
@@ -74,6 +105,13 @@ def lower_mod(
     target = _device_of(captures, device)
     program, captures = _program(mod, kind, captures, target)
     return program.at_call(mod, captures, target)
+
+
+def found_program(
+    mod: Callable[..., Any], kind: str, device: torch.device
+) -> tuple[Program, Captures]:
+    """The program of a mod, and the captures by which it finds its tensors."""
+    return _program(mod, kind, find_captures(mod), device)
 
 
 def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
@@ -114,7 +152,8 @@ class Program:
 
     found: the captured tensors of a mod that no walk can follow, for which the program is made anew
     at each call. varying: which of the captured numbers are no constants of it. bounds: of a mask
-    that is a band. constants: tensors that the mod makes, by device.
+    that is a band; form: of one that column intervals may say. constants: tensors that the mod
+    makes, by device.
     """
 
     mod: Callable[..., Any]
@@ -124,6 +163,7 @@ class Program:
     found: tuple[CapturedTensor, ...] | None = None
     varying: tuple[int, ...] = ()
     bounds: tuple[Bound, ...] | None = None
+    form: Form | None = None
     constants: dict[Any, Tensor] = field(default_factory=dict)
 
     def at_call(
@@ -154,7 +194,18 @@ class Program:
             made.append(_as_aux(tensor, device, mod, path))
             origins.append(path)
         band = None if self.bounds is None else band_of(self.bounds, computed.of)
-        return LoweredMod(self.mod, tuple(made), self.source, tuple(origins), band)
+        columns = None
+        if self.form is not None:
+            tensors = tuple(x.tensor for x in captured)
+            columns = Columns(self.form, tensors, numbers, computed.of)
+        return LoweredMod(self.mod, tuple(made), self.source, tuple(origins), band, columns)
+
+    def number_of(self, source: Source, captures: Captures) -> int | float:
+        """The value of a number that is no constant of the program."""
+        numbers = tuple(captures.numbers[i].number for i in self.varying)
+        assert source.computed is not None
+        value: int | float = _Computed(self.module, captures.tensors, numbers).of(source.computed)
+        return value
 
     def _constant_on(self, tensor: Tensor, device: torch.device) -> Tensor:
         key = id(tensor), device
@@ -375,6 +426,7 @@ def _lowered(
         _mod_of(text.source, kind), text.source, text.sources, found.module,
         None if is_followed else text.captured, varying,
         None if is_score else find_bounds(found.module),
+        None if is_score else find_form(found.module),
     )  # fmt: skip
     return program, found, text
 

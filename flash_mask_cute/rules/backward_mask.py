@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.semaphore import NO_PREDECESSOR
-from flash_mask_cute.core.tile_state import BOTH, VISIBLE
+from flash_mask_cute.core.tile_state import PARTIAL, has_visible
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
@@ -245,8 +245,8 @@ class BackwardMask(MaskRules):
         if self.is_part:
             # of a part that nothing cuts no words were stored
             state = mask_bits.state(*place)
-            uncut = cutlass.select_((state & VISIBLE) != 0, Int32(ALL), Int32(0))
-            words = tuple(cutlass.select_(state == BOTH, word, uncut) for word in words)
+            uncut = cutlass.select_(has_visible(state), Int32(ALL), Int32(0))
+            words = tuple(cutlass.select_(state == PARTIAL, word, uncut) for word in words)
         return words
 
     @property
@@ -288,7 +288,7 @@ class BackwardMask(MaskRules):
     def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:
         """The given bits where a listed logical block asks for them, all where it is full."""
         args, info = self.args.bits, self.block_info
-        offset_q, _ = self._entry_offsets(work)
+        offset_q, _ = self._listed_offsets(work)
         first_q_idx = block.index * info.tile_m + offset_q
         end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q + offset_q)
         result = share.fill(0)
@@ -302,7 +302,7 @@ class BackwardMask(MaskRules):
         self, work: Work, block: Block, qb: Int32, share: Share, words: tuple, result: tuple
     ) -> tuple:
         args = self.args.bits
-        offset_q, offset_k = self._entry_offsets(work)
+        offset_q, offset_k = self._listed_offsets(work)
         start = qb * args.block_q - (block.index * self.block_info.tile_m + offset_q)
         added: list[Any] = []
         for group in range(share.num_groups):

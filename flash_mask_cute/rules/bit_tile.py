@@ -116,7 +116,7 @@ def set_if(condition: Boolean, word: Int32, bit: int) -> Int32:
     """The word with one bit more if the condition holds.
 
     As PTX, to make it one predicated instruction: of a select the compiler makes one for each term
-    of the condition, and an addition (docs/measured_facts.md).
+    of the condition, and an addition (docs/facts/compiler.md).
     """
     return cute.arch.inline_ptx(
         f"mov.b32 {{$w0}}, {{$r0}};\n@{{$r1}} or.b32 {{$w0}}, {{$w0}}, {1 << bit};",

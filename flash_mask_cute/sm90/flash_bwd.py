@@ -236,6 +236,7 @@ class FlashAttentionBackwardSm90:
         block_bits=None,
         aux_grads=None,
         mask_bit_tensors: tuple | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
     ):
         """Launch on `stream`.
 
@@ -250,7 +251,7 @@ class FlashAttentionBackwardSm90:
         `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32 tensors
         of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
         mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ,
-        in place of a mask_mod and block_bits (`rules/mask_rules.py`).
+        in place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
@@ -258,7 +259,7 @@ class FlashAttentionBackwardSm90:
             check_given("softcap", softcap, False)
         plan = self.plan
         varlen_k = const_expr(mCuSeqlensK is not None)
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
         group_splits = None
         if const_expr(self.splits_group):
@@ -332,7 +333,7 @@ class FlashAttentionBackwardSm90:
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = plan.channels(storage, predecessors)
+        channels = plan.channels(storage, predecessors, lengths.work_fields)
         cute.arch.mbarrier_init_fence()
         if const_expr(plan.cta_pair):
             # also the other CTA's, on which this one arrives
@@ -493,7 +494,7 @@ class FlashAttentionBackwardSm90:
     def _first_visible_block(self, work: Work) -> Int32:
         """The first block of queries that causal masking lets see a key of this warpgroup."""
         first_key = work.block * self.plan.tile_n + self.plan.first_key()
-        return (first_key - (work.seqlen_k - work.seqlen_q)) // self.plan.tile_m
+        return (first_key - work.seqlen.shift) // self.plan.tile_m
 
     def _take(
         self,

@@ -140,7 +140,7 @@ class BwdPlan:
     has_reference: bool = False
 
     # heads of a group pass by one after the other
-    packed_heads = 1
+    packed_heads = group_size = 1
 
     @property
     def shares_keys(self) -> bool:
@@ -589,10 +589,12 @@ class BwdPlan:
             ready=storage.ready.get_tensor(cute.make_layout(2)),
         )
 
-    def channels(self, storage: Any, predecessors: cute.Tensor | None) -> Channels:
+    def channels(
+        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
+    ) -> Channels:
         """The channels in a CTA's `storage`, made by all threads; they need a barrier afterwards.
 
-        predecessors: see `WalkRing`.
+        predecessors: see `WalkRing`; fields: see `WorkRing`.
         """
         mma_warps = self.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
@@ -601,13 +603,9 @@ class BwdPlan:
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
         num_walkers = 1 + self.num_mask_warps
         ring, walk = planning_rings(
-            storage,
-            num_walkers,
-            mma_warps,
-            ascending=True,
-            uncut_first=False,
-            predecessors=predecessors,
-        )
+            storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
+            predecessors=predecessors, fields=fields,
+        )  # fmt: skip
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)

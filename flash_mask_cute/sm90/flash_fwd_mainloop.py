@@ -123,6 +123,7 @@ class KeyBlocks:
         channels: Channels,
         scales: ScoreScales,
         aux_tensors: Any,
+        keeps_largest: bool,
     ) -> "KeyBlocks":
         traits = ScoreModTraits()
         if score_mod is not None:
@@ -134,6 +135,7 @@ class KeyBlocks:
             plan.dtype,
             QuadRows(*plan.polynomial if computes_functions else ()),
             None if score_mod is None else traits.factor,
+            keeps_largest,
         )
         kept_q = None
         if score_mod is None and plan.query_steps > 0:
@@ -425,6 +427,7 @@ class KeyBlocks:
         for what was accumulated before.
         """
         softmax = self.softmax
+        softmax.see(scores)
         factors = (Float32(1.0), Float32(1.0))
         if const_expr(not self.plan.keeps_scores):
             tile_max = softmax.tile_max(scores)
@@ -493,10 +496,14 @@ class KeyBlocks:
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
         if half is not None:
             first_k_idx += half * HALF_KEYS
-        places = [RowPlace.of(work, row, heads) for row in rows]
+        group = heads, self.plan.group_size
+        places = [RowPlace.of(work, row, *group) for row in rows]
         if is_cut:
             return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)
-        q_after, k_after = at_plain_distances(rows[0] // heads, first_k_idx, self.opaque_one - 1)
+        first_q_idx = rows[0] // heads
+        if work.q_start is not None:
+            first_q_idx += work.q_start
+        q_after, k_after = at_plain_distances(first_q_idx, first_k_idx, self.opaque_one - 1)
         places = [
             place._replace(q_idx=q_after(wgmma.row_offset(r) // heads))
             for r, place in enumerate(places)
@@ -508,16 +515,21 @@ class KeyBlocks:
     @cute.jit
     def start_scheduler_barrier(self):
         """Begin the turns: a warpgroup issues its products after the one before it, in a circle."""
-        if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
-            self.arrive_scheduler_barrier()
+        if const_expr(self.plan.is_ordered):  # noqa: SIM102 (decided while tracing)
+            if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
+                self.arrive_scheduler_barrier()
 
     def wait_scheduler_barrier(self) -> None:
+        if not self.plan.is_ordered:
+            return
         cute.arch.barrier(
             barrier_id=Barrier.SCHEDULER + mma_warpgroup_idx(),
             number_of_threads=2 * THREADS_PER_WARPGROUP,
         )
 
     def arrive_scheduler_barrier(self) -> None:
+        if not self.plan.is_ordered:
+            return
         warpgroup_idx = mma_warpgroup_idx()
         is_last = warpgroup_idx == self.plan.num_mma_warpgroups - 1
         following = cutlass.select_(is_last, Int32(0), warpgroup_idx + 1)

@@ -30,5 +30,13 @@ class Recorder:
     def given(self, call: int = -1) -> dict[str, Any]:
         """The mask arguments of a kernel call by name."""
         args = self.calls[call]
-        names = ("columns", "block_size", "bits", "mask_bits", "query_chunk", "lse_low")
+        names = (
+            "columns",
+            "block_size",
+            "bits",
+            "mask_bits",
+            "query_chunk",
+            "lse_low",
+            "max_scores",
+        )
         return {"lists": args[14], "aux": args[15], **dict(zip(names, args[18:], strict=True))}

@@ -38,7 +38,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "runtime": ("limits",),
     "mods": ("core", "runtime", "limits"),
     "rules": ("mods", "core", *INDEX_RULES),
-    "kernels": ("core",),
+    "kernels": ("core", "seqlen_info"),
     "sm90": ("rules", "mods", "core", *INDEX_RULES),
     "sm100": ("rules", "mods", "core", *INDEX_RULES),
     "mask_prep": ("sm90.wgmma", "rules", "mods", "core", "runtime", *INDEX_RULES),
@@ -51,8 +51,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # from mods written in torch to CuTe mods, below the functions that take mods
     "flex": ("mods", "runtime"),
-    "flex.attention": ("functional", "flex", "block_sparsity"),
-    "flex.block_mask": ("flex.simplify", "block_sparsity"),
+    "flex.attention": ("functional", "autograd.arguments", "flex", "block_sparsity", "runtime"),
+    "flex.block_mask": ("flex", "masks.column_mask", "block_sparsity"),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "flex.together", "mods", "runtime"),
     ),
@@ -64,10 +64,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "interface": ("call", "flex.together", "masks.column_mask", "runtime", "mods"),
     "autograd": (
         *("interface", "call", "masks.column_mask", "block_sparsity", "mask_prep", "runtime"),
+        "cpu.combine",
     ),
     "functional": (
         *("autograd", "interface", "call", "masks.column_mask", "block_sparsity"),
         *("flex.together", "mods.signature", "runtime"),
+    ),
+    "serving": (
+        *("functional", "autograd", "call", "flex.together", "masks.column_mask", "runtime"),
     ),
     # public paths of device code, and of everything
     "flash_fwd": ("sm90", "sm100"),
@@ -78,7 +82,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "": (
         "flex",
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
-        *("masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
+        *("serving", "masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),
 }
 
@@ -319,7 +323,8 @@ def test_a_long_function_is_noticed() -> None:
 
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
-PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+TABLES = ROOT / "bench" / "results" / "TABLES.md"
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")), TABLES)
 
 
 def outside_code(text: str) -> str:

@@ -160,7 +160,14 @@ def test_flashmask_attention_takes_windows(window_size: Any) -> None:
 def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
     sink = torch.zeros(2, requires_grad=True)
-    own = {"window_size", "block_sparse_tensors", "num_splits", "page_table", "return_lse"}
+    own = {
+        "window_size",
+        "block_sparse_tensors",
+        "num_splits",
+        "page_table",
+        "return_lse",
+        "return_max_logit",
+    }
     given: dict[str, Any] = {
         name: object()
         for name in inspect.signature(flash_attn_varlen_func).parameters
@@ -200,7 +207,7 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     }
     config_fwd, config_bwd = shared.pop("config")
     of_forward = {"pack_gqa": shared.pop("pack_gqa"), "config": config_fwd}
-    of_forward |= {"return_lse": True}
+    of_forward |= {"return_lse": True, "max_scores": None}
     of_backward = {name: shared.pop(name) for name in ("score_mod_bwd", "deterministic")}
     of_backward |= {"config": config_bwd, "daux": None}
     lse_low = found[0]["lse_low"]

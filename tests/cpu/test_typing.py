@@ -108,7 +108,7 @@ def test_declarations_have_the_arguments_of_the_function(path: str) -> None:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     names = {node.name for node in functions if "overload" in map(ast.unparse, node.decorator_list)}
     assert names
-    what_is_asked = {"return_lse", "return_softmax_lse", "return_aux"}
+    what_is_asked = {"return_lse", "return_softmax_lse", "return_aux", "return_max_logit"}
     for name in names:
         *variants, definition = [node for node in functions if node.name == name]
         assert len(variants) >= 3

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cutlass import BFloat16
 
 from flash_mask_cute.call.arch import SM100
 from flash_mask_cute.call.config import (
@@ -65,9 +66,10 @@ def test_rows_for_blackwell(row: FwdRow) -> None:
     """Each runs as it stands: no field had to be made smaller."""
     is_causal = "full" not in row.masks
     problem = AttentionProblem("bfloat16", row.max_dim, row.max_dim_v, is_causal=is_causal)
-    shapes = FwdShapes(1, 300, 300, 300, 300, 64, 2, row.max_dim, row.max_dim_v)
+    seqlen = 300 if row.tile_m == 256 or row.cta_pair else 100
+    shapes = FwdShapes(1, seqlen, 300, seqlen, 300, 64, 2, row.max_dim, row.max_dim_v)
     choice = select_fwd_config(problem, shapes, True, spec=SM100)
-    assert (choice.tiles.tile_m, choice.tiles.tile_n) == (256, 128)
+    assert (choice.tiles.tile_m, choice.tiles.tile_n) == (row.tile_m, 128)
     assert choice.tiles.num_stages == row.num_stages
     assert choice.tiles.stages_q == row.stages_q
     assert choice.tiles.cta_pair == row.cta_pair
@@ -90,18 +92,29 @@ def test_a_product_that_is_too_wide_for_a_launch(dim: int, is_refused: bool) -> 
         assert select_fwd_config(problem, shapes, override=override).tiles.tile_m == 192
 
 
-@pytest.mark.parametrize("dims", [(72, 72), (64, 128), (128, 64), (192, 192), (256, 256)])
-def test_other_head_dims_are_refused_on_blackwell(dims: tuple[int, int]) -> None:
-    shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, *dims)
-    message = f"64/64, 96/96, 128/128, 192/128, got {dims[0]}/{dims[1]}"
-    with pytest.raises(NotImplementedError, match=message):
-        select_fwd_config(AttentionProblem("bfloat16", *dims), shapes, spec=SM100)
+def test_all_head_dims_on_blackwell() -> None:
+    """The tiles of a plan hold the heads and are those of its row; a single CTA can have them."""
+    for head_dim in HEAD_DIMS:
+        for head_dim_v in HEAD_DIMS:
+            dims = head_dim, head_dim_v
+            problem = AttentionProblem("bfloat16", *dims, is_causal=True)
+            for seqlen_q in (100, 300):
+                shapes = FwdShapes(1, seqlen_q, 300, seqlen_q, 300, 2, 2, *dims)
+                choice = select_fwd_config(problem, shapes, spec=SM100)
+                plan = SM100.forward.load_plan()(BFloat16, *dims, choice.tiles.tile_m, 128, 1)
+                assert plan.tile_d >= head_dim and plan.tile_dv >= head_dim_v
+                rows = ((row.max_dim, row.max_dim_v) for row in SM100_FWD)
+                first = next(x for x in rows if x[0] >= head_dim and x[1] >= head_dim_v)
+                assert (plan.tile_d, plan.tile_dv) == first
+                is_wide = plan.tile_dv > 128
+                assert choice.tiles.tile_m == (128 if is_wide else 256)
+                assert choice.tiles.cta_pair == (is_wide and seqlen_q > 128)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (FwdConfig(tile_m=128), "tile_m must be 256 on Blackwell, got 128"),
+        (FwdConfig(tile_m=128), "tile_m must be 256 for .* 128/128 on Blackwell, got 128"),
         (FwdConfig(tile_n=64), "tile_n must be 128 on Blackwell, got 64"),
         (FwdConfig(share_qo=True), "share_qo is not supported on Blackwell"),
         (FwdConfig(stages_q=2, num_stages=3), "exceed 232448"),
@@ -128,6 +141,9 @@ def test_what_cannot_run_on_blackwell_is_named(override: FwdConfig, message: str
         ({"has_softcap": True}, 1000, None, True),
         ({"head_dim": 64, "head_dim_v": 64}, 1000, None, False),
         ({"head_dim": 192}, 1000, None, True),
+        ({"head_dim": 256, "head_dim_v": 256, "is_causal": True}, 129, None, True),
+        ({"head_dim": 256, "head_dim_v": 256}, 128, None, False),
+        ({"head_dim": 256, "head_dim_v": 256}, 1000, FwdConfig(cta_pair=False), False),
     ],
 )
 def test_pairs_of_ctas_on_blackwell(
@@ -138,8 +154,9 @@ def test_pairs_of_ctas_on_blackwell(
     shapes = FwdShapes(1, seqlen_q, 300, seqlen_q, 300, 2, 2, *dims)
     choice = select_fwd_config(problem, shapes, override=override, spec=SM100)
     assert choice.tiles.cta_pair is expected
-    assert choice.tiles.cluster_tile_m == (512 if expected else 256)
-    assert choice.tiles.nest_in((256, 128)) is not expected
+    rows = 128 if problem.head_dim_v > 128 else 256
+    assert choice.tiles.cluster_tile_m == (2 * rows if expected else rows)
+    assert choice.tiles.nest_in((rows, 128)) is not expected
 
 
 def test_pairs_of_ctas_are_refused_on_hopper() -> None:

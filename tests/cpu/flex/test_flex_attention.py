@@ -20,6 +20,7 @@ from torch_values import dense_attention
 
 import flash_mask_cute
 from flash_mask_cute.flex import flex_attention, patch_flex_attention
+from flash_mask_cute.functional import Results
 
 B, HQ, HKV, L, S, D = 2, 4, 2, 150, 150, 16
 
@@ -118,11 +119,11 @@ def test_tensors_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
     q, k, v = tensors()
     seen: list[Tensor] = []
 
-    def record(*given: Tensor, **_: Any) -> Tensor:
-        seen.extend(given)
-        return torch.zeros(B, L, HQ, D)
+    def record(*given: Any) -> Results:
+        seen.extend(given[:3])
+        return Results(torch.zeros(B, L, HQ, D), None, None)
 
-    monkeypatch.setattr(attention, "flash_attn_func", record)
+    monkeypatch.setattr(attention, "attend", record)
     flex_attention(q, k, v, enable_gqa=True)
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (q, k, v)]
 
@@ -349,7 +350,6 @@ def cute_mask(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
          "heads 1 or 4.*got 3"),
         ({"block_mask": torch.ones(3)}, TypeError, "block_mask must be a BlockMask.*got Tensor"),
         ({"return_lse": True, "return_aux": AuxRequest()}, ValueError, "both"),
-        ({"return_aux": AuxRequest(max_scores=True)}, NotImplementedError, "max_scores"),
         ({"kernel_options": {"TILE": 3}}, ValueError, "'TILE'"),
         ({"kernel_options": {"BACKEND": "CUDNN"}}, ValueError, "BACKEND.*'CUDNN'"),
         ({"score_mod": lambda s, b, h, q: s}, TypeError, "score_mod must take.*score, b, h"),

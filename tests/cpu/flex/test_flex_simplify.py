@@ -87,13 +87,13 @@ def test_a_number_that_changes_moves_the_band() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What attention is asked with."""
     seen: list[dict[str, Any]] = []
-    attend = attention.flash_attn_func
+    attend = attention.attend
 
-    def record(*tensors: Tensor, **given: Any) -> Any:
-        seen.append(given)
-        return attend(*tensors, **given)
+    def record(q: Tensor, k: Tensor, v: Tensor, sink: None, call: Any, *wanted: bool) -> Any:
+        seen.append(call._asdict())
+        return attend(q, k, v, sink, call, *wanted)
 
-    monkeypatch.setattr(attention, "flash_attn_func", record)
+    monkeypatch.setattr(attention, "attend", record)
     return seen
 
 
@@ -117,7 +117,7 @@ def test_bands_of_unequal_lengths(name: str, lq: int, lk: int, calls: list[dict[
     mask = create_block_mask(mod, None, None, lq, lk, device="cpu", BLOCK_SIZE=32)
     check(mask, mod, lq, lk)
     if band.as_window(lq, lk) is not None:
-        assert calls[-1]["mask_mod"] is None and calls[-1]["block_sparse_tensors"] is None
+        assert calls[-1]["mask_mod"] is None and calls[-1]["block_sparse_tensors_torch"] is None
 
 
 def test_causal_is_our_causal_where_lengths_agree_only() -> None:
@@ -132,13 +132,13 @@ def test_causal_is_our_causal_where_lengths_agree_only() -> None:
 def test_lists_that_hide_more_are_applied(calls: list[dict[str, Any]]) -> None:
     mask = create_block_mask(causal, None, None, 150, 150, device="cpu", BLOCK_SIZE=32)
     check(mask, causal, 150, 150)
-    assert calls[-1]["block_sparse_tensors"] is None
+    assert calls[-1]["block_sparse_tensors_torch"] is None
     assert mask.full_kv_num_blocks is not None
     mask.full_kv_num_blocks[0, 0, 3] -= 1
     row = int(mask.full_kv_indices[0, 0, 3, 2])  # type: ignore[index]
     edited = lambda b, h, q, k: causal(b, h, q, k) & ~((q // 32 == 3) & (k // 32 == row))  # noqa: E731
     check(mask, edited, 150, 150)
-    assert calls[-1]["block_sparse_tensors"] is not None
+    assert calls[-1]["block_sparse_tensors_torch"] is not None
 
 
 def test_blocks_that_are_called_full_are_not_cut(calls: list[dict[str, Any]]) -> None:
@@ -149,4 +149,4 @@ def test_blocks_that_are_called_full_are_not_cut(calls: list[dict[str, Any]]) ->
         torch.zeros_like(everything), blocks, everything, blocks, 32, causal, lists.seq_lengths
     )
     check(mask, noop_mask, 150, 150)
-    assert calls[-1]["block_sparse_tensors"] is not None
+    assert calls[-1]["block_sparse_tensors_torch"] is not None

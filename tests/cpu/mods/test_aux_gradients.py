@@ -245,7 +245,7 @@ def test_opcheck() -> None:
         None, None,
     )  # fmt: skip
     arguments = torch_ops.to_operator(call)
-    out, lse, lse_low = OPERATORS.attention_fwd(q, k, v, None, *arguments)
+    out, lse, lse_low, _ = OPERATORS.attention_fwd(q, k, v, None, *arguments)
     for wants_aux in ([], [1], [0, 1]):
         torch.library.opcheck(
             OPERATORS.attention_bwd.default,
