@@ -1,6 +1,6 @@
 """Exact attention with masks as first-class citizens, in CuTe DSL, for NVIDIA GPUs.
 
-Importing this package imports neither torch nor the compiler; what stands in `__all__` is imported
+Importing this package imports neither torch nor the compiler; each name of `__all__` is imported
 when it is first used.
 """
 

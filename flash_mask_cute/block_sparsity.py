@@ -82,8 +82,8 @@ class BlockSparseTensorsTorch(NamedTuple):
 class ComputedLists(tuple[BlockSparseTensors, TorchLists]):
     """What `compute_block_sparsity` returns: lists for kernels, and the same as torch tensors.
 
-    A pair as in flash-attn-4, which may also be passed on as it is. torch_lists: the second of the
-    two with the size of a block, which the pair does not tell.
+    A pair as in flash-attn-4, which every call accepts. torch_lists: the second of the two, with
+    the size of a block, which the pair lacks.
     """
 
     torch_lists: BlockSparseTensorsTorch
@@ -147,8 +147,8 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
     """Block lists of a `BlockSparseTensorsTorch` (itself), of the pair that
     `compute_block_sparsity` returned, or of a torch `BlockMask`.
 
-    Of a `BlockMask` only the lists, the block size and the lengths are taken: its mask_mod is a
-    torch function that no kernel can call, so pass a CuTe one beside it.
+    Only the lists, the block size and the lengths of a `BlockMask` are taken. Its mask_mod is a
+    torch function, which no kernel can call, so pass a CuTe one with it.
 
     Raises:
         TypeError: it is none of these.
@@ -438,10 +438,10 @@ def retile_lists(
     are. Otherwise a tile is absent if all logical blocks it touches inside the sequences are
     absent, full if all are full, else partial.
 
-    The result is kept as long as the tensors live, and found again by them, so a model that passes
-    the same lists in each layer pays once; after an in-place change it is made anew. Tensors
-    created in inference mode do not tell of changes: for these nothing is kept, and neither is it
-    while a CUDA graph is captured. torch does not notice what a replayed graph writes.
+    The result is kept as long as the tensors live. A model that passes the same lists in each layer
+    pays once. After an in-place change it is made anew. Nothing is kept for tensors created in
+    inference mode, whose changes cannot be seen, nor while a CUDA graph is captured. torch does not
+    notice the writes of a replayed graph.
 
     It is filled on the stream of the first call. Calls on another stream that find it do not wait:
     order them after that one. A CUDA graph that finds lists retiled before its capture replays with

@@ -134,19 +134,18 @@ def flash_attn_func(
     with head_dim_v; bf16 or fp16 on CUDA, also fp32 and fp64 on the CPU. The arguments are those of
     `interface._flash_attn_fwd`, which tells what they mean and how they combine, but for:
 
-    window_size: (left, right); None or -1 leaves a side open, and below -1 a side shifts the band:
-    with right = -3 a token sees keys that are three or more before it.
+    window_size: (left, right); None or -1 leaves a side open. A side below -1 shifts the band: with
+    right = -3 a token sees keys at least three before it.
     softmax_scale: a number, or a 0-dim CPU tensor, which is read and has no gradient.
     score_mod, mask_mod: CuTe callables, or functions of torch with the arguments of FlexAttention's
     (score, b, h, q_idx, kv_idx) and (b, h, q_idx, kv_idx), which are lowered (docs/flex.md).
-    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: the gradient by
-    the score that score_mod gets, from the one by the score that it returns. Without it the
-    derivative of score_mod is taken from its trace.
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
+    of the returned score, the gradient of the score that score_mod gets. Without it the derivative
+    of score_mod is taken from its trace.
     block_sparse_tensors: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
     returned, or a torch `BlockMask` with its mask as mask_mod.
-    deterministic: gradients have the same bits in every run; so they have where
-    `torch.use_deterministic_algorithms` is on (with warn_only, but for those beside aux tensors
-    that require grad, which warn).
+    deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
+    asks for the same. With warn_only, calls with aux tensors that require grad only warn.
     config: a mapping of fields of both `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
     for both directions; or a pair, (forward, backward), of what the two host calls take.
 
@@ -281,11 +280,11 @@ def flash_attn_varlen_func(
     """`flash_attn_func` for sequences of different lengths.
 
     With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim), with
-    cu_seqlens_k k and v are; a side without it is dense. seqused_* (int32, batch) count the rows in
-    use of each slot. With page_table (int32, (batch, max_pages)) k and v are pools of pages (pages,
-    page_size, heads_kv, d): the keys of sequence b lie in pages page_table[b, 0], page_table[b, 1]
-    and so on, seqused_k of them. lse of packed queries is (heads_q, total_q), max_logit (heads_q,).
-    Gradients are 0 in rows that are not in use.
+    cu_seqlens_k k and v are; a side without it is dense. seqused_* (int32, batch) count the used
+    rows of each slot. With page_table (int32, (batch, max_pages)) k and v are pools of pages
+    (pages, page_size, heads_kv, d): the keys of sequence b lie in pages page_table[b, 0],
+    page_table[b, 1] and so on, seqused_k of them. lse of packed queries is (heads_q, total_q),
+    max_logit (heads_q,). Gradients are 0 in rows that are not in use.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; there are no gradients by
@@ -354,11 +353,10 @@ def flashmask_attention(
     """Attention under column intervals, called as PaddlePaddle's function of this name.
 
     q, k, v: as in `flash_attn_func`. startend_row_indices: int32 (batch or 1, heads, seqlen_k, n),
-    heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: as in `flash_attn_func`, or an
-    int >= 0 for both sides; None or -1 leaves a side open. It and the intervals may be given
-    together. deterministic, q_start: as in `flash_attn_func`; with fewer queries than keys,
-    q_start=0 says that the first query is the intervals' row 0, and "end" that the last one is at
-    the last key.
+    heads 1, heads_kv or heads_q; see `ColumnMask`. window_size: as in `flash_attn_func`, or an int
+    >= 0 for both sides; None or -1 leaves a side open. It and the intervals may be given together.
+    deterministic, q_start: as in `flash_attn_func`; with fewer queries than keys, q_start=0 says
+    that the first query is the intervals' row 0, and "end" that the last one is at the last key.
 
     Returns:
         out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
@@ -419,7 +417,7 @@ def scale_number(softmax_scale: Any) -> Any:
 
 
 class Results(NamedTuple):
-    """What a call returns. lse, max_scores: like LSE, of each row; None where nobody asked."""
+    """What a call returns. lse, max_scores: like LSE, of each row; None unless requested."""
 
     out: Tensor
     lse: Any

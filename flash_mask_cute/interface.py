@@ -67,12 +67,12 @@ def _flash_attn_fwd(
 
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
     with head_dim_v. With cu_seqlens_q (int32, batch + 1, from 0 on) q is (total_q, heads_q,
-    head_dim), with cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the rows
-    in use of each slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
+    head_dim), with cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the used
+    rows of each slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i when everything that was given lets it. With d = i + seqlen_k -
     seqlen_q, or i + q_start: j <= d if causal, j >= d - window_size_left and j <= d +
-    window_size_right; None leaves a side open; below -1 a side shifts the band, past the diagonal.
+    window_size_right; None leaves a side open. A side below -1 shifts the band past the diagonal.
     softcap > 0 makes a score s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any
     floating dtype (float64 is read as float32), is one more logit per head, without a value.
     softmax_scale, a number of any sign or a 0-dim CPU tensor, is head_dim ** -0.5 by default.
@@ -81,11 +81,11 @@ def _flash_attn_fwd(
     copied in each call, and q where softmax_scale is not positive; `explain` lists it.
 
     startend_row_indices: int32 (batch or 1, heads, seqlen_k, n) with heads 1, heads_kv or heads_q
-    and n 1, 2 or 4, the rows that each key hides, as `ColumnMask` tells; with cu_seqlens_k
-    (1, heads, total_k, n), rows counted inside their sequence. A tensor means
-    `ColumnMask(tensor, causal)`. A ColumnMask keeps what is computed of it between calls; its own
-    `causal` says what its vectors mean, and the call is causal if either of both is. One that is
-    said to hold documents may be computed as packed sequences.
+    and n 1, 2 or 4, the rows that each key hides (see `ColumnMask`); with cu_seqlens_k (1, heads,
+    total_k, n), rows counted inside their sequence. A tensor means `ColumnMask(tensor, causal)`. A
+    ColumnMask keeps what is computed of it between calls; its own `causal` says what its vectors
+    mean, and the call is causal if either of both is. A mask with documents=True may be computed as
+    packed sequences.
     score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> score, after softcap, and
     mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean: CuTe callables on one-element
     `cute.TensorSSA`, positions inside the sequence and query heads, compiled into the kernel
@@ -97,17 +97,17 @@ def _flash_attn_fwd(
     one they are visible. Blocks count from the start of a sequence; where lengths vary, the lists
     cover max_seqlen_q and max_seqlen_k.
     q_start: the position of query 0 of each sequence, for causal and window, the rows of intervals
-    and lists and the q_idx of mods: an int, an int32 tensor (batch,), or "end", by which the last
-    query is at the last key. None: causal and window are as with "end", rows and mods count from 0,
-    and the mask has a row for each query, or the call is refused (docs/masks.md).
+    and lists and the q_idx of mods: an int, an int32 tensor (batch,), or "end", which puts the last
+    query at the last key. None: causal and window are as with "end", and rows and mods count from
+    0; the mask has a row for each query, or the call is refused (docs/masks.md).
 
     out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
     (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
     sees nothing has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
     A score_mod may return any finite number, such as the -1e30 of an additive mask. lse_low, like
-    lse and only beside a score_mod, gets what rounding takes from lse, for the backward;
-    max_scores, like lse, the largest visible score of each row, -inf without one. out, lse, lse_low
-    and max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
+    lse and only with a score_mod, gets the rounding error of lse, for the backward. max_scores,
+    like lse, gets the largest visible score of each row, -inf without one. out, lse, lse_low and
+    max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
     multiples of 16 bytes.
 
     page_table: int32 (batch, max_pages); k and v are then pools (pages, page_size, heads_kv, ...),
@@ -118,8 +118,8 @@ def _flash_attn_fwd(
     them. 0 leaves it to the library: few queries over many keys are computed in pieces, which on a
     GPU are equal shares of all key blocks, one for each SM (docs/serving.md).
 
-    pack_gqa: query heads of a KV head share tiles (None: where queries are few), but for block
-    lists and column intervals by query head. config: a `FwdConfig`, or some of its fields.
+    pack_gqa: query heads of a KV head share tiles (None: if queries are few), except with block
+    lists or column intervals by query head. config: a `FwdConfig`, or some of its fields.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.

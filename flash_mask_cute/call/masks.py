@@ -90,7 +90,8 @@ class ResolvedMasks(NamedTuple):
     def describe(self, tiles: FwdTiles, are_bits: bool) -> str:
         """In words, empty if there is nothing.
 
-        are_bits: block lists are taken so, by what asks a mask_mod before attention.
+        are_bits: block lists are taken as bits, by the kernel that makes mask bits before
+        attention.
         """
         parts = []
         if self.column_mask is not None:

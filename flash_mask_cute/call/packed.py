@@ -27,9 +27,9 @@ def holds_documents(
 ) -> bool:
     """Whether a mask is said to hold documents, and this call can be packed by them.
 
-    Other operands, wrong ones among them, are for the call with the mask as it is. causal: of the
-    call, which must not hide more than the mask does. others: lengths, mods, block lists and
-    q_start (`start_that_counts`) of the call, which packed sequences do not have as they are.
+    Other operands, wrong ones included, go to the call with the dense mask. causal: of the call,
+    which must not hide more than the mask does. others: lengths, mods, block lists and q_start
+    (`start_that_counts`) of the call, which packed sequences do not have as they are.
     """
     if not isinstance(mask, ColumnMask) or not mask.documents:
         return False

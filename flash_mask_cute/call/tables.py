@@ -362,7 +362,7 @@ SM90_BWD = (
     ),
     BwdRow(
         *(64, 64, 128, 2, 2, 1, 16),
-        "registers for 128 queries and a few values, which leave enough for who plans and paints",
+        "registers for 128 queries and a few values, with enough left for the mask warps",
     ),
     BwdRow(
         *(96, 96, 64, 2, 2, 1, 96),
@@ -399,7 +399,7 @@ SM90_BWD = (
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
-        "registers for 64 queries and some values, which leave enough for who paints many edges",
+        "registers for 64 queries and some values, with enough left for bits of many edges",
     ),
     BwdRow(
         *(192, 192, 64, 2, 2, 1, 0),

@@ -24,7 +24,7 @@ from flash_mask_cute.rules.mask_rules import (
     broadcast_place,
 )
 
-# rows that a mask_mod is asked about together: the places of their bits are constants
+# rows whose mask_mod is evaluated together: the places of their bits are constants
 ROWS_PER_EVAL = 4
 
 
@@ -219,7 +219,7 @@ class ForwardMask(MaskRules):
     def _band_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
         """Bits that the band, the end of the keys included, leaves to each row.
 
-        Of its two edges those are painted that cross the block, for which a row of the tile tells.
+        Only the edges that cross the block are applied; a row of the tile decides which.
         """
         info = self.block_info
         band = info.band(work.seqlen)

@@ -164,7 +164,7 @@ class MaskArgs(NamedTuple):
         """From the arguments of a launch; num_heads: of its walks, block_size: of the lists.
 
         :raises ValueError: a tensor is given to a kernel made without it, or the other way round;
-            or answers that were stored to a kernel that asks, or beside block lists
+            mask bits are given to a kernel with a mask_mod, or beside block lists
         """
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
@@ -201,11 +201,11 @@ class TileVerdict(NamedTuple):
 class MaskRules:
     """The masks of a launch, for one shape of tiles.
 
-    columns: where a bit tile has which column of a tile. keys_are_packed: the keys of all sequences
-    lie in one tensor. skip: leave hidden blocks out and cut-free blocks unpainted; without it every
-    block of a sequence is visited and painted, to the same result. counts_offsets: mask_mod and
-    block lists know positions in an entry, in which a sequence begins at offset_q and offset_k.
-    group_size: heads among the packed ones of `block_info`.
+    columns: which column of a tile each bit of a bit tile stands for. keys_are_packed: the keys of
+    all sequences lie in one tensor. skip: empty blocks are skipped and full blocks need no bits;
+    without it every block of a sequence is visited as a partial one, with the same result.
+    counts_offsets: mask_mod and block lists count positions in an entry, in which a sequence begins
+    at offset_q and offset_k. group_size: heads among the packed ones of `block_info`.
     """
 
     args: MaskArgs
@@ -285,7 +285,7 @@ class MaskRules:
     def judge_listed(
         self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32
     ) -> tuple[Boolean, Boolean]:
-        """Whether a tile touches a listed logical block, and whether it has to be asked about."""
+        """Whether a tile touches a listed logical block, and whether mask_mod decides about it."""
         is_listed, needs_mask_mod = Boolean(True), Boolean(const_expr(self._may_need_mask_mod))
         if const_expr(self.args.bits is not None):
             args, info = self.args.bits, self.block_info
@@ -314,7 +314,8 @@ class MaskRules:
     def _look_up(
         self, work: Work, m_block: Int32, n_block: Int32, is_visible: Boolean
     ) -> tuple[Boolean, Boolean]:
-        """What was stored about a tile that is visible otherwise: whether it is, and is cut."""
+        """From the stored state of a tile that other masks leave visible: whether it is, and is
+        partial."""
         state = Int32(0)
         if is_visible:
             for i in cutlass.range_constexpr(self._bit_tiles_per_tile):
@@ -401,7 +402,7 @@ class MaskRules:
         )
 
     def _listed_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
-        """What to add to positions of a sequence for those that block lists know."""
+        """What to add to positions of a sequence for the positions that block lists count."""
         if work.q_start is not None:
             return work.q_start, 0
         return (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)

@@ -1,4 +1,4 @@
-"""What the warps do that plan and paint while others multiply, on every architecture."""
+"""The planning warp and the mask warps, on every architecture."""
 
 from functools import partial
 

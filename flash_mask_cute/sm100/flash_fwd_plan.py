@@ -88,12 +88,12 @@ class Tiles(NamedTuple):
     sums (2, rows): maximum and sum of each row.
     """
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
+    q: cute.Tensor  # (128, tile_d, halves * stages_q)
+    k: cute.Tensor  # (keys of this CTA, tile_d, stages_kv)
+    v: cute.Tensor  # (columns of this CTA, tile_n, stages_v)
     o: cute.Tensor
-    sums: cute.Tensor
-    bits: cute.Tensor
+    sums: cute.Tensor  # (2, tile_m)
+    bits: cute.Tensor  # (4 words, tile_m)
 
 
 class Products(NamedTuple):

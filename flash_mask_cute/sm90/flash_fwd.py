@@ -106,7 +106,6 @@ class FlashAttentionForwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: CTAs to launch at most
     :param cta_pair: False
-    :param claims_late: work tiles are claimed one at a time, for few that are not equal
     :param split: how work tiles are computed in pieces: "rows", as many of each as the launch says,
         "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
     :param page_box: keys lie in pages, in each so many side by side; a divisor of tile_n and of the
@@ -140,7 +139,6 @@ class FlashAttentionForwardSm90:
         skip_blocks: bool = True,
         num_sms: int = 132,
         cta_pair: bool = False,
-        claims_late: bool = False,
         split: str | None = None,
         page_box: int | None = None,
     ):
@@ -189,7 +187,6 @@ class FlashAttentionForwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
-        self.claims_late = claims_late
         self.split = split
 
     @cute.jit
@@ -317,6 +314,7 @@ class FlashAttentionForwardSm90:
         mO: cute.Tensor | None,
     ):
         plan = self.plan
+        # -- shared memory and channels
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for atom in operands.atoms:
@@ -325,7 +323,7 @@ class FlashAttentionForwardSm90:
         mma_warps = plan.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
         loads = 1
-        # otherwise the end of the keys may cut a block, for which only a walk's first is ready
+        # otherwise only the end of the keys makes a block partial, which must be a walk's first
         uncut_first = self._has_cutters(masks)
         fields = lengths.work_fields
         if const_expr(self.split is not None):
@@ -357,6 +355,7 @@ class FlashAttentionForwardSm90:
             any_bits=storage.any_bits.get_tensor(cute.make_layout(plan.tile_m // bit_tile.WORD)),
         )
 
+        # -- roles
         mask_warp = warp_idx - plan.first_mask_warp
         if warp_idx < Role.MMA:
             if const_expr(plan.moves_registers):
@@ -415,7 +414,7 @@ class FlashAttentionForwardSm90:
     def mask(
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
     ):
-        """Painting warp: bits of a share of every tile's rows."""
+        """A mask warp: the bits of its share of every tile's rows."""
         plan = self.plan
         share = Share.create(mask_warp, plan.num_mask_warps, plan.tile_m, wgmma.COLUMNS)
         rules = self._rules(masks, lengths)
@@ -426,7 +425,7 @@ class FlashAttentionForwardSm90:
         )
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
-        # of whole blocks, a score_mod is told rows without asking whether there are so many
+        # in full blocks, a score_mod gets rows without a test whether they exist
         cuts_overhang = self.score_mod is not None
         return ForwardMask.from_kernel(self, wgmma.COLUMNS, masks, lengths, cuts_overhang)
 
@@ -456,23 +455,25 @@ class FlashAttentionForwardSm90:
             masks.aux_tensors,
             keeps_largest=lse.largest is not None,
         )
-        first_S = wgmma.make_accumulator(plan.tile_n)
-        # P of a block; steps over whole blocks use both in turns
+        first_S = wgmma.make_accumulator(plan.tile_n)  # (64, tile_n) of the warpgroup
+        # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately
         probs, other_probs = blocks.make_probs(), blocks.make_probs()
         tile, state = Int32(0), MainloopState.start()
         blocks.start_scheduler_barrier()
         is_valid = ring.wait(tile)
         self._first_scores(blocks, first_S, tile, state.block, is_valid)
         while is_valid:
+            # -- first key block, whose S is complete
             state, following = blocks.first(tile, state, first_S, probs)
             if const_expr(plan.share_qo and plan.overlaps_tiles):  # noqa: SIM102 (while tracing)
                 # by now the previous tile's output has left its query's place
                 if tile > 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channels.q.release(tile - 1)
-            # The same loop for blocks that are cut and for others: one that asked every block would
-            # have one branch more while P V is in flight, which ptxas answers by serialising all
-            # products.
+            # -- key blocks: P V of the block before, and S of this one
+            # One loop for partial blocks and one for full ones, of the same text: a loop that asked
+            # every block would have one branch more while P V is in flight, and ptxas would
+            # serialise all products.
             while following != Kind.END:
                 for kind in blocks.kinds:
                     while following == kind:
@@ -487,11 +488,11 @@ class FlashAttentionForwardSm90:
                             else:
                                 wgmma.copy_words(probs, other_probs, blocks.opaque_one)
 
-            # the last P V of this tile, and with it the first S of the next
+            # -- the last P V of this tile, and with it the first S of the next
             next_is_valid = ring.wait(tile + 1)
             if const_expr(not plan.share_qo):
-                # before the turn: another warpgroup may wait, in its own, for the query that takes
-                # this one's place
+                # before the barrier: the warpgroup before may wait for the query that takes this
+                # one's place
                 channels.q.release(tile)
             blocks.wait_for_values(state)
             blocks.wait_scheduler_barrier()
@@ -501,6 +502,7 @@ class FlashAttentionForwardSm90:
             blocks.arrive_scheduler_barrier()
             warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
             blocks.release_values(state)
+            # -- epilogue
             work = ring.read(tile)
             if const_expr(lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
@@ -509,7 +511,7 @@ class FlashAttentionForwardSm90:
             o_stage = mma_warpgroup_idx()
             if const_expr(plan.share_qo):
                 o_stage += channels.q.index(tile) * plan.num_mma_warpgroups
-            sO = tiles.o[None, None, o_stage]
+            sO = tiles.o[None, None, o_stage]  # (64, tile_dv)
             epilogue.run(blocks, sO, work)
             ring.release(tile)
             state = state.next_tile()

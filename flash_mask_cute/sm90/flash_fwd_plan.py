@@ -66,10 +66,10 @@ class FwdPlan:
 
     A second query stage, or an output of its own, lets the next tile's query arrive, and its first
     scores be computed, while this tile's output leaves. With `mask_warpgroup` a warpgroup of its
-    own paints, instead of two warps: asking a mask_mod about every score of a block is much work.
-    cta_pair: what other kernels do, and this one does not. packed_heads: rows of a position, a
-    power of two (`padded_group`), of which the first `heads_there` are heads. page_box: of keys and
-    values in pages, keys that a page has together, None: they lie in rows.
+    own makes mask bits, instead of two warps: evaluating a mask_mod for every score of a block is
+    much work. cta_pair: what other kernels do, and this one does not. packed_heads: rows of a
+    position, a power of two (`padded_group`), of which the first `heads_there` are heads. page_box:
+    of keys and values in pages, keys that a page has together, None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]

@@ -409,31 +409,3 @@ def test_groups_of_any_size_are_packed(group: int) -> None:
     by_itself = choose(**heads, seqlen_q=1).packed_heads
     assert by_itself == (group if group == 64 else 1)
     assert choose(**heads, seqlen_q=1, decode_rows=padded_group(group)).packed_heads == group
-
-
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        ({"heads_q": 8, "seqlen_q": 4096, "is_causal": True}, True),
-        ({"heads_q": 4, "seqlen_q": 4096, "is_causal": True}, False),
-        ({"heads_q": 32, "seqlen_q": 8192, "is_causal": True}, False),
-        ({"heads_q": 8, "seqlen_q": 4096}, False),
-        ({"heads_q": 8, "seqlen_q": 4096, "window": 300}, True),
-    ],
-)
-def test_few_unequal_tiles_are_claimed_late(call: dict[str, Any], expected: bool) -> None:
-    """128 tiles are one for each SM, and 2048 so many that the last ones weigh little."""
-    assert choose(**call).tiles.claims_late is expected
-    given = choose(**call, override=FwdConfig(claims_late=not expected))
-    assert given.tiles.claims_late is not expected
-
-
-def test_late_claims_are_refused_on_blackwell() -> None:
-    shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, 128, 128)
-    with pytest.raises(ValueError, match="claims_late=True is not supported on Blackwell"):
-        select_fwd_config(
-            AttentionProblem("bfloat16", 128, 128),
-            shapes,
-            override=FwdConfig(claims_late=True),
-            spec=SM100,
-        )
