@@ -9,6 +9,8 @@ gradients  the same of a backward
 peers      who is measured
 timing     how time is taken
 everyday   shapes that people run, out of everyday_shapes.json: names and sizes
+cudnn_cases    masks beside cudnn.flex_attention: names, sizes, what is drawn
+row_intervals  a mask by the ranges of keys that each query sees (numpy only)
 sweep      the draws of a sweep; prep: what preparing a mask means
 paper      the table of the FlashMask paper: its cases, who takes part
 flex       `python -m bench.flex`: mods of torch through flex_attention, ours and torch's;
@@ -24,6 +26,8 @@ breakdown  `python -m bench.breakdown`: where a mask's time goes
 plot       `python -m bench.plot`: figures, and the tables of pages, out of rows; figure: a canvas;
            gallery: the picture of masks
 codegen    `python -m bench.codegen`: registers, spills and opcodes of the kernels, without a GPU
+blackwell_model  `python -m bench.blackwell_model`: what a block of the Blackwell backward costs, by
+           counting; sass_paths: machine code as a graph
 compare    `python -m bench.compare`: this tree against another commit; history: earlier commits
 
 Here: the rows themselves, where they come from, and the table of a run. A row is one figure; its
@@ -50,6 +54,7 @@ VERSIONS = {
     "triton": "triton",
     "cutlass_dsl": "nvidia-cutlass-dsl",
     "flash_attn_4": "flash-attn-4",
+    "cudnn_frontend": "nvidia-cudnn-frontend",
 }
 
 

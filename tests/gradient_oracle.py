@@ -171,8 +171,9 @@ def assert_gradients_close(
     dlse: Tensor | None = None,
     *,
     rtol: float | None = None,
-) -> None:
-    """The error bound of the project, on "dq", "dk", "dv" and, with a sink, "dsink".
+) -> float:
+    """The error bound of the project, on "dq", "dk", "dv" and, with a sink, "dsink"; returns the
+    largest error as a share of what is allowed.
 
     Errors are measured in units of their row (of a token and a head; for the sink, a head): the
     largest value, or the root of the sum of squares of the terms of a value, whichever is larger.
@@ -191,6 +192,7 @@ def assert_gradients_close(
     operands = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     if "dsink" in reference:
         operands["sink"] = inputs.plain_keywords["learnable_sink"]
+    share = 0.0
     for operand, x in operands.items():
         name, label = f"d{operand}", f"{inputs.case.id}: d{operand}"
         gradient, expected = gradients[name], reference[name]
@@ -216,11 +218,14 @@ def assert_gradients_close(
         worst, rms = errors(gradient)
         if eager is None:
             assert rtol is not None and worst <= rtol, f"{label} off by {worst:.3g}"
+            share = max(share, worst / rtol)
             continue
         ulp = max(torch.finfo(inputs.q.dtype).eps, torch.finfo(gradient.dtype).eps)
         worst_eager, rms_eager = errors(eager[name])
         worst_allowed, rms_allowed = 2 * worst_eager + ulp, 2 * rms_eager + 0.3 * ulp
         assert worst <= worst_allowed, f"{label} off by {worst:.3g}, allowed {worst_allowed:.3g}"
         assert rms <= rms_allowed, f"{label}: RMS error {rms:.3g}, allowed {rms_allowed:.3g}"
+        share = max(share, worst / worst_allowed, rms / rms_allowed)
     if "dsink" not in reference:
         assert gradients.get("dsink") is None, f"{inputs.case.id}: a dsink without a sink"
+    return share

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cases import BF16, FP16, FP32, FP64, Case
@@ -61,6 +62,24 @@ def random_mask_case(rng: random.Random) -> Case:
 def random_case(rng: random.Random) -> Case:
     """A small problem that joins two features drawn at random."""
     return _draw_case(rng, rng.sample(sorted(FUZZ_FEATURES), 2), FUZZ_FEATURES)
+
+
+def small_case(rng: random.Random, dims: tuple[tuple[int, int], ...], most: int) -> Case:
+    """A problem that joins several features, of sequences of at most so many tokens, two in a
+    batch, with head dimensions out of `dims` and either dtype."""
+    case = rng.choice((random_case, random_mask_case))(rng)
+    head_dim, head_dim_v = rng.choice(dims)
+    if case.strided == "fused_qkv":
+        head_dim_v = head_dim
+    name = f"{case.id.rpartition('-d')[0]}-d{head_dim}-dv{head_dim_v}"
+    fields: dict[str, Any] = {"id": name, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    fields["batch"] = 2
+    for side in ("q", "k"):
+        fields[f"seqlen_{side}"] = min(getattr(case, f"seqlen_{side}"), most)
+        for name in (f"lengths_{side}", f"seqused_{side}"):
+            if lengths := getattr(case, name):
+                fields[name] = tuple(min(length, most) for length in lengths[:2])
+    return replace(case, dtype=rng.choice((BF16, FP16)), **fields)
 
 
 def _draw_case(

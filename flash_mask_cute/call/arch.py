@@ -31,11 +31,10 @@ class AttentionKernel:
 @dataclass(frozen=True)
 class ForwardKernel(AttentionKernel):
     """rows: of tiles. packed_rows: query rows that leave together, which packed heads must fill
-    evenly: a warpgroup's or a warp's. exact_dims: it takes the head dimensions of the rows only."""
+    evenly: a warpgroup's or a warp's."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
-    exact_dims: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,6 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             _forward_plan_sm100,
             SM100_FWD,
             packed_rows=32,
-            exact_dims=True,
         ),
         BackwardKernel(
             "FlashAttentionBackwardSm100",

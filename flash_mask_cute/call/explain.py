@@ -8,15 +8,27 @@ from typing import Any
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.block_sparsity import dense_states
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
-from flash_mask_cute.call.config import FwdTiles
+from flash_mask_cute.call.config import FwdTiles, select_bwd_config
 from flash_mask_cute.call.copies import describe_copies
+from flash_mask_cute.call.group_splits import partial_sums_bytes, split_group
+from flash_mask_cute.call.kernels_bwd import num_row_blocks
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.packed import call_by_documents
 from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
 from flash_mask_cute.call.prepare import compiled_fwd
-from flash_mask_cute.call.tile_classes import ColumnVerdicts, ListVerdicts, Verdicts, judge_row
+from flash_mask_cute.call.splits import BY_SLOTS
+from flash_mask_cute.call.tile_classes import (
+    ColumnVerdicts,
+    ListVerdicts,
+    PlacedLists,
+    Verdicts,
+    judge_row,
+)
+from flash_mask_cute.cpu.tiles import start_of
+from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -29,12 +41,13 @@ class Explanation:
     where: device that computes. kernel: what runs there or would run on `arch`. packed_heads: query
     heads that share a tile, 1 for none. grid: CTAs. masks: those beyond causal and window, in
     words. work_tiles: query tiles over all heads (groups of packed heads) and sequences.
-    full_key_tiles, cut_key_tiles, skipped_key_tiles: over all work tiles, the key tiles that are
-    visited as they are, visited and masked, and left out; `plot` counts the same of a mask. Where
-    its documents are packed sequences they are tiles of the dense call, of which those between
-    documents are skipped; `note` counts the tiles of the sequences. registers: per thread at
+    full_key_tiles, partial_key_tiles, empty_key_tiles: over all work tiles, the key tiles that are
+    visited without a mask, visited and masked, and skipped; `plot` counts the same of a mask. Where
+    the documents of a mask are packed sequences, these are tiles of the dense call, and tiles
+    between documents are empty; `note` counts the tiles of the sequences. registers: per thread at
     launch. copies: the tensors that each launch copies for the kernel, and why, empty if it copies
-    none; the CPU path takes them as they are.
+    none; the CPU path takes them as they are. splits: the pieces in which work tiles are computed,
+    and the scratch memory of that, empty if there are none.
     """
 
     where: str
@@ -47,13 +60,14 @@ class Explanation:
     grid: int | None
     work_tiles: int | None
     full_key_tiles: int | None
-    cut_key_tiles: int | None
-    skipped_key_tiles: int | None
+    partial_key_tiles: int | None
+    empty_key_tiles: int | None
     smem_bytes: int
     registers: int | None
     spill_bytes: int | None
     note: str
     copies: str = ""
+    splits: str = ""
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -68,11 +82,13 @@ class Explanation:
             + (", output in the query's place" if tiles.share_qo else ""),
             "because": self.reason,
             "packed heads": "none" if self.packed_heads == 1 else str(self.packed_heads),
+            "splits": self.splits or "none: one pass",
             "masks": self.masks or "causal and window at most",
             "grid": _known(self.grid, "CTAs"),
             "work tiles": _known(self.work_tiles),
-            "key tiles": f"{_known(self.full_key_tiles)} full, {_known(self.cut_key_tiles)} cut, "
-            f"{_known(self.skipped_key_tiles)} skipped",
+            "key tiles": f"{_known(self.full_key_tiles)} full, "
+            f"{_known(self.partial_key_tiles)} partial, "
+            f"{_known(self.empty_key_tiles)} empty",
             "registers": f"{_known(self.registers)} per thread at launch, "
             f"{_known(self.spill_bytes, 'bytes')} spilled",
             "shared memory": f"{self.smem_bytes} bytes",
@@ -104,7 +120,7 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
     meta = _compiled_facts(run, device, notes)
     tiles = run.fwd_choice.tiles
     packs = isinstance(run.mask_bits, DocumentBitsPlan)
-    work_tiles = full = cut = skipped = None
+    work_tiles = full = partial = empty = None
     if packs and device != "cpu":
         notes.append("tile counts are unknown: documents are found on the device")
     elif unknown := _unreadable_for_counts(counted, run.masks):
@@ -112,13 +128,15 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
     else:
         if packs:
             notes.append("the CPU path packs no documents, so none are counted")
-        work_tiles, full, cut, skipped = _count_tiles(_to_count(run), counted.tensors)
+        work_tiles, full, partial, empty = _count_tiles(_to_count(run), counted.tensors)
         if run is not dense:
-            notes.append(f"of their own tiles {full} are visited as they are and {cut} masked")
+            notes.append(f"of their own tiles {full} are full and {partial} partial")
             of_dense = dense.with_choice(run.choice)
-            _, full, cut, skipped = _count_tiles(of_dense, call.tensors)
+            _, full, partial, empty = _count_tiles(of_dense, call.tensors)
     if run.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
+    elif split := _describe_split_backward(run):
+        notes.append(split)
     return Explanation(
         where=device,
         kernel=arch_spec(run.target).forward.class_name,
@@ -126,17 +144,44 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         tiles=tiles,
         reason=run.choice.reason,
         packed_heads=run.fwd_choice.packed_heads,
-        masks=_describe_masks(run, counts_cut=cut is not None),
+        masks=_describe_masks(run, counts_partial=partial is not None),
         grid=_grid(run, work_tiles),
         work_tiles=work_tiles,
         full_key_tiles=full,
-        cut_key_tiles=cut,
-        skipped_key_tiles=skipped,
+        partial_key_tiles=partial,
+        empty_key_tiles=empty,
         smem_bytes=run.choice.smem_bytes,
         registers=meta.get("registers"),
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
         copies=describe_copies(**run.conversions),
+        splits="" if run.splits is None else run.splits.describe(),
+    )
+
+
+def _describe_split_backward(run: ExecutionPlan) -> str | None:
+    """Over how many CTAs a backward of this call splits groups of heads, if it does."""
+    kernel, problem, shapes = arch_spec(run.target).backward, run.problem, run.shapes
+    group = shapes.heads_q // shapes.heads_kv
+    if not kernel.splits_groups or group == 1:
+        return None
+    choice = select_bwd_config(
+        shapes.head_dim,
+        shapes.head_dim_v,
+        problem.tuning_class,
+        seqlen_k=shapes.seqlen_k,
+        kernel=kernel,
+    )
+    window = run.window_left, run.window_right
+    choice = split_group(choice, problem, shapes, window, run.target.num_sms, None)
+    rows = shapes.total_k if problem.varlen_k else shapes.seqlen_k
+    blocks = num_row_blocks(rows, shapes.batch, problem.varlen_k, choice.tile_n)
+    num_bytes = partial_sums_bytes(choice, shapes, blocks)
+    if not num_bytes:
+        return None
+    return (
+        f"a backward splits each group of heads over {choice.group_splits} CTAs, with {num_bytes} "
+        "bytes of partial sums"
     )
 
 
@@ -156,9 +201,9 @@ def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[s
 def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | None:
     """What lies on a device and would have to be read to count tiles, with its verb."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
-    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.q_starts
     if any(y is not None and y.is_cuda for y in lengths):
-        return "cu_seqlens or seqused are on the device"
+        return "cu_seqlens, seqused or q_start are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
         lists is not None and lists.mask_block_cnt.is_cuda
     ):
@@ -174,16 +219,17 @@ def _to_count(run: ExecutionPlan) -> ExecutionPlan:
     return replace(run.without_bits, choice=run.choice)
 
 
-def _describe_masks(run: ExecutionPlan, counts_cut: bool) -> str:
+def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
     mask_bits = run.mask_bits
-    text = run.masks.describe(run.fwd_choice.tiles, are_bits=mask_bits is not None)
+    are_bits = mask_bits is not None or run.q_start is not None
+    text = run.masks.describe(run.fwd_choice.tiles, are_bits)
     if mask_bits is None:
         return text
     parts = mask_bits.num_query_chunks
     of_part = "" if parts == 1 else f" for each of {parts} parts"
     text += f"; mask_mod is asked once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
-    if counts_cut:
-        text += " (tiles that it hides are skipped then, and counted as cut here)"
+    if counts_partial:
+        text += " (tiles that it hides are skipped then, and counted as partial here)"
     if isinstance(mask_bits, DocumentBitsPlan):
         text += "; documents that its answers tell of are packed sequences"
     return text
@@ -193,6 +239,10 @@ def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
     if run.shapes.is_empty:
         return 0
     ctas = run.fwd_choice.tiles.ctas_per_tile
+    if run.splits is not None and run.splits.kind == BY_SLOTS:
+        return run.splits.number
+    if run.splits is not None and work_tiles is not None:
+        work_tiles *= run.splits.number
     most = run.target.num_sms // ctas
     if run.problem.varlen_q:
         return most * ctas
@@ -200,7 +250,7 @@ def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
 
 
 def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, int]:
-    """(work tiles, full key tiles, cut ones, skipped ones), over all heads and sequences."""
+    """(work tiles, full key tiles, partial ones, empty ones), over all heads and sequences."""
     shapes, problem, tiles, masks = run.shapes, run.problem, run.fwd_choice.tiles, run.masks
     block_info = BlockInfo(
         tiles.cluster_tile_m,
@@ -209,7 +259,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
         is_local=problem.is_local,
         window_size_left=run.window_left,
         window_size_right=run.window_right,
-        qhead_per_kvhead_packgqa=problem.packed_heads,
+        qhead_per_kvhead_packgqa=padded_group(problem.packed_heads),
     )
     verdicts: list[Verdicts] = []
     if masks.column_mask is not None:
@@ -218,29 +268,35 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     if masks.block_lists is not None:
         tile, seqlens = (tiles.cluster_tile_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
         has_mod = masks.mask_mod is not None
-        verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
+        if run.q_start is None:
+            verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
+        elif masks.block_size is not None:
+            states = dense_states(masks.block_lists)
+            verdicts.append(PlacedLists(states, masks.block_size, has_mod, block_info))
     needs_mask_mod = masks.mask_mod is not None and masks.block_lists is None
     heads = shapes.heads_q // problem.packed_heads
     cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
     seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
-    work_tiles = full = cut = total = 0
+    start = run.q_start_of(tensors)
+    work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
-        m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.cluster_tile_m)
+        used = replace(used, q_start=start_of(start, batch_idx, used))
+        m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.cluster_tile_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
         for m_block in range(m_blocks):
             _, is_visible, is_cut = judge_row(
                 block_info, verdicts, needs_mask_mod, heads, batch_idx, used, m_block
             )
-            cut += int((is_visible & is_cut).sum())
+            partial += int((is_visible & is_cut).sum())
             full += int((is_visible & ~is_cut).sum())
     if not tiles.skip_blocks:
-        full, cut = 0, total
-    return work_tiles, full, cut, total - full - cut
+        full, partial = 0, total
+    return work_tiles, full, partial, total - full - partial
 
 
 def _values(lengths: Tensor | None) -> list[int] | None:

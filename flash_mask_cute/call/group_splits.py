@@ -18,9 +18,11 @@ from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 
 # Costs in query blocks that a CTA computes: of a work tile, which waits for its keys and stores its
 # gradients; of storing them as partial sums; and of adding these afterwards.
-TILE, PARTIAL, ADDING = 2.0, 2.0, 2.0
+TILE, PARTIAL, ADDING = 1.5, 0.75, 0.5
 # work tiles for each SM that leave nothing to be gained
 ENOUGH = 16
+# what a split has to save, for it needs memory
+LEAST_GAIN = 1.02
 
 
 def split_group(
@@ -47,7 +49,10 @@ def split_group(
         )
     if wanted is None:
         walks = list(_walks(choice, problem, shapes, window))
-        wanted = min(splits, key=lambda n: _estimate(walks, shapes, group, n, num_sms))
+        costs = {n: _estimate(walks, shapes, group, n, num_sms) for n in splits}
+        wanted = min(splits, key=lambda n: costs[n])
+        if costs[1] <= LEAST_GAIN * costs[wanted]:
+            wanted = 1
     if wanted == 1:
         return choice
     return replace(
@@ -102,7 +107,7 @@ def _estimate(walks: list[int], shapes: FwdShapes, group: int, splits: int, num_
     tiles = [walk * group / splits + beside for walk in walks]
     adding = 0.0 if splits == 1 else ADDING * heads * len(tiles) / num_sms
     if heads * len(tiles) > ENOUGH * num_sms:
-        return heads * sum(tiles) / num_sms + max(tiles, default=0.0) / 2 + adding
+        return heads * sum(tiles) / num_sms + max(tiles, default=0.0) / 4 + adding
     busy = [0.0] * num_sms
     for _ in range(heads):
         for tile in tiles:

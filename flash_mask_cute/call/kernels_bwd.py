@@ -27,6 +27,7 @@ from flash_mask_cute.runtime.target import Target
 
 PREPROCESS_NAME = "bwd_preprocess"
 POSTPROCESS_NAME = "bwd_postprocess"
+ADD_PARTS_NAME = "bwd_add_parts"
 ZERO_PADDING_NAME = "bwd_zero_padding"
 
 
@@ -39,10 +40,10 @@ class BwdKernels(NamedTuple):
     main: q, k, v, dout, stats, dq_accum, semaphores, dk, dv, softmax_scale, cu_seqlens_q,
     cu_seqlens_k, seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap,
     tile_counter, column tensors (indices, bounds), block bits (visible, full, block_q, block_k),
-    sums of the gradients of aux tensors (a tuple), mask bits.
+    sums of the gradients of aux tensors (a tuple), mask bits, q_start (as in `compile_fwd`).
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
-    add_dk, add_dv, where a group's heads are split (dk and dv of main are then partial sums):
-    partial sums, None, dk or dv, 1, cu_seqlens_k, seqused_k.
+    add_parts, where a group's heads are split (dk and dv of main are then partial sums): partial
+    sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
     zero_padding, where there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
 
@@ -50,8 +51,7 @@ class BwdKernels(NamedTuple):
     main: Callable[..., Any]
     postprocess: Callable[..., Any]
     zero_padding: Callable[..., Any] | None = None
-    add_dk: Callable[..., Any] | None = None
-    add_dv: Callable[..., Any] | None = None
+    add_parts: Callable[..., Any] | None = None
 
 
 class Padding(NamedTuple):
@@ -79,8 +79,8 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter before only;
     marked_dim: head_dim, where rows of queries that see nothing are marked. num_stats: statistics
-    of a row (`BwdPlan`). order: of the sums of dQ, num_ctas that summed a row block, and whether
-    they are partial sums of dK or dV; these matter after only. For dK and dV rows are keys.
+    of a row (`BwdPlan`). order: of the sums of dQ, and num_ctas that summed a row block; they
+    matter after only.
     """
 
     dtype: str
@@ -97,10 +97,21 @@ class RowFacts(NamedTuple):
     has_lse_low: bool = False
     order: DqOrder = "accumulators"
     num_ctas: int = 1
-    sums_parts: bool = False
 
 
-_Facts = TypeVar("_Facts", RowFacts, PaddingFacts)
+class PartFacts(NamedTuple):
+    """What decides the code of the kernel that adds partial sums of dK and dV."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    tile_d: int
+    tile_dv: int
+    varlen_k: bool
+    has_seqused_k: bool
+
+
+_Facts = TypeVar("_Facts", RowFacts, PartFacts, PaddingFacts)
 
 
 def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
@@ -168,24 +179,17 @@ def compile_bwd(
         cache,
     )
     postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess)
-    add_dk = add_dv = None
+    add_parts = None
     if choice.tiles.splits_group:
-        of_keys = problem.varlen_k, problem.has_seqused_k, True
-        facts_dk, facts_dv = (
-            RowFacts(problem.dtype, dim, choice.tile_n, cols, *of_keys, sums_parts=True)
-            for dim, cols in (
-                (problem.head_dim, choice.tile_d),
-                (problem.head_dim_v, choice.tile_dv),
-            )
-        )
-        add_dk = by_facts(POSTPROCESS_NAME, facts_dk, build_postprocess).function
-        add_dv = by_facts(POSTPROCESS_NAME, facts_dv, build_postprocess).function
+        sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
+        parts = PartFacts(problem.dtype, *sizes, problem.varlen_k, problem.has_seqused_k)
+        add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts).function
     zero_padding = None
     if any(padding):
         facts = PaddingFacts(problem.dtype, problem.head_dim, problem.head_dim_v, padding)
         zero_padding = by_facts(ZERO_PADDING_NAME, facts, build_zero_padding).function
     return BwdKernels(
-        preprocess.function, main.function, postprocess.function, zero_padding, add_dk, add_dv
+        preprocess.function, main.function, postprocess.function, zero_padding, add_parts
     )
 
 
@@ -255,6 +259,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         fake_tensors.block_bits(problem),
         aux_grads(problem),
         mask_bit_tensors(problem, BitTiles.for_backward(tile_m, choice.tile_n)),
+        fake_tensors.q_start(problem),
     ]
 
 
@@ -302,7 +307,6 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.tile_d,
         facts.order,
         facts.num_ctas,
-        facts.sums_parts,
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),
@@ -330,3 +334,21 @@ def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
         fake_tensors.stream(),
     ]
     return compile_object(ZeroPadding(), arguments, options_of(target))
+
+
+def build_add_parts(facts: PartFacts, target: Target) -> Compiled:
+    """Compile the kernel that adds partial sums of dK and dV now."""
+    from flash_mask_cute.kernels.bwd_add_parts import TILE_N, BwdAddParts
+
+    rank = 3 if facts.varlen_k else 4
+    cols = facts.tile_d, facts.tile_dv
+    arguments = [
+        *(scratch(TILE_N * width) for width in cols),
+        operand(facts.dtype, rank, facts.head_dim),
+        operand(facts.dtype, rank, facts.head_dim_v),
+        fake_tensors.stream(),
+        int32_vector(facts.varlen_k),
+        int32_vector(facts.has_seqused_k),
+    ]
+    kernel = BwdAddParts(fake_tensors.cutlass_dtype(facts.dtype), cols)
+    return compile_object(kernel, arguments, options_of(target))

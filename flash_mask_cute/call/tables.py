@@ -1,7 +1,7 @@
 """Tile shapes by head dimension and mask, as data. The first row whose conditions hold is used.
 
 The rows of Hopper for head dimensions 64, 128 and 256 were measured on an H200
-(docs/measured_facts.md), the others follow from what fits. Nothing on Blackwell was measured.
+(docs/facts/hopper_forward.md), the others follow from what fits. Nothing on Blackwell was measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ class CallFacts(NamedTuple):
     """What conditions of rows are about.
 
     tuning_class: of the `AttentionProblem`. window: keys that a query sees at most, if the window
-    is closed on both sides. functions_under_causal: see the problem. block_size: of block lists
+    is closed on both sides. decode_rows: query rows that share keys, of a forward in pieces or over
+    pages, else None. functions_under_causal: see the problem. block_size: of block lists
     that the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums
     have an order (deterministic). sequences: of `seqlen_q` queries and one head each; num_sms: CTAs
     that run at once.
@@ -28,12 +29,18 @@ class CallFacts(NamedTuple):
     seqlen_q: int = 0
     seqlen_k: int = 0
     window: int | None = None
+    decode_rows: int | None = None
     functions_under_causal: bool = False
     block_size: tuple[int, int] | None = None
     may_pair: bool = True
     is_ordered: bool = False
     sequences: int = 1
     num_sms: int = 1
+
+    @property
+    def splits_sectors(self) -> bool:
+        """Whether rows of queries and keys begin inside sectors of L2, which are 32 bytes."""
+        return self.head_dim % 16 != 0
 
     def fill(self, tile_m: int) -> float:
         """How full a launch's waves of CTAs are of queries, with a tile of tile_m rows in each."""
@@ -55,13 +62,15 @@ class FwdRow(NamedTuple):
     masks: the tuning classes of problems that it is for, all if empty. max_window: for windows,
     closed on both sides, of at most so many keys. min_seqlen_q, min_seqlen_k: for at least so many
     queries and keys, max_seqlen_q: for at most so many queries. above_dim: head_dim is greater.
-    gain: how much faster full attention is than with tiles of 128 rows, if as many SMs are busy;
-    where the last wave of CTAs costs more than that, the row is not for it. cta_pair: a pair of
-    CTAs, with a tile each, walks over the keys together. native_block_lists: only beside block
-    lists whose blocks are made of whole tiles of this row. The kernel then reads the lists as they
-    are, and a block is partial only by its own mask. It is not for problems that read mask bits,
-    which exist for tiles of any size. needs_sfu: only where functions of scores are computed under
-    causal masking alone, which keeps the special function units busy.
+    splits_sectors: only where rows begin inside a sector of L2. gain: how much faster full
+    attention is than with tiles of 128 rows, if as many SMs are busy; where the last wave of CTAs
+    costs more than that, the row is not for it. cta_pair: a pair of CTAs, with a tile each, walks
+    over the keys together. native_block_lists: only beside block lists whose blocks are made of
+    whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
+    only by its own mask. It is not for problems that read mask bits, which exist for tiles of any
+    size. needs_sfu: only where functions of scores are computed under causal masking alone, which
+    keeps the special function units busy. for_decode: only of forwards in pieces or over pages,
+    whose rows that share keys fit a tile.
     """
 
     max_dim: int
@@ -82,6 +91,8 @@ class FwdRow(NamedTuple):
     above_dim: int = 0
     max_seqlen_q: int | None = None
     gain: float | None = None
+    for_decode: bool = False
+    splits_sectors: bool = False
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -99,15 +110,23 @@ class FwdRow(NamedTuple):
         if self.gain is not None:
             gain = self.gain
             yield Condition(
-                f"waves filled as those of 128 rows, or less by {gain - 1:.0%} at most, if full",
+                f"waves as full as with 128 rows, or {gain - 1:.0%} less, of full attention",
                 lambda call: (
                     call.tuning_class != TuningClass.FULL or call.fill(128) <= gain * call.fill(192)
                 ),
             )
+        if self.splits_sectors:
+            yield Condition("rows that begin inside a sector", lambda call: call.splits_sectors)
         if self.max_window is not None:
             most = self.max_window
             yield Condition(
                 f"window <= {most}", lambda call: call.window is not None and call.window <= most
+            )
+        if self.for_decode:
+            most_rows = self.tile_m
+            yield Condition(
+                f"in pieces, at most {most_rows} rows that share keys",
+                lambda call: call.decode_rows is not None and call.decode_rows <= most_rows,
             )
         if self.needs_sfu:
             yield Condition("functions of scores, causal", lambda call: call.functions_under_causal)
@@ -128,10 +147,10 @@ class BwdRow(NamedTuple):
     """Query rows of a block and buffers of the backward, and why these; for head_dim <= max_dim and
     head_dim_v <= max_dim_v.
 
-    masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k: keys that
-    a sequence has at least. above_dim: head_dim is greater. value_cols, clears_dq, cta_pair: see
-    `BwdConfig`; rows with clears_dq are for sums without an order, those with cta_pair also for
-    scores that nothing modifies, and devices with two SMs.
+    masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
+    max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
+    cta_pair: see `BwdConfig`; rows with clears_dq are for sums without an order, those with
+    cta_pair also for scores that nothing modifies, and devices with two SMs.
     """
 
     max_dim: int
@@ -144,6 +163,7 @@ class BwdRow(NamedTuple):
     reason: str
     masks: tuple[TuningClass, ...] | None = None
     min_seqlen_k: int = 0
+    max_seqlen_k: int | None = None
     above_dim: int = 0
     clears_dq: bool = False
     cta_pair: bool = False
@@ -155,6 +175,9 @@ class BwdRow(NamedTuple):
             yield Condition(f"masks {'/'.join(kinds)}", lambda call: call.tuning_class in kinds)
         if self.min_seqlen_k:
             yield _keys_at_least(self.min_seqlen_k)
+        if self.max_seqlen_k is not None:
+            longest = self.max_seqlen_k
+            yield Condition(f"seqlen_k <= {longest}", lambda call: call.seqlen_k <= longest)
         if self.clears_dq:
             yield Condition("sums without an order", lambda call: not call.is_ordered)
         if self.cta_pair:
@@ -188,6 +211,16 @@ def describe_conditions(row: FwdRow | BwdRow) -> str:
 
 
 SM90_FWD = (
+    FwdRow(
+        *(64, 64, 64, 128, 6, 2, False),
+        "decoding waits for memory: one warpgroup, and as many keys in flight as fit",
+        for_decode=True,
+    ),
+    FwdRow(
+        *(128, 128, 64, 128, 3, 1, False),
+        "decoding waits for memory: one warpgroup, and as many keys in flight as fit",
+        for_decode=True,
+    ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
         "tiles of which the usual blocks of block lists are made",
@@ -231,6 +264,12 @@ SM90_FWD = (
         gain=1.15,
     ),
     FwdRow(
+        *(96, 96, 192, 80, 3, 2, False),
+        "reading such rows takes long, and here each key serves more queries",
+        masks=(TuningClass.FULL, TuningClass.CAUSAL),
+        splits_sectors=True,
+    ),
+    FwdRow(
         *(96, 96, 192, 112, 3, 1, False),
         "three warpgroups hide the latency of the exponentials",
         masks=(TuningClass.FULL,),
@@ -245,7 +284,13 @@ SM90_FWD = (
     ),
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
-        "as above; in long walks what its tiles waste along the diagonal weighs little",
+        "reading such rows takes long, and here each key serves more queries",
+        masks=(TuningClass.CAUSAL,),
+        splits_sectors=True,
+    ),
+    FwdRow(
+        *(128, 128, 192, 80, 3, 1, False),
+        "each key serves more queries; in long walks waste along the diagonal weighs little",
         masks=(TuningClass.CAUSAL, TuningClass.SCORE_MOD),
         min_seqlen_k=32768,
     ),
@@ -267,9 +312,9 @@ SM90_FWD = (
     ),
 )
 
-# On Blackwell a tile is always 256 x 128 (docs/forward_sm100.md says why), and head dimensions are
-# exactly these. A pair of CTAs has two work tiles with one walk, which wastes nothing where every
-# query sees the same keys and there is more than one tile.
+# On Blackwell a tile is 256 x 128, and of wide heads 128 x 128 (docs/forward_sm100.md says why). A
+# pair of CTAs has two work tiles with one walk, which wastes nothing where every query sees the
+# same keys and there is more than one tile.
 SM100_FWD = (
     FwdRow(*(64, 64, 256, 128, 4, 2, False), "the next query waits ready, keys come early"),
     FwdRow(*(96, 96, 256, 128, 3, 1, False), "three blocks in flight rather than a second query"),
@@ -289,6 +334,19 @@ SM100_FWD = (
         cta_pair=True,
     ),
     FwdRow(*(192, 128, 256, 128, 1, 1, False), "one key block and two value blocks fit"),
+    *(
+        row
+        for d, pair_stages in ((192, 3), (256, 2))
+        for row in (
+            FwdRow(
+                *(d, d, 128, 128, pair_stages, 1, False),
+                "a pair of CTAs has the rows of one tile of narrower heads, and half of each block",
+                min_seqlen_q=129,
+                cta_pair=True,
+            ),
+            FwdRow(*(d, d, 128, 128, 1, 1, False), "one key block fits beside a query"),
+        )
+    ),
 )
 
 SM90_BWD = (
@@ -304,7 +362,28 @@ SM90_BWD = (
     ),
     BwdRow(
         *(64, 64, 128, 2, 2, 1, 16),
-        "registers for 128 queries and a few values, which leave enough for who plans and paints",
+        "registers for 128 queries and a few values, with enough left for the mask warps",
+    ),
+    BwdRow(
+        *(96, 96, 64, 2, 2, 1, 96),
+        "all values in registers; walks that begin at the same queries do not wait for each other",
+        (TuningClass.FULL,),
+        max_seqlen_k=6144,
+        above_dim=64,
+        clears_dq=True,
+    ),
+    BwdRow(
+        *(96, 96, 64, 2, 2, 1, 96),
+        "registers for 64 queries and all values beside the sums of dK and dV",
+        (TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER),
+        above_dim=64,
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 64),
+        "all walks begin at the same queries, and would wait for who comes first to each block",
+        (TuningClass.FULL,),
+        max_seqlen_k=6144,
+        clears_dq=True,
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),
@@ -320,7 +399,7 @@ SM90_BWD = (
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
-        "registers for 64 queries and some values, which leave enough for who paints many edges",
+        "registers for 64 queries and some values, with enough left for bits of many edges",
     ),
     BwdRow(
         *(192, 192, 64, 2, 2, 1, 0),

@@ -1,18 +1,32 @@
-"""What was seen in a part of the score matrix, as bits: with both, a mask cuts it."""
+"""The state of a tile of scores in device code, as two bits.
+
+A tile is FULL if everything in it is visible, EMPTY if nothing is, and PARTIAL otherwise. The state
+of a tile is the OR of the states of its parts.
+"""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-VISIBLE, HIDDEN = 1, 2
-BOTH = VISIBLE | HIDDEN
+FULL, EMPTY = 1, 2
+PARTIAL = FULL | EMPTY
+
+
+def has_visible(state: Int32) -> Boolean:
+    """Whether something in the tile is visible."""
+    return (state & FULL) != 0
+
+
+def has_hidden(state: Int32) -> Boolean:
+    """Whether something in the tile is hidden."""
+    return (state & EMPTY) != 0
 
 
 @cute.jit
 def state_of_warp(sees_visible: Boolean, sees_hidden: Boolean) -> Int32:
-    """What the lanes of a warp have seen together."""
+    """The state of what the lanes of a warp have looked at."""
     state = Int32(0)
     if cute.arch.vote_any_sync(sees_visible):
-        state = state | VISIBLE
+        state = state | FULL
     if cute.arch.vote_any_sync(sees_hidden):
-        state = state | HIDDEN
+        state = state | EMPTY
     return state

@@ -41,6 +41,7 @@ def flash_attn_fwd_cpu(
     cu_seqlens_k: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
+    q_start: Tensor | int | None = None,
     seqlen_q: int,
     seqlen_k: int,
     pack_gqa: int,
@@ -63,7 +64,7 @@ def flash_attn_fwd_cpu(
     floating dtype. window_*: tokens, None for an open side, causal already in window_right (that of
     column_mask is added here). pack_gqa: how many query heads of a KV head share a tile; row r of
     such a tile's heads is then query r // pack_gqa of head r % pack_gqa. seqlen_*: the length of a
-    dense side.
+    dense side. q_start: as in `core.lengths.Lengths`.
 
     score_mod, mask_mod: CuTe callables, aux_tensors what they index (`mods/on_cpu.py`); the
     score that score_mod sees is scaled and soft-capped. column_mask: startend_row_indices
@@ -91,6 +92,7 @@ def flash_attn_fwd_cpu(
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        q_start=q_start,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         heads_kv=k.shape[-2],

@@ -92,10 +92,9 @@ def flex_attention(
     """torch's function of this name, `torch.nn.attention.flex_attention.flex_attention`.
 
     query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev): bf16 or fp16 on CUDA, also fp32
-    and fp64 on the CPU, forward and backward. They are read where they are. score_mod and the
-    mask_mod of block_mask are functions of torch, which are traced once and compiled into the
-    kernel; tensors that a score_mod captures have gradients. kernel_options: hints for torch's
-    kernels are ignored.
+    and fp64 on the CPU, forward and backward. They are not copied. score_mod and the mask_mod of
+    block_mask are functions of torch, which are traced once and compiled into the kernel; tensors
+    that a score_mod captures have gradients. kernel_options: hints for torch's kernels are ignored.
 
     Returns:
         out (B, Hq, L, Ev), with strides in the order of the query's; with return_lse (out, lse),

@@ -52,7 +52,6 @@ class BwdPostprocess:
         128
     :param order: of the sums, "accumulators" or "lanes"; the latter is for tile_m 128
     :param num_ctas: CTAs that summed a row block together, 1 or 2
-    :param sums_parts: the sums of several heads make one of the result
     :raises ValueError: a size is none of these
     """
 
@@ -64,7 +63,6 @@ class BwdPostprocess:
         accum_cols: int,
         order: str = BY_ACCUMULATORS,
         num_ctas: int = 1,
-        sums_parts: bool = False,
     ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
@@ -74,11 +72,8 @@ class BwdPostprocess:
             raise ValueError(f"head_dim must be a multiple of 8 up to accum_cols, got {head_dim}")
         if order not in (BY_ACCUMULATORS, BY_LANES) or (order == BY_LANES and tile_m != 128):
             raise ValueError(f"order {order!r} of sums does not fit tile_m={tile_m}")
-        if sums_parts and (order != BY_ACCUMULATORS or tile_m != 128):
-            raise ValueError(f"parts are summed by accumulators of 128 rows, got {order}, {tile_m}")
         self.dtype = dtype
         self.order = order
-        self.sums_parts = sums_parts
         self.tile_m = tile_m
         self.accum_cols = accum_cols
         self.vectors_per_row = head_dim // VECTOR_16_BITS
@@ -98,8 +93,7 @@ class BwdPostprocess:
         """Launch on `stream`, for at least one head and row block.
 
         :param mdQaccum: fp32 (heads_q, num_row_blocks, tile_m * accum_cols), contiguous and aligned
-            to 16 bytes; with sums_parts (heads_q * parts, ...), the parts of a head one after the
-            other, which are added in this order
+            to 16 bytes
         :param mSemaphores: int32 (heads_q, num_row_blocks), or None if all row blocks have sums; 0:
             nobody has written those of a row block, which are zeros
         :param mdQ: (batch, seqlen_q, heads_q, head_dim) or packed (total_q, heads_q, head_dim),
@@ -112,11 +106,7 @@ class BwdPostprocess:
         seqlen_q = Int32(mdQ.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks, _ = mdQaccum.shape
-        num_parts = Int32(1)
-        if const_expr(self.sums_parts):
-            num_parts = heads // mdQ.shape[1 if const_expr(mCuSeqlensQ is not None) else 2]
-            heads = heads // num_parts
-        self.kernel(mdQaccum, mSemaphores, mdQ, scale, lengths, heads, num_parts).launch(
+        self.kernel(mdQaccum, mSemaphores, mdQ, scale, lengths).launch(
             grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
         )
 
@@ -128,14 +118,12 @@ class BwdPostprocess:
         mdQ: cute.Tensor,
         scale: Float32,
         lengths: Lengths,
-        heads: Int32,
-        num_parts: Int32,
     ):
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         # heads change fastest, as they do in memory
-        block = cta // heads
-        head_idx = cta - block * heads
+        block = cta // mdQaccum.shape[0]
+        head_idx = cta - block * mdQaccum.shape[0]
         # rows of pairs of columns
         layout = cute.make_layout(
             (self.tile_m, self.accum_cols // 2), stride=((self.accum_cols + PADDING) // 2, 1)
@@ -146,11 +134,11 @@ class BwdPostprocess:
             has_sums = Boolean(True)
             if const_expr(mSemaphores is not None):
                 has_sums = mSemaphores[head_idx, block] != 0
+            sums = mdQaccum[head_idx, block, None]
             if const_expr(self.order == BY_LANES):
-                self._lanes_to_rows(mdQaccum[head_idx, block, None], sdQ, scale, thread)
+                self._lanes_to_rows(sums, sdQ, scale, thread)
             else:
-                parts = self._parts_of(mdQaccum, head_idx, block, num_parts)
-                self._sums_to_rows(parts, sdQ, scale, thread)
+                self._sums_to_rows(sums, sdQ, scale, thread)
             cute.arch.sync_threads()
             sRows = cute.recast_tensor(sdQ, self.dtype)
             gdQ = rows_of_head(mdQ, head_idx, rows)
@@ -166,19 +154,6 @@ class BwdPostprocess:
                     for i in range_constexpr(cute.size(pairs)):
                         pairs[i] = cutlass.select_(is_sum, pairs[i], Int32(0))
                     cute.autovec_copy(values, vector_of(gdQ[row, None], vector, VECTOR_16_BITS))
-
-    def _parts_of(
-        self, mdQaccum: cute.Tensor, head_idx: Int32, block: Int32, num_parts: Int32
-    ) -> cute.Tensor:
-        """The sums of a row block, (sums, parts)."""
-        if not self.sums_parts:
-            sums = mdQaccum[head_idx, block, None]
-            return cute.make_tensor(sums.iterator, cute.make_layout((cute.size(sums), 1)))
-        first = mdQaccum[head_idx * num_parts, block, None]
-        stride = (1, mdQaccum.stride[0])
-        return cute.make_tensor(
-            first.iterator, cute.make_layout((cute.size(first), num_parts), stride=stride)
-        )
 
     @cute.jit
     def _lanes_to_rows(self, sums: cute.Tensor, sdQ: cute.Tensor, scale: Float32, thread: Int32):
@@ -216,7 +191,7 @@ class BwdPostprocess:
         scale: Float32,
         thread: Int32,
     ):
-        """Scaled and rounded, into sdQ. gdQaccum: (sums, parts)."""
+        """Scaled and rounded, into sdQ."""
         warpgroup_idx = thread // THREADS_PER_WARPGROUP
         if const_expr(self.parts is None):
             first_row = warpgroup_idx * ROWS_PER_WARPGROUP
@@ -227,9 +202,7 @@ class BwdPostprocess:
             for first, width in self.parts:
                 first_col = first + warpgroup_idx * width
                 size = width * ROWS_PER_WARPGROUP * NUM_WARPGROUPS
-                part = cute.make_tensor(
-                    gdQaccum.iterator + first_value, cute.make_layout((size, 1))
-                )
+                part = cute.make_tensor(gdQaccum.iterator + first_value, cute.make_layout(size))
                 self._part_to_rows(part, sdQ, scale, thread, width, Int32(0), first_col)
                 first_value += size
 
@@ -254,19 +227,8 @@ class BwdPostprocess:
             for g in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
                 source = (warp * groups + g) * WARP + lane
-                cute.autovec_copy(vector_of(part[None, 0], source, VECTOR_32_BITS), values)
+                cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
                 sums.append(values)
-            if const_expr(self.sums_parts):
-                self._add_parts(part, sums, [(warp * groups + g) * WARP + lane for g in batch])
             for g, values in zip(batch, sums, strict=True):
                 pair = first_pair + g * (COLS_PER_GROUP // 2)
                 self._keep_rounded(values, sdQ, scale, first_row, pair, by_row=True)
-
-    @cute.jit
-    def _add_parts(self, parts: cute.Tensor, sums: list, sources: list):
-        """Add to each of `sums` the vector of its source in all parts but the first."""
-        for i in cutlass.range(1, cute.size(parts, mode=[1]), unroll=1):
-            for values, source in zip(sums, sources, strict=True):
-                more = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                cute.autovec_copy(vector_of(parts[None, i], source, VECTOR_32_BITS), more)
-                values.store(values.load() + more.load())

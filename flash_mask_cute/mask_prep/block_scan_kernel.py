@@ -13,7 +13,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr, range_constexpr
 
-from flash_mask_cute.core.tile_state import BOTH, HIDDEN, VISIBLE, state_of_warp
+from flash_mask_cute.core.tile_state import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    has_hidden,
+    has_visible,
+    state_of_warp,
+)
 from flash_mask_cute.mods.aux_reads import CheckedAux
 from flash_mask_cute.mods.calling import call_mask_mod
 
@@ -87,7 +94,7 @@ class BlockScan:
             state = Int32(0)
             if n_block < num_blocks:
                 mine = self._look_at_block(grid, place, n_block, lane, WARP, aux_tensors)
-                state = state_of_warp((mine & VISIBLE) != 0, (mine & HIDDEN) != 0)
+                state = state_of_warp(has_visible(mine), has_hidden(mine))
             if lane == 0:
                 sStates[warp_idx] = state
             cute.arch.sync_threads()
@@ -151,8 +158,8 @@ class BlockScan:
     def _classify(self, state: Int32) -> tuple[Boolean, Boolean]:
         """(is partial, is full); without lists of full blocks, all that is visible is partial."""
         if const_expr(self.has_full):
-            return state == BOTH, state == VISIBLE
-        return (state & VISIBLE) != 0, Boolean(False)
+            return state == PARTIAL, state == FULL
+        return has_visible(state), Boolean(False)
 
     @cute.jit
     def _put(self, entries: cute.Tensor, at: Int32, n_block: Int32, is_listed: Boolean):
@@ -203,7 +210,7 @@ class BlockScan:
             ):
                 state |= self._look(place, q_idx, k_idx, aux_tensors)
         else:
-            enough = BOTH if const_expr(self.has_full) else VISIBLE
+            enough = PARTIAL if const_expr(self.has_full) else FULL
             q_idx = q_begin
             while q_idx < q_end and (state & enough) != enough:
                 for k_idx in cutlass.range(k_begin + lane, k_end, lanes, unroll=4):
@@ -215,4 +222,4 @@ class BlockScan:
         visible = call_mask_mod(
             self.mask_mod, place.batch_idx, place.head_idx, q_idx, k_idx, aux_tensors
         )
-        return cutlass.select_(visible, Int32(VISIBLE), Int32(HIDDEN))
+        return cutlass.select_(visible, Int32(FULL), Int32(EMPTY))

@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
+from flash_mask_cute.core.tile_state import EMPTY, FULL
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
@@ -37,13 +37,14 @@ class Tiling(NamedTuple):
     tile_m: int
     tile_n: int
     packed_heads: int = 1
+    group_size: int = 1
 
 
 class Place(NamedTuple):
     """The tile of a CTA, and the sequence that it is of.
 
-    sequence: its number in `MaskBitsArgs`; entry: the batch entry that the callable knows, in which
-    the sequence begins at offset. any_head: 0, but a number that the compiler does not know.
+    sequence: its number in `MaskBitsArgs`. entry: the batch entry that the callable sees, in which
+    the sequence begins at offset. any_head: 0, as a number that the compiler does not know.
     """
 
     sequence: Int32
@@ -147,7 +148,7 @@ class MaskBitsKernel:
         masks: MaskArgs,
         any_head: Int32,
     ):
-        """A warp paints 32 lines of a tile.
+        """A warp makes the bits of 32 lines of a tile.
 
         The extents are arguments, because divisions of what a kernel takes from a shape, and of all
         that is computed from it, round towards zero.
@@ -170,7 +171,7 @@ class MaskBitsKernel:
 
         rules = self.rules_of(masks)
         is_listed, needs_mask_mod = self.judge(rules, place)
-        state = cutlass.select_(is_listed, Int32(VISIBLE), Int32(HIDDEN))
+        state = cutlass.select_(is_listed, Int32(FULL), Int32(EMPTY))
         if is_listed & needs_mask_mod:
             words = self.words(rules, place, share)
             state = rules.state_of_words(words)

@@ -22,6 +22,7 @@ Channels (full/empty mbarrier pairs):
     load ----q-----> mma, compute     a query block, its LSE and delta, and with a work tile's first
                                       block its keys
     load ----do----> mma              dO of a query block, and with the first one the values
+    compute --kv---> mma              keys and values of a work tile in TMEM, where that has room
     mma  ----s-----> compute          scores; released when probabilities replace them
     mma  ----dp----> compute          dP; released when dS is there, in TMEM and shared memory
     mma  ----dq----> reduce           dQ of a block; released when it is in registers
@@ -218,6 +219,7 @@ class FlashAttentionBackwardSm100:
         block_bits=None,
         aux_grads=None,
         mask_bit_tensors: tuple | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionBackwardSm90`.
 
@@ -230,7 +232,7 @@ class FlashAttentionBackwardSm100:
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         plan = self.plan
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
         window = (window_size_left, window_size_right)
         masks = MaskArgs.create(
@@ -294,7 +296,7 @@ class FlashAttentionBackwardSm100:
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = plan.channels(storage, predecessors)
+        channels = plan.channels(storage, predecessors, lengths.work_fields)
         if warp_idx == Role.MMA:
             plan.group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()
@@ -372,6 +374,8 @@ class FlashAttentionBackwardSm100:
         tile, chunk = Int32(0), Int32(0)
         state = Blocks(Int32(0), Int32(0))
         while channels.ring.wait(tile):
+            if const_expr(plan.holds_keys):
+                self._hold_keys(tiles, channels, tile, state.number, half)
             chunk, state = channels.walk.visit(chunk, state, partial(scores.visit, tile))
             channels.sums.wait(tile)
             umma.fence_after_wait()
@@ -390,6 +394,33 @@ class FlashAttentionBackwardSm100:
             channels.ring.release(tile)
             tile += 1
         cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def _hold_keys(self, tiles: Tiles, channels: Channels, tile: Int32, first: Int32, half: Int32):
+        """Put K, or of the second half V, of this thread's key of a work tile into TMEM.
+
+        All products of the work tile before are complete: its sums have been taken.
+        """
+        plan = self.plan
+        if half == 0:
+            channels.q.wait(first)
+            self._hold(tiles.k, plan.column_k, plan.tile_d)
+        else:
+            channels.do.wait(first)
+            self._hold(tiles.v, plan.column_v, plan.tile_dv)
+        umma.wait_stores()
+        umma.fence_before_arrival()
+        channels.kv.publish(tile)
+
+    def _hold(self, smem: cute.Tensor, column: int, width: int) -> None:
+        """Copy this thread's row of shared memory to columns of its lane."""
+        thread = thread_in_warpgroup()
+        row = cute.flat_divide(smem[thread, None, 0], (VECTOR_16_BITS,))
+        values = cute.make_rmem_tensor(width, self.plan.dtype)
+        parts = cute.flat_divide(values, (VECTOR_16_BITS,))
+        for i in range(width // VECTOR_16_BITS):
+            cute.autovec_copy(row[None, i], parts[None, i])
+        umma.store_columns(cute.recast_tensor(values, Int32), column, thread)
 
     @cute.jit
     def _store_sums(

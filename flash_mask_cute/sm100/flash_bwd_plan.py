@@ -70,10 +70,11 @@ NUM_MASK_WARPS = 4
 
 
 class Channels(NamedTuple):
-    """How the roles of a CTA hand things on (see `flash_bwd`)."""
+    """How the roles of a CTA hand things on (see `flash_bwd`); kv: where `BwdPlan.holds_keys`."""
 
     q: Channel
     do: Channel
+    kv: Channel | None
     s: Channel
     dp: Channel
     dq: Channel
@@ -88,40 +89,41 @@ class Tiles(NamedTuple):
     """What lies in shared memory: see `BwdPlan` for the layouts.
 
     ds: (queries, keys). stored: dK and dV on their way out, in the place of ds. dq: fp32 sums of a
-    part. stats: `core.row_blocks.stats_words` of a query block. bits: of a block that is cut.
+    part. stats: `core.row_blocks.stats_words` of a query block. bits: of a partial block.
     """
 
-    q: cute.Tensor
-    do: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    ds: cute.Tensor
-    stored: cute.Tensor
-    dq: cute.Tensor
-    stats: cute.Tensor
-    bits: cute.Tensor
+    q: cute.Tensor  # (128, tile_d, stages_q)
+    do: cute.Tensor  # (128, tile_dv, stages_do)
+    k: cute.Tensor  # (128, tile_d, 1)
+    v: cute.Tensor  # (128, tile_dv, 1)
+    ds: cute.Tensor  # (128 queries, 128 keys, 1)
+    stored: cute.Tensor  # (32 keys, 32 columns, places of warps)
+    dq: cute.Tensor  # (values of a part,)
+    stats: cute.Tensor  # (stats_words, stages_q)
+    bits: cute.Tensor  # (words, tile_n)
     words: None = None
 
 
 class Products(NamedTuple):
     """Fragments of the five products: a letter for the result, one for the operand.
 
-    p, ds: in TMEM, one for each half of the queries.
+    p, ds: in TMEM, one for each half of the queries. s_k, dp_v: of one stage, in TMEM where
+    `BwdPlan.holds_keys`.
     """
 
-    s: cute.Tensor
+    s: cute.Tensor  # (128 keys, 128 queries)
     s_k: cute.Tensor
     s_q: cute.Tensor
-    dp: cute.Tensor
+    dp: cute.Tensor  # (128 keys, 128 queries)
     dp_v: cute.Tensor
     dp_do: cute.Tensor
-    dv: cute.Tensor
-    p: tuple[cute.Tensor, ...]
+    dv: cute.Tensor  # (128 keys, tile_dv)
+    p: tuple[cute.Tensor, ...]  # (128 keys, 64 queries) each
     dv_do: cute.Tensor
-    dk: cute.Tensor
-    ds: tuple[cute.Tensor, ...]
+    dk: cute.Tensor  # (128 keys, tile_d)
+    ds: tuple[cute.Tensor, ...]  # (128 keys, 64 queries) each
     dk_q: cute.Tensor
-    dq: cute.Tensor
+    dq: cute.Tensor  # (128 queries, tile_d)
     dq_ds: cute.Tensor
     dq_k: cute.Tensor
 
@@ -152,7 +154,7 @@ class BwdPlan:
     has_reference: bool = False
 
     # heads of a group pass by one after the other
-    packed_heads = 1
+    packed_heads = group_size = 1
     tile_n = cluster_tile_n = TILE_N
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 
@@ -194,6 +196,20 @@ class BwdPlan:
     @property
     def dq_shares(self) -> bool:
         return self.column_dk + 2 * self.tile_d > NUM_COLUMNS
+
+    @property
+    def holds_keys(self) -> bool:
+        """TMEM has columns left for K and V, two values to a column: then S and dP read from shared
+        memory half of what they would."""
+        return not self.dq_shares and self.column_v + self.tile_dv // 2 <= NUM_COLUMNS
+
+    @property
+    def column_k(self) -> int:
+        return self.column_dq + self.tile_d
+
+    @property
+    def column_v(self) -> int:
+        return self.column_k + self.tile_d // 2
 
     # -- shared memory --------------------------------------------------------------------------
 
@@ -290,7 +306,8 @@ class BwdPlan:
 
     def mma_scores(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: keys by queries."""
-        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m)
+        source = tcgen05.OperandSource.TMEM if self.holds_keys else tcgen05.OperandSource.SMEM
+        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m, source)
 
     def mma_sums(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: keys by n columns, the scores in TMEM."""
@@ -375,16 +392,26 @@ class BwdPlan:
             bits_barriers: barriers(1)
             ring_barriers: barriers(RING_STAGES)
             walk_barriers: barriers(WALK_STAGES)
+            kv_barriers: barriers(1)
             tmem: cutlass.Int32
 
         return Storage
 
-    def channels(self, storage: Any, predecessors: cute.Tensor | None) -> Channels:
-        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`."""
+    def channels(
+        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
+    ) -> Channels:
+        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`,
+        fields: see `WorkRing`."""
         # load, mma and send, and those of many warps
         num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_MASK_WARPS
         ring, walk = planning_rings(
-            storage, num_walkers, 0, ascending=True, uncut_first=False, predecessors=predecessors
+            storage,
+            num_walkers,
+            0,
+            ascending=True,
+            uncut_first=False,
+            predecessors=predecessors,
+            fields=fields,
         )
 
         def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:
@@ -394,6 +421,7 @@ class BwdPlan:
             # products, and who reads the statistics
             q=channel(storage.q_barriers, 1, 1 + COMPUTE_WARPS, self.stages_q),
             do=channel(storage.do_barriers, 1, 1, self.stages_do),
+            kv=channel(storage.kv_barriers, COMPUTE_WARPS, 1) if self.holds_keys else None,
             s=channel(storage.s_barriers, 1, COMPUTE_WARPS),
             dp=channel(storage.dp_barriers, 1, COMPUTE_WARPS),
             dq=channel(storage.dq_barriers, 1, REDUCE_WARPS),
@@ -424,10 +452,10 @@ class BwdPlan:
         shape_s, shape_d, shape_dv = (ROWS, self.tile_m), (ROWS, self.tile_d), (ROWS, self.tile_dv)
         return Products(
             s=umma.accumulator(scores, shape_s, self.column_s),
-            s_k=umma.smem_operand_a(scores, tiles.k),
+            s_k=self._keys(scores, tiles.k, self.column_k, self.tile_d),
             s_q=umma.smem_operand_b(scores, tiles.q),
             dp=umma.accumulator(scores, shape_s, self.column_dp),
-            dp_v=umma.smem_operand_a(scores, tiles.v),
+            dp_v=self._keys(scores, tiles.v, self.column_v, self.tile_dv),
             dp_do=umma.smem_operand_b(scores, tiles.do),
             dv=umma.accumulator(by_dv, shape_dv, self.column_dv),
             p=self._halves(by_dv, self.tile_dv, self.column_s),
@@ -439,6 +467,13 @@ class BwdPlan:
             dq_ds=umma.smem_operand_a(of_dq, tiles.ds),
             dq_k=umma.smem_operand_b(of_dq, umma.transposed(tiles.k)),
         )
+
+    def _keys(self, mma: cute.TiledMma, smem: cute.Tensor, first: int, cols: int) -> cute.Tensor:
+        """K or V as operand A of the scores."""
+        if self.holds_keys:
+            layout = blackwell.make_smem_layout_a(mma, (ROWS, self.tile_m, cols), self.dtype, 1)
+            return umma.operand_a(mma, layout, self.dtype, first)
+        return umma.smem_operand_a(mma, smem)[None, None, None, 0]
 
     def _halves(self, mma: cute.TiledMma, n: int, first: int) -> tuple[cute.Tensor, ...]:
         """P or dS in TMEM, of both halves of the queries."""

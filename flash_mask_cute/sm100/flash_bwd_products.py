@@ -38,6 +38,9 @@ class BlockProducts:
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
         while self.channels.ring.wait(tile):
             first = number
+            if const_expr(self.plan.holds_keys):
+                self.channels.kv.wait(tile)
+                umma.fence_after_wait()
             step = self._step(tile, first)
             chunk, number = self.channels.walk.visit(chunk, number, step)
             if const_expr(not self.wants_both):
@@ -85,8 +88,8 @@ class BlockProducts:
     @cute.jit
     def _issue_scores(self, number: Int32):
         q_tile = self.products.s_q[None, None, None, self.channels.q.index(number)]
-        k_tile = self.products.s_k[None, None, None, 0]
-        umma.issue(self.plan.mma_scores(), self.products.s, k_tile, q_tile, False, MOST_STEPS)
+        s_k = self.products.s_k
+        umma.issue(self.plan.mma_scores(), self.products.s, s_k, q_tile, False, MOST_STEPS)
         self.plan.group.commit(self.channels.s.barrier(number))
 
     @cute.jit
@@ -96,8 +99,8 @@ class BlockProducts:
             self.channels.dq.acquire(number)
             umma.fence_after_wait()
         do_tile = self.products.dp_do[None, None, None, self.channels.do.index(number)]
-        v_tile = self.products.dp_v[None, None, None, 0]
-        umma.issue(self.plan.mma_scores(), self.products.dp, v_tile, do_tile, False, MOST_STEPS)
+        dp_v = self.products.dp_v
+        umma.issue(self.plan.mma_scores(), self.products.dp, dp_v, do_tile, False, MOST_STEPS)
         self.plan.group.commit(self.channels.dp.barrier(number))
 
     @cute.jit

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
@@ -25,6 +25,8 @@ from flash_mask_cute.sm100.flash_bwd_plan import HALVES, QUERIES, BwdPlan, Chann
 
 # 16-bit values that a thread writes at once
 VECTOR_16_BITS = 8
+# columns that are modified at a time: what is computed of more would not fit beside a whole chunk
+MODIFIED_COLS = 16
 # words of a chunk of 32 columns in 16 bits
 CHUNK_WORDS = umma.CHUNK // 2
 
@@ -124,15 +126,19 @@ class BlockScores:
         """The same of scores that are modified."""
         factors = []
         for chunk in range(QUERIES // umma.CHUNK):
-            first_col = chunk * umma.CHUNK
-            # without the fence ptxas would fetch all chunks at once
-            umma.fence_after_wait()
-            scores = umma.load_columns(first + first_col, umma.CHUNK, thread)
-            umma.wait_loads()
-            words = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
-            self.chain.apply(*place, scores, bits, statistics, words, first_col)
-            umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
-            factors.append(scores)
+            kept = cute.make_rmem_tensor((1, umma.CHUNK), Float32)
+            for part in range(0, umma.CHUNK, MODIFIED_COLS):
+                first_col = chunk * umma.CHUNK + part
+                # without the fence ptxas would fetch all at once
+                umma.fence_after_wait()
+                scores = umma.load_columns(first + first_col, MODIFIED_COLS, thread)
+                umma.wait_loads()
+                words = cute.make_rmem_tensor(MODIFIED_COLS // 2, Int32)
+                self.chain.apply(*place, scores, bits, statistics, words, first_col)
+                umma.store_columns(words, first + first_col // 2, thread)
+                for i in range(MODIFIED_COLS):
+                    kept[0, part + i] = scores[0, i]
+            factors.append(kept)
         return factors
 
     def _compute_by_chunks(

@@ -54,53 +54,60 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.pages import Pages
+from flash_mask_cute.core.partials import BY_SLOTS, Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
-from flash_mask_cute.core.walk_ring import Block, Kind
-from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.mods.calling import RowPlace, ScoreModTraits, inside, modify_row
+from flash_mask_cute.core.walk_ring import Kind
+from flash_mask_cute.core.work_ring import PIECE_FIELDS, Work
+from flash_mask_cute.limits import padded_group
+from flash_mask_cute.mods.calling import (
+    RowPlace,
+    ScoreModTraits,
+    head_of_row,
+    inside,
+    modify_row,
+)
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
+from flash_mask_cute.rules.share_walks import KeyBlockLine, plan_shares
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.exponentials import WholeRows
+from flash_mask_cute.sm100.flash_fwd_output import OutputWarps
 from flash_mask_cute.sm100.flash_fwd_plan import (
-    HALVES,
     MASK_REGISTERS,
     NUM_MASK_WARPS,
     OUTPUT_REGISTERS,
-    ROWS_PER_WARP,
     SOFTMAX_REGISTERS,
-    SOFTMAX_WARPS,
+    WARPS_OF_HALF,
     Channels,
     FwdPlan,
-    MmaState,
-    Products,
     Role,
     SoftmaxState,
     Tiles,
 )
+from flash_mask_cute.sm100.flash_fwd_products import WalkProducts
 
 # keys and values of the heads in flight should stay in an L2 cache of 126 MB; as a share, what was
 # measured on Hopper
 L2_SHARE = 64 * 1024 * 1024
-# columns of the output that a thread holds at a time; few, as its warps have few registers
-OUTPUT_CHUNK = 16
 
 
 class FlashAttentionForwardSm100:
     """Forward kernel for Blackwell, to be passed to `cute.compile`.
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
-    :param head_dim, head_dim_v: (64, 64), (96, 96), (128, 128) or (192, 128)
+    :param head_dim, head_dim_v: multiples of 8 up to 256
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
-    :param pack_gqa: the query heads of a KV head (a divisor of 32) share a tile's rows
-    :param tile_m, tile_n: query rows and keys of a tile, 256 and 128
+    :param pack_gqa: the query heads of a KV head (at most 32) share a tile's rows
+    :param tile_m, tile_n: query rows and keys of a tile, 256 and 128; 128 both if head_dim_v > 128
+        or head_dim > 192
     :param num_stages: key blocks in flight
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param has_aux_tensors: the call passes aux_tensors to them
@@ -112,6 +119,7 @@ class FlashAttentionForwardSm100:
     :param num_sms: CTAs to launch at most
     :param cta_pair: two CTAs share keys and values, and take work tiles by turns: the launch makes
         no use of tile_counter
+    :param split, page_box: as of `FlashAttentionForwardSm90`; not with cta_pair
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -137,6 +145,8 @@ class FlashAttentionForwardSm100:
         fast_exp: bool = False,
         num_sms: int = 148,
         cta_pair: bool = False,
+        split: str | None = None,
+        page_box: int | None = None,
     ):
         self.plan = FwdPlan(
             dtype,
@@ -144,12 +154,16 @@ class FlashAttentionForwardSm100:
             head_dim if head_dim_v is None else head_dim_v,
             tile_m,
             tile_n,
-            qhead_per_kvhead if pack_gqa else 1,
+            padded_group(qhead_per_kvhead) if pack_gqa else 1,
             num_stages,
             stages_q,
             share_qo,
             cta_pair,
+            qhead_per_kvhead if pack_gqa else None,
+            page_box,
         )
+        if cta_pair and (split is not None or page_box is not None):
+            raise NotImplementedError("pairs of CTAs have no split and no page_box")
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         reason = self.plan.infeasible()
@@ -168,6 +182,7 @@ class FlashAttentionForwardSm100:
         self.skip_blocks = skip_blocks
         self.arithmetic = WholeRows(uses_polynomial=not fast_exp)
         self.num_sms = num_sms
+        self.split = split
 
     @cute.jit
     def __call__(
@@ -198,24 +213,31 @@ class FlashAttentionForwardSm100:
         query_chunk=None,
         mLSELow: cute.Tensor | None = None,
         mMaxScores: cute.Tensor | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
+        mPartials: tuple | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
-        refused = ("mPageTable", mPageTable), ("mask_bit_tensors", mask_bit_tensors)
-        for name, given in (*refused, ("query_chunk", query_chunk)):
+        for name, given in (("mask_bit_tensors", mask_bit_tensors), ("query_chunk", query_chunk)):
             if const_expr(given is not None):
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         plan, group = self.plan, self.plan.group
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        pages = Pages.of(mPageTable, mK, mV, plan.page_box)
+        if const_expr(pages is not None):
+            lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())
+        partials = Partials.of(mPartials, self.split)
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m,
-            plan.packed_heads, group_bytes, self.num_sms // group.size,
+            plan.packed_heads, plan.group_size, group_bytes, self.num_sms // group.size,
+            num_splits=None if const_expr(partials is None) else partials.num_splits,
         )  # fmt: skip
+        grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         masks = MaskArgs.create(
             self,
             (window_size_left, window_size_right),
@@ -235,8 +257,11 @@ class FlashAttentionForwardSm100:
             masks,
             schedule,
             None if const_expr(group.is_pair) else tile_counter,
+            partials,
+            pages,
+            mO if const_expr(plan.is_padded) else None,
         ).launch(
-            grid=(schedule.grid * group.size, 1, 1),
+            grid=(grid * group.size, 1, 1),
             block=(plan.num_threads, 1, 1),
             cluster=group.cluster,
             stream=stream,
@@ -253,14 +278,20 @@ class FlashAttentionForwardSm100:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
+        partials: Partials | None,
+        pages: Pages | None,
+        mO: cute.Tensor | None,
     ):
         plan, group = self.plan, self.plan.group
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == Role.LOAD:
-            for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
+            for atom in operands.atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
-        channels = plan.channels(storage)
+        fields = lengths.work_fields
+        if const_expr(self.split is not None):
+            fields = (*fields, *PIECE_FIELDS)
+        channels = plan.channels(storage, fields)
         if warp_idx == Role.MMA:
             group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()
@@ -272,10 +303,14 @@ class FlashAttentionForwardSm100:
 
         if warp_idx < Role.OUTPUT:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            self.softmax(tiles, channels, score_args.scales, masks, lse, lengths)
+            if const_expr(plan.softmax_warps == Role.OUTPUT) or warp_idx < plan.softmax_warps:
+                self.softmax(tiles, channels, score_args.scales, masks, lse, lengths)
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
-            self.output(operands, tiles, channels, lse, lengths, score_args)
+            OutputWarps(
+                plan, operands, tiles, channels, lse, lengths, score_args.sink,
+                self._rows(score_args.scales), partials, mO,
+            ).run()  # fmt: skip
         elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
@@ -288,22 +323,14 @@ class FlashAttentionForwardSm100:
                     schedule.heads_per_kv,
                     plan,
                     part=group.rank(),
+                    pages=pages,
                 )
                 loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.MMA:
                 if group.is_leader():
-                    self.mma(storage, channels)
+                    WalkProducts(plan, plan.products(storage), channels).run()
             elif warp_idx == Role.PLAN:
-                scheduler = TileScheduler(
-                    schedule.params,
-                    tile_counter,
-                    self.is_causal or self.is_local,
-                    lengths.cu_seqlens_q is not None,
-                    group.size,
-                )
-                rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
-                rules = rules.with_tile_m(plan.cluster_tile_m)
-                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                self.plan_work(channels, lengths, masks, schedule, tile_counter, partials)
         else:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             mask_warp = warp_idx - Role.MASK
@@ -315,79 +342,32 @@ class FlashAttentionForwardSm100:
         if warp_idx == Role.MMA:
             group.free()
 
-    # -- mma ------------------------------------------------------------------------------------
-
-    @cute.jit
-    def mma(self, storage, channels: Channels):
-        """Issue the products of every walk: P V lags one block behind S, across work tiles too."""
-        group = self.plan.group
-        products = self.plan.products(storage)
-        tile, chunk = Int32(0), Int32(0)
-        state = MmaState(Int32(0), Boolean(True), Boolean(False))
-        while channels.ring.wait(tile):
-            step = partial(self._issue_block, products, channels, tile)
-            state = state._replace(is_first=Boolean(True))
-            chunk, state = channels.walk.visit(chunk, state, step)
-            for half in cutlass.range_constexpr(HALVES):
-                group.commit(channels.q.vacancy(HALVES * tile + half))
-            channels.ring.release(tile)
-            tile += 1
-        state = state._replace(is_first=Boolean(True))
-        if tile > 0:
-            for half in cutlass.range_constexpr(HALVES):
-                self._issue_values(products, channels, tile, state, half)
-
-    @cute.jit
-    def _issue_block(self, products: Products, channels: Channels, tile, state, block: Block):
-        """For each half, P V of the block before and S of this one."""
-        group, number = self.plan.group, state.blocks
-        for half in cutlass.range_constexpr(HALVES):
-            if number > 0:
-                self._issue_values(products, channels, tile, state, half)
-            if const_expr(half == 0):
-                channels.k.wait(number)
-            half_tile = HALVES * tile + half
-            if state.is_first:
-                channels.q.wait(half_tile)
-            umma.issue(
-                self.plan.mma_qk(),
-                products.s[half],
-                products.q[None, None, None, channels.q.index(half_tile)],
-                products.k[None, None, None, channels.k.index(number)],
-                False,
-            )
-            group.commit(channels.s.barrier(HALVES * number + half))
-        group.commit(channels.k.vacancy(number))
-        return MmaState(number + 1, Boolean(False), state.is_first == Boolean(False))
-
-    @cute.jit
-    def _issue_values(
-        self, products: Products, channels: Channels, tile, state, half: cutlass.Constexpr
+    def plan_work(
+        self,
+        channels: Channels,
+        lengths: Lengths,
+        masks: MaskArgs,
+        schedule: QuerySchedule,
+        tile_counter: cute.Tensor | None,
+        partials: Partials | None,
     ):
-        """P V of the last block whose scores were issued.
-
-        Where state.is_first, that was the last one of the tile before `tile`.
-        """
-        group, number = self.plan.group, state.blocks - 1
-        half_tile = HALVES * (tile - Int32(state.is_first)) + half
-        if const_expr(half == 0):
-            channels.v.wait(number)
-        # the scores of the block have made room for its probabilities
-        channels.s.acquire(HALVES * (number + 1) + half)
-        if state.accumulates == Boolean(False):
-            channels.o.acquire(half_tile)
-        umma.fence_after_wait()
-        umma.issue(
-            self.plan.mma_pv(),
-            products.o[half],
-            products.p[half],
-            products.v[None, None, None, channels.v.index(number)],
-            state.accumulates,
-        )
-        if const_expr(half == HALVES - 1):
-            group.commit(channels.v.vacancy(number))
-        if state.is_first:
-            group.commit(channels.o.barrier(half_tile))
+        """Planning warp: choose work tiles, or pieces of them, and their walks."""
+        params, ring, walk = schedule.params, channels.ring, channels.walk
+        rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
+        rules = rules.with_tile_m(self.plan.cluster_tile_m)
+        if const_expr(self.split == BY_SLOTS):
+            line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
+            plan_shares(line, ring, walk, partials.merges)
+        else:
+            scheduler = TileScheduler(
+                params,
+                tile_counter,
+                self.is_causal or self.is_local,
+                lengths.cu_seqlens_q is not None,
+                self.plan.group.size,
+            )
+            num_splits = None if const_expr(partials is None) else partials.num_splits
+            plan_walks(scheduler, rules, lengths, ring, walk, num_splits=num_splits)
 
     # -- softmax --------------------------------------------------------------------------------
 
@@ -408,7 +388,7 @@ class FlashAttentionForwardSm100:
         lengths: Lengths,
     ):
         """Softmax warp: 32 rows of its half of every work tile, a thread each."""
-        half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (SOFTMAX_WARPS // HALVES)
+        half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_OF_HALF
         row = half * umma.ROWS + thread_in_warpgroup()
         rows = self._rows(scales, keeps_largest=lse.largest is not None)
         tile, chunk = Int32(0), Int32(0)
@@ -420,33 +400,42 @@ class FlashAttentionForwardSm100:
             )
             state = state._replace(is_first=Boolean(True))
             chunk, state = channels.walk.visit(chunk, state, step)
-            half_tile = HALVES * tile + half
+            half_tile = self.plan.halves * tile + half
             channels.sums.acquire(half_tile)
             tiles.sums[0, row] = rows.row_max[0]
             tiles.sums[1, row] = rows.row_sum[0]
             channels.sums.publish(half_tile)
             if const_expr(lse.largest is not None):
-                work = channels.ring.read(tile)
-                lse.store_largest(lengths, work, *self._place_of(work, half), rows.largest()[0])
+                self._store_largest(lse, lengths, channels.ring.read(tile), row, rows.largest()[0])
             channels.ring.release(tile)
             tile += 1
+
+    @cute.jit
+    def _store_largest(
+        self, lse: LseTensors, lengths: Lengths, work: Work, tile_row: Int32, largest: Float32
+    ):
+        """Write the largest score of a row of a work tile, if that is a query head's."""
+        packed_heads, group_size = self.plan.packed_heads, self.plan.group_size
+        row = work.block * self.plan.tile_m + tile_row
+        if row % packed_heads < group_size:
+            head_idx = head_of_row(work, row, packed_heads, group_size)
+            lse.store_largest(lengths, work, head_idx, row // packed_heads, largest)
 
     @cute.jit
     def _visit_block(
         self, tiles: Tiles, channels: Channels, scales, aux_tensors, rows, half, tile, state, block
     ):
         """Turn the scores of a key block into probabilities, masked if something cuts it."""
-        number = HALVES * state.blocks + half
+        number = self.plan.halves * state.blocks + half
+        replace_scores = partial(self._replace_scores, channels, rows, half, number, state.is_first)
         modify = partial(self._modify, scales, aux_tensors, channels.ring, half, tile, block)
         cuts = state.cuts
         if block.kind == Kind.PARTIAL:
             words = self._take_bits(tiles.bits, channels.bits, half, cuts)
-            prepare = partial(self._prepare, modify, words)
-            self._replace_scores(channels.s, prepare, rows, half, number, state.is_first)
+            replace_scores(partial(self._prepare, modify, words))
             cuts += 1
         else:
-            prepare = partial(self._prepare, modify, None)
-            self._replace_scores(channels.s, prepare, rows, half, number, state.is_first)
+            replace_scores(partial(self._prepare, modify, None))
         return SoftmaxState(state.blocks + 1, cuts, Boolean(False))
 
     def _take_bits(self, bits: cute.Tensor, channel: Channel, half, number: Int32) -> tuple:
@@ -464,14 +453,14 @@ class FlashAttentionForwardSm100:
         if words is not None:
             bit_tile.hide_unset(scores, (words[chunk],))
 
-    def _chunks(self, half, prepare) -> Iterator[tuple[int, cute.Tensor]]:
-        """Number and scores, (1, 32), of the chunks of this thread's row.
+    def _chunks(self, first, prepare) -> Iterator[tuple[int, cute.Tensor]]:
+        """Number and scores, (1, 32), of the chunks of this thread's row from column `first` on.
 
         Each is on its way while the one before is at hand, and no more: without the fence ptxas
         would fetch all at once, into registers that are not there.
         """
         num_chunks = self.plan.tile_n // umma.CHUNK
-        first, thread = self.plan.column_s(half), thread_in_warpgroup()
+        thread = thread_in_warpgroup()
         following = umma.load_columns(first, umma.CHUNK, thread)
         for chunk in range(num_chunks):
             umma.wait_loads()
@@ -484,7 +473,13 @@ class FlashAttentionForwardSm100:
 
     @cute.jit
     def _replace_scores(
-        self, channel: Channel, prepare: cutlass.Constexpr, rows, half, number, is_first: Boolean
+        self,
+        channels: Channels,
+        rows,
+        half,
+        number,
+        is_first: Boolean,
+        prepare: cutlass.Constexpr,
     ):
         """Wait for scores `number`, and put their probabilities in their place.
 
@@ -492,8 +487,9 @@ class FlashAttentionForwardSm100:
         one, in the first block of a tile; and exactly, if it is far from 0.
         """
         plan = self.plan
+        first = plan.column_s(plan.buffer_s(half, number))
         probs = cute.make_rmem_tensor(plan.tile_n // 2, Int32)
-        channel.wait(number)
+        channels.s.wait(number)
         umma.fence_after_wait()
         total = Float32(0.0)
         renews, is_old, is_done = is_first, is_first, Boolean(False)
@@ -505,8 +501,8 @@ class FlashAttentionForwardSm100:
             renews = softmax_math.any_in_warp((is_old,))
         while is_done == Boolean(False):
             if renews:
-                self._renew(prepare, rows, half, is_old, is_first)
-            total = self._exponentials(prepare, rows, half, probs)
+                self._renew(channels, prepare, rows, half, number, is_old, is_first)
+            total = self._exponentials(prepare, rows, first, probs)
             is_old = rows.overflowed((total,))[0]
             if const_expr(rows.takes_any_size):
                 is_old = is_old & (rows.far()[0] == Boolean(False))
@@ -514,23 +510,23 @@ class FlashAttentionForwardSm100:
             renews, is_last = Boolean(True), Boolean(True)
         if const_expr(rows.takes_any_size):  # noqa: SIM102 (while tracing)
             if softmax_math.any_in_warp(rows.far()):
-                total = self._exponentials(prepare, rows, half, probs, exactly=True)
+                total = self._exponentials(prepare, rows, first, probs, exactly=True)
         rows.add((total,))
         thread = thread_in_warpgroup()
-        for first in cutlass.range_constexpr(0, plan.tile_n // 2, umma.CHUNK):
-            words = cute.make_tensor(probs.iterator + first, cute.make_layout(umma.CHUNK))
-            umma.store_columns(words, plan.column_s(half) + first, thread)
+        for at in cutlass.range_constexpr(0, plan.tile_n // 2, umma.CHUNK):
+            words = cute.make_tensor(probs.iterator + at, cute.make_layout(umma.CHUNK))
+            umma.store_columns(words, first + at, thread)
         umma.wait_stores()
         umma.fence_before_arrival()
         cute.arch.sync_warp()
-        channel.release(number)
+        channels.s.release(number)
 
     def _exponentials(
-        self, prepare, rows, half, probs: cute.Tensor, exactly: bool = False
+        self, prepare, rows, first, probs: cute.Tensor, exactly: bool = False
     ) -> Float32:
         """This thread's probabilities, rounded, into `probs`; their sum."""
         total = Float32(0.0)
-        for chunk, scores in self._chunks(half, prepare):
+        for chunk, scores in self._chunks(first, prepare):
             rows.see(scores)
             total += rows.exponentials(scores, partial(self._keep, probs, chunk), exactly)[0]
         return total
@@ -539,28 +535,42 @@ class FlashAttentionForwardSm100:
         probs[(chunk * umma.CHUNK + c) // 2] = softmax_math.round_pair(p, q, self.plan.dtype)
 
     @cute.jit
-    def _renew(self, prepare: cutlass.Constexpr, rows, half, is_old, is_first: Boolean):
+    def _renew(
+        self,
+        channels: Channels,
+        prepare: cutlass.Constexpr,
+        rows,
+        half,
+        number,
+        is_old,
+        is_first: Boolean,
+    ):
         """Take newer maxima, and rescale what rows of O the old ones made.
 
-        The P V of the block before is complete: its product was issued before these scores'.
+        The P V of the block before must be complete. Of two halves it is, since its product was
+        issued before these scores'; of one half it may be under way.
         """
         plan = self.plan
-        factors = rows.renew((self._largest(prepare, rows, half),), (is_old,))
+        first = plan.column_s(plan.buffer_s(half, number))
+        factors = rows.renew((self._largest(prepare, rows, first),), (is_old,))
         if softmax_math.differ_from_one(factors) & (is_first == Boolean(False)):
             thread = thread_in_warpgroup()
+            if const_expr(plan.halves == 1):
+                channels.v.wait_until_released(number - 1)
+                umma.fence_after_wait()
             for i in cutlass.range(plan.tile_dv // umma.CHUNK, unroll=1):
-                first = plan.column_o(half) + i * umma.CHUNK
-                values = umma.load_columns(first, umma.CHUNK, thread)
+                at = plan.column_o(half) + i * umma.CHUNK
+                values = umma.load_columns(at, umma.CHUNK, thread)
                 umma.wait_loads()
                 softmax_math.rescale(values, factors)
-                umma.store_columns(values, first, thread)
+                umma.store_columns(values, at, thread)
             if const_expr(rows.takes_any_size):
                 # rows may be renewed once more in this block
                 umma.wait_stores()
 
-    def _largest(self, prepare, rows, half) -> Float32:
+    def _largest(self, prepare, rows, first) -> Float32:
         largest = -Float32.inf
-        for _, scores in self._chunks(half, prepare):
+        for _, scores in self._chunks(first, prepare):
             largest = cute.arch.fmax(largest, rows.tile_max(scores)[0])
         return largest
 
@@ -579,122 +589,9 @@ class FlashAttentionForwardSm100:
                 scores,
                 0,
                 scales.scale_mod,
-                RowPlace.of(work, row, self.plan.packed_heads),
+                RowPlace.of(work, row, self.plan.packed_heads, self.plan.group_size),
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
                 self.traits.factor,
                 self.traits.takes_rows,
             )
-
-    # -- output ---------------------------------------------------------------------------------
-
-    @cute.jit
-    def output(
-        self,
-        operands: tma.Operands,
-        tiles: Tiles,
-        channels: Channels,
-        lse: LseTensors,
-        lengths: Lengths,
-        score_args: ScoreArgs,
-    ):
-        """Output warp: 32 rows of both halves of every work tile."""
-        rows = self._rows(score_args.scales)
-        tile = Int32(0)
-        while channels.ring.wait(tile):
-            for half in cutlass.range(HALVES, unroll=1):
-                self._store_half(
-                    operands, tiles, channels, lse, lengths, score_args.sink, rows, tile, half
-                )
-            channels.ring.release(tile)
-            tile += 1
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def _store_half(
-        self,
-        operands,
-        tiles,
-        channels,
-        lse: LseTensors,
-        lengths,
-        mSink,
-        rows,
-        tile: Int32,
-        half: Int32,
-    ):
-        """Write the LSE of this thread's row, scale the row, and store this warp's rows by TMA."""
-        plan = self.plan
-        half_tile = HALVES * tile + half
-        work = channels.ring.read(tile)
-        thread = thread_in_warpgroup()
-        head_idx, q_idx = self._place_of(work, half)
-        sinks = None
-        if const_expr(mSink is not None):
-            sinks = (mSink[head_idx].to(Float32),)
-        channels.sums.wait(half_tile)
-        rows.row_max[0] = tiles.sums[0, half * umma.ROWS + thread]
-        rows.row_sum[0] = tiles.sums[1, half * umma.ROWS + thread]
-        cute.arch.sync_warp()
-        channels.sums.release(half_tile)
-        factor, row_lse, low = rows.finalize(sinks)[0]
-        # what was loaded for an empty sequence is a row that is not in use, or a neighbour's
-        is_used = work.has_scores
-        if const_expr(lengths.seqused_q is not None):
-            is_used = is_used & (q_idx < work.seqlen_q)
-            row_lse = cutlass.select_(q_idx < work.seqlen_q, row_lse, -Float32.inf)
-            if const_expr(low is not None):
-                low = cutlass.select_(q_idx < work.seqlen_q, low, Float32(0.0))
-        if const_expr(lse.lse is not None):  # noqa: SIM102 (decided while tracing)
-            if q_idx < work.slot:
-                lse.store(lengths, work, head_idx, q_idx, row_lse, low)
-
-        zeroes = lengths.seqused_q is not None or lengths.keys_may_be_absent
-        channels.o.wait(half_tile)
-        umma.fence_after_wait()
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.OUTPUT
-        sO = cute.flat_divide(tiles.o[lane, None, warp], (OUTPUT_CHUNK,))
-        for first in cutlass.range_constexpr(0, plan.tile_dv, plan.columns_o):
-            # what was staged here before must have left
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            for c in cutlass.range_constexpr(plan.columns_o // OUTPUT_CHUNK):
-                at = plan.column_o(half) + first + c * OUTPUT_CHUNK
-                values = umma.load_columns(at, OUTPUT_CHUNK, thread)
-                umma.wait_loads()
-                for i in cutlass.range_constexpr(OUTPUT_CHUNK):
-                    # adding 0 makes the zeros of a row that saw nothing positive
-                    value = cute.math.fma(values[0, i], factor, Float32(0.0))
-                    if const_expr(zeroes):
-                        value = cutlass.select_(is_used, value, Float32(0.0))
-                    values[0, i] = value
-                rounded = cute.make_rmem_tensor(OUTPUT_CHUNK, plan.dtype)
-                values = cute.make_tensor(values.iterator, rounded.layout)
-                rounded.store(values.load().to(plan.dtype))
-                cute.autovec_copy(rounded, sO[None, c])
-            if const_expr(first + plan.columns_o == plan.tile_dv):
-                umma.fence_before_arrival()
-                cute.arch.sync_warp()
-                channels.o.release(half_tile)
-            self._store_columns(operands, tiles.o, lengths, work, half, first, warp)
-
-    def _place_of(self, work: Work, half) -> tuple:
-        """Head and query of this thread's row of half a work tile."""
-        row = work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup()
-        packed_heads = self.plan.packed_heads
-        return work.head_idx * packed_heads + row % packed_heads, row // packed_heads
-
-    def _store_columns(self, operands, sO, lengths, work: Work, half, first: int, warp):
-        """Send what a warp has staged in its part of sO to some columns of its rows."""
-        plan = self.plan
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        tile_row = work.block * plan.tile_m + half * umma.ROWS + warp * ROWS_PER_WARP
-        start = (work.head_idx * plan.packed_heads, tile_row // plan.packed_heads)
-        is_packed = lengths.cu_seqlens_q is not None
-        gO = tma.of_sequence(operands.o, is_packed, work.batch_idx, work.offset_q, work.slot)
-        gO = cute.domain_offset(((0, 0), first), gO)
-        dst, src = tma.tile_of(operands.o_atom, gO, start, plan.box_o, sO)
-        cute.copy(operands.o_atom, src[None, warp], dst)
-        cute.arch.cp_async_bulk_commit_group()

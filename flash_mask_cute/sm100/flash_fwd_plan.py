@@ -26,18 +26,21 @@ from flash_mask_cute.core.cta import (
     registers_left,
     swizzled,
 )
+from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.umma import COLUMNS, NUM_COLUMNS, ROWS
 
-# a work tile is two halves of 128 rows, which take turns on the tensor cores
-HALVES = 2
-TILE_M = HALVES * ROWS
 TILE_N = 128
-# head dimensions of queries and keys, and of values
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
+# accumulators of scores, of 128 rows each
+BUFFERS_S = 2
+# Columns of tiles, of queries and keys and of values. Heads of other dimensions are rounded up to
+# the first ones that hold them: TMA fills with zeros, and clips the output.
+TILE_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+# columns of values of which TMEM holds the sums of two halves
+MOST_OF_HALVES = 128
 # rows of a warp, which the output leaves by
 ROWS_PER_WARP = 32
 NUM_WARPGROUPS = 5
@@ -49,7 +52,8 @@ SMEM_BOOKKEEPING = 3072
 
 
 class Role(IntEnum):
-    """First warp of each role; SOFTMAX has four warps for each half, OUTPUT and PAINT have four."""
+    """First warp of each role; SOFTMAX has four warps for each of two halves, OUTPUT and PAINT have
+    four."""
 
     SOFTMAX = 0
     OUTPUT = 8
@@ -59,7 +63,7 @@ class Role(IntEnum):
     MASK = 16
 
 
-SOFTMAX_WARPS = Role.OUTPUT - Role.SOFTMAX
+WARPS_OF_HALF = 4
 OUTPUT_WARPS = Role.LOAD - Role.OUTPUT
 NUM_MASK_WARPS = 4
 
@@ -84,34 +88,20 @@ class Tiles(NamedTuple):
     sums (2, rows): maximum and sum of each row.
     """
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
+    q: cute.Tensor  # (128, tile_d, halves * stages_q)
+    k: cute.Tensor  # (keys of this CTA, tile_d, stages_kv)
+    v: cute.Tensor  # (columns of this CTA, tile_n, stages_v)
     o: cute.Tensor
-    sums: cute.Tensor
-    bits: cute.Tensor
+    sums: cute.Tensor  # (2, tile_m)
+    bits: cute.Tensor  # (4 words, tile_m)
 
 
 class Products(NamedTuple):
-    """Fragments of both products; those with halves are pairs."""
+    """Operands of both products in shared memory."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
-    s: tuple
-    p: tuple
-    o: tuple
-
-
-class MmaState(NamedTuple):
-    """Key blocks whose scores were issued so far.
-
-    is_first: the next one is the first of its tile. accumulates: the last one was not.
-    """
-
-    blocks: Int32
-    is_first: Boolean
-    accumulates: Boolean
 
 
 class SoftmaxState(NamedTuple):
@@ -128,7 +118,9 @@ class FwdPlan:
 
     stages_kv, stages_q: key blocks and query tiles in flight. share_qo: what other kernels do, and
     this one does not. cta_pair: two CTAs with neighbouring tiles of queries walk over the keys
-    together, and each loads half of every block.
+    together, and each loads half of every block. packed_heads: rows of a position, a power of two
+    (`padded_group`), of which the first `heads_there` are heads. page_box: of keys and values in
+    pages, keys that a page has together, None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -141,20 +133,53 @@ class FwdPlan:
     stages_q: int = 1
     share_qo: bool = False
     cta_pair: bool = False
+    heads_there: int | None = None
+    page_box: int | None = None
 
-    # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
-    q_fills = HALVES
+    @property
+    def group_size(self) -> int:
+        """Query heads of a KV head that share a tile."""
+        return self.packed_heads if self.heads_there is None else self.heads_there
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of a tile are no head's, and must not be stored."""
+        return self.group_size != self.packed_heads
+
+    # boxes of rows that TMA brings for a fill of the query channel
     q_boxes = 1
     overlaps_tiles = True
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 
     @property
+    def tile_dims(self) -> tuple[int, int]:
+        """Columns of the tiles of queries and keys, and of values."""
+        fitting = (x for x in TILE_DIMS if x[0] >= self.head_dim and x[1] >= self.head_dim_v)
+        return next(fitting, TILE_DIMS[-1])
+
+    @property
     def tile_d(self) -> int:
-        return self.head_dim
+        return self.tile_dims[0]
 
     @property
     def tile_dv(self) -> int:
-        return self.head_dim_v
+        return self.tile_dims[1]
+
+    @property
+    def halves(self) -> int:
+        """A work tile is two halves of 128 rows, which take turns on the tensor cores; of wide
+        values it is one, whose scores have two buffers."""
+        return 2 if self.tile_dv <= MOST_OF_HALVES else 1
+
+    @property
+    def softmax_warps(self) -> int:
+        """Warps that have a half; the other warps of the role have nothing to do."""
+        return self.halves * WARPS_OF_HALF
+
+    @property
+    def q_fills(self) -> int:
+        """Fills of the query channel for a work tile."""
+        return self.halves
 
     @property
     def row_tile(self) -> tuple[int, int]:
@@ -172,13 +197,18 @@ class FwdPlan:
 
     @property
     def box_k(self) -> tuple[int, int]:
-        """What this CTA loads of a key block: the rows that it contributes to operand B."""
-        return self.tile_n // self.group.size, self.tile_d
+        """What this CTA loads of a key block, or of it at a time: the rows that it contributes to
+        operand B."""
+        return self.page_box or self.keys_of_cta, self.tile_d
+
+    @property
+    def keys_of_cta(self) -> int:
+        return self.tile_n // self.group.size
 
     @property
     def box_v(self) -> tuple[tuple[int, int], int]:
-        """What this CTA loads of a value block, ((1, keys), columns)."""
-        return (1, self.tile_n), self.tile_dv // self.group.size
+        """What this CTA loads of a value block, or of it at a time, ((1, keys), columns)."""
+        return (1, self.page_box or self.tile_n), self.tile_dv // self.group.size
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
@@ -191,17 +221,22 @@ class FwdPlan:
         taken = 2 * SOFTMAX_REGISTERS + OUTPUT_REGISTERS + MASK_REGISTERS
         return registers_left(NUM_WARPGROUPS, taken)
 
-    # -- TMEM: S of both halves, then O of both; P takes the first half of its S ------------------
+    # -- TMEM: two buffers of S, then O of each half; P takes the first half of its S -------------
 
     @property
     def num_columns(self) -> int:
-        return HALVES * (self.tile_n + self.tile_dv)
+        return BUFFERS_S * self.tile_n + self.halves * self.tile_dv
 
-    def column_s(self, half: int) -> int:
-        return half * self.tile_n
+    def buffer_s(self, half: int | Int32, number: Int32) -> int | Int32:
+        """Where scores `number` of the channel are: each half has a buffer; a single one has both,
+        by turns."""
+        return half if self.halves == BUFFERS_S else number % BUFFERS_S
 
-    def column_o(self, half: int) -> int:
-        return HALVES * self.tile_n + half * self.tile_dv
+    def column_s(self, buffer: int | Int32) -> int | Int32:
+        return buffer * self.tile_n
+
+    def column_o(self, half: int | Int32) -> int | Int32:
+        return BUFFERS_S * self.tile_n + half * self.tile_dv
 
     # -- shared memory --------------------------------------------------------------------------
 
@@ -211,7 +246,7 @@ class FwdPlan:
 
     @property
     def bytes_k(self) -> int:
-        return self.box_k[0] * self.box_k[1] * 2
+        return self.keys_of_cta * self.tile_d * 2
 
     @property
     def bytes_v(self) -> int:
@@ -232,7 +267,7 @@ class FwdPlan:
 
     @property
     def _smem_without_spare_value(self) -> int:
-        query_output = HALVES * self.stages_q * self.bytes_q + self.bytes_o
+        query_output = self.halves * self.stages_q * self.bytes_q + self.bytes_o
         keys_values = self.stages_kv * (self.bytes_k + self.bytes_v)
         return query_output + keys_values + self.bytes_bits + SMEM_BOOKKEEPING
 
@@ -248,14 +283,11 @@ class FwdPlan:
 
     def infeasible(self) -> str | None:
         """Why this plan cannot run, or None."""
-        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
-            known = ", ".join(f"{d}/{dv}" for d, dv in HEAD_DIMS)
-            return (
-                f"head_dim/head_dim_v must be one of {known} on Blackwell, got "
-                f"{self.head_dim}/{self.head_dim_v}"
-            )
-        if self.tile_m != TILE_M:
-            return f"tile_m must be {TILE_M} on Blackwell, got {self.tile_m}"
+        dims = f"head_dim/head_dim_v {self.head_dim}/{self.head_dim_v}"
+        if max(self.head_dim, self.head_dim_v) > max(TILE_DIMS[-1]):
+            return f"head_dim and head_dim_v go up to {max(TILE_DIMS[-1])}, got {dims}"
+        if self.tile_m != (rows := self.halves * ROWS):
+            return f"tile_m must be {rows} for {dims} on Blackwell, got {self.tile_m}"
         if self.tile_n != TILE_N:
             return f"tile_n must be {TILE_N} on Blackwell, got {self.tile_n}"
         if self.stages_q not in (1, 2):
@@ -263,7 +295,9 @@ class FwdPlan:
         if self.share_qo:
             return "share_qo is not supported on Blackwell"
         if ROWS_PER_WARP % self.packed_heads:
-            return f"pack_gqa needs a group of heads that divides 32, got {self.packed_heads}"
+            return f"pack_gqa needs a group of at most 32 heads, got {self.group_size}"
+        if self.page_box is not None and (why := why_no_boxes(self, self.page_box)):
+            return why
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
         if self.num_columns > NUM_COLUMNS:
@@ -300,7 +334,7 @@ class FwdPlan:
 
     def operand_q(self) -> cute.ComposedLayout:
         tile = (self.group.rows, self.tile_n, self.tile_d)
-        stages = HALVES * self.stages_q
+        stages = self.halves * self.stages_q
         return blackwell.make_smem_layout_a(self.mma_qk(), tile, self.dtype, stages)
 
     def operand_k(self) -> cute.ComposedLayout:
@@ -318,12 +352,12 @@ class FwdPlan:
 
     def layout_q(self) -> cute.ComposedLayout:
         """(128, tile_d, halves * stages_q)"""
-        tile, stages = (ROWS, self.tile_n, self.tile_d), HALVES * self.stages_q
+        tile, stages = (ROWS, self.tile_n, self.tile_d), self.halves * self.stages_q
         return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, stages)
 
     def layout_k(self) -> cute.ComposedLayout:
         """(keys, tile_d, stages_kv)"""
-        tile = (ROWS, *self.box_k)
+        tile = (ROWS, self.keys_of_cta, self.tile_d)
         return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages_kv)
 
     def layout_v(self) -> cute.ComposedLayout:
@@ -354,31 +388,31 @@ class FwdPlan:
             k: elements(self.layout_k())
             v: elements(self.layout_v())
             o: elements(self.layout_o())
-            q_barriers: barriers(HALVES * self.stages_q)
+            q_barriers: barriers(self.halves * self.stages_q)
             k_barriers: barriers(self.stages_kv)
             v_barriers: barriers(self.stages_v)
-            s_barriers: barriers(HALVES)
-            o_barriers: barriers(HALVES)
-            sums_barriers: barriers(HALVES)
+            s_barriers: barriers(BUFFERS_S)
+            o_barriers: barriers(self.halves)
+            sums_barriers: barriers(self.halves)
             bits_barriers: barriers(1)
             ring_barriers: barriers(RING_STAGES)
             walk_barriers: barriers(WALK_STAGES)
             ring: words(WORDS * RING_STAGES)
             walk: words(WORDS * WALK_STAGES)
-            sums: words(HALVES * HALVES * ROWS)
+            sums: words(2 * self.tile_m)
             bits: words(COLUMNS.num_words * self.tile_m)
             tmem: cutlass.Int32
 
         return Storage
 
-    def channels(self, storage: Any) -> Channels:
-        """The channels of a CTA, initialised by its first warp."""
-        group, warps_of_half = self.group, SOFTMAX_WARPS // HALVES
+    def channels(self, storage: Any, fields: tuple[str, ...]) -> Channels:
+        """The channels of a CTA, initialised by its first warp; fields: see `WorkRing`."""
+        group = self.group
         # load, mma (the leader's) and softmax and mask warps go through walks, those of the
         # output do not
-        num_walkers = 2 + SOFTMAX_WARPS + NUM_MASK_WARPS - group.rank()
+        num_walkers = 2 + self.softmax_warps + NUM_MASK_WARPS - group.rank()
         ring, walk = planning_rings(
-            storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False
+            storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False, fields=fields
         )
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
@@ -387,19 +421,19 @@ class FwdPlan:
         def loaded(barriers: Any, stages: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, group.size, 1, group.home)
 
-        def multiplied(barriers: Any, consumers: int) -> Channel:
+        def multiplied(barriers: Any, stages: int, consumers: int) -> Channel:
             return Channel.create(
-                barriers.data_ptr(), HALVES, 1, consumers * group.size, group.home
+                barriers.data_ptr(), stages, 1, consumers * group.size, group.home
             )
 
         return Channels(
-            q=loaded(storage.q_barriers, HALVES * self.stages_q),
+            q=loaded(storage.q_barriers, self.halves * self.stages_q),
             k=loaded(storage.k_barriers, self.stages_kv),
             v=loaded(storage.v_barriers, self.stages_v),
-            s=multiplied(storage.s_barriers, warps_of_half),
-            o=multiplied(storage.o_barriers, OUTPUT_WARPS),
-            sums=channel(storage.sums_barriers, HALVES, warps_of_half, OUTPUT_WARPS),
-            bits=channel(storage.bits_barriers, 1, NUM_MASK_WARPS, SOFTMAX_WARPS),
+            s=multiplied(storage.s_barriers, BUFFERS_S, WARPS_OF_HALF),
+            o=multiplied(storage.o_barriers, self.halves, OUTPUT_WARPS),
+            sums=channel(storage.sums_barriers, self.halves, WARPS_OF_HALF, OUTPUT_WARPS),
+            bits=channel(storage.bits_barriers, 1, NUM_MASK_WARPS, self.softmax_warps),
             ring=ring,
             walk=walk,
         )
@@ -419,16 +453,23 @@ class FwdPlan:
 
     def products(self, storage: Any) -> Products:
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
-        halves = range(HALVES)
-        shape_s, shape_o = (self.group.rows, self.tile_n), (self.group.rows, self.tile_dv)
         return Products(
             q=mma_qk.make_fragment_A(swizzled(storage.q, self.operand_q())),
             k=mma_qk.make_fragment_B(swizzled(storage.k, self.operand_k())),
             v=mma_pv.make_fragment_B(swizzled(storage.v, self.operand_v())),
-            s=tuple(umma.accumulator(mma_qk, shape_s, self.column_s(h)) for h in halves),
-            p=tuple(
-                umma.operand_a(mma_pv, self.operand_p(), self.dtype, self.column_s(h))
-                for h in halves
-            ),
-            o=tuple(umma.accumulator(mma_pv, shape_o, self.column_o(h)) for h in halves),
         )
+
+    def scores(self, buffer: int | Int32) -> cute.Tensor:
+        """S in TMEM, as the result of a product."""
+        shape = self.group.rows, self.tile_n
+        return umma.accumulator(self.mma_qk(), shape, self.column_s(buffer))
+
+    def probabilities(self, buffer: int | Int32) -> cute.Tensor:
+        """P in TMEM, over S, as an operand."""
+        first = self.column_s(buffer)
+        return umma.operand_a(self.mma_pv(), self.operand_p(), self.dtype, first)
+
+    def output(self, half: int) -> cute.Tensor:
+        """O in TMEM, as the result of a product."""
+        shape = self.group.rows, self.tile_dv
+        return umma.accumulator(self.mma_pv(), shape, self.column_o(half))

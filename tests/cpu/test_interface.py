@@ -404,8 +404,8 @@ def brute_force_tiles(
 
 
 def visited(found: Explanation) -> int:
-    assert found.full_key_tiles is not None and found.cut_key_tiles is not None
-    return found.full_key_tiles + found.cut_key_tiles
+    assert found.full_key_tiles is not None and found.partial_key_tiles is not None
+    return found.full_key_tiles + found.partial_key_tiles
 
 
 EXPLAINED = (
@@ -444,9 +444,9 @@ def test_explain_counts_tiles_under_masks(case: Case) -> None:
                     is_whole = tile.shape[1] == tiles.tile_n
                     kind = "full" if is_whole and tile.all() else "cut" if tile.any() else "skipped"
                     counts[kind] += rows.numel() > 0
-    assert sum(counts.values()) == visited(found) + found.skipped_key_tiles
+    assert sum(counts.values()) == visited(found) + found.empty_key_tiles
     # exact in these cases, but for lists without a mask_mod: there a full tile may be asked about
-    assert (found.skipped_key_tiles, visited(found)) == (
+    assert (found.empty_key_tiles, visited(found)) == (
         counts["skipped"],
         counts["full"] + counts["cut"],
     )
@@ -454,7 +454,7 @@ def test_explain_counts_tiles_under_masks(case: Case) -> None:
     assert counts["skipped"] > 0 or case.id == "retiled"
     assert "causal and window" not in str(found)
     everything = explain(q, k, v, **inputs.keywords, config={"skip_blocks": False})
-    assert everything.cut_key_tiles == sum(counts.values())
+    assert everything.partial_key_tiles == sum(counts.values())
 
 
 def test_explain_names_the_masks() -> None:
@@ -485,7 +485,7 @@ def test_explain_counts_tiles(causal: bool, left: int | None) -> None:
     blocks_q, blocks_k = -(-1000 // 128), -(-1300 // found.tiles.tile_n)
     visible = 12 * brute_force_tiles(1000, 1300, 128, found.tiles.tile_n, causal, left)
     assert visited(found) == visible
-    assert found.skipped_key_tiles == 12 * blocks_q * blocks_k - visible
+    assert found.empty_key_tiles == 12 * blocks_q * blocks_k - visible
     assert found.work_tiles == blocks_q * 4 * 3
     assert (found.where, found.grid, found.packed_heads) == ("cpu", 96, 1)
     assert found.registers is None and "float32" in found.note
@@ -499,7 +499,7 @@ def test_explain_varlen_and_packing() -> None:
     )  # fmt: skip
     assert found.packed_heads == 4
     assert found.work_tiles == 2 * 2  # 80 and 120 packed rows are a tile each, for 2 KV heads
-    assert (visited(found), found.skipped_key_tiles) == (4, 0)
+    assert (visited(found), found.empty_key_tiles) == (4, 0)
     assert found.grid == 132
 
 

@@ -18,8 +18,13 @@ from typing import Any
 import pytest
 
 # Of the tests that take long, by module or function: so many run, drawn by the seed in SAMPLE_SEED
-# ("all": every one). A backward with each of its roles slow once takes many minutes.
-SAMPLED = {"test_flash_bwd_sm100_sim": 28, "test_slow_roles_sm100_sim::test_backward": 0}
+# ("all": every one).
+SAMPLED = {
+    "test_flash_bwd_sm100_sim": 28,
+    "test_flash_fwd_sm100_sim::test_wide_heads_against_oracle": 4,
+    "test_slow_roles_sm100_sim::test_forward": 2,
+    "test_slow_roles_sm100_sim::test_backward": 1,
+}
 SAMPLE_SEED = "FLASH_MASK_SIM_SEED"
 HERE = Path(__file__).resolve().parent
 HOPPER = "sm_90a"

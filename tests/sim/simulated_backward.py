@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from case_log import note
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import Inputs
 from torch import Tensor
@@ -72,7 +73,7 @@ def run_sim(
         assert len(simulator.RESULTS) == launches
         for result in simulator.RESULTS:
             assert not result["warnings"], f"delay {seed}: {result}"
-        assert_gradients_close(gradients, inputs, dout, given_dlse)
+        note(inputs.case, seed, assert_gradients_close(gradients, inputs, dout, given_dlse), **more)
 
 
 def run_hostile(
@@ -85,7 +86,7 @@ def run_hostile(
     gradients = launch_on_simulator(hostile.inputs, hostile.dout, hostile.dlse, arch, **more)
     for result in simulator.RESULTS:
         assert not result["warnings"], f"delay {seed}: {result}"
-    hostile.assert_close(gradients)
+    note(hostile.inputs.case, seed, hostile.assert_close(gradients), hostile=True, **more)
 
 
 def assert_same_bits(some: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> None:

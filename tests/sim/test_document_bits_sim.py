@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_mask_cute.call import mask_bits_plan
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.plan import plan
-from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
+from flash_mask_cute.core.tile_state import EMPTY, FULL
 from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
     BitTiles,
@@ -119,7 +119,7 @@ def test_states_of_the_tiles_of_documents(
         for m_block in range(-(-(end - start) // tile_m)):
             for n_block in range(in_row):
                 part = sees[m_block * tile_m :, n_block * tile_n :][:tile_m, :tile_n]
-                expected = VISIBLE * bool(part.any()) + HIDDEN * (not bool(part.all()))
+                expected = FULL * bool(part.any()) + EMPTY * (not bool(part.all()))
                 number = first + m_block * in_row + n_block
                 assert states[0, 0, number] == expected, (sequence, m_block, n_block)
                 used.add((of_mask, number))

@@ -109,9 +109,9 @@ def test_against_oracle(simulator: ModuleType, position: int) -> None:
     ids=lambda x: x.id if isinstance(x, Case) else None,
 )
 def test_split_groups(simulator: ModuleType, case: Case, splits: int, more: dict[str, Any]) -> None:
-    """Several CTAs with the same keys; two kernels more, which add dK and dV."""
+    """Several CTAs with the same keys; a kernel more, which adds dK and dV."""
     config = {"group_splits": splits}
-    run_sim(simulator, make_inputs(case), launches=5, config=config, **more)
+    run_sim(simulator, make_inputs(case), launches=4, config=config, **more)
 
 
 def test_operands_that_share_elements(simulator: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 import simulated_backward
 import torch
+from case_log import note
 from cases import BF16, FP16, MASK_CASES, Case
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import make_inputs
+from random_cases import small_case
 from simulated_backward import DELAY_SEEDS, assert_same_bits, launch_on_simulator
 from test_flash_bwd_sim import CASES as HOPPER_CASES
 from test_flash_bwd_sim import SIM_MASK_CASES
@@ -51,6 +54,17 @@ def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     if position % 3 and not case.head_dim_v:
         case = replace(case, head_dim=(64, 96)[position % 2])
     run_sim(simulator, make_inputs(case), ((1,), (None,))[position % 2])
+
+
+DIMS = ((64, 64), (96, 96), (128, 128), (40, 72), (104, 24), (128, 64))
+
+
+@pytest.mark.parametrize("number", range(44))
+def test_fuzzed_combinations(simulator: ModuleType, number: int) -> None:
+    """Every third one with sums in a fixed order."""
+    case = replace(small_case(random.Random(number), DIMS, 200), pack_gqa=None)
+    more = {"deterministic": True} if number % 3 == 0 else {}
+    run_sim(simulator, make_inputs(case, seed=number), (number,), **more)
 
 
 @pytest.mark.parametrize("seed", [2, 3])
@@ -99,7 +113,7 @@ def test_deterministic(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, c
         runs.append(launch_on_simulator(inputs, dout, arch=ARCH, deterministic=True))
         assert not any(result["warnings"] for result in simulator.RESULTS)
     assert_same_bits(*runs)
-    assert_gradients_close(runs[0], inputs, dout)
+    note(case, 1, assert_gradients_close(runs[0], inputs, dout), deterministic=True)
 
 
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
@@ -111,7 +125,8 @@ def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     run = partial(launch_on_simulator, inputs, dout, dlse, ARCH, deterministic=True)
     visiting = run(config={"skip_blocks": False})
     assert_same_bits(run(), visiting)
-    assert_gradients_close(visiting, inputs, dout, dlse)
+    share = assert_gradients_close(visiting, inputs, dout, dlse)
+    note(inputs.case, None, share, deterministic=True, config={"skip_blocks": False})
 
 
 @pytest.mark.parametrize(("case", "name"), TRAINED_CASES, ids=lambda x: getattr(x, "id", x))
@@ -153,7 +168,7 @@ def test_given_outputs(simulator: ModuleType) -> None:
     simulator.OPTIONS.pop("delay", None)
     gradients = launch_on_simulator(inputs, dout, dlse, ARCH, **given)
     assert all(gradients[name] is x for name, x in given.items())
-    assert_gradients_close(gradients, inputs, dout, dlse)
+    note(inputs.case, None, assert_gradients_close(gradients, inputs, dout, dlse))
     assert guarded.isnan().sum() == guarded.numel() - fused.numel()
 
 

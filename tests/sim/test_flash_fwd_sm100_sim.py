@@ -56,13 +56,57 @@ CASES = (
     Case("fp16-d64-causal", 1, 255, 255, head_dim=64, dtype=FP16, causal=True),
     Case("d96-causal", 1, 300, 200, head_dim=96, causal=True),
     Case("d192-128-causal", 1, 300, 400, head_dim=192, head_dim_v=128, causal=True),
-)
+    # columns of tiles that heads do not fill
+    Case("d8-window", 1, 129, 200, head_dim=8, window_left=40, window_right=20),
+    Case("d40-causal-gqa2-packed", 1, 100, 200, 2, 1, head_dim=40, causal=True, pack_gqa=True),
+    Case("fp16-d72-dv40-varlen", lengths_q=(130, 3), lengths_k=(140, 20), head_dim=72,
+         head_dim_v=40, dtype=FP16),
+    Case("d64-dv128-softcap", 1, 150, 129, head_dim=64, head_dim_v=128, softcap=15.0),
+    Case("d136-dv104-causal", 1, 257, 300, 1, 1, head_dim=136, head_dim_v=104, causal=True),
+)  # fmt: skip
+
+# one half of 128 rows, by pairs of CTAs where there are more rows, with all kinds of masks
+WIDE = (
+    Case("d256-300x300", 1, 300, 300, 1, 1, head_dim=256),
+    Case("d256-100x300-one-cta", 1, 100, 300, 3, 3, head_dim=256),
+    Case("d256-1x1-one-cta", 1, 1, 1, 1, 1, head_dim=256),
+    Case("d256-causal-257x520-gqa2", 1, 257, 520, 2, 1, head_dim=256, causal=True),
+    Case("d256-causal-400x150-empty-rows", 1, 400, 150, 1, 1, head_dim=256, causal=True),
+    Case("d256-fp16-window", 2, 200, 300, 1, 1, head_dim=256, dtype=FP16, window_left=40,
+         window_right=20),
+    Case("d256-varlen-columns", lengths_q=(300, 1, 65), lengths_k=(0, 255, 300), heads_q=1,
+         heads_kv=1, head_dim=256, column="stepped2"),
+    Case("d256-gqa4-packed-sink", 1, 60, 200, 4, 1, head_dim=256, pack_gqa=True, sink=FP32),
+    Case("d256-score-mod-lists", 1, 200, 300, 1, 1, head_dim=256, score_mod="scale",
+         blocks=(48, 80)),
+    Case("d256-seqused-softcap", 2, 129, 129, 1, 1, head_dim=256, seqused_q=(100, 0),
+         seqused_k=(129, 65), softcap=15.0),
+    Case("d192-causal", 1, 300, 300, 1, 1, head_dim=192, causal=True),
+    Case("d64-dv256-mask-mod", 1, 150, 260, 1, 1, head_dim=64, head_dim_v=256, mask_mod="checks"),
+    Case("d200-dv136-causal", 1, 130, 200, 1, 1, head_dim=200, head_dim_v=136, causal=True),
+)  # fmt: skip
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), seeds=SEEDS)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
+def test_wide_heads_against_oracle(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, make_inputs(case), seeds=SEEDS)
+    (launch,) = simulator.RESULTS[-1]["launches"]
+    assert (launch["cluster"] == (2, 1, 1)) == (case.seqlen_q > 128)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("cta_pair", [False, True])
+def test_wide_heads_whose_maxima_are_outgrown(simulator: ModuleType, cta_pair: bool) -> None:
+    """O is rescaled once P V of the block before is complete."""
+    inputs = make_growing_inputs(256, 256, 40)
+    run_sim(simulator, inputs, seeds=(None, 1), config={"cta_pair": cta_pair})
 
 
 @pytest.mark.usefixtures("poisoned_allocations")

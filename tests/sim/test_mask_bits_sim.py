@@ -16,7 +16,7 @@ from flash_mask_cute.call import plan as plan_module
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
-from flash_mask_cute.core.tile_state import HIDDEN, VISIBLE
+from flash_mask_cute.core.tile_state import EMPTY, FULL, PARTIAL
 from flash_mask_cute.mask_prep.mask_bits import EntryBitsPlan, MaskInputs, compile_mask_bits
 from flash_mask_cute.runtime.target import Target
 
@@ -30,7 +30,7 @@ SEQLEN = sum(DOCUMENTS)
 IDS = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS)).int()
 SEES = IDS[:, None] == IDS
 # of 128 x 128 scores: everything, nothing, or what the callable says
-BLOCK, EMPTY, PARTIAL, FULL = 128, 0, 1, 2
+BLOCK = 128
 
 
 def same_document(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -144,9 +144,9 @@ def test_tiles_outside_of_the_band_are_not_asked_about(
                 slice(i * n, (i + 1) * n) for i, n in ((m_block, tile_m), (n_block, tile_n))
             )
             part = SEES[rows, cols]
-            expected = VISIBLE * bool(part.any()) + HIDDEN * (not bool(part.all()))
+            expected = FULL * bool(part.any()) + EMPTY * (not bool(part.all()))
             if not in_band[rows, cols].any():
-                expected, num_outside = HIDDEN, num_outside + 1
+                expected, num_outside = EMPTY, num_outside + 1
             assert found[0, m_block, n_block] == expected, (m_block, n_block)
     assert num_outside
 
@@ -183,10 +183,10 @@ def test_states_of_tiles(
     for m_block in range(found.shape[1]):
         for n_block in range(found.shape[2]):
             part = sees[m_block * tile_m :, n_block * tile_n :][:tile_m, :tile_n]
-            expected = VISIBLE * bool(part.any()) + HIDDEN * (not bool(part.all()))
+            expected = FULL * bool(part.any()) + EMPTY * (not bool(part.all()))
             assert found[0, m_block, n_block] == expected, (m_block, n_block)
             kinds.add(expected)
-    assert kinds == {VISIBLE, HIDDEN, VISIBLE | HIDDEN}
+    assert kinds == {FULL, EMPTY, PARTIAL}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -38,6 +38,11 @@ FORWARDS = {
         },
         {"cta_pair": True},
     ),
+    "one-half": Slowed(
+        ISLANDS | {"lengths_q": (130, 9, 140), "lengths_k": (300, 20, 200), "head_dim": 256,
+                   "softmax_scale": 0.5},
+        {"cta_pair": False},
+    ),
 }  # fmt: skip
 
 
@@ -54,15 +59,15 @@ def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: s
 # and dP one after the other, and together.
 BACKWARDS = {
     "dq-of-its-own": Slowed(
-        ISLANDS | {"batch": 1, "seqlen_q": 260, "seqlen_k": 300, "heads_q": 4, "heads_kv": 4,
+        ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 150, "heads_q": 6, "heads_kv": 6,
                    "head_dim": 64}
     ),
     "dq-in-place-of-dp-in-order": Slowed(
-        ISLANDS | {"lengths_q": (130, 0, 300), "lengths_k": (260, 70, 130)},
+        ISLANDS | {"lengths_q": (130, 0, 200), "lengths_k": (150, 70, 130), "head_dim": 96},
         more={"deterministic": True},
     ),
     "scores-and-gradients-together": Slowed(
-        ISLANDS | {"batch": 1, "seqlen_q": 260, "seqlen_k": 260, "head_dim": 64, "column": None,
+        ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 150, "head_dim": 64, "column": None,
                    "score_mod": "slopes"},
         more={"daux": True},
     ),

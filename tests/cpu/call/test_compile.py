@@ -77,14 +77,14 @@ VARIANTS = {
 
 
 # What a score_mod computes with competes for registers with the second set of P: a flag that a step
-# reads once is spilled, and ALiBi is faster all the same (docs/measured_facts.md, 2026-11-22).
+# reads once is spilled, and ALiBi is faster all the same (docs/facts/compiler.md).
 SPILLED_BESIDE_A_SCORE_MOD = 32
 # On Blackwell the pass over a row's scores that subtracts a maximum far from 0 first spills, beside
 # all of the row's probabilities. No other pass does, and scores of usual size do not come there.
 SPILLED_FAR_FROM_0 = 256
 # Three warpgroups with all of 64 x 128 scores leave the mask warps 32 registers. These then spill
 # their block counters. Nothing is spilled where a row's sum is checked before the next row's
-# exponentials, and most masks take 1 % longer (docs/measured_facts.md, 2026-11-22).
+# exponentials, and most masks take 1 % longer (docs/facts/compiler.md).
 SPILLED_BY_MASK_WARPS = 256
 
 
@@ -192,7 +192,9 @@ BLACKWELL = {
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_compiles_well_for_blackwell(name: str, tmp_path: Path) -> None:
     problem = BLACKWELL[name]
-    is_pair = problem.tuning_class == "full" and problem.head_dim >= 128
+    is_pair = problem.head_dim_v > 128 or (
+        problem.tuning_class == "full" and problem.head_dim >= 128
+    )
     check_blackwell(name, *build(problem, tmp_path, target=B200), is_pair)
 
 
@@ -219,11 +221,13 @@ def test_compiles_well_for_the_second_blackwell(row: FwdRow) -> None:
     """Of sm_103a disassemblers may know nothing."""
     fields = {} if row.cta_pair else {"is_causal": True, "varlen_k": True}
     problem = AttentionProblem("float16", row.max_dim, row.max_dim_v, **fields)
-    tiles = select_fwd_config(problem, shapes_of(problem), spec=arch_spec(B300)).tiles
+    override = None if row.cta_pair else FwdConfig(cta_pair=False)
+    shapes = shapes_of(problem)
+    tiles = select_fwd_config(problem, shapes, override=override, spec=arch_spec(B300)).tiles
     assert tiles.cta_pair == row.cta_pair
     with compile_lock():
         meta = build_fwd(problem, tiles, B300).meta
-    check_blackwell(f"{row}", meta, {})
+    check_blackwell(f"{row}", meta, {}, row.cta_pair)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -426,8 +430,9 @@ def test_what_the_blackwell_plan_says_about_memory(row: FwdRow) -> None:
     storage, *operands = sizes
     assert 0 <= plan.smem_bytes - storage < SMEM_BOOKKEEPING
     assert all(shown == multiplied for shown, multiplied in operands)
-    ends = [plan.column_s(0), plan.column_s(1), plan.column_o(0), plan.column_o(1)]
-    widths = [plan.tile_n, plan.tile_n, plan.tile_dv, plan.tile_dv]
+    halves = range(plan.halves)
+    ends = [plan.column_s(0), plan.column_s(1), *map(plan.column_o, halves)]
+    widths = [plan.tile_n, plan.tile_n, *(plan.tile_dv for _ in halves)]
     assert [end + width for end, width in zip(ends, widths, strict=True)] == [
         *ends[1:],
         plan.num_columns,

@@ -20,12 +20,14 @@ from flash_mask_cute.call.kernels import NO_MODS
 from flash_mask_cute.call.kernels_bwd import BwdKernels, build_bwd, compile_bwd
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
+from flash_mask_cute.call.tables import SM100_BWD
 from flash_mask_cute.runtime.cache import CompileCache, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
 PLAIN = AttentionProblem("bfloat16", 128, 128, needs_lse=False)
+PLAIN_FIELDS = {"head_dim": 128, "head_dim_v": 128, "has_softcap": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
@@ -126,13 +128,15 @@ BLACKWELL = {
             "": {},
             "-columns-4-empty-rows": {"intervals": (4, False), "may_empty_rows": True},
             "-lists-in-order": {"has_bits": True, "deterministic": True},
+            "-softcap-causal": {"has_softcap": True, "is_causal": True},
         }.items()
     },
     "learned": {"score_mod": "head_bias", "aux": (("float32", 1),), "wants_aux": (0,)},
 }
-SECOND = ("full", "causal", "window", "varlen-causal", "d64", "d96")
-# Bytes: a compute thread's addresses of dS, for want of registers beside both chunks of scores.
-BLACKWELL_SPILLS = {"softcap": 64}
+SECOND = (
+    *("full", "causal", "window", "varlen-causal", "softcap"),
+    *("d64", "d96", "d64-softcap-causal", "d96-softcap-causal"),
+)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +157,23 @@ def test_compiles_well_for_blackwell(name: str, arch: str) -> None:
     facts = f"{name}: {meta}"
     # a fifth of the register file for each of five warpgroups, which they share out
     assert meta["registers"] == 96, facts
-    assert meta["spill_bytes"] <= BLACKWELL_SPILLS.get(name, 0), facts
+    assert meta["spill_bytes"] == 0, facts
     assert not meta["warnings"], facts
     assert meta["smem_bytes"] <= 232448, facts
+
+
+def test_every_row_of_blackwell_is_compiled() -> None:
+    """For both devices, with a soft cap and without."""
+    rows = {(row.max_dim, row.max_dim_v) for row in SM100_BWD}
+    for names in (BLACKWELL, SECOND):
+        for has_softcap in (False, True):
+            found = [PLAIN_FIELDS | BLACKWELL[name] for name in names]
+            dims = {
+                (x["head_dim"], x["head_dim_v"])
+                for x in found
+                if x["has_softcap"] == has_softcap and "score_mod" not in x
+            }
+            assert rows <= dims
 
 
 def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
@@ -170,7 +188,7 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
         planned = plan(call, TARGET)
         facts = planned.gradients
         assert facts is not None
-        of_facts = facts.has_dlse, facts.sink_dtype, facts.tails
+        of_facts = facts.has_dlse, facts.sink_dtype, facts.padding
         return compile_bwd(
             planned.problem, planned.bwd_choice, TARGET, Mods(), *of_facts, cache=cache
         )

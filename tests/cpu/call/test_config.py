@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cutlass import BFloat16
 
 from flash_mask_cute.call.arch import SM100
 from flash_mask_cute.call.config import (
@@ -15,8 +16,13 @@ from flash_mask_cute.call.config import (
 )
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tables import SM90_FWD, SM100_FWD, FwdRow
+from flash_mask_cute.limits import padded_group
 
 HEAD_DIMS = range(8, 257, 8)
+
+
+# so many queries fill whole waves of CTAs, with tiles of 128 rows and of 192
+FULL_WAVES = 132 * 128 * 192
 
 
 def choose(
@@ -35,6 +41,7 @@ def choose(
     unpackable: str | None = None,
     mask_mod: str | None = None,
     score_mod: str | None = None,
+    decode_rows: int | None = None,
     **fields: Any,
 ) -> FwdChoice:
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -53,7 +60,8 @@ def choose(
     shapes = FwdShapes(
         1, seqlen_q, seqlen_k, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
     )
-    return select_fwd_config(problem, shapes, pack_gqa, override, window, block_size, unpackable)
+    given = pack_gqa, override, window, block_size, unpackable
+    return select_fwd_config(problem, shapes, *given, decode_rows=decode_rows)
 
 
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
@@ -61,9 +69,10 @@ def test_rows_for_blackwell(row: FwdRow) -> None:
     """Each runs as it stands: no field had to be made smaller."""
     is_causal = "full" not in row.masks
     problem = AttentionProblem("bfloat16", row.max_dim, row.max_dim_v, is_causal=is_causal)
-    shapes = FwdShapes(1, 300, 300, 300, 300, 64, 2, row.max_dim, row.max_dim_v)
+    seqlen = 300 if row.tile_m == 256 or row.cta_pair else 100
+    shapes = FwdShapes(1, seqlen, 300, seqlen, 300, 64, 2, row.max_dim, row.max_dim_v)
     choice = select_fwd_config(problem, shapes, True, spec=SM100)
-    assert (choice.tiles.tile_m, choice.tiles.tile_n) == (256, 128)
+    assert (choice.tiles.tile_m, choice.tiles.tile_n) == (row.tile_m, 128)
     assert choice.tiles.num_stages == row.num_stages
     assert choice.tiles.stages_q == row.stages_q
     assert choice.tiles.cta_pair == row.cta_pair
@@ -86,18 +95,29 @@ def test_a_product_that_is_too_wide_for_a_launch(dim: int, is_refused: bool) -> 
         assert select_fwd_config(problem, shapes, override=override).tiles.tile_m == 192
 
 
-@pytest.mark.parametrize("dims", [(72, 72), (64, 128), (128, 64), (192, 192), (256, 256)])
-def test_other_head_dims_are_refused_on_blackwell(dims: tuple[int, int]) -> None:
-    shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, *dims)
-    message = f"64/64, 96/96, 128/128, 192/128, got {dims[0]}/{dims[1]}"
-    with pytest.raises(NotImplementedError, match=message):
-        select_fwd_config(AttentionProblem("bfloat16", *dims), shapes, spec=SM100)
+def test_all_head_dims_on_blackwell() -> None:
+    """The tiles of a plan hold the heads and are those of its row; a single CTA can have them."""
+    for head_dim in HEAD_DIMS:
+        for head_dim_v in HEAD_DIMS:
+            dims = head_dim, head_dim_v
+            problem = AttentionProblem("bfloat16", *dims, is_causal=True)
+            for seqlen_q in (100, 300):
+                shapes = FwdShapes(1, seqlen_q, 300, seqlen_q, 300, 2, 2, *dims)
+                choice = select_fwd_config(problem, shapes, spec=SM100)
+                plan = SM100.forward.load_plan()(BFloat16, *dims, choice.tiles.tile_m, 128, 1)
+                assert plan.tile_d >= head_dim and plan.tile_dv >= head_dim_v
+                rows = ((row.max_dim, row.max_dim_v) for row in SM100_FWD)
+                first = next(x for x in rows if x[0] >= head_dim and x[1] >= head_dim_v)
+                assert (plan.tile_d, plan.tile_dv) == first
+                is_wide = plan.tile_dv > 128
+                assert choice.tiles.tile_m == (128 if is_wide else 256)
+                assert choice.tiles.cta_pair == (is_wide and seqlen_q > 128)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (FwdConfig(tile_m=128), "tile_m must be 256 on Blackwell, got 128"),
+        (FwdConfig(tile_m=128), "tile_m must be 256 for .* 128/128 on Blackwell, got 128"),
         (FwdConfig(tile_n=64), "tile_n must be 128 on Blackwell, got 64"),
         (FwdConfig(share_qo=True), "share_qo is not supported on Blackwell"),
         (FwdConfig(stages_q=2, num_stages=3), "exceed 232448"),
@@ -124,6 +144,9 @@ def test_what_cannot_run_on_blackwell_is_named(override: FwdConfig, message: str
         ({"has_softcap": True}, 1000, None, True),
         ({"head_dim": 64, "head_dim_v": 64}, 1000, None, False),
         ({"head_dim": 192}, 1000, None, True),
+        ({"head_dim": 256, "head_dim_v": 256, "is_causal": True}, 129, None, True),
+        ({"head_dim": 256, "head_dim_v": 256}, 128, None, False),
+        ({"head_dim": 256, "head_dim_v": 256}, 1000, FwdConfig(cta_pair=False), False),
     ],
 )
 def test_pairs_of_ctas_on_blackwell(
@@ -134,8 +157,9 @@ def test_pairs_of_ctas_on_blackwell(
     shapes = FwdShapes(1, seqlen_q, 300, seqlen_q, 300, 2, 2, *dims)
     choice = select_fwd_config(problem, shapes, override=override, spec=SM100)
     assert choice.tiles.cta_pair is expected
-    assert choice.tiles.cluster_tile_m == (512 if expected else 256)
-    assert choice.tiles.nest_in((256, 128)) is not expected
+    rows = 128 if problem.head_dim_v > 128 else 256
+    assert choice.tiles.cluster_tile_m == (2 * rows if expected else rows)
+    assert choice.tiles.nest_in((rows, 128)) is not expected
 
 
 def test_pairs_of_ctas_are_refused_on_hopper() -> None:
@@ -148,7 +172,7 @@ def test_heads_that_do_not_divide_a_warp_are_not_packed_on_blackwell() -> None:
     problem = AttentionProblem("bfloat16", 128, 128)
     assert select_fwd_config(problem, shapes).packed_heads == 64
     assert select_fwd_config(problem, shapes, spec=SM100).packed_heads == 1
-    with pytest.raises(NotImplementedError, match="divides 32, got 64"):
+    with pytest.raises(NotImplementedError, match="at most 32 query heads.*got 64"):
         select_fwd_config(problem, shapes, True, spec=SM100)
 
 
@@ -165,14 +189,17 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
 
 @pytest.mark.parametrize("row", SM90_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
+    fills_no_wave = "last wave" in row.reason
     choice = choose(
-        row.max_dim,
+        row.max_dim - 8 * row.splits_sectors,
         row.max_dim_v,
+        seqlen_q=row.max_seqlen_q or (1000 if fills_no_wave else FULL_WAVES),
         seqlen_k=row.min_seqlen_k or 500,
-        is_causal="full" not in row.masks,
+        is_causal="full" not in row.masks and not fills_no_wave,
         has_softcap=row.needs_sfu,
         window=row.max_window,
         block_size=(row.tile_m, row.tile_n) if row.native_block_lists else None,
+        decode_rows=row.tile_m if row.for_decode else None,
         **{kind: "key" for kind in ("mask_mod", "score_mod") if kind in row.masks},
     )
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo", "cta_pair"):
@@ -192,6 +219,11 @@ def test_rows_are_reachable() -> None:
             and not before.native_block_lists
             and not before.needs_sfu
             and before.min_seqlen_k <= row.min_seqlen_k
+            and before.gain is None
+            and before.max_seqlen_q is None
+            and not before.for_decode
+            and before.above_dim <= row.above_dim
+            and not before.splits_sectors
             for before in SM90_FWD[:position]
         )
         assert not covered, row
@@ -217,7 +249,7 @@ def test_functions_of_causal_scores(fields: dict[str, Any], tile_m: int) -> None
 
 
 def test_a_row_that_does_not_fit_is_made_smaller_and_says_so() -> None:
-    choice = choose(240, 256)
+    choice = choose(200, 256)
     assert not choice.tiles.share_qo  # the output would not fit the query's place
     assert choice.tiles.tile_n < 80
     assert "shared memory" in choice.reason or "share_qo" in choice.reason
@@ -317,7 +349,8 @@ def test_tiles_nest_in_the_usual_blocks(head_dim: int, block_size: tuple[int, in
 
 
 def test_other_blocks_change_no_tiles() -> None:
-    assert choose(64, block_size=(64, 48)).tiles == choose(64).tiles
+    full = choose(64, seqlen_q=FULL_WAVES).tiles
+    assert choose(64, seqlen_q=FULL_WAVES, block_size=(64, 48)).tiles == full
     assert not choose(64, block_size=(64, 48)).tiles.nest_in((64, 48))
 
 
@@ -363,7 +396,16 @@ def test_packing_them_is_refused() -> None:
         choose(heads_q=8, heads_kv=2, pack_gqa=True, unpackable="some_argument")
 
 
-@pytest.mark.parametrize("group", [3, 7, 128])
-def test_packing_that_cannot_be_is_refused(group: int) -> None:
-    with pytest.raises(NotImplementedError, match=f"pack_gqa=True .*{group}"):
-        choose(heads_q=2 * group, heads_kv=2, pack_gqa=True)
+def test_packing_that_cannot_be_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="pack_gqa=True .*at most 64 .*got 65"):
+        choose(heads_q=2 * 65, heads_kv=2, pack_gqa=True)
+
+
+@pytest.mark.parametrize("group", [3, 5, 7, 12, 64])
+def test_groups_of_any_size_are_packed(group: int) -> None:
+    heads = {"heads_q": 2 * group, "heads_kv": 2}
+    assert choose(**heads, pack_gqa=True).packed_heads == group
+    # rows of no head cost products, which only who waits for memory has to spare
+    by_itself = choose(**heads, seqlen_q=1).packed_heads
+    assert by_itself == (group if group == 64 else 1)
+    assert choose(**heads, seqlen_q=1, decode_rows=padded_group(group)).packed_heads == group

@@ -447,10 +447,12 @@ def test_explain_tells_what_is_computed() -> None:
     assert whole.work_tiles == 2 * -(-1300 // tile_m)
     assert "packed sequences" in packed.note and "packed sequences" not in whole.note
     alone = [explain(*[q[:, :length]] * 3, causal=True) for length in (700, 600)]
-    full, cut = (sum(getattr(x, f"{kind}_key_tiles") for x in alone) for kind in ("full", "cut"))
-    assert f"of their own tiles {full} are visited as they are and {cut} masked" in packed.note
-    # key tiles are those of the dense call, so that what is between documents counts as skipped
-    for count in ("full_key_tiles", "cut_key_tiles", "skipped_key_tiles"):
+    full, partial = (
+        sum(getattr(x, f"{state}_key_tiles") for x in alone) for state in ("full", "partial")
+    )
+    assert f"of their own tiles {full} are full and {partial} partial" in packed.note
+    # key tiles are those of the dense call, so that what is between documents counts as empty
+    for count in ("full_key_tiles", "partial_key_tiles", "empty_key_tiles"):
         assert getattr(packed, count) == getattr(whole, count)
     apart = torch.empty(2, 2600, 2, 64)[:, :1300]
     two = torch.zeros(2, 1300, 2, 64)

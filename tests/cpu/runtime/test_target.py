@@ -62,14 +62,14 @@ def test_explain_for_a_device_that_is_not_there() -> None:
     assert (explanation.tiles.tile_m, explanation.tiles.tile_n) == (256, 128)
     # two query tiles a head: rows 0..255 see key tiles 0 and 1, cut both, the others also tile 2
     assert explanation.work_tiles == 4
-    assert explanation.cut_key_tiles == 2 * (2 + 1)
+    assert explanation.partial_key_tiles == 2 * (2 + 1)
     assert explanation.full_key_tiles == 2 * 2
-    assert explanation.skipped_key_tiles == 2 * 1
+    assert explanation.empty_key_tiles == 2 * 1
     assert explanation.spill_bytes == 0
     # without a mask a pair of CTAs takes both tiles of a head, which see three key tiles
     explanation = interface.explain(q, q, q, target="sm_100a")
     assert explanation.tiles.cta_pair and "walk over the keys together" in str(explanation)
     assert (explanation.work_tiles, explanation.grid) == (2, 4)
-    assert (explanation.full_key_tiles, explanation.cut_key_tiles) == (2 * 2, 2 * 1)
+    assert (explanation.full_key_tiles, explanation.partial_key_tiles) == (2 * 2, 2 * 1)
     with pytest.raises(NotImplementedError, match="head_dim/head_dim_v .* got 72/72"):
         interface.explain(q[..., :72], q[..., :72], q[..., :72], target="sm_100a")

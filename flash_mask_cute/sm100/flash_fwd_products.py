@@ -1,0 +1,128 @@
+"""The mma warp of the Blackwell forward: which products it issues, and behind what.
+
+Products complete in the order of their issue, so nobody is asked for what an earlier one has read.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_mask_cute.core.walk_ring import Block
+from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_fwd_plan import BUFFERS_S, Channels, FwdPlan, Products
+
+
+class MmaState(NamedTuple):
+    """Key blocks whose scores were issued so far.
+
+    is_first: the next one is the first of its tile. accumulates: the last one was not.
+    """
+
+    blocks: Int32
+    is_first: Boolean
+    accumulates: Boolean
+
+
+@dataclass(frozen=True)
+class WalkProducts:
+    """What the mma warp knows."""
+
+    plan: cutlass.Constexpr[FwdPlan]
+    products: Products
+    channels: Channels
+
+    @cute.jit
+    def run(self):
+        """Issue the products of every walk: P V lags one block behind S, across work tiles too."""
+        channels, halves = self.channels, self.plan.halves
+        tile, chunk = Int32(0), Int32(0)
+        state = MmaState(Int32(0), Boolean(True), Boolean(False))
+        while channels.ring.wait(tile):
+            step = self._step(tile)
+            state = state._replace(is_first=Boolean(True))
+            chunk, state = channels.walk.visit(chunk, state, step)
+            for half in cutlass.range_constexpr(halves):
+                self.plan.group.commit(channels.q.vacancy(halves * tile + half))
+            channels.ring.release(tile)
+            tile += 1
+        state = state._replace(is_first=Boolean(True))
+        if tile > 0:
+            for half in cutlass.range_constexpr(halves):
+                self._issue_values(tile, state, half)
+
+    def _step(self, tile: Int32) -> partial:
+        issue = self._issue_block if self.plan.halves > 1 else self._issue_block_ahead
+        return partial(issue, tile)
+
+    @cute.jit
+    def _issue_block(self, tile: Int32, state: MmaState, block: Block):
+        """For each half, P V of the block before, and S of this one in the place of that P."""
+        number = state.blocks
+        for half in cutlass.range_constexpr(self.plan.halves):
+            if number > 0:
+                self._issue_values(tile, state, half)
+            if const_expr(half == 0):
+                self.channels.k.wait(number)
+            self._issue_scores(tile, state, half)
+        self.plan.group.commit(self.channels.k.vacancy(number))
+        return MmaState(number + 1, Boolean(False), state.is_first == Boolean(False))
+
+    @cute.jit
+    def _issue_block_ahead(self, tile: Int32, state: MmaState, block: Block):
+        """S of a block, in the place of the P that the last step has multiplied; then P V of the
+        block before."""
+        number = state.blocks
+        self.channels.k.wait(number)
+        self._issue_scores(tile, state, 0)
+        self.plan.group.commit(self.channels.k.vacancy(number))
+        if number > 0:
+            self._issue_values(tile, state, 0)
+        return MmaState(number + 1, Boolean(False), state.is_first == Boolean(False))
+
+    @cute.jit
+    def _issue_scores(self, tile: Int32, state: MmaState, half: cutlass.Constexpr):
+        """S of the next block."""
+        plan, channels = self.plan, self.channels
+        half_tile, number = plan.halves * tile + half, plan.halves * state.blocks + half
+        if state.is_first:
+            channels.q.wait(half_tile)
+        umma.issue(
+            plan.mma_qk(),
+            plan.scores(plan.buffer_s(half, number)),
+            self.products.q[None, None, None, channels.q.index(half_tile)],
+            self.products.k[None, None, None, channels.k.index(state.blocks)],
+            False,
+        )
+        plan.group.commit(channels.s.barrier(number))
+
+    @cute.jit
+    def _issue_values(self, tile: Int32, state: MmaState, half: cutlass.Constexpr):
+        """P V of the last block whose scores were issued.
+
+        Where state.is_first, that was the last one of the tile before `tile`.
+        """
+        plan, channels, block = self.plan, self.channels, state.blocks - 1
+        half_tile = plan.halves * (tile - Int32(state.is_first)) + half
+        number = plan.halves * block + half
+        if const_expr(half == 0):
+            channels.v.wait(block)
+        # the scores of the block have made room for its probabilities
+        channels.s.acquire(number + BUFFERS_S)
+        if state.accumulates == Boolean(False):
+            channels.o.acquire(half_tile)
+        umma.fence_after_wait()
+        umma.issue(
+            plan.mma_pv(),
+            plan.output(half),
+            plan.probabilities(plan.buffer_s(half, number)),
+            self.products.v[None, None, None, channels.v.index(block)],
+            state.accumulates,
+        )
+        if const_expr(half == plan.halves - 1):
+            plan.group.commit(channels.v.vacancy(block))
+        if state.is_first:
+            plan.group.commit(channels.o.barrier(half_tile))

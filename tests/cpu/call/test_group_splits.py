@@ -1,0 +1,99 @@
+"""Over how many CTAs a backward splits a group of heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flash_mask_cute as fmc
+from flash_mask_cute.call.config import BwdChoice, select_bwd_config
+from flash_mask_cute.call.group_splits import partial_sums_bytes, split_group
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.interface import _flash_attn_bwd
+
+SMS = 132
+
+
+def split(
+    batch: int,
+    seqlen: int,
+    heads_q: int,
+    heads_kv: int,
+    *,
+    dim: int = 128,
+    is_causal: bool = True,
+    left: int | None = None,
+    wanted: int | None = None,
+) -> BwdChoice:
+    problem = AttentionProblem("bfloat16", dim, dim, is_causal=is_causal)
+    shapes = FwdShapes(
+        batch, seqlen, seqlen, batch * seqlen, batch * seqlen, heads_q, heads_kv, dim, dim
+    )
+    choice = select_bwd_config(dim, dim, problem.tuning_class, seqlen_k=seqlen)
+    return split_group(choice, problem, shapes, (left, None), SMS, wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "least"),
+    [
+        ((1, 4096, 8, 1), 8),
+        ((1, 8192, 16, 2), 4),
+        ((1, 4096, 28, 4), 7),
+        ((16, 1024, 32, 8), 1),
+        ((8, 2048, 16, 8), 1),
+        ((1, 4096, 32, 32), 1),
+    ],
+)
+def test_few_work_tiles_are_split(call: tuple[int, int, int, int], least: int) -> None:
+    """As measured (docs/facts/hopper_backward.md): where work tiles are many, 1 was fastest."""
+    choice = split(*call)
+    splits = choice.group_splits
+    assert splits == 1 if least == 1 else splits >= least
+    assert choice.tiles.splits_group is (splits > 1)
+    assert ("CTAs share the query heads" in choice.reason) is (splits > 1)
+
+
+def test_full_attention_wants_whole_waves() -> None:
+    """32 key blocks of 8 heads: 4 parts are 128 of 132 SMs, 8 would be a second wave."""
+    assert split(1, 4096, 8, 1, is_causal=False).group_splits == 4
+
+
+def test_no_split_is_estimated_slower_than_none() -> None:
+    """What is left where nothing can be gained: the same as for one part."""
+    assert split(64, 4096, 8, 1, is_causal=False).group_splits == 1
+    assert split(1, 131072, 8, 1, left=128).group_splits == 1
+
+
+def test_what_a_config_asks_for() -> None:
+    choice = split(64, 4096, 8, 1, wanted=2)
+    assert choice.group_splits == 2 and choice.tiles.splits_group
+    assert split(1, 4096, 8, 1, wanted=1).group_splits == 1
+    with pytest.raises(ValueError, match=r"group_splits must be one of \[1, 2, 4, 8\] .* got 3"):
+        split(1, 4096, 8, 1, wanted=3)
+    with pytest.raises(ValueError, match=r"one of \[1\] for groups of 8 .* head_dim=256"):
+        split(1, 4096, 8, 1, dim=256, wanted=2)
+
+
+def test_scratch_memory_is_bounded_by_the_sums_of_dq() -> None:
+    """There are no more parts than query heads, and each has two sums for one of dQ."""
+    for call in ((1, 4096, 8, 1), (2, 2048, 28, 4)):
+        batch, seqlen, heads_q, _ = call
+        choice = split(*call)
+        dims = 128, 128
+        shapes = FwdShapes(batch, seqlen, seqlen, batch * seqlen, batch * seqlen, *call[2:], *dims)
+        num_bytes = partial_sums_bytes(choice, shapes, batch * seqlen // 128)
+        assert 0 < num_bytes <= 2 * batch * heads_q * seqlen * 128 * 4
+
+
+def test_explain_tells() -> None:
+    q, k = torch.empty(1, 4096, 8, 64), torch.empty(1, 4096, 1, 64)
+    note = fmc.explain(q.bfloat16(), k.bfloat16(), k.bfloat16(), causal=True).note
+    assert "a backward splits each group of heads over 8 CTAs, with 16777216 bytes" in note
+    assert "splits each" not in fmc.explain(q.bfloat16(), q.bfloat16(), q.bfloat16()).note
+
+
+def test_a_split_that_a_call_cannot_have_is_refused() -> None:
+    q = torch.randn(1, 64, 2, 256)
+    out, lse = fmc.flash_attn_func(q, q, q, return_lse=True)
+    with pytest.raises(ValueError, match="group_splits must be one of"):
+        _flash_attn_bwd(q, q, q, out, out, lse, config={"group_splits": 2})
