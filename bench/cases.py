@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bench import everyday, masks
+from bench import cudnn_cases, everyday, masks
 from bench.masks import Draw, Mask, make_mask, paper_draw
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ KINDS = (
 )
 # Masks that a kernel can be asked for by flags and lengths.
 NATIVE = ("full", "causal", "sliding_window", "varlen_causal")
-MASKS = (*masks.MASKS, "varlen_causal")
+MASKS = (*masks.MASKS, *masks.STATIC_MASKS, "varlen_causal")
 FORMS = ("native", "columns", "mask_mod", "mask_mod_alone")
 DTYPES = ("bfloat16", "float16")
 SWEPT = ("causal_document", "share_question", "document")
@@ -91,12 +91,14 @@ class BenchCase:
             raise ValueError(f"{self.name}: n={self.n}, longest sequence {max(self.lengths)}")
         if self.heads % self.heads_kv:
             raise ValueError(f"{self.name}: heads={self.heads}, heads_kv={self.heads_kv}")
-        if (self.window is not None) != self.mask.endswith("sliding_window"):
+        if (self.window is not None) != self.mask.endswith("window"):
             raise ValueError(f"{self.name}: window={self.window} with mask={self.mask!r}")
         if bool(self.doc_lengths) != self.mask.startswith("varlen"):
             raise ValueError(f"{self.name}: doc_lengths and mask={self.mask!r} contradict")
         if self.form == "native" and self.mask not in NATIVE:
             raise ValueError(f"{self.name}: mask={self.mask!r} has no native form")
+        if self.form == "columns" and self.mask in masks.BEYOND_COLUMNS:
+            raise ValueError(f"{self.name}: column intervals do not hold mask={self.mask!r}")
         if self.draw and sum(map(sum, self.draw.documents)) != self.n:
             raise ValueError(f"{self.name}: the documents of draw do not hold n={self.n} tokens")
         if self.deterministic and self.kind != "backward":
@@ -373,6 +375,63 @@ def _everyday() -> Iterator[BenchCase]:
             yield from (_width(width, mask, is_backward=way) for width in everyday.WIDTHS)
 
 
+def _cudnn(case_name: str, name: str, width: cudnn_cases.Width, n: int, **fields: Any) -> BenchCase:
+    """A mask that is measured beside `cudnn.flex_attention`, by its name in `cudnn_cases.MASKS`;
+    ours is told it as a user would: by flags, else columns, else mask_mod with block lists."""
+    mask = cudnn_cases.BENCHMARK.get(name, name)
+    form = "mask_mod" if mask in masks.BEYOND_COLUMNS else "columns"
+    heads = cudnn_cases.HIDDEN // width.d_v
+    return BenchCase(
+        name=case_name,
+        mask=mask,
+        d=width.d,
+        d_v=width.d_v,
+        n=n,
+        tokens=n if fields.get("kind") == "prep" else cudnn_cases.TOKENS,
+        heads=heads,
+        window=cudnn_cases.window(name, n),
+        form="native" if mask in NATIVE else form,
+        draw=cudnn_cases.draw(name, n),
+        **({"heads_kv": heads} | fields),
+    )
+
+
+def _cudnn_packed(heads_kv: int, *, is_backward: bool) -> BenchCase:
+    lengths = document_lengths(16, cudnn_cases.TOKENS, 256, 8192, seed=1)
+    return BenchCase(
+        name=cudnn_cases.packed_name(heads_kv, is_backward=is_backward),
+        mask="varlen_causal",
+        d=128,
+        d_v=128,
+        n=max(lengths),
+        tokens=cudnn_cases.TOKENS,
+        heads=cudnn_cases.HIDDEN // 128,
+        heads_kv=heads_kv,
+        doc_lengths=lengths,
+        kind="backward" if is_backward else "attention",
+    )
+
+
+def _cudnn_table() -> Iterator[BenchCase]:
+    ways = {False: "attention", True: "backward"}
+    for width in cudnn_cases.WIDTHS:
+        for size, n in cudnn_cases.SIZES.items():
+            for name in cudnn_cases.MASKS:
+                for way, kind in ways.items():
+                    case_name = cudnn_cases.case_name(name, width, size, is_backward=way)
+                    yield _cudnn(case_name, name, width, n, kind=kind)
+    width, kv = cudnn_cases.WIDTHS[0], cudnn_cases.GROUPED_KV_HEADS
+    for way, kind in ways.items():
+        for name in cudnn_cases.GROUPED:
+            case_name = cudnn_cases.grouped_name(name, is_backward=way)
+            yield _cudnn(case_name, name, width, cudnn_cases.SIZES["8k"], kind=kind, heads_kv=kv)
+        for heads_kv in cudnn_cases.PACKED_KV_HEADS:
+            yield _cudnn_packed(heads_kv, is_backward=way)
+    for size, n in cudnn_cases.SIZES.items():
+        for name in filter(cudnn_cases.is_planned, cudnn_cases.MASKS):
+            yield _cudnn(cudnn_cases.plan_name(name, size), name, width, n, kind="prep")
+
+
 _ALL = (
     *(_dense(128, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
     *(_dense(64, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
@@ -401,6 +460,7 @@ _ALL = (
     *map(_memory, REMEMBERED),
     *_memory_backwards(),
     *_everyday(),
+    *_cudnn_table(),
 )
 CASES: dict[str, BenchCase] = {case.name: case for case in _ALL}
 

@@ -26,6 +26,9 @@ shapes    everyday shapes, both directions: ours / flash-attn-4 in the same case
           and 1.08 backward, which has no figure before all are measured. Milliseconds of ours at
           one shape over those at the next larger of the head dimensions 64, 96, 128, 192, 256: 1.00
           at most
+cudnn    masks beside cudnn.flex_attention: ours / cuDNN in the same case, 1.10 forward and 1.05
+         backward, and geometric means by size. Where either takes less than half a millisecond a
+         call, by bursts of ten calls. Preparing a mask, ours / cuDNN's plan, has no bar
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench import DETERMINISTIC, ROOT, Json, breakdown, format_table, name_of, peer_of, tells_code
+from bench.cudnn_cases import SIZES as CUDNN_SIZES
+from bench.cudnn_cases import WIDTHS as CUDNN_WIDTHS
+from bench.cudnn_cases import compared_names, other_names, table_names
 from bench.everyday import SHAPES, WIDTH_MASKS, WIDTHS, Shape, bound
 from bench.linearity import summary, sweeps
 from bench.masks import MASKS
@@ -98,6 +104,7 @@ PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
 R_SQUARED, INTERCEPT = 0.99, 0.05
 SHAPE_BAR, SHAPE_BAR_OF_FEW = 1.00, 0.97
 SHAPE_MEANS = {"fwd": 1.15, "bwd": 1.08}
+CUDNN_BARS = {"fwd": 1.10, "bwd": 1.05}
 COLD_LIMITS = {"import": 3.0, "first_call": 4.0, "first_call_cached": 1.0}
 
 PAGE_SAYS = """# Tables
@@ -376,6 +383,41 @@ def width_bars(figures: Figures) -> Iterator[Bar]:
                 yield Bar(names[0], figure, 1.0, most=True, remark=remark)
 
 
+def cudnn_bars(rows: Sequence[Json], direction: str) -> Iterator[Bar]:
+    """Ours / cudnn.flex_attention: each case, and the masks of one size together."""
+    is_backward, bar = direction == "bwd", CUDNN_BARS[direction]
+    figures = ShapeFigures(rows, table_names(), ("cudnn_flex",))
+    prefix = "bwd-" if is_backward else ""
+
+    def of_case(name: str) -> Bar:
+        comparisons = figures.comparisons(name, direction)
+        if not comparisons:
+            return Bar(name, None, bar)
+        mode = "bursts of ten calls" if comparisons[0].ours["variant"] == "short" else ""
+        runs = _runs(each.ours["run"] for each in comparisons)
+        figure = median(each.ratio(direction) for each in comparisons)
+        return Bar(name, figure, bar, remark=", ".join(filter(None, (mode, runs))))
+
+    for width in CUDNN_WIDTHS:
+        for size in CUDNN_SIZES:
+            found = list(map(of_case, compared_names(width, size, is_backward=is_backward)))
+            yield from found
+            ratios = [each.figure for each in found if each.figure is not None]
+            mean = exp(sum(map(log, ratios)) / len(ratios)) if ratios else None
+            remark = f"geometric mean of {len(ratios)} of {len(found)} masks"
+            yield Bar(f"{prefix}cudnn mean {width.label} {size}", mean, bar, remark=remark)
+    yield from map(of_case, other_names(is_backward=is_backward))
+
+
+def cudnn_plan_bars(figures: Figures) -> Iterator[Bar]:
+    """Microseconds of preparing a mask over those of cuDNN's plan."""
+    for name in (name for name in table_names() if name.startswith("cudnn-plan-")):
+        plan = _ratio(figures, name, "cudnn_flex", None, "us", most=True)
+        if rows := figures.latest((name, "ours"), (name, "cudnn_flex")):
+            remark = f"us: {rows[0]['us']:.0f} / {rows[1]['us']:.0f}, {plan.remark}"
+            yield replace(plan, remark=remark)
+
+
 def bars(rows: Sequence[Json], targets: Sequence[Json] | None = None) -> dict[str, list[Bar]]:
     """All bars by heading, also those that no row decides. targets: of TARGETS by default."""
     figures = Figures(rows)
@@ -395,6 +437,9 @@ def bars(rows: Sequence[Json], targets: Sequence[Json] | None = None) -> dict[st
         "everyday shapes: ours / flash-attn-4": list(shape_bars(rows, "fwd")),
         "backward of everyday shapes: ours / flash-attn-4": list(shape_bars(rows, "bwd")),
         "head dimensions: time of ours / that of a larger one": list(width_bars(figures)),
+        "masks: ours / cudnn.flex_attention": list(cudnn_bars(rows, "fwd")),
+        "backward of masks: ours / cudnn.flex_attention": list(cudnn_bars(rows, "bwd")),
+        "preparing masks: time / cudnn.flex_attention": list(cudnn_plan_bars(figures)),
     }
 
 

@@ -49,39 +49,20 @@ _prepared_bwd: dict[Any, PreparedBwd] = {}
 
 @public_call
 def _flash_attn_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    softcap: float = 0.0,
-    learnable_sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    aux_tensors: Any = None,
-    block_sparse_tensors_torch: Any = None,
-    startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    lse_low: Tensor | None = None,
-    max_scores: Tensor | None = None,
-    return_lse: bool = True,
-    config: FwdConfig | Mapping[str, Any] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+    window_size_left: int | None = None, window_size_right: int | None = None, softcap: float = 0.0,
+    learnable_sink: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
+    startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStart = None,
+    num_splits: int = 1, pack_gqa: bool | None = None, out: Tensor | None = None,
+    lse: Tensor | None = None, lse_low: Tensor | None = None, max_scores: Tensor | None = None,
+    return_lse: bool = True, config: FwdConfig | Mapping[str, Any] | None = None,
     **unknown: NoReturn,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
 
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
@@ -128,6 +109,15 @@ def _flash_attn_fwd(
     like lse, gets the largest visible score of each row, -inf without one. out, lse, lse_low and
     max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
     multiples of 16 bytes.
+
+    page_table: int32 (batch, max_pages); k and v are then pools (pages, page_size, heads_kv, ...),
+    of pages of 1 to 256 keys, of any strides but the last: page j of sequence b is number
+    page_table[b, j]. seqused_k says how many keys there are (None: all); what lies behind them is
+    never seen.
+    num_splits: 1 computes each output in one pass. N computes the keys in N pieces, and merges
+    them. 0 leaves it to the library: few queries over many keys are computed in pieces, which on a
+    GPU are equal shares of all key blocks, one for each SM (docs/serving.md).
+
     pack_gqa: query heads of a KV head share tiles (None: if queries are few), except with block
     lists or column intervals by query head. config: a `FwdConfig`, or some of its fields.
 
@@ -210,35 +200,35 @@ def _flash_attn_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention backward: (dq, dk, dv), the gradients of a loss by q, k and v.
 
-    out and lse are the results of `_flash_attn_fwd` for the same arguments. dout and dlse are the
-    gradients of the loss by them, of the same shapes and dtypes. Without dlse the loss does not
-    depend on lse. All of these may have any strides. Kernels cannot read some (an expanded or a
-    transposed tensor, as autograd makes them), which are then copied. The arguments that both calls
-    have mean the same; heads of a group are never packed here.
+    out and lse are what `_flash_attn_fwd` returned for the same arguments, dout and dlse the loss's
+    gradients by them, of the same shapes and dtypes; without dlse the loss does not depend on lse.
+    out and dout may have any strides, as q, k and v: what kernels cannot read (an expanded or a
+    transposed tensor, as autograd makes them) is copied. lse and dlse may have any strides, too.
+    The arguments that both calls have mean the same; heads of a group are never packed here.
 
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
     by the score that score_mod returns, the one by the score that it is given. Without it,
     score_mod is differentiated.
 
-    lse_low, like lse and only with a score_mod, is what the forward wrote there. Autograd passes it
-    on. Probabilities are exp(score - lse), so that the rounding of lse, up to abs(lse) * 2^-24, is
-    a relative error of a row's probabilities, and of its gradients. Without lse_low, gradients have
-    the rounding error of lse. Beyond abs(lse) 2^13 it shows in bf16. From 2^24 on, as for queries
-    that a table of -1e30 hides from all keys, lse no longer holds the number of keys, and each key
-    has the probability 1. With lse_low the probabilities of a row sum to 1 whatever lse is.
+    lse_low, like lse and only beside a score_mod, is what the forward wrote there, as autograd has
+    it do. Probabilities are exp(score - lse), so that the rounding of lse, up to abs(lse) * 2^-24,
+    is a relative error of a row's probabilities, and of its gradients. Without lse_low that is all
+    there is to a row: beyond abs(lse) 2^13 the error is seen in bf16, and from 2^24 on, as for
+    queries that a table of -1e30 hides from all keys, the number of keys is lost from lse: each has
+    the probability 1. With lse_low the probabilities of a row sum to 1 whatever lse is.
 
-    dq, dk, dv are new contiguous tensors, or given by the caller: like q, k and v, in memory of
-    their own. They are 0 in rows that see nothing, for keys that no query sees, and in rows past
-    seqused_*. Packed rows that belong to no sequence are 0 in new tensors, and stay as they are in
-    the caller's on a GPU. dsink (heads_q,), of learnable_sink's dtype, gets the gradient of the
-    sink, which is not computed otherwise. daux has an entry for each aux tensor: None, or a tensor
-    of its shape and dtype (floating point), which gets its gradient by way of score_mod, and 0
-    where score_mod does not read it; what mask_mod reads has no gradient. With a score_mod_bwd or
+    dq, dk, dv are new contiguous tensors, or those that the caller gives: like q, k and v, in
+    memory of their own. They are 0 in rows that see nothing, for keys that nobody sees, and in rows
+    past seqused_*. Packed rows that belong to no sequence are 0 in new tensors, and stay as they
+    are in the caller's on a GPU. dsink (heads_q,), of learnable_sink's dtype, gets the gradient of
+    the sink, which is not computed otherwise. daux has an entry for each aux tensor: None, or a
+    tensor of its shape and dtype (floating point), which gets its gradient by way of score_mod, and
+    0 where score_mod does not read it; what mask_mod reads has no gradient. With a score_mod_bwd or
     with deterministic=True that is not supported.
 
     config: a `BwdConfig`, or a mapping of some of its fields, instead of the table's.
-    deterministic: sum dq in a fixed order, so that equal calls give equal bits. Otherwise, on a
-    GPU, the last bits of dq differ from call to call.
+    deterministic: sum dq in a fixed order, so that equal calls give equal bits; otherwise, on a
+    GPU, its last bits differ from call to call.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
@@ -276,8 +266,8 @@ def explain(
     `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
     mods may be written in torch, as there.
 
-    The kernel is compiled if need be: for the device of q, for an H200 if q is on the CPU, or for a
-    target ("sm_90a", "sm_100a" or "sm_103a"), which need not be present.
+    The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU,
+    or for a target ("sm_90a", "sm_100a" or "sm_103a"), which need not be there.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call would; ValueError also where there

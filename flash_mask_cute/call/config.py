@@ -25,10 +25,7 @@ from flash_mask_cute.runtime.target import H200_SMS
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
 # fields of configs that are no numbers
-BOOLEANS = ("share_qo", "cta_pair", "claims_late", "skip_blocks", "clears_dq")
-# Work tiles for each SM up to which they are claimed one at a time if they are not equal: of two
-# tiles that a CTA has claimed, another one that is free cannot take the second.
-FEW_TILES = 8
+BOOLEANS = ("share_qo", "cta_pair", "skip_blocks", "clears_dq")
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,6 @@ class FwdConfig:
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
     cta_pair: on Blackwell, two CTAs with neighbouring tiles walk over the keys together.
-    claims_late: on Hopper, a CTA claims its next tile when it is nearly through with one, and not
-    some tiles ahead.
     skip_blocks: leave out hidden key blocks and the masking of those that nothing cuts. False
     visits and masks every block, to the same result bit for bit.
 
@@ -55,7 +50,6 @@ class FwdConfig:
     stages_q: int | None = None
     share_qo: bool | None = None
     cta_pair: bool | None = None
-    claims_late: bool | None = None
     skip_blocks: bool | None = None
 
     def __post_init__(self) -> None:
@@ -153,7 +147,6 @@ class FwdTiles:
     stages_q: int
     share_qo: bool
     cta_pair: bool = False
-    claims_late: bool = False
     skip_blocks: bool = True
 
     @property
@@ -225,29 +218,10 @@ def select_fwd_config(
     packed = _choose_packing(
         kernel.packed_rows, group, shapes.seqlen_q, pack_gqa, unpackable, decode_rows is not None
     )
-    if not kernel.claims_late and given_fields(override).get("claims_late"):
-        raise ValueError(f"config claims_late=True is not supported on {spec.name}")
-    if kernel.claims_late and "claims_late" not in given_fields(override):
-        late = _claims_late(problem, shapes, tiles.tile_m, packed, num_sms)
-        tiles = replace(tiles, claims_late=late)
     if packed > 1:
         cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < {SHORT_QUERY}"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
-
-
-def _claims_late(
-    problem: AttentionProblem, shapes: FwdShapes, tile_m: int, packed_heads: int, num_sms: int
-) -> bool:
-    """Whether work tiles are few and not all equal."""
-    if problem.tuning_class is TuningClass.FULL:
-        return False
-    sequences, seqlen = shapes.batch, shapes.seqlen_q
-    if problem.varlen_q:
-        sequences, seqlen = 1, shapes.total_q
-    heads = shapes.heads_q // packed_heads
-    tiles = sequences * heads * -(-seqlen * packed_heads // tile_m)
-    return num_sms < tiles <= FEW_TILES * num_sms
 
 
 def _choose_packing(

@@ -71,9 +71,6 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.rules.intervals import Intervals
 
-    chosen = asdict(tiles)
-    if not arch_spec(target).forward.claims_late:
-        del chosen["claims_late"]
     kernel = arch_spec(target).forward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -89,7 +86,7 @@ def build_fwd(
         num_sms=target.num_sms,
         split=problem.split,
         page_box=problem.page_box,
-        **chosen,
+        **asdict(tiles),
     )
     smem_bytes = kernel.plan.smem_bytes
     arguments = _fake_arguments(problem, tiles)

@@ -64,10 +64,24 @@ class Pages(NamedTuple):
     v: cute.Tensor | None = None
 
     @staticmethod
-    def of(table: cute.Tensor, k: cute.Tensor, v: cute.Tensor, by_rows: bool) -> "Pages":
-        """k, v: the pools. by_rows: rows are copied one by one."""
-        pools = (k, v) if by_rows else ()
+    def of(
+        table: cute.Tensor | None, k: cute.Tensor, v: cute.Tensor, page_box: int | None
+    ) -> "Pages | None":
+        """From the arguments of a launch, whose kernel has this `page_box`; k, v: the pools.
+
+        :raises ValueError: there is a table and no page_box, or the other way round
+        """
+        if (table is not None) != (page_box is not None):
+            raise ValueError(f"mPageTable must fit the kernel's page_box, {page_box}")
+        if table is None:
+            return None
+        pools = () if page_box % LEAST_BOX == 0 else (k, v)
         return Pages(table, Int32(k.shape[1]), Int32(k.shape[0]), *pools)
+
+    @property
+    def capacity(self) -> Int32:
+        """Keys that a sequence may have."""
+        return self.table.shape[1] * self.page_size
 
     def number(self, batch_idx: Int32, key: Int32) -> Int32:
         """The page of a key of a sequence, which has one at least."""

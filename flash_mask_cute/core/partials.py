@@ -81,6 +81,10 @@ class Partials(NamedTuple):
             raise ValueError(f"mPartials must be for split={split!r}")
         return partials
 
+    def grid(self, by_tiles: Int32) -> Int32:
+        """CTAs to launch: as many as there are shares, or as work tiles want."""
+        return by_tiles if self.merges is None else Int32(self.merges.shape[0])
+
     @property
     def by_slots(self) -> bool:
         return self.merges is not None

@@ -23,6 +23,7 @@ from flash_mask_cute.flex.convention import check_torch_mod
 from flash_mask_cute.flex.in_graph import mods_in_graph
 from flash_mask_cute.flex.lower import lower_mod
 from flash_mask_cute.flex.together import put_together
+from flash_mask_cute.flex.trace import name_of
 from flash_mask_cute.functional import attend
 from flash_mask_cute.runtime.checks import number_of
 
@@ -122,6 +123,9 @@ def flex_attention(
     if score_mod is not None:
         check_torch_mod(score_mod, "score_mod")
         score = lower_mod(score_mod, "score_mod", query.device)
+        if score.is_identity:
+            # as transformers passes one where there is nothing to do
+            score = None
     if block_mask is not None:
         check_torch_mod(block_mask.mask_mod, "mask_mod")
         mask = lower_mod(block_mask.mask_mod, "mask_mod", query.device)
@@ -142,11 +146,15 @@ def flex_attention(
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     scale = number_of("scale", scale)
     left, right = window or (None, None)
+    # a side of 0 by another name, under which the choice of tiles knows it
+    causal = right == 0
+    right = None if causal else right
     call = Call(
-        None, None, None, None, None, None, scale, False, left, right, 0.0, mods.score_mod,
+        None, None, None, None, None, None, scale, causal, left, right, 0.0, mods.score_mod,
         mods.mask_mod, mods.aux_tensors, lists, columns, None, False, None, None,
     )  # fmt: skip
-    with _named_as_captured(origins):
+    by_kind = {"score_mod": score_mod, "mask_mod": getattr(block_mask, "mask_mod", None)}
+    with _named_as_captured(origins, by_kind):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         wants_max = return_aux is not None and return_aux.max_scores
         found = attend(q, k, v, None, call, wants_lse, wants_max)
@@ -188,17 +196,30 @@ def _in_graph(
     return (out, found.lse) if wants_lse else out
 
 
+_OUTSIDE = re.compile(
+    r"(score_mod|mask_mod) .* reads aux_tensors\[(\d+)\] at index (-?\d+) of (.*), whose extent is "
+    r"(\d+)(; no index is negative in CuTe)?"
+)
+
+
 @contextmanager
-def _named_as_captured(origins: Sequence[Path]) -> Iterator[None]:
-    """An index outside an aux tensor is one outside what the caller's mod captured."""
+def _named_as_captured(origins: Sequence[Path], mods: Mapping[str, Any]) -> Iterator[None]:
+    """An index outside an aux tensor is one outside what the caller's mod captured. mods: of the
+    caller, by kind."""
     try:
         yield
     except IndexError as error:
 
-        def origin(found: re.Match[str]) -> str:
-            return described(origins[int(found[1])])
+        def told(found: re.Match[str]) -> str:
+            kind, number, index, where, extent = found.groups()[:5]
+            # what was below 0 has been counted from the end already
+            asked = int(index) - int(extent) * (int(index) < 0)
+            return (
+                f"{kind} {name_of(mods[kind])} reads {described(origins[int(number)])} at index "
+                f"{asked} of {where}, whose extent is {extent}"
+            )
 
-        raise IndexError(re.sub(r"aux_tensors\[(\d+)\]", origin, str(error))) from error
+        raise IndexError(_OUTSIDE.sub(told, str(error))) from error
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) ->
     kept = _kept_of(block_mask)
     band_and_lengths = band, seqlens
     if band_and_lengths not in kept.says_no_more:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if _is_capturing():
             return False
         kept.says_no_more[band_and_lengths] = _agree(kept.lists, band, seqlens)
     return kept.says_no_more[band_and_lengths]
@@ -90,7 +90,7 @@ def intervals_of(
     for known in kept.intervals:
         if known.key == key:
             return known.mask
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         return None
     with torch.inference_mode(False):
         mask = _column_mask(kept.lists, columns, seqlens, batch)
@@ -162,8 +162,15 @@ def _kept_of(block_mask: BlockMask) -> _Kept:
     state = tuple(_state(x) for x in given[:4]), given.block_size, given.seqlens
     kept = _kept.get(block_mask)
     if kept is None or kept.state != state:
-        kept = _kept[block_mask] = _Kept(state, _sorted_lists(given), {}, [])
+        kept = _Kept(state, _sorted_lists(given), {}, [])
+        # what a captured graph makes is its own, and not there before it runs
+        if not _is_capturing():
+            _kept[block_mask] = kept
     return kept
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _state(tensor: Tensor | None) -> Any:

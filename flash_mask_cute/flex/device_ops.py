@@ -15,6 +15,8 @@ from cutlass import Boolean, Int32
 
 from flash_mask_cute.mods import derivative
 
+LOG2_E = math.log2(math.e)
+
 
 def where(condition: Any, x: Any, y: Any) -> Any:
     """x or y, of one dtype."""
@@ -39,6 +41,12 @@ def inside(table: Any, dimension: int, index: Any) -> Any:
     if not isinstance(index, cutlass.Numeric):
         return cutlass.min(Int32(index), last)
     return cutlass.min(index, type(index)(last))
+
+
+def below(table: Any, dimension: int, extent: int, index: Any) -> Any:
+    """An index that is not negative and less than `extent`, which is not more than the table's: the
+    host has looked. On the CPU the read is checked all the same."""
+    return index
 
 
 def wrapped(table: Any, dimension: int, index: Any) -> Any:
@@ -178,7 +186,11 @@ def power(x: Any, y: Any) -> Any:
 
 
 def sigmoid(x: Any) -> Any:
-    return 1.0 / (1.0 + cute.math.exp(-x))
+    # the logarithm costs less than a division
+    return cute.math.exp2(
+        -cute.math.log2(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True), fastmath=True),
+        fastmath=True,
+    )
 
 
 def detached(x: Any) -> Any:
@@ -245,4 +257,4 @@ def gelu(x: Any) -> Any:
 
 def gelu_by_tanh(x: Any) -> Any:
     inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)
-    return 0.5 * x * (1.0 + cute.math.tanh(inner))
+    return 0.5 * x * (1.0 + cute.math.tanh(inner, fastmath=True))

@@ -19,7 +19,7 @@ from torch import Tensor
 from flash_mask_cute.autograd.mod_names import optional_name
 from flash_mask_cute.flex.captures import CapturedTensor, Captures, Path, described
 from flash_mask_cute.flex.convention import check_torch_mod, is_torch_mod
-from flash_mask_cute.flex.lower import Program, found_program, lower_mod
+from flash_mask_cute.flex.lower import Program, found_program, lower_mod, with_checks
 from flash_mask_cute.flex.text import Source
 from flash_mask_cute.flex.together import CuteMods, put_together
 from flash_mask_cute.flex.trace import name_of
@@ -51,7 +51,7 @@ def mods_in_graph(
         id(_reached(mods[which], steps).__code__)
     for which, steps, value in numbers:
         if _reached(mods[which], steps) != value:
-            raise RuntimeError("a number that a mod captured has changed while it was traced")
+            raise RuntimeError("what a mod captured has changed while it was traced")
     aux = [] if aux_tensors is None else list(aux_tensors)
     for which, steps, value, dtype, is_detached in sources:
         if which is None:
@@ -61,8 +61,8 @@ def mods_in_graph(
             tensor = tensor.detach() if is_detached else tensor
             aux.append(tensor if tensor.dim() else tensor.to(device).view(1))
     return CuteMods(
-        score_mod if score_name is None else score_name,  # type: ignore[arg-type]
-        mask_mod if mask_name is None else mask_name,  # type: ignore[arg-type]
+        score_name,
+        mask_name,
         aux or None,
     )
 
@@ -112,8 +112,8 @@ def _told_of_mods(
     device: str,
     must: bool,
 ) -> tuple[Any, ...]:
-    """Constants: names of both mods (None: it is CuTe's, or not there); where each aux tensor comes
-    from; where functions are whose code is to be guarded; the numbers that are constants."""
+    """Constants: names of both mods (None: there is none, or it changes nothing); where each aux
+    tensor comes from; where functions are whose code is guarded; numbers that are constants."""
     # a mod is traced by itself, not as a part of what is traced around it
     if score_owner is not None:
         score_mod = types.MethodType(score_mod, score_owner)
@@ -125,6 +125,7 @@ def _told_of_mods(
 
 def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) -> tuple[Any, ...]:
     lowered: list[Any] = []
+    names: list[str | None] = [None, None]
     sources: list[tuple[Any, ...]] = []
     functions: list[tuple[int, _Steps]] = []
     numbers: list[tuple[int, _Steps, Any]] = []
@@ -135,8 +136,10 @@ def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) ->
         if must:
             check_torch_mod(mod, kind)
         elif not is_torch_mod(mod, kind):
+            names[which] = optional_name(mod)
             continue
-        lowered[-1] = lower_mod(mod, kind, device)
+        # extents are no constants of a graph
+        lowered[-1] = with_checks(lower_mod(mod, kind, device))
         program, captures = found_program(mod, kind, torch.device(device))
         if captures.key is None or program.found is not None:
             raise NotImplementedError(
@@ -148,10 +151,18 @@ def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) ->
             sources.append(_told_of_source(source, program, captures, mod, which))
         functions += [(which, _steps(mod, path)) for path in captures.functions]
         numbers += [(which, _steps(mod, x.path), x.number) for x in captures.numbers]
-    mods = put_together(*lowered, [torch.empty(0)] * given)
+        numbers += [
+            (which, _steps(mod, path), value)
+            for path, value in captures.constants
+            if path[-1][0] in ("closure variable", "global", "default of argument")
+        ]
+    if lowered[0] is not None and lowered[0].is_identity:
+        lowered[0] = None
+        sources = [x for x in sources if x[0] != 0]
+    mods = put_together(lowered[0], lowered[1], [torch.empty(0)] * given)
     return (
-        optional_name(mods.score_mod), optional_name(mods.mask_mod), tuple(sources),
-        tuple(functions), tuple(numbers),
+        names[0] or optional_name(mods.score_mod), names[1] or optional_name(mods.mask_mod),
+        tuple(sources), tuple(functions), tuple(numbers),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
 
 KINDS = ("mask_mod", "score_mod")
 _LOCK = threading.RLock()
+# An index that is less than what the table has, if the table has as many as the text says.
+_CLAIM = re.compile(r"ops\.below\(aux\[(\d+)\], (\d+), (\d+), ")
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class LoweredMod:
     CuTe, the same object for every mod with the same text. aux_tensors: what it reads, as it is to
     be passed as aux_tensors. source: the text of `mod`. origins: how the torch mod reaches each of
     the tensors. band: what a mask_mod says, if two numbers say it all. columns: what it says by
-    column intervals, if these may say it all.
+    column intervals, if these may say it all. is_identity: a score_mod returns the score.
     """
 
     mod: Callable[..., Any]
@@ -49,6 +52,7 @@ class LoweredMod:
     origins: tuple[Path, ...] = ()
     band: Band | None = None
     columns: Columns | None = None
+    is_identity: bool = False
 
     @property
     def form(self) -> str:
@@ -119,6 +123,16 @@ def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
     if not count or not lowered.aux_tensors:
         return lowered
     source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
+    kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
+    with _LOCK:
+        return replace(lowered, mod=_mod_of(source, kind), source=source)
+
+
+def with_checks(lowered: LoweredMod) -> LoweredMod:
+    """The same mod, which keeps all indices inside, however small its tensors are."""
+    source = _CLAIM.sub(lambda found: f"ops.inside(aux[{found[1]}], {found[2]}, ", lowered.source)
+    if source == lowered.source:
+        return lowered
     kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
     with _LOCK:
         return replace(lowered, mod=_mod_of(source, kind), source=source)
@@ -198,7 +212,13 @@ class Program:
         if self.form is not None:
             tensors = tuple(x.tensor for x in captured)
             columns = Columns(self.form, tensors, numbers, computed.of)
-        return LoweredMod(self.mod, tuple(made), self.source, tuple(origins), band, columns)
+        is_identity = _returns_its_first(self.module)
+        lowered = LoweredMod(
+            self.mod, tuple(made), self.source, tuple(origins), band, columns, is_identity
+        )
+        claims = (tuple(map(int, found.groups())) for found in _CLAIM.finditer(self.source))
+        holds = all(made[i].shape[dimension] >= extent for i, dimension, extent in claims)
+        return lowered if holds else with_checks(lowered)
 
     def number_of(self, source: Source, captures: Captures) -> int | float:
         """The value of a number that is no constant of the program."""
@@ -212,6 +232,11 @@ class Program:
         if key not in self.constants:
             self.constants[key] = tensor.to(device)
         return self.constants[key]
+
+
+def _returns_its_first(module: GraphModule) -> bool:
+    (returned,) = module.graph.find_nodes(op="output")
+    return returned.args[0] is module.graph.find_nodes(op="placeholder")[0]
 
 
 class _Computed:

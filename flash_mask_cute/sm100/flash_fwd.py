@@ -54,7 +54,7 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
-from flash_mask_cute.core.pages import LEAST_BOX, Pages
+from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.partials import BY_SLOTS, Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
@@ -224,11 +224,9 @@ class FlashAttentionForwardSm100:
             check_given("mLSELow", mLSELow, False)
         plan, group = self.plan, self.plan.group
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        check_given("mPageTable", mPageTable, plan.page_box is not None)
-        pages = None
-        if const_expr(mPageTable is not None):
-            pages = Pages.of(mPageTable, mK, mV, by_rows=plan.page_box % LEAST_BOX != 0)
-            lengths = lengths._replace(seqlen_k=mPageTable.shape[1] * pages.page_size)
+        pages = Pages.of(mPageTable, mK, mV, plan.page_box)
+        if const_expr(pages is not None):
+            lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())
         partials = Partials.of(mPartials, self.split)
         group_bytes = None
@@ -239,10 +237,7 @@ class FlashAttentionForwardSm100:
             plan.packed_heads, plan.group_size, group_bytes, self.num_sms // group.size,
             num_splits=None if const_expr(partials is None) else partials.num_splits,
         )  # fmt: skip
-        grid = schedule.grid
-        if const_expr(self.split == BY_SLOTS):
-            # as many as there are shares
-            grid = Int32(partials.merges.shape[0])
+        grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         masks = MaskArgs.create(
             self,
             (window_size_left, window_size_right),

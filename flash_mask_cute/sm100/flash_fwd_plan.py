@@ -357,7 +357,7 @@ class FwdPlan:
 
     def layout_k(self) -> cute.ComposedLayout:
         """(keys, tile_d, stages_kv)"""
-        tile = (ROWS, *self.box_k)
+        tile = (ROWS, self.keys_of_cta, self.tile_d)
         return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages_kv)
 
     def layout_v(self) -> cute.ComposedLayout:

@@ -57,7 +57,7 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
-from flash_mask_cute.core.pages import LEAST_BOX, Pages
+from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.partials import BY_SLOTS, Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
@@ -106,7 +106,6 @@ class FlashAttentionForwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: CTAs to launch at most
     :param cta_pair: False
-    :param claims_late: work tiles are claimed one at a time, for few that are not equal
     :param split: how work tiles are computed in pieces: "rows", as many of each as the launch says,
         "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
     :param page_box: keys lie in pages, in each so many side by side; a divisor of tile_n and of the
@@ -140,7 +139,6 @@ class FlashAttentionForwardSm90:
         skip_blocks: bool = True,
         num_sms: int = 132,
         cta_pair: bool = False,
-        claims_late: bool = False,
         split: str | None = None,
         page_box: int | None = None,
     ):
@@ -189,7 +187,6 @@ class FlashAttentionForwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
-        self.claims_late = claims_late
         self.split = split
 
     @cute.jit
@@ -249,11 +246,9 @@ class FlashAttentionForwardSm90:
         """
         plan = self.plan
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        check_given("mPageTable", mPageTable, plan.page_box is not None)
-        pages = None
-        if const_expr(mPageTable is not None):
-            pages = Pages.of(mPageTable, mK, mV, by_rows=plan.page_box % LEAST_BOX != 0)
-            lengths = lengths._replace(seqlen_k=mPageTable.shape[1] * pages.page_size)
+        pages = Pages.of(mPageTable, mK, mV, plan.page_box)
+        if const_expr(pages is not None):
+            lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
         mask_bits = blocks = group_bytes = None
         check_given("query_chunk", query_chunk, mask_bit_tensors is not None)
@@ -269,10 +264,7 @@ class FlashAttentionForwardSm90:
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
             plan.group_size, group_bytes, self.num_sms, blocks, num_splits,
         )  # fmt: skip
-        grid = schedule.grid
-        if const_expr(self.split == BY_SLOTS):
-            # as many as there are shares
-            grid = Int32(partials.merges.shape[0])
+        grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(

@@ -238,7 +238,7 @@ class Recorder:
         self.prepared.append(planned)
         kernels = BwdKernels._make(map(self._kernel, BwdKernels._fields))
         assert planned.gradients is not None
-        if not any(planned.gradients.tails):
+        if not any(planned.gradients.padding):
             kernels = kernels._replace(zero_padding=None)
         return KernelBackward(planned, kernels)
 

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from flash_mask_cute import (
     builders,
+    explain,
     flash_attn_combine,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from flash_mask_cute.call import explain as explain_module
 
 INT = torch.int32
 
@@ -96,6 +98,19 @@ def test_prefill_and_decode_in_one_call() -> None:
         q, pool_k, pool_v, starts, seqused_k=int32(*lengths), page_table=pages, causal=True
     )
     assert torch.equal(same, found)
+
+
+def test_sinks_and_a_window_visit_two_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1024 blocks of keys one with the sinks, and those of the window."""
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
+    q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+    k = torch.zeros(1, 131072, 1, 64, dtype=torch.bfloat16)
+    mask = builders.sink_window(131072, 4, 128)
+    found = explain(q, k, k, startend_row_indices=mask, q_start="end", num_splits=0)
+    assert found.packed_heads == 8
+    assert found.full_key_tiles is not None and found.partial_key_tiles is not None
+    assert 2 <= found.full_key_tiles + found.partial_key_tiles <= 3
+    assert found.empty_key_tiles is not None and found.empty_key_tiles > 1000
 
 
 def test_gradients_of_a_contiguous_cache() -> None:
