@@ -27,6 +27,8 @@ from flash_mask_cute.runtime.constant_result import assume_constant_result
 
 # A step from an object to what it holds: what to take of it, and a name or a number.
 _Steps = tuple[tuple[str, Any], ...]
+# in place of the name of a CuTe mod
+OF_CUTE = "cute"
 
 
 def mods_in_graph(
@@ -38,14 +40,20 @@ def mods_in_graph(
 
     Raises:
         TypeError, NotImplementedError: as `as_cute_mods`; what a mod computes of captured tensors
-            alone, what cannot be followed, and a function that the traced region itself defines
-            are refused.
+            alone, what cannot be followed, and a function of torch that the traced region itself
+            defines are refused.
     """
     given = 0 if aux_tensors is None else len(aux_tensors)
-    _check_made_outside(score_mod)
-    _check_made_outside(mask_mod)
-    told = _told_of_mods(*_parts(score_mod), *_parts(mask_mod), given, device, must)
+    # CuTe mods may be made inside
+    told_score = None if _is_made_inside(score_mod, must) else score_mod
+    told_mask = None if _is_made_inside(mask_mod, must) else mask_mod
+    told = _told_of_mods(*_parts(told_score), *_parts(told_mask), given, device, must)
     score_name, mask_name, sources, functions, numbers = told
+    # named here, so that Dynamo guards which object it is
+    if told_score is None or score_name == OF_CUTE:
+        score_name = optional_name(score_mod)
+    if told_mask is None or mask_name == OF_CUTE:
+        mask_name = optional_name(mask_mod)
     mods = score_mod, mask_mod
     for which, steps in functions:
         id(_reached(mods[which], steps).__code__)
@@ -72,17 +80,23 @@ def _parts(mod: Any) -> tuple[Any, Any]:
     return (mod.__func__, mod.__self__) if isinstance(mod, types.MethodType) else (mod, None)
 
 
-def _check_made_outside(mod: Any) -> None:
-    """Dynamo has no function object of what it defines itself, and does not know its globals."""
+def _is_made_inside(mod: Any, must: bool) -> bool:
+    """Whether the traced region defines a function; refused if it is torch's.
+
+    Dynamo has no function object of what it defines itself, and does not know its globals.
+    """
     if not isinstance(mod, types.FunctionType):
-        return
+        return False
     try:
         mod.__globals__["__name__"]
     except AttributeError:
+        if not must:
+            return True
         raise NotImplementedError(
             "a score_mod or mask_mod is defined inside of the region that torch.compile traces: "
             "define it, and make its block mask, outside, and pass them in"
         ) from None
+    return False
 
 
 def _reached(value: Any, steps: _Steps) -> Any:
@@ -136,7 +150,7 @@ def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) ->
         if must:
             check_torch_mod(mod, kind)
         elif not is_torch_mod(mod, kind):
-            names[which] = optional_name(mod)
+            names[which] = OF_CUTE
             continue
         # extents are no constants of a graph
         lowered[-1] = with_checks(lower_mod(mod, kind, device))
