@@ -96,7 +96,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    q_start: QStart = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[True],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
@@ -239,7 +239,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    q_start: QStart = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[True],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
