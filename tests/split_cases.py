@@ -36,7 +36,7 @@ _PACKED = Case(
 SPLIT_CASES = (
     SplitCase(_LONG),
     SplitCase(_LONG, 3),
-    SplitCase(_LONG, sms=2),
+    SplitCase(_LONG, sms=3),
     # more shares than blocks, and more splits than blocks
     SplitCase(_LONG, sms=40),
     SplitCase(_LONG, 12),
@@ -57,7 +57,7 @@ SPLIT_CASES = (
     SplitCase(Case("columns", 1, 700, 700, 1, 1, column="documents1", causal=True), sms=9),
     SplitCase(Case("group7", 1, 1, 600, 14, 2, causal=True, sink=BF16)),
     SplitCase(Case("group3", 2, 5, 600, 6, 2, head_dim=64, causal=True, mask_mod="checks"), 2),
-    SplitCase(Case("group5-whole", 3, 2, 513, 10, 2, head_dim=64, score_mod="head_bias"), sms=2),
+    SplitCase(Case("group5-whole", 3, 2, 513, 10, 2, head_dim=64, score_mod="head_bias"), sms=4),
     SplitCase(Case("d192", 1, 2, 700, 2, 2, head_dim=192, head_dim_v=128)),
     SplitCase(Case("mqa64", 1, 1, 600, 64, 1), sms=3),
 )

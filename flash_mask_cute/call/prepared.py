@@ -202,6 +202,8 @@ class CpuForward:
             max_scores=x.max_scores,
             **plan.masks._asdict(),
             skip_blocks=plan.choice.tiles.skip_blocks,
+            split=plan.problem.split,
+            num_pieces=1 if plan.splits is None else plan.splits.number,
         )
         return out, lse
 

@@ -25,6 +25,9 @@ _KEYS, _ROWS = 128, 128
 _LEAST_BLOCKS = 4
 # work tiles of decoding, in units of SMs, from which on the last wave weighs little
 _MANY_WAVES = 8
+# Equal work tiles that fill so much of their waves are faster as a whole: of 512 on 132 SMs, 0.97
+# of the stream of a H100 against 0.94 (docs/serving.md).
+_FULL_WAVES = 0.95
 
 
 class Splits(NamedTuple):
@@ -108,4 +111,8 @@ def choose_split(
         tiles = min(tiles, shapes.total_q * group // tile_m + shapes.batch)
     tiles *= heads
     most = num_sms * _MANY_WAVES if is_decoding else num_sms
-    return BY_SLOTS if tiles < most else None
+    if tiles >= most:
+        return None
+    are_equal = not (problem.varlen_q or problem.varlen_k or problem.has_seqused_k)
+    fills = tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)
+    return None if are_equal and fills else BY_SLOTS

@@ -22,6 +22,8 @@ from flash_mask_cute.rules.band import IntLike, imax, imin
 # places that a work tile takes besides its key blocks
 TILE_COST = 1
 SLOTS_PER_SHARE = 2
+# places of a share at least
+LEAST_PLACES = 2
 
 
 def share_size(places: IntLike, num_shares: IntLike, least: IntLike = 1) -> IntLike:

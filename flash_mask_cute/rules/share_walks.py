@@ -16,6 +16,7 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core.lengths import Lengths, describe
 from flash_mask_cute.core.partials import WHOLE, Merge
 from flash_mask_cute.core.shares import (
+    LEAST_PLACES,
     TileOnLine,
     share_size,
     slot_of_first,
@@ -26,9 +27,6 @@ from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.rules.forward_mask import ForwardMask
-
-# of a share at least
-LEAST_PLACES = 2
 
 
 class Window(NamedTuple):
