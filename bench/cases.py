@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 HIDDEN = 4096
 TOKENS = 131072
 KINDS = (
-    *("attention", "backward", "host", "host_train", "cold", "prep", "sweep"),
+    *("attention", "backward", "host", "host_train", "host_step", "cold", "prep", "sweep"),
     *("memory", "memory_backward"),
 )
+# A forward and its backward by autograd, in each call.
+TRAINING = ("host_train", "host_step")
 # Masks that a kernel can be asked for by flags and lengths.
 NATIVE = ("full", "causal", "sliding_window", "varlen_causal")
 MASKS = (*masks.MASKS, *masks.STATIC_MASKS, "varlen_causal")
@@ -30,6 +32,7 @@ SWEPT = ("causal_document", "share_question", "document")
 REMEMBERED = (8192, 32768, 131072, 524288, 1048576)
 REMEMBERED_BACKWARD = REMEMBERED[:3]
 PREPARED = (*SWEPT, "global_sliding_window", "random_eviction")
+STEP_TOKENS, STEP_DIMS, STEP_LENGTHS = 4096, (128, 64), (512, 1024, 2048, 4096)
 SCORE_MODS = ("", "alibi", "t5_bias", "softcap")
 # Mean of the sinks that are drawn.
 SINK_LEVEL = 4.0
@@ -52,6 +55,7 @@ class BenchCase:
     draw: the documents and the like of a mask that has them; every sequence of the batch has these.
     kind: "attention" (device time of the forward), "backward" (that of the backward alone), "host"
         (host time of a warm call), "host_train" (that of a forward and its backward by autograd),
+        "host_step" (wall time of such steps one after the other, beside their device time),
         "cold" (start-up seconds), "prep" (preparing the metadata of the mask), "sweep" (latency
         over many draws), "memory" (bytes of a forward beyond inputs and outputs), "memory_backward"
         (those of the backward alone).
@@ -154,7 +158,7 @@ class BenchCase:
     @property
     def returns_gradients(self) -> bool:
         """Whether a call returns (dq, dk, dv), else what a forward does."""
-        return self.is_backward or self.kind == "host_train"
+        return self.is_backward or self.kind in TRAINING
 
 
 class Saved(NamedTuple):
@@ -252,6 +256,14 @@ def _varlen(heads_kv: int) -> BenchCase:
 
 def _tiny(name: str, kind: str) -> BenchCase:
     return BenchCase(name, "causal", 128, 128, 128, 128, 32, 32, kind=kind)
+
+
+def _step(d: int, n: int) -> BenchCase:
+    """Of a small model: 4096 tokens, causal, as many heads as the wider head dimension has."""
+    heads = HIDDEN // 128
+    return BenchCase(
+        f"host-step-d{d}-{_size(n)}", "causal", d, d, n, STEP_TOKENS, heads, heads, kind="host_step"
+    )
 
 
 def _masked(name: str, d: int, mask: str, n: int, **fields: Any) -> BenchCase:
@@ -442,6 +454,7 @@ _ALL = (
     *(_dense(128, "causal", n) for n in (512, 1024, 2048)),
     _tiny("host-128", "host"),
     _tiny("host-128-train", "host_train"),
+    *(_step(d, n) for d in STEP_DIMS for n in STEP_LENGTHS),
     _dense(192, "causal", 8192, d_v=128, name="extra-d192v128-causal-8k"),
     _dense(128, "causal", 8192, heads_kv=8, name="extra-d128-gqa8-causal-8k"),
     _dense(128, "causal", 8192, dtype="float16", name="extra-d128-fp16-causal-8k"),

@@ -47,11 +47,13 @@ def save(figure: Any, path: str) -> None:
 
 
 def smaller_svg(text: str) -> str:
-    """The same picture in half of the text: without indentation, metadata and line breaks
-    inside paths, and with coordinates to a hundredth of a point."""
+    """The same picture in half of the text: without indentation, metadata, ids that nothing refers
+    to and line breaks inside paths, and with coordinates to a hundredth of a point."""
     program = r"<metadata>.*?(Matplotlib v[\d.]+).*?</metadata>"
     text = re.sub(program, r"<!-- \1 -->", text, flags=re.DOTALL)
-    long = r"(?<![\w.#])-?\d+\.\d{3,}(?![\w.])"
-    text = re.sub(long, lambda found: f"{float(found[0]):.2f}", text)
+    long = r"scale\([^)]*\)|(?<![\w.#])(-?\d+\.\d{3,})(?![\w.])"
+    text = re.sub(long, lambda found: f"{float(found[1]):.2f}" if found[1] else found[0], text)
     text = re.sub(r"\n +", "\n", text)
-    return re.sub(r' ?\n([MLCQz"])', r"\1", text)
+    used = set(re.findall(r"#([\w.]+)", text))
+    text = re.sub(r' id="([\w.]+)"', lambda found: found[0] if found[1] in used else "", text)
+    return re.sub(r' d="[^"]*"', lambda found: re.sub(r" ?\n", "", found[0]), text)

@@ -239,6 +239,25 @@ def measure_prep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[
             yield row_of(case, name, "wall", None, (f"failed: {first_line[:200]}",))
 
 
+def measure_steps(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
+    """Wall time of a training step, and beside it its device time, in the same turns."""
+    calls, verdicts = admit(case, options, inputs)
+    for name, call in calls.items():
+        try:
+            ways = {"step": call, "replay": timing.captured(call)}
+            taken = timing.time_steps(ways, timing.STEP_ROUNDS, timing.STEPS)
+        except RuntimeError as error:
+            if name == "ours":
+                raise
+            say(f"    {name} left out: {type(error).__name__}: {error}")
+            continue
+        spreads = (f"spread of {way} {timing.spread(taken[way]):.1%}" for way in taken)
+        row = row_of(
+            case, name, "step", timing.median(taken["step"]), (*spreads, verdicts[name].text)
+        )
+        yield row | {"device_us": round(timing.median(taken["replay"]), 2)}
+
+
 def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
     """The most bytes allocated until a call ended, beyond what it was given and what it returned:
     by a forward since its mask was made, by a backward since it began."""
@@ -273,6 +292,7 @@ def measure(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]
     """Gate and time one case; each row as soon as it is known. `inputs` goes from case to case."""
     kinds = {
         "sweep": measure_sweep,
+        "host_step": measure_steps,
         "prep": measure_prep,
         "memory": measure_memory,
         "memory_backward": measure_memory,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from bench import DETERMINISTIC
-from bench.cases import NATIVE, BenchCase, CaseTensors, Saved
+from bench.cases import NATIVE, TRAINING, BenchCase, CaseTensors, Saved
 from bench.cudnn_cases import NO_ROW_INTERVALS
 from bench.flops import TILE, block_lists
 from bench.masks import Mask
@@ -55,7 +55,7 @@ class Peer(Protocol):
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
         """A callable without arguments that enqueues one pass: the forward, or where the case
         returns gradients, (dq, dk, dv) of `tensors.saved`, and dsink where it has sinks, the
-        backward, of kind "host_train" with a forward before it."""
+        backward, of a kind in TRAINING with a forward before it."""
 
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out (.., heads, d_v) as q is laid out; lse (batch, heads, n) or (heads, tokens)."""
@@ -138,7 +138,7 @@ class CutePeer:
             options["deterministic"] = True
         # packages of before b17c50e, for `bench.compare`, pack documents there only
         has_documents = getattr(options.get("startend_row_indices"), "documents", False)
-        if has_documents or case.kind == "host_train":
+        if has_documents or case.kind in TRAINING:
             attention = importlib.import_module(self.package).flash_attn_func
             if not case.returns_gradients:
                 return partial(attention, *tensors[:3], return_lse=True, **options)
@@ -210,7 +210,7 @@ def autograd_call(
     *,
     heads_first: bool = True,
 ) -> Call:
-    """Autograd's backward over a forward that runs in each call of kind "host_train", else here,
+    """Autograd's backward over a forward that runs in each call of a kind in TRAINING, else here,
     once. heads_first: operands of `attention` are (batch, heads, n, d), else laid out as q."""
     import torch
 
@@ -228,7 +228,7 @@ def autograd_call(
 
     leaves = [x.requires_grad_() for x in turned([x.detach() for x in tensors[:3]])]
     (dout,) = turned([tensors.saved.dout])
-    if case.kind == "host_train":
+    if case.kind in TRAINING:
         return lambda: turned(torch.autograd.grad(forward(), leaves, dout))
     out = forward()
     return lambda: turned(torch.autograd.grad(out, leaves, dout, retain_graph=True))
@@ -392,7 +392,7 @@ class CudnnFlexPeer:
         if case.n_k:
             return f"{self.name} is not measured with other keys than queries"
         if case.mask in NO_ROW_INTERVALS:
-            return f"{case.mask} leaves a query about as many ranges of keys as it has keys"
+            return f"{case.mask} leaves a query hundreds of ranges of keys"
         if case.deterministic:
             return "no order of sums is compared"
         small = max(case.d, case.d_v) <= 128 and case.d % 8 == case.d_v % 8 == 0

@@ -18,7 +18,8 @@ metadata  microseconds, launches and bytes at 131072 tokens
 linearity R^2 and intercept of latency against block sparsity
 backward  dense and masks as above, with 1.06 r for both head dimensions and 1.15 for the mean; the
           time of a deterministic backward over that of the default; ours / flash-attn-4 with the
-          same mask_mod and block lists. Without a bar, where there are rows: the host time of a
+          same mask_mod and block lists; the wall time of a training step of 4096 tokens over its
+          device time, 1.05 at most. Without a bar, where there are rows: the host time of a
           forward and its backward, ours / flash-attn-4; the bytes that a backward needs
 shapes    everyday shapes, both directions: ours / flash-attn-4 in the same case, or / cuDNN where
           flash-attn-4 took part in the run and refused: 1.00, but 0.97 in the backward of ungrouped
@@ -26,9 +27,9 @@ shapes    everyday shapes, both directions: ours / flash-attn-4 in the same case
           and 1.08 backward, which has no figure before all are measured. Milliseconds of ours at
           one shape over those at the next larger of the head dimensions 64, 96, 128, 192, 256: 1.00
           at most
-cudnn    masks beside cudnn.flex_attention: ours / cuDNN in the same case, 1.10 forward and 1.05
-         backward, and geometric means by size. Where either takes less than half a millisecond a
-         call, by bursts of ten calls. Preparing a mask, ours / cuDNN's plan, has no bar
+cudnn     masks beside cudnn.flex_attention: ours / cuDNN in the same case, 1.10 forward and 1.05
+          backward, and geometric means by size. Where either takes less than half a millisecond a
+          call, by bursts of ten calls. Preparing a mask, ours / cuDNN's plan, has no bar
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench import DETERMINISTIC, ROOT, Json, breakdown, format_table, name_of, peer_of, tells_code
+from bench.cases import STEP_DIMS
 from bench.cudnn_cases import SIZES as CUDNN_SIZES
 from bench.cudnn_cases import WIDTHS as CUDNN_WIDTHS
 from bench.cudnn_cases import compared_names, other_names, table_names
@@ -73,6 +75,7 @@ FORWARD = {
     **{f"d128-causal-{n}": 1.00 for n in ("512", "1k", "2k")},
 }
 HOST_SHARE = 0.25
+STEP_SHARE, STEP_SIZES = 1.05, ("512", "1k", "2k", "4k")
 LISTED = ("document", "random_eviction")
 CALLABLES = {
     f"mod-d{d}-{n}-{name}": bar
@@ -169,7 +172,7 @@ class Figures:
     def __init__(self, rows: Sequence[Json]) -> None:
         self.by_run: dict[str, dict[tuple[str, str], Json]] = {}
         for row in rows:
-            if row["variant"] in ("loop", "warm", "wall", "peak"):
+            if row["variant"] in ("loop", "warm", "step", "wall", "peak"):
                 self.by_run.setdefault(row["run"], {})[name_of(row), peer_of(row)] = row
 
     def latest(self, *wanted: tuple[str, str]) -> list[Json] | None:
@@ -243,7 +246,22 @@ def backward_bars(figures: Figures) -> Iterator[Bar]:
     train = _ratio(figures, "host-128-train", "fa4", None, "us", most=True)
     if train.figure is not None:
         yield replace(train, remark=f"host time, {train.remark}")
+    yield from step_bars(figures)
     yield from memory_bars(figures)
+
+
+def step_bars(figures: Figures) -> Iterator[Bar]:
+    """Wall time of a training step of ours over its device time, beside that of flash-attn-4."""
+    for name in (f"host-step-d{d}-{n}" for d in STEP_DIMS for n in STEP_SIZES):
+        ours = (name, "ours")
+        rows = figures.latest(ours, (name, "fa4")) or figures.latest(ours)
+        if not rows:
+            yield Bar(name, None, STEP_SHARE, most=True)
+            continue
+        figure, *beside = (row["us"] / row["device_us"] for row in rows)
+        peer = [f"flash-attn-4 {other:.3f}" for other in beside]
+        remark = (f"wall / device, device {rows[0]['device_us']:.0f} us", *peer)
+        yield Bar(name, figure, STEP_SHARE, True, ", ".join((*remark, f"run {rows[0]['run']}")))
 
 
 def memory_bars(figures: Figures) -> Iterator[Bar]:

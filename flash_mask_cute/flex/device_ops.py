@@ -130,26 +130,31 @@ def sign(x: Any) -> Any:
 
 def maximum(x: Any, y: Any) -> Any:
     """The larger one, or NaN if one is."""
-    return _chosen(x, y, lambda a, b: a > b)
+    return _chosen(x, y, lambda a, b: a > b, cutlass.max)
 
 
 def minimum(x: Any, y: Any) -> Any:
     """The smaller one, or NaN if one is."""
-    return _chosen(x, y, lambda a, b: a < b)
+    return _chosen(x, y, lambda a, b: a < b, cutlass.min)
 
 
 def at_least(x: Any, low: Any) -> Any:
     """x, or `low` if that is larger: `clamp`, whose slope is 1 where they are equal."""
-    return _chosen(x, low, lambda a, b: a >= b)
+    return _chosen(x, low, lambda a, b: a >= b, cutlass.max)
 
 
 def at_most(x: Any, high: Any) -> Any:
-    return _chosen(x, high, lambda a, b: a <= b)
+    return _chosen(x, high, lambda a, b: a <= b, cutlass.min)
 
 
-def _chosen(x: Any, y: Any, is_first: Callable[[Any, Any], Any]) -> Any:
+def _chosen(
+    x: Any, y: Any, is_first: Callable[[Any, Any], Any], of_integers: Callable[[Any, Any], Any]
+) -> Any:
     dtype = _dtype(x, y)
     x, y = dtype(x), dtype(y)
+    if dtype is Int32:
+        # one instruction, and no slope that depends on which is taken
+        return of_integers(x, y)
     takes_x = is_first(x, y)
     if dtype.is_float:
         takes_x = takes_x | (x != x)

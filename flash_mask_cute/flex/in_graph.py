@@ -61,8 +61,8 @@ def mods_in_graph(
             tensor = tensor.detach() if is_detached else tensor
             aux.append(tensor if tensor.dim() else tensor.to(device).view(1))
     return CuteMods(
-        score_name,  # type: ignore[arg-type]
-        mask_name,  # type: ignore[arg-type]
+        score_name,
+        mask_name,
         aux or None,
     )
 
@@ -159,7 +159,7 @@ def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) ->
     if lowered[0] is not None and lowered[0].is_identity:
         lowered[0] = None
         sources = [x for x in sources if x[0] != 0]
-    mods = put_together(*lowered, [torch.empty(0)] * given)
+    mods = put_together(lowered[0], lowered[1], [torch.empty(0)] * given)
     return (
         names[0] or optional_name(mods.score_mod), names[1] or optional_name(mods.mask_mod),
         tuple(sources), tuple(functions), tuple(numbers),

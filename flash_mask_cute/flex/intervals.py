@@ -9,7 +9,7 @@ q_idx becomes a bound. What is not plainly an interval stays a mask_mod.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -324,7 +324,7 @@ class _Numbers:
             return value.to(self._k.device).view(1, 1) if is_number else value
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._value)
         if name_of_node(node) == "index":
-            table, indices = args
+            table, indices = cast("tuple[Tensor, Sequence[Tensor | None]]", args)
             args = (table, [self._inside(table, i, x) for i, x in enumerate(indices)])
         result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
         return result.to(node.meta["val"].dtype)

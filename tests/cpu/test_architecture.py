@@ -60,6 +60,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # from mods written in torch to CuTe mods, below the functions that take mods
     "flex": ("mods", "runtime"),
     "flex.attention": ("functional", "autograd.arguments", "flex", "block_sparsity", "runtime"),
+    "flex.in_graph": ("autograd.mod_names", "flex", "runtime"),
     "flex.block_mask": ("flex", "masks.column_mask", "block_sparsity"),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "flex.together", "mods", "runtime"),
@@ -76,7 +77,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "functional": (
         *("autograd", "interface", "call", "masks.column_mask", "block_sparsity"),
-        *("flex.together", "mods.signature", "runtime"),
+        *("flex.together", "flex.in_graph", "mods.signature", "runtime"),
     ),
     "serving": (
         *("functional", "autograd", "call", "flex.together", "masks.column_mask", "runtime"),

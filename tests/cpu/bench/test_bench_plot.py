@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 import bench
 from bench import cases, gallery, measure, peers, plot, prep, report
 from bench.cases import CASES, BenchCase, make_tensors
+from bench.figure import smaller_svg
 from bench.masks import MASKS
 from bench.peers import DOCUMENT_MASKS
 from bench.rows import RESULTS, read_rows
@@ -60,6 +62,14 @@ def test_figures_are_those_of_the_rows(tmp_path: Path) -> None:
         pytest.skip(f"drawn by another version of matplotlib than {here}: {made_by}")
     plot.draw_all(ROWS, tmp_path)
     assert {path.name: drawn(path) for path in tmp_path.iterdir()} == committed
+
+
+def test_figures_are_well_formed() -> None:
+    for path in (*plot.FOLDER.iterdir(), plot.FOLDER.parent / "training_losses.svg"):
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+    glyph = '<path id="a" d="M 0.12345 1 \nL 2 3 \nz\n" transform="scale(0.015625)"/>\n <g id="b">'
+    small = '<path d="M 0.12 1L 2 3z" transform="scale(0.015625)"/>\n<g>'
+    assert smaller_svg(glyph) == small
 
 
 def test_picture_of_masks() -> None:
