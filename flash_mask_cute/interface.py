@@ -58,7 +58,7 @@ def _flash_attn_fwd(
     score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStart = None,
-    num_splits: int = 0, pack_gqa: bool | None = None, out: Tensor | None = None,
+    num_splits: int = 1, pack_gqa: bool | None = None, out: Tensor | None = None,
     lse: Tensor | None = None, lse_low: Tensor | None = None, max_scores: Tensor | None = None,
     return_lse: bool = True, config: FwdConfig | Mapping[str, Any] | None = None,
     **unknown: NoReturn,

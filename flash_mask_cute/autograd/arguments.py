@@ -65,7 +65,7 @@ class Call(NamedTuple):
     config: Any
     q_start: QStart = None
     page_table: Tensor | None = None
-    num_splits: int = 0
+    num_splits: int = 1
 
     @property
     def configs(self) -> Configs:
