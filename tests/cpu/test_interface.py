@@ -141,7 +141,6 @@ def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int) -> None
             "mask_block_cnt",
         ),
         ({"window_size_left": [3]}, TypeError, "window_size_left"),
-        ({"pack_gqa": 1}, TypeError, "pack_gqa"),
         ({"config": {"tile_n": 40}}, ValueError, "tile_n"),
         ({"config": {"tile": 40}}, ValueError, "config"),
         ({"config": 128}, TypeError, "config"),
