@@ -114,9 +114,10 @@ def _flash_attn_fwd(
     of pages of 1 to 256 keys, of any strides but the last: page j of sequence b is number
     page_table[b, j]. seqused_k says how many keys there are (None: all); what lies behind them is
     never seen.
-    num_splits: 1 computes each output in one pass. N computes the keys in N pieces, and merges
-    them. 0 leaves it to the library: few queries over many keys are computed in pieces, which on a
-    GPU are equal shares of all key blocks, one for each SM (docs/serving.md).
+    num_splits: 1 computes each output in one pass, with the same bits whatever the device. N
+    computes the keys of each work tile in N pieces, and merges them. 0 leaves it to the library:
+    few queries over many keys are computed in pieces, which are equal shares of all key blocks, one
+    for each SM (docs/serving.md).
 
     pack_gqa: query heads of a KV head share tiles (None: if queries are few), except with block
     lists or column intervals by query head. config: a `FwdConfig`, or some of its fields.

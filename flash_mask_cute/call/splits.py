@@ -21,8 +21,8 @@ DECODE_ROWS = 64
 # keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
 # known yet
 _KEYS, _ROWS = 128, 128
-# walks of fewer blocks are not worth a merge
-_LEAST_BLOCKS = 4
+# walks of fewer blocks are not worth a merge: of decoding, and of more queries than that
+_LEAST_BLOCKS, _LEAST_BLOCKS_OF_MANY = 4, 32
 # work tiles of decoding, in units of SMs, from which on the last wave weighs little
 _MANY_WAVES = 8
 # Equal work tiles that fill so much of their waves are faster as a whole: of 512 on 132 SMs, 0.97
@@ -100,11 +100,11 @@ def choose_split(
     if problem.needs_lse_low or problem.needs_max_scores:
         return None
     keys = shapes.seqlen_k if window is None else min(shapes.seqlen_k, window + shapes.seqlen_q)
-    if keys < _LEAST_BLOCKS * _KEYS:
-        return None
     rows = decode_rows(shapes, may_pack)
     heads = shapes.heads_kv if may_pack else shapes.heads_q
     is_decoding = rows <= DECODE_ROWS
+    if keys < _KEYS * (_LEAST_BLOCKS if is_decoding else _LEAST_BLOCKS_OF_MANY):
+        return None
     tile_m, group = (DECODE_ROWS if is_decoding else _ROWS), rows // max(shapes.seqlen_q, 1)
     tiles = math.ceil(rows / tile_m) * shapes.batch
     if problem.varlen_q:

@@ -158,6 +158,8 @@ def imports_of(source: str) -> Iterator[Import]:
 
 
 def is_device_code(module: str) -> bool:
+    if covers(INDEX_RULES, module):
+        return False
     return covers(DEVICE, module) or (
         covers(("mask_prep",), module) and module.endswith(KERNEL_SUFFIX)
     )

@@ -141,7 +141,6 @@ def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int) -> None
             "mask_block_cnt",
         ),
         ({"window_size_left": [3]}, TypeError, "window_size_left"),
-        ({"pack_gqa": True}, NotImplementedError, "pack_gqa"),
         ({"config": {"tile_n": 40}}, ValueError, "tile_n"),
         ({"config": {"tile": 40}}, ValueError, "config"),
         ({"config": 128}, TypeError, "config"),
@@ -253,10 +252,10 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     expected = (
         q, k, v, out, lse, 0.5, None, None, used_q, used_k, None, 7, 3, sink, None, None, 20.0,
     )  # fmt: skip
-    assert len(args) == len(expected) + 8
+    assert len(args) == len(expected) + 10
     assert all(got is wanted or got == wanted for got, wanted in zip(args, expected, strict=False))
-    counter, *others = args[-8:]
-    assert others == [None] * 7
+    counter, *others = args[-10:]
+    assert others == [None] * 9
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
 
 

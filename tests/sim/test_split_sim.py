@@ -9,7 +9,15 @@ from inputs import make_inputs
 from simulated_forward import DELAY_SEEDS, run_sim
 from split_cases import SPLIT_CASES, SplitCase
 
+from flash_mask_cute.call import splits
+
 pytestmark = pytest.mark.sim
+
+
+@pytest.fixture(autouse=True)
+def short_walks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many queries, too, over few keys, as longer walks are on a GPU."""
+    monkeypatch.setattr(splits, "_LEAST_BLOCKS_OF_MANY", 4)
 
 
 @pytest.mark.usefixtures("poisoned_allocations")

@@ -10,11 +10,18 @@ from inputs import make_inputs
 from split_cases import SPLIT_CASES, SplitCase
 from tolerances import assert_close_to_oracle
 
+from flash_mask_cute.call import splits
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.cpu import forward
 from flash_mask_cute.runtime.target import Target
+
+
+@pytest.fixture(autouse=True)
+def short_walks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many queries, too, over few keys, as longer walks are on a GPU."""
+    monkeypatch.setattr(splits, "_LEAST_BLOCKS_OF_MANY", 4)
 
 
 @pytest.mark.parametrize("split", SPLIT_CASES, ids=lambda split: split.id)
