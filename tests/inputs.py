@@ -39,6 +39,16 @@ class Inputs:
     def keywords(self) -> dict[str, Any]:
         return self.plain_keywords | self.mask_keywords
 
+    @property
+    def column_mask(self) -> Any:
+        """The intervals of the keywords as a ColumnMask, or None."""
+        from flash_mask_cute import ColumnMask
+
+        columns = self.keywords.get("startend_row_indices")
+        if columns is None or isinstance(columns, ColumnMask):
+            return columns
+        return ColumnMask(columns, self.case.causal)
+
     @cached_property
     def reference(self) -> tuple[Tensor, Tensor]:
         return reference_attention(self.q, self.k, self.v, self.dense, **self.plain_keywords)

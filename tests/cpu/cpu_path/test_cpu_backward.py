@@ -22,7 +22,6 @@ from flash_mask_cute.cpu import backward
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.cpu.tiles import SequenceWalk, Tile, _ListsAndMod
-from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.rules.intervals import Intervals
 
 EXACT = 1e-10
@@ -38,7 +37,6 @@ def keywords_of(inputs: Inputs, tile_m: int, tile_n: int, pack_gqa: int) -> dict
     case, keywords = inputs.case, inputs.keywords
     is_causal, *sides = fold_window(case.causal, case.window_left, case.window_right)
     window_left, window_right = sides[0], 0 if is_causal else sides[1]
-    columns = keywords.get("startend_row_indices")
     return {
         "softmax_scale": case.scale,
         "window_left": window_left,
@@ -57,7 +55,7 @@ def keywords_of(inputs: Inputs, tile_m: int, tile_n: int, pack_gqa: int) -> dict
         "score_mod": keywords.get("score_mod"),
         "mask_mod": keywords.get("mask_mod"),
         "aux_tensors": keywords.get("aux_tensors"),
-        "column_mask": None if columns is None else ColumnMask(columns, case.causal),
+        "column_mask": inputs.column_mask,
         "block_lists": keywords.get("block_sparse_tensors_torch"),
     }
 

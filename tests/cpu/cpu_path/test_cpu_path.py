@@ -19,7 +19,6 @@ from flash_mask_cute.call.problem import fold_window
 from flash_mask_cute.cpu import forward
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.cpu.tiles import Tile, _ListsAndMod
-from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.rules.intervals import Intervals
 
 # The CPU path computes in float64 and rounds LSE once, so 2^-24 of the largest |lse|, about 20.
@@ -47,7 +46,6 @@ def run_cpu_path(
     case, keywords = inputs.case, inputs.keywords
     is_causal, *sides = fold_window(case.causal, case.window_left, case.window_right)
     window_left, window_right = sides[0], 0 if is_causal else sides[1]
-    columns = keywords.get("startend_row_indices")
     outputs = GuardedOutputs(inputs)
     flash_attn_fwd_cpu(
         inputs.q,
@@ -72,7 +70,7 @@ def run_cpu_path(
         score_mod=keywords.get("score_mod"),
         mask_mod=keywords.get("mask_mod"),
         aux_tensors=keywords.get("aux_tensors"),
-        column_mask=None if columns is None else ColumnMask(columns, case.causal),
+        column_mask=inputs.column_mask,
         block_lists=keywords.get("block_sparse_tensors_torch"),
         skip_blocks=skip_blocks,
     )
