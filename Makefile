@@ -32,7 +32,8 @@ demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/08_autograd.py
 	PYTHONPATH=. $(RUN) examples/09_training.py
 	PYTHONPATH=. $(RUN) examples/10_native_backward.py
-	PYTHONPATH=. $(RUN) examples/11_flex.py
+	PYTHONPATH=. $(RUN) examples/11_decode.py
+	PYTHONPATH=. $(RUN) examples/12_flex.py
 
 # Each folder has a process of its own: the software GPU takes the place of CUDA in its process, and is of one
 # architecture, so there are two of it.

@@ -9,6 +9,8 @@ gradients  the same of a backward
 peers      who is measured
 timing     how time is taken
 everyday   shapes that people run, out of everyday_shapes.json: names and sizes
+cudnn_cases    masks beside cudnn.flex_attention: names, sizes, what is drawn
+row_intervals  a mask by the ranges of keys that each query sees (numpy only)
 sweep      the draws of a sweep; prep: what preparing a mask means
 paper      the table of the FlashMask paper: its cases, who takes part
 flex       `python -m bench.flex`: mods of torch through flex_attention, ours and torch's;
@@ -52,6 +54,7 @@ VERSIONS = {
     "triton": "triton",
     "cutlass_dsl": "nvidia-cutlass-dsl",
     "flash_attn_4": "flash-attn-4",
+    "cudnn_frontend": "nvidia-cudnn-frontend",
 }
 
 

@@ -1,7 +1,8 @@
 """Compile the kernels of the cases before anything is timed, in processes beside each other.
 
 Each process calls its peers once, on the GPU, as the bench will: ours land in the disk cache of the
-package (one compiler for each key), FlexAttention's in those of inductor and Triton. A process that
+package (one compiler for each key), FlexAttention's in those of inductor and Triton, cuDNN's where
+FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 makes it keep one. A process that
 fails or is late loses nothing but time: what it did not compile is compiled by its case.
 """
 
@@ -19,7 +20,7 @@ from bench.cases import CASES, BenchCase, CaseTensors, Saved, make_tensors
 from bench.peers import DOCUMENT_MASKS, PEERS
 from flash_mask_cute.runtime.progress import tells_progress
 
-AHEAD = ("ours", "flex")
+AHEAD = ("ours", "flex", "cudnn_flex")
 KINDS = ("attention", "backward")
 # Static shapes are part of FlexAttention's code, so it needs whole inputs: about 9 GiB a process.
 FLEX_PROCESSES = 8
@@ -31,6 +32,9 @@ PeersOf = Callable[[BenchCase], Sequence[str]]
 def kernel_of(peer: str, case: BenchCase) -> Hashable:
     """Equal where two cases share their kernels. Lengths are run-time values of ours, but they may
     choose other tiles where flags tell the mask."""
+    if peer == "cudnn_flex":
+        of_mask = case.kind, case.varlen
+        return peer, *of_mask, case.d, case.d_v, case.dtype, case.heads // case.heads_kv
     if peer != "ours":
         return peer, case.name
     mask = case.mask_of(case.n)

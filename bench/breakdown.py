@@ -150,7 +150,7 @@ class Breakdown:
 
     def told(self) -> str:
         costs = (
-            f"{m} x {n} tiles, a cut one {1 + cut / visited:.2f} and a work tile "
+            f"{m} x {n} tiles, a partial one {1 + cut / visited:.2f} and a work tile "
             f"{end / visited:.2f} of a whole one"
             for (m, n), (visited, cut, end) in self.costs.items()
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bench import everyday, masks
+from bench import cudnn_cases, everyday, masks
 from bench.masks import Draw, Mask, make_mask, paper_draw
 
 if TYPE_CHECKING:
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 HIDDEN = 4096
 TOKENS = 131072
 KINDS = (
-    *("attention", "backward", "host", "host_train", "cold", "prep", "sweep"),
+    *("attention", "backward", "host", "host_train", "host_step", "cold", "prep", "sweep"),
     *("memory", "memory_backward"),
 )
+# A forward and its backward by autograd, in each call.
+TRAINING = ("host_train", "host_step")
 # Masks that a kernel can be asked for by flags and lengths.
 NATIVE = ("full", "causal", "sliding_window", "varlen_causal")
-MASKS = (*masks.MASKS, "varlen_causal")
+MASKS = (*masks.MASKS, *masks.STATIC_MASKS, "varlen_causal")
 FORMS = ("native", "columns", "mask_mod", "mask_mod_alone")
 DTYPES = ("bfloat16", "float16")
 SWEPT = ("causal_document", "share_question", "document")
@@ -30,6 +32,7 @@ SWEPT = ("causal_document", "share_question", "document")
 REMEMBERED = (8192, 32768, 131072, 524288, 1048576)
 REMEMBERED_BACKWARD = REMEMBERED[:3]
 PREPARED = (*SWEPT, "global_sliding_window", "random_eviction")
+STEP_TOKENS, STEP_DIMS, STEP_LENGTHS = 4096, (128, 64), (512, 1024, 2048, 4096)
 SCORE_MODS = ("", "alibi", "t5_bias", "softcap")
 # Mean of the sinks that are drawn.
 SINK_LEVEL = 4.0
@@ -52,6 +55,7 @@ class BenchCase:
     draw: the documents and the like of a mask that has them; every sequence of the batch has these.
     kind: "attention" (device time of the forward), "backward" (that of the backward alone), "host"
         (host time of a warm call), "host_train" (that of a forward and its backward by autograd),
+        "host_step" (wall time of such steps one after the other, beside their device time),
         "cold" (start-up seconds), "prep" (preparing the metadata of the mask), "sweep" (latency
         over many draws), "memory" (bytes of a forward beyond inputs and outputs), "memory_backward"
         (those of the backward alone).
@@ -91,12 +95,14 @@ class BenchCase:
             raise ValueError(f"{self.name}: n={self.n}, longest sequence {max(self.lengths)}")
         if self.heads % self.heads_kv:
             raise ValueError(f"{self.name}: heads={self.heads}, heads_kv={self.heads_kv}")
-        if (self.window is not None) != self.mask.endswith("sliding_window"):
+        if (self.window is not None) != self.mask.endswith("window"):
             raise ValueError(f"{self.name}: window={self.window} with mask={self.mask!r}")
         if bool(self.doc_lengths) != self.mask.startswith("varlen"):
             raise ValueError(f"{self.name}: doc_lengths and mask={self.mask!r} contradict")
         if self.form == "native" and self.mask not in NATIVE:
             raise ValueError(f"{self.name}: mask={self.mask!r} has no native form")
+        if self.form == "columns" and self.mask in masks.BEYOND_COLUMNS:
+            raise ValueError(f"{self.name}: column intervals do not hold mask={self.mask!r}")
         if self.draw and sum(map(sum, self.draw.documents)) != self.n:
             raise ValueError(f"{self.name}: the documents of draw do not hold n={self.n} tokens")
         if self.deterministic and self.kind != "backward":
@@ -152,7 +158,7 @@ class BenchCase:
     @property
     def returns_gradients(self) -> bool:
         """Whether a call returns (dq, dk, dv), else what a forward does."""
-        return self.is_backward or self.kind == "host_train"
+        return self.is_backward or self.kind in TRAINING
 
 
 class Saved(NamedTuple):
@@ -250,6 +256,14 @@ def _varlen(heads_kv: int) -> BenchCase:
 
 def _tiny(name: str, kind: str) -> BenchCase:
     return BenchCase(name, "causal", 128, 128, 128, 128, 32, 32, kind=kind)
+
+
+def _step(d: int, n: int) -> BenchCase:
+    """Of a small model: 4096 tokens, causal, as many heads as the wider head dimension has."""
+    heads = HIDDEN // 128
+    return BenchCase(
+        f"host-step-d{d}-{_size(n)}", "causal", d, d, n, STEP_TOKENS, heads, heads, kind="host_step"
+    )
 
 
 def _masked(name: str, d: int, mask: str, n: int, **fields: Any) -> BenchCase:
@@ -373,6 +387,63 @@ def _everyday() -> Iterator[BenchCase]:
             yield from (_width(width, mask, is_backward=way) for width in everyday.WIDTHS)
 
 
+def _cudnn(case_name: str, name: str, width: cudnn_cases.Width, n: int, **fields: Any) -> BenchCase:
+    """A mask that is measured beside `cudnn.flex_attention`, by its name in `cudnn_cases.MASKS`;
+    ours is told it as a user would: by flags, else columns, else mask_mod with block lists."""
+    mask = cudnn_cases.BENCHMARK.get(name, name)
+    form = "mask_mod" if mask in masks.BEYOND_COLUMNS else "columns"
+    heads = cudnn_cases.HIDDEN // width.d_v
+    return BenchCase(
+        name=case_name,
+        mask=mask,
+        d=width.d,
+        d_v=width.d_v,
+        n=n,
+        tokens=n if fields.get("kind") == "prep" else cudnn_cases.TOKENS,
+        heads=heads,
+        window=cudnn_cases.window(name, n),
+        form="native" if mask in NATIVE else form,
+        draw=cudnn_cases.draw(name, n),
+        **({"heads_kv": heads} | fields),
+    )
+
+
+def _cudnn_packed(heads_kv: int, *, is_backward: bool) -> BenchCase:
+    lengths = document_lengths(16, cudnn_cases.TOKENS, 256, 8192, seed=1)
+    return BenchCase(
+        name=cudnn_cases.packed_name(heads_kv, is_backward=is_backward),
+        mask="varlen_causal",
+        d=128,
+        d_v=128,
+        n=max(lengths),
+        tokens=cudnn_cases.TOKENS,
+        heads=cudnn_cases.HIDDEN // 128,
+        heads_kv=heads_kv,
+        doc_lengths=lengths,
+        kind="backward" if is_backward else "attention",
+    )
+
+
+def _cudnn_table() -> Iterator[BenchCase]:
+    ways = {False: "attention", True: "backward"}
+    for width in cudnn_cases.WIDTHS:
+        for size, n in cudnn_cases.SIZES.items():
+            for name in cudnn_cases.MASKS:
+                for way, kind in ways.items():
+                    case_name = cudnn_cases.case_name(name, width, size, is_backward=way)
+                    yield _cudnn(case_name, name, width, n, kind=kind)
+    width, kv = cudnn_cases.WIDTHS[0], cudnn_cases.GROUPED_KV_HEADS
+    for way, kind in ways.items():
+        for name in cudnn_cases.GROUPED:
+            case_name = cudnn_cases.grouped_name(name, is_backward=way)
+            yield _cudnn(case_name, name, width, cudnn_cases.SIZES["8k"], kind=kind, heads_kv=kv)
+        for heads_kv in cudnn_cases.PACKED_KV_HEADS:
+            yield _cudnn_packed(heads_kv, is_backward=way)
+    for size, n in cudnn_cases.SIZES.items():
+        for name in filter(cudnn_cases.is_planned, cudnn_cases.MASKS):
+            yield _cudnn(cudnn_cases.plan_name(name, size), name, width, n, kind="prep")
+
+
 _ALL = (
     *(_dense(128, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
     *(_dense(64, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
@@ -383,6 +454,7 @@ _ALL = (
     *(_dense(128, "causal", n) for n in (512, 1024, 2048)),
     _tiny("host-128", "host"),
     _tiny("host-128-train", "host_train"),
+    *(_step(d, n) for d in STEP_DIMS for n in STEP_LENGTHS),
     _dense(192, "causal", 8192, d_v=128, name="extra-d192v128-causal-8k"),
     _dense(128, "causal", 8192, heads_kv=8, name="extra-d128-gqa8-causal-8k"),
     _dense(128, "causal", 8192, dtype="float16", name="extra-d128-fp16-causal-8k"),
@@ -401,6 +473,7 @@ _ALL = (
     *map(_memory, REMEMBERED),
     *_memory_backwards(),
     *_everyday(),
+    *_cudnn_table(),
 )
 CASES: dict[str, BenchCase] = {case.name: case for case in _ALL}
 

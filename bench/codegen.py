@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import lzma
 import re
 import shutil
 import struct
@@ -140,9 +141,19 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def archive_of(path: Path) -> Path:
+    return path.with_name(path.name + ".xz")
+
+
 def read_rows(path: Path) -> dict[str, Json]:
-    """Rows by name of variant; of equal names the last counts."""
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    """Rows by name of variant; of equal names the last counts. Those of an archive beside the file,
+    `<file>.xz`, come first: `xz -9e < FILE > FILE.xz`, and then the file may go."""
+    archive, text = archive_of(path), ""
+    if archive.is_file():
+        text = lzma.decompress(archive.read_bytes()).decode()
+    if path.is_file() or not text:
+        text += path.read_text()
+    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     return {row["name"]: row for row in rows}
 
 
@@ -152,7 +163,7 @@ def rows_of(source: str, names: Sequence[str]) -> dict[str, Json]:
 
     Raises ValueError where it is neither.
     """
-    if Path(source).is_file():
+    if Path(source).is_file() or archive_of(Path(source)).is_file():
         return read_rows(Path(source))
     command = [sys.executable, "-m", "bench.codegen"]
     with unpacked(source, PACKAGE, "bench") as folder:

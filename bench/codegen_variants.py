@@ -17,7 +17,9 @@ from flash_mask_cute.call.kernels import build_fwd
 from flash_mask_cute.call.kernels_bwd import (
     Padding,
     PaddingFacts,
+    PartFacts,
     RowFacts,
+    build_add_parts,
     build_bwd,
     build_postprocess,
     build_preprocess,
@@ -56,7 +58,8 @@ class AttentionVariant:
     """An attention kernel.
 
     problem: without the keys of its callables, which mods has. window: how many keys a query sees
-    at most, where a window is closed on both sides. block_size: that of block lists.
+    at most, where a window is closed on both sides. block_size: that of block lists. splits_group:
+    a backward whose groups of heads are split over CTAs.
     """
 
     problem: AttentionProblem
@@ -65,6 +68,7 @@ class AttentionVariant:
     is_backward: bool = False
     arch: str = SM90
     block_size: tuple[int, int] | None = None
+    splits_group: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,10 +111,13 @@ def compile_variant(name: str) -> Built:
         choice = select_bwd_config(
             *dims,
             problem.tuning_class,
+            seqlen_k=SEQLEN,
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
         )
+        if variant.splits_group:
+            choice = replace(choice, tiles=replace(choice.tiles, splits_group=True))
         compiled = build_bwd(problem, choice, target, variant.mods)
         return Built(compiled, {"tile_n": choice.tile_n, **asdict(choice.tiles)})
     shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
@@ -143,6 +150,9 @@ def _both_directions() -> Iterator[tuple[str, AttentionVariant]]:
             yield f"d{d}-columns{n}", _variant(d, is_causal=causal, intervals=(n, causal))
     yield "d128-mask_mod", _variant(128, Mods(mask_mod=sees_prefix))
     yield "d128-score_mod", _variant(128, Mods(score_mod=nears), is_causal=True)
+    for d in (72, 80):
+        yield f"d{d}-full", _variant(d)
+        yield f"d{d}-causal", _variant(d, is_causal=True)
     for name, dims in (("d96", (96, 96)), ("d192", (192, 192)), ("d192v128", (192, 128))):
         d, dim_v = dims
         yield f"{name}-full", _variant(d, dim_v=dim_v)
@@ -188,6 +198,9 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         yield f"bwd-{name}", backward(variant)
     yield "bwd-d128-deterministic", backward(_variant(128, is_causal=True, deterministic=True))
     yield "bwd-d256-deterministic", backward(_variant(256, is_causal=True, deterministic=True))
+    for d in (64, 128):
+        split = backward(_variant(d, is_causal=True))
+        yield f"bwd-d{d}-split_group", replace(split, splits_group=True)
     yield "bwd-d128-list_bits", backward(_variant(128, has_bits=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
@@ -250,7 +263,10 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
         "d64": plain._replace(dim=64, tile_m=128, tile_d=64),
         "d256": plain._replace(dim=256, tile_d=256, clears_dq=True),
     }
-    after = rows | {"lanes": plain._replace(tile_m=128, order="lanes")}
+    after = rows | {
+        "lanes": plain._replace(tile_m=128, order="lanes"),
+        "d192-pair": plain._replace(dim=192, tile_d=192, clears_dq=True, num_ctas=2),
+    }
     before = rows | {
         "dlse": plain._replace(has_dlse=True),
         "marks": plain._replace(marked_dim=128),
@@ -261,6 +277,8 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
         yield f"preprocess-{name}", PreparingVariant(partial(build_preprocess, facts))
     for name, facts in after.items():
         yield f"postprocess-{name}", PreparingVariant(partial(build_postprocess, facts))
+    parts = PartFacts("bfloat16", 128, 128, 128, 128, False, False)
+    yield "add_parts", PreparingVariant(partial(build_add_parts, parts))
     padding = PaddingFacts("bfloat16", 128, 128, Padding(True, True, True))
     yield "zero_padding", PreparingVariant(partial(build_zero_padding, padding))
     for form in get_args(Form):

@@ -1,4 +1,4 @@
-"""The twelve masks of the FlashMask paper, each said twice.
+"""The twelve masks of the FlashMask paper, and five of cuDNN's benchmark, each said twice.
 
 `Mask.sees` is the definition: a comparison of a query with a key, written with operators that numpy
 arrays, torch tensors and vectors of the CuTe DSL share, so the correctness gate and the peers'
@@ -6,7 +6,8 @@ arrays, torch tensors and vectors of the CuTe DSL share, so the correctness gate
 test holds the two against each other. Nothing here comes from the package that is measured.
 
 Documents are drawn as appendix A.5.2 of the paper (arXiv 2410.01359) says; what it leaves open was
-set to the operation counts of its Tables 4 to 6. numpy only.
+set to the operation counts of its Tables 4 to 6. STATIC_MASKS are what the benchmark of
+`cudnn.flex_attention` (nvidia-cudnn-frontend 1.32) has besides. numpy only.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ At = Callable[[str, Any], Any]
 Definition = Callable[[Any, Any, At], Any]
 
 GLOBAL_TOKENS = 16
+# First keys that all later queries see, in sink_window.
+SINK_TOKENS = 4
+# Tokens at equal distances that see all and are seen by all, in longformer_window.
+SPREAD_TOKENS = 8
 # Uniform lengths of 1 -+ 0.6 means vary by 0.35, as the paper's operation counts imply.
 SPREAD = 0.6
 # Appendix A.5.2; the seeds are those, of the first 400, whose operation counts come closest to the
@@ -46,7 +51,8 @@ DROPPED = {
 class Draw(NamedTuple):
     """What was drawn for one sequence.
 
-    documents: for each document the lengths of its question and of its answers.
+    documents: for each document the lengths of its question and of its answers; of hstu, of its
+        context and its targets; of a tree, each of its nodes, in the order of their tokens.
     dropped: token ranges [begin, end) of qk_sparse.
     seed: of random_eviction.
     """
@@ -64,6 +70,7 @@ class Mask:
     tables: the per-token tables that `definition` reads.
     hidden: (n, vectors), the rows that each key hides, in FlashMask's forms: 1 vector causal
         [c0, n); 2 causal [c0, c1); 2 not causal [c0, n) and [0, c1); 4 [c0, c1) and [c2, c3).
+        More, of masks BEYOND_COLUMNS, go on like the last: no kernel is told those.
     causal: k > q is hidden as well.
     """
 
@@ -85,12 +92,10 @@ class Mask:
         end = zero + self.n
         if len(columns) == 1:
             pairs = [(columns[0], end)]
-        elif len(columns) == 2 and self.causal:
-            pairs = [(columns[0], columns[1])]
-        elif len(columns) == 2:
+        elif len(columns) == 2 and not self.causal:
             pairs = [(columns[0], end), (zero, columns[1])]
         else:
-            pairs = [(columns[0], columns[1]), (columns[2], columns[3])]
+            pairs = list(zip(columns[::2], columns[1::2], strict=True))
         if self.causal:
             pairs.append((zero, np.arange(self.n)))
         begins, ends = (np.stack(side, axis=1) for side in zip(*pairs, strict=True))
@@ -98,15 +103,19 @@ class Mask:
 
     def visible_rows(self) -> tuple[IntArray, IntArray]:
         """First and end rows (n, intervals) that see each key: the gaps between hidden ones."""
-        begins, ends = self.hidden_rows()
-        empty = begins >= ends
-        begins, ends = np.where(empty, 0, begins), np.where(empty, 0, ends)
-        order = begins.argsort(axis=1)
-        begins, ends = (np.take_along_axis(side, order, axis=1) for side in (begins, ends))
-        reached = np.maximum.accumulate(ends, axis=1)
-        return np.pad(reached, ((0, 0), (1, 0))), np.pad(
-            begins, ((0, 0), (0, 1)), constant_values=self.n
-        )
+        return gaps(*self.hidden_rows(), self.n)
+
+
+def gaps(begins: IntArray, ends: IntArray, n: int) -> tuple[IntArray, IntArray]:
+    """First and end rows (keys, intervals + 1) of what [0, n) holds outside intervals (keys,
+    intervals), in order; some hold no row. Intervals may overlap; one that ends before it begins
+    is none."""
+    empty = begins >= ends
+    begins, ends = np.where(empty, 0, begins), np.where(empty, 0, ends)
+    order = begins.argsort(axis=1)
+    begins, ends = (np.take_along_axis(side, order, axis=1) for side in (begins, ends))
+    reached = np.maximum.accumulate(ends, axis=1)
+    return np.pad(reached, ((0, 0), (1, 0))), np.pad(begins, ((0, 0), (0, 1)), constant_values=n)
 
 
 def _full(q: Any, k: Any, at: At) -> Any:
@@ -162,6 +171,40 @@ def _random_eviction(q: Any, k: Any, at: At) -> Any:
     return (k <= q) & (q < at("evicted", k))
 
 
+def _sink_window(q: Any, k: Any, at: At, window: int) -> Any:
+    return (k <= q) & ((k >= q - window) | (k < SINK_TOKENS))
+
+
+def _tree(q: Any, k: Any, at: At, place: str, end: str) -> Any:
+    """Tokens see those before them in their node and its ancestors. place, end: the node's place
+    in depth-first order, and that after its last descendant."""
+    return (k <= q) & (at(place, k) <= at(place, q)) & (at(place, q) < at(end, k))
+
+
+def _longformer_window(q: Any, k: Any, at: At, window: int) -> Any:
+    near = (k >= q - window) & (k <= q + window)
+    return near | (at("is_global", q) > 0) | (at("is_global", k) > 0)
+
+
+def _hstu(q: Any, k: Any, at: At) -> Any:
+    """A context, causal in itself, and targets that see it and themselves."""
+    return _causal_document(q, k, at) & ((at("part", k) == 0) | (q == k))
+
+
+def _binary_tree(nodes: int) -> tuple[IntArray, IntArray]:
+    """Of each node of a complete binary tree, level by level: its place in depth-first order, and
+    the nodes of its subtree. ValueError for a number of nodes that no such tree has."""
+    levels = nodes.bit_length()
+    if nodes != 2**levels - 1:
+        raise ValueError(f"no complete binary tree has {nodes} nodes")
+    sizes = [2 ** (levels - node.bit_length() + 1) - 1 for node in range(1, nodes + 1)]
+    places = [0] * nodes
+    for node in range(1, nodes):
+        is_second = node % 2 == 0
+        places[node] = places[(node - 1) // 2] + 1 + is_second * sizes[node]
+    return np.array(places), np.array(sizes)
+
+
 class _Parts:
     """What the rules are made of: n tokens and what was drawn for them, as per-token arrays."""
 
@@ -179,6 +222,8 @@ class _Parts:
         self.document_start = self.document_end - totals[self.document]
         self.part_end = np.repeat(np.cumsum(lengths), lengths)
         self.last_start = n - int(totals[-1])
+        self.ends = np.cumsum(totals)
+        self.starts = self.ends - totals
 
     @property
     def evicted(self) -> IntArray:
@@ -197,6 +242,57 @@ class _Parts:
         for first, last in self.dropped:
             begin[first:last], end[first:last] = self.keys[first:last], last
         return [begin, end]
+
+    @property
+    def place(self) -> IntArray:
+        """Of each token's node in depth-first order, where nodes stand level by level."""
+        return _binary_tree(len(self.documents))[0][self.document]
+
+    @property
+    def place_end(self) -> IntArray:
+        return self.place + _binary_tree(len(self.documents))[1][self.document]
+
+    @property
+    def subtree_end(self) -> IntArray:
+        """The node after the last descendant of each token's, where nodes stand depth first."""
+        places, sizes = _binary_tree(len(self.documents))
+        return self.document + sizes[places.argsort()][self.document]
+
+    @property
+    def is_global(self) -> IntArray:
+        """1 at the SPREAD_TOKENS, each in the middle of as many equal parts."""
+        return np.bincount(self.global_tokens(), minlength=self.n)
+
+    def global_tokens(self) -> IntArray:
+        return (2 * np.arange(SPREAD_TOKENS) + 1) * self.n // (2 * SPREAD_TOKENS)
+
+    def outside(self, visible: Sequence[tuple[IntArray, IntArray]]) -> list[IntArray]:
+        """The columns of keys that these intervals of rows see: where hidden ones begin and end."""
+        begins, ends = (np.stack(side, axis=1) for side in zip(*visible, strict=True))
+        hidden = gaps(begins, ends, self.n)
+        return [side[:, i] for i in range(hidden[0].shape[1]) for side in hidden]
+
+    def below_levels(self) -> list[IntArray]:
+        """The rows of a node's descendants stand together, level by level."""
+        nodes = len(self.documents)
+        visible = [(self.document_start, self.document_end)]
+        for level in range(1, nodes.bit_length()):
+            first = (self.document + 1) * 2**level - 1
+            last = np.minimum(first + 2**level, nodes) - 1
+            exists = first < nodes
+            begin = np.where(exists, self.starts[np.minimum(first, nodes - 1)], 0)
+            visible.append((begin, np.where(exists, self.ends[last], 0)))
+        return self.outside(visible)
+
+    def beyond_both_sides(self) -> list[IntArray]:
+        near = (self.keys - self.window, np.minimum(self.keys + self.window + 1, self.n))
+        spread = [(self.zero + token, self.zero + token + 1) for token in self.global_tokens()]
+        everyone = self.is_global > 0
+        visible = [
+            (np.where(everyone, 0, begin), np.where(everyone, self.n, end))
+            for begin, end in ((np.maximum(near[0], 0), near[1]), *spread)
+        ]
+        return self.outside(visible)
 
 
 class _Rule(NamedTuple):
@@ -263,13 +359,49 @@ _RULES = {
     ),
 }
 MASKS = tuple(_RULES)
-CAUSAL = tuple(name for name, rule in _RULES.items() if rule.causal)
+_STATIC_RULES = {
+    "sink_window": _Rule(
+        True,
+        lambda p: partial(_sink_window, window=p.window),
+        lambda p: (np.where(p.keys < SINK_TOKENS, p.n, p.beyond_window()),),
+    ),
+    "tree_dfs": _Rule(
+        True,
+        lambda p: partial(_tree, place="document", end="subtree_end"),
+        lambda p: (p.ends[p.subtree_end - 1],),
+        ("document", "subtree_end"),
+    ),
+    "tree_bfs": _Rule(
+        True,
+        lambda p: partial(_tree, place="place", end="place_end"),
+        lambda p: p.below_levels(),
+        ("place", "place_end"),
+    ),
+    "longformer_window": _Rule(
+        False,
+        lambda p: partial(_longformer_window, window=p.window),
+        lambda p: p.beyond_both_sides(),
+        ("is_global",),
+    ),
+    "hstu": _Rule(
+        True,
+        lambda p: _hstu,
+        lambda p: (np.where(p.part == 0, p.document_end, p.keys + 1),),
+        ("document", "part"),
+    ),
+}
+STATIC_MASKS = tuple(_STATIC_RULES)
+# A key there is hidden from more ranges of rows than column intervals hold.
+BEYOND_COLUMNS = ("tree_bfs", "longformer_window")
+_ALL_RULES = _RULES | _STATIC_RULES
+CAUSAL = tuple(name for name, rule in _ALL_RULES.items() if rule.causal)
 
 
 @lru_cache(maxsize=128)
 def make_mask(name: str, n: int, window: int | None = None, draw: Draw | None = None) -> Mask:
-    """The mask of that name in MASKS over n tokens; without a draw they are one document."""
-    rule, parts = _RULES[name], _Parts(n, window, draw)
+    """The mask of that name in MASKS or STATIC_MASKS over n tokens; without a draw they are one
+    document."""
+    rule, parts = _ALL_RULES[name], _Parts(n, window, draw)
     hidden = np.clip(np.stack(rule.columns(parts), axis=1), 0, n)
     tables = {table: getattr(parts, table) for table in rule.tables}
     return Mask(name, n, rule.causal, rule.definition(parts), tables, hidden)

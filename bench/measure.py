@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from bench import DETERMINISTIC, Json, everyday, gradients, paper, row_of, timing
+from bench import DETERMINISTIC, Json, cudnn_cases, everyday, gradients, paper, row_of, timing
 from bench.cases import BenchCase, CaseTensors, make_tensors
 from bench.gate import PEER_RULE, RULE, Verdict, check, poison, reference
 from bench.peers import PEERS, Call, Peer, column_mask, save_forward
 from bench.prep import PREPARERS
 from bench.sweep import dense_case, draw_cases
+from bench.tables import HOST_MS
 
 SWEEP_ROWS = 8
 OURS = ("ours", DETERMINISTIC)
@@ -19,6 +21,7 @@ OURS = ("ours", DETERMINISTIC)
 TABLES: dict[str, Callable[[str, BenchCase], bool]] = {
     "paper": paper.takes_part,
     "shapes": everyday.takes_part,
+    "cudnn": cudnn_cases.takes_part,
 }
 # (peer, its call, rule) -> verdict
 Judge = Callable[[Peer, Call, float], Verdict]
@@ -173,10 +176,15 @@ def measure_calls(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
     }
     if case.kind in ("host", "host_train"):
         modes = {"warm": lambda: timing.time_host(calls)}
+    quickest = math.inf
     for variant, take in modes.items():
+        if options.table and variant == "short" and HOST_MS <= quickest < math.inf:
+            # tables take the figures of loop there
+            continue
         for name, values in take().items():
             if values:
                 middle, how, load = timing.median(values), "", ""
+                quickest = min(quickest, middle)
                 if variant == "loop":
                     how = f"bursts of {options.burst_s:g} s"
                     load = timing.load_note(calls[name], middle, options.load_s)
@@ -231,6 +239,25 @@ def measure_prep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[
             yield row_of(case, name, "wall", None, (f"failed: {first_line[:200]}",))
 
 
+def measure_steps(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
+    """Wall time of a training step, and beside it its device time, in the same turns."""
+    calls, verdicts = admit(case, options, inputs)
+    for name, call in calls.items():
+        try:
+            ways = {"step": call, "replay": timing.captured(call)}
+            taken = timing.time_steps(ways, timing.STEP_ROUNDS, timing.STEPS)
+        except RuntimeError as error:
+            if name == "ours":
+                raise
+            say(f"    {name} left out: {type(error).__name__}: {error}")
+            continue
+        spreads = (f"spread of {way} {timing.spread(taken[way]):.1%}" for way in taken)
+        row = row_of(
+            case, name, "step", timing.median(taken["step"]), (*spreads, verdicts[name].text)
+        )
+        yield row | {"device_us": round(timing.median(taken["replay"]), 2)}
+
+
 def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
     """The most bytes allocated until a call ended, beyond what it was given and what it returned:
     by a forward since its mask was made, by a backward since it began."""
@@ -265,6 +292,7 @@ def measure(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]
     """Gate and time one case; each row as soon as it is known. `inputs` goes from case to case."""
     kinds = {
         "sweep": measure_sweep,
+        "host_step": measure_steps,
         "prep": measure_prep,
         "memory": measure_memory,
         "memory_backward": measure_memory,

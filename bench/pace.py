@@ -16,8 +16,9 @@ START_S = 30.0
 OTHER_KIND_S = 20.0
 # What a case costs beside its calls: inputs, its mask, and float64 on the sampled rows.
 CASE_S = 0.4
-# What a peer costs besides: FlexAttention is traced in every case, kernels cached or not.
-PEER_S = {"flex": 4.0, "flex_flash": 10.0}
+# What a peer costs besides: FlexAttention is traced in every case, kernels cached or not; cuDNN is
+# told row intervals, which numpy makes.
+PEER_S = {"flex": 4.0, "flex_flash": 10.0, "cudnn_flex": 0.5}
 # The gradients of a head over 131072 tokens, in float64 and in the dtype of the case.
 GRADIENTS_S = 2.0 / 131072**2
 MARGIN = 1.5

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from bench import DETERMINISTIC
-from bench.cases import NATIVE, BenchCase, CaseTensors, Saved
+from bench.cases import NATIVE, TRAINING, BenchCase, CaseTensors, Saved
+from bench.cudnn_cases import NO_ROW_INTERVALS
 from bench.flops import TILE, block_lists
 from bench.masks import Mask
 from bench.mods import (
@@ -27,13 +29,14 @@ from bench.mods import (
     torch_mask_mod,
     torch_score_mod,
 )
+from bench.row_intervals import case_endpoints
 
 if TYPE_CHECKING:
     import torch
 
 Call = Callable[[], Any]
 # masks of tokens that only see each other
-DOCUMENT_MASKS = ("causal_document", "document", "share_question", "prefix_lm_document")
+DOCUMENT_MASKS = ("causal_document", "document", "share_question", "prefix_lm_document", "hstu")
 DENSE_TOKENS = {"attention": 8192, "backward": 8192, "memory": 32768}
 
 
@@ -52,7 +55,7 @@ class Peer(Protocol):
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
         """A callable without arguments that enqueues one pass: the forward, or where the case
         returns gradients, (dq, dk, dv) of `tensors.saved`, and dsink where it has sinks, the
-        backward, of kind "host_train" with a forward before it."""
+        backward, of a kind in TRAINING with a forward before it."""
 
     def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out (.., heads, d_v) as q is laid out; lse (batch, heads, n) or (heads, tokens)."""
@@ -135,7 +138,7 @@ class CutePeer:
             options["deterministic"] = True
         # packages of before b17c50e, for `bench.compare`, pack documents there only
         has_documents = getattr(options.get("startend_row_indices"), "documents", False)
-        if has_documents or case.kind == "host_train":
+        if has_documents or case.kind in TRAINING:
             attention = importlib.import_module(self.package).flash_attn_func
             if not case.returns_gradients:
                 return partial(attention, *tensors[:3], return_lse=True, **options)
@@ -207,7 +210,7 @@ def autograd_call(
     *,
     heads_first: bool = True,
 ) -> Call:
-    """Autograd's backward over a forward that runs in each call of kind "host_train", else here,
+    """Autograd's backward over a forward that runs in each call of a kind in TRAINING, else here,
     once. heads_first: operands of `attention` are (batch, heads, n, d), else laid out as q."""
     import torch
 
@@ -225,7 +228,7 @@ def autograd_call(
 
     leaves = [x.requires_grad_() for x in turned([x.detach() for x in tensors[:3]])]
     (dout,) = turned([tensors.saved.dout])
-    if case.kind == "host_train":
+    if case.kind in TRAINING:
         return lambda: turned(torch.autograd.grad(forward(), leaves, dout))
     out = forward()
     return lambda: turned(torch.autograd.grad(out, leaves, dout, retain_graph=True))
@@ -346,6 +349,69 @@ class SdpaPeer:
         return raw.transpose(1, 2), None
 
 
+def endpoint_tensor(case: BenchCase, device: torch.device) -> torch.Tensor:
+    """What `cudnn.flex_attention` is told of a mask: (1, endpoints, tokens), int32."""
+    import torch
+
+    return torch.from_numpy(case_endpoints(case))[None].to(device)
+
+
+def cudnn_plan_call(case: BenchCase, tensors: CaseTensors, *, build_backward: bool) -> Call:
+    """Makes the plan of the mask, from endpoints that are there before."""
+    module = importlib.import_module("cudnn.flex_attention")
+    told = endpoint_tensor(case, tensors.q.device)
+    options: dict[str, Any] = {"build_backward": build_backward}
+    if tensors.cu_seqlens is not None:
+        options |= {"cu_seqlens_q": tensors.cu_seqlens, "cu_seqlens_k": tensors.cu_seqlens}
+        options |= {"max_seqlen_q": case.n, "max_seqlen_k": case.n}
+    return partial(module.create_mask_plan, told, *tensors[:3], **options)
+
+
+@dataclass(frozen=True)
+class CudnnFlexPeer:
+    """`cudnn.flex_attention` of nvidia-cudnn-frontend: kernels that read a plan, made once of a
+    mask's row intervals; the backward by its autograd."""
+
+    name: str
+    package: str = "cudnn"
+    module: str = "flex_attention"
+
+    def load(self) -> None:
+        importlib.import_module(f"{self.package}.{self.module}")
+
+    def supports(self, case: BenchCase) -> str | None:
+        # the folder tells, without the import of a package that loads libraries
+        spec = importlib.util.find_spec(self.package)
+        folders = (spec.submodule_search_locations or ()) if spec else ()
+        if not any(Path(folder, self.module).is_dir() for folder in folders):
+            return f"{self.package}.{self.module} is not installed"
+        if case.kind not in ("attention", "backward", "prep"):
+            return f"{self.name} is measured for kind attention, backward and prep only"
+        if case.softcap or case.score_mod or case.sink:
+            return f"{self.name} takes no softcap, no score_mod and no sink"
+        if case.n_k:
+            return f"{self.name} is not measured with other keys than queries"
+        if case.mask in NO_ROW_INTERVALS:
+            return f"{case.mask} leaves a query hundreds of ranges of keys"
+        if case.deterministic:
+            return "no order of sums is compared"
+        small = max(case.d, case.d_v) <= 128 and case.d % 8 == case.d_v % 8 == 0
+        if not small and (case.d, case.d_v) not in ((192, 128), (256, 256)):
+            return f"{self.name} takes no head dimensions {case.d}/{case.d_v}"
+        return None
+
+    def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
+        module = importlib.import_module(f"{self.package}.{self.module}")
+        plan = cudnn_plan_call(case, tensors, build_backward=case.is_backward)()
+        attention = partial(module.flex_attn_func, mask_plan=plan)
+        if case.is_backward:
+            return autograd_call(case, tensors, attention, heads_first=False)
+        return partial(attention, *tensors[:3], return_lse=True)
+
+    def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return raw[0], raw[1]
+
+
 _ALL: tuple[Peer, ...] = (
     CutePeer("ours", "flash_mask_cute", None, "block_sparse_tensors_torch"),
     CutePeer(
@@ -358,6 +424,7 @@ _ALL: tuple[Peer, ...] = (
     SdpaPeer("sdpa_dense", None, ("attention", "backward", "memory"), dense=True),
     FlexPeer("flex"),
     FlexPeer("flex_flash", "FLASH"),
+    CudnnFlexPeer("cudnn_flex"),
 )
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 # flex compiles for seconds in every case; dense masks are slow.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,24 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from bench import ROOT, Json, breakdown, gallery, peer_of
+from bench import ROOT, Json, gallery, name_of, peer_of
 from bench.figure import save, subplots
 from bench.linearity import draw as draw_sweeps
-from bench.linearity import summary, sweeps
+from bench.linearity import sweeps
 from bench.masks import MASKS
-from bench.paper import DIMS, LENGTHS, table_name
+from bench.paper import table_name
 from bench.prep import block_mask_bytes, dense_mask_bytes, interval_bytes
-from bench.report import TARGETS, bars
+from bench.report import bars, missed_bars
 from bench.rows import RESULTS, read_rows
-from bench.tables import (
-    DIRECTIONS,
-    PEER_LABELS,
-    Figures,
-    headline,
-    markdown,
-    paper_tables,
-    shape_table,
-)
+from bench.tables import DIRECTIONS, PEER_LABELS, Figures, headline
 
 FOLDER = ROOT / "docs" / "figures"
 COLOURS = {
@@ -51,56 +42,63 @@ COLOURS = {
     "cudnn": "#8f6bb3",
     "sdpa_dense": "#8c8c8c",
 }
+SHOWN_PEERS, SHOWN_LENGTHS = ("ours", "fa4", "fa4_mask_mod", "flex"), ("8k", "32k")
 WAYS = dict(zip(DIRECTIONS, ("forward", "backward"), strict=True))
 MEMORY_TOKENS = tuple(2**power for power in range(12, 21))
 Rows = Sequence[Json]
 
 
 def draw_speed(rows: Rows, d: int, path: str) -> None:
-    """TFLOP/s by mask: a panel for each length and direction. The bars of a mask are of one run; a
-    dashed line over them is flash-attn-4's native causal attention in that run."""
-    figures = Figures(rows)
-    figure, panels = subplots(
-        len(LENGTHS), len(WAYS), figsize=(12, 9), sharex=True, layout="constrained"
-    )
+    """TFLOP/s by mask, ours beside FlexAttention and flash-attn-4: a panel for each direction and
+    length. flash-attn-4 computes a mask by its own flags where it has them, else by a mask_mod with
+    block lists. Each bar is of the latest run of its peer."""
+    figure, panels = subplots(len(WAYS), len(SHOWN_LENGTHS), figsize=(10, 5.2), sharex=True,
+                              layout="constrained")  # fmt: skip
     shown: dict[str, Any] = {}
-    for line, size in zip(panels, LENGTHS, strict=True):
-        for panel, (way, words) in zip(line, WAYS.items(), strict=True):
-            found = [
-                figures.together(table_name(d, size, mask, is_backward=way == "bwd"))
-                for mask in MASKS
-            ]
+    for line, (way, words) in zip(panels, WAYS.items(), strict=True):
+        for panel, size in zip(line, SHOWN_LENGTHS, strict=True):
+            found = [_beside(rows, d, size, mask, way) for mask in MASKS]
             shown |= _bars(panel, found, way)
-            for place, by_peer in enumerate(found):
-                causal = by_peer and figures.reference(by_peer["ours"], d, size, way)
-                if causal:
-                    ends = place - 0.45, place + 0.45
-                    dashes = {"colors": COLOURS["fa4"], "linestyles": "dashed", "linewidth": 1}
-                    panel.hlines(causal[way], *ends, **dashes)
-            panel.set_title(f"{words}, {size[:-1]}K tokens", fontsize=10, loc="left")
-            panel.set_ylabel("TFLOP/s")
+            panel.set_title(f"{words}, {size[:-1]}K tokens, d={d}", fontsize=9, loc="left")
+        line[0].set_ylabel("TFLOP/s")
     names = [mask.replace("_", " ") for mask in MASKS]
     for panel in panels[-1]:
-        panel.set_xticks(range(len(MASKS)), names, rotation=45, ha="right")
+        panel.set_xticks(range(len(MASKS)), names, rotation=40, ha="right", fontsize=8)
     if shown:
-        ordered = [peer for peer in PEER_LABELS if peer in shown]
+        ordered = [peer for peer in SHOWN_PEERS if peer in shown]
         handles, labels = [shown[peer] for peer in ordered], [PEER_LABELS[p] for p in ordered]
         figure.legend(handles, labels, loc="outside upper right", ncols=len(ordered))
     save(figure, path)
 
 
+def _beside(rows: Rows, d: int, size: str, mask: str, way: str) -> dict[str, Json]:
+    """The row of each shown peer, none without one of ours."""
+    names = [table_name(d, size, mask, is_backward=way == "bwd")]
+    found = {peer: row for peer, row in Figures(rows).of(names[0]).items() if peer in SHOWN_PEERS}
+    if found and "fa4_mask_mod" not in found and "fa4" not in found:
+        # measured as a case of callables
+        callable_name = f"mod-d{d}-{size}-{mask}"
+        name = f"bwd-{callable_name}" if way == "bwd" else callable_name
+        for row in rows:
+            if name_of(row) == name and row["variant"] == "loop" and peer_of(row) == "fa4_mask_mod":
+                found["fa4_mask_mod"] = row
+    return found
+
+
 def _bars(panel: Any, found: Sequence[Mapping[str, Json]], way: str) -> dict[str, Any]:
     """Bars side by side for each of `found`; a handle for each peer."""
-    peers = [peer for peer in PEER_LABELS if any(peer in by_peer for by_peer in found)]
+    peers = [peer for peer in SHOWN_PEERS if any(peer in by_peer for by_peer in found)]
     if not peers:
         panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", color="0.5")
         return {}
     width = 0.8 / max(map(len, found))
     handles = {}
     for place, by_peer in enumerate(found):
-        for i, (peer, row) in enumerate(by_peer.items()):
-            left = place + (i - len(by_peer) / 2) * width
-            handles[peer] = panel.bar(left, row[way], width, align="edge", color=COLOURS[peer])
+        ordered = [peer for peer in SHOWN_PEERS if peer in by_peer]
+        for i, peer in enumerate(ordered):
+            left = place + (i - len(ordered) / 2) * width
+            options = {"align": "edge", "color": COLOURS[peer], "clip_on": False}
+            handles[peer] = panel.bar(left, by_peer[peer][way], width, **options)
     return handles
 
 
@@ -146,49 +144,25 @@ def _tokens(n: int) -> str:
 def draw_all(rows: Rows, folder: Path) -> None:
     """ImportError without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
-    for d in DIMS:
-        draw_speed(rows, d, str(folder / f"speed_d{d}.svg"))
+    draw_speed(rows, 128, str(folder / "speed_d128.svg"))
     draw_memory(rows, str(folder / "memory.svg"))
     if found := sweeps(rows):
         draw_sweeps(found, str(folder / "sparsity.svg"))
     gallery.draw(str(folder / "masks.svg"))
 
 
-def count_bars(rows: Rows) -> str:
-    """Markdown: of each group of bars, how many are met, short, not measured and without a bar."""
-    targets = json.loads(TARGETS.read_text())["rows"]
-    kinds = ("met", "short", "not measured", "no bar")
-    lines = []
-    for title, found in bars(rows, targets).items():
-        verdicts = [bar.verdict() for bar in found]
-        lines.append([title, *(str(verdicts.count(kind)) for kind in kinds)])
-    return markdown(("bars", *kinds), lines, 1)
-
-
-def _speed(rows: Rows, d: int, folder: str) -> str:
-    picture = f"![TFLOP/s of twelve masks, d={d}]({folder}/speed_d{d}.svg)"
-    return f"{headline(rows, d)}\n\n{picture}"
-
-
-def _sparsity(rows: Rows) -> str:
-    if not (lines := summary(rows)):
-        return "No sweep is among the rows."
-    listed = "\n".join(f"- {line}" for line in lines)
-    return f"![latency against sparsity](figures/sparsity.svg)\n\n{listed}"
+def _speed(rows: Rows) -> str:
+    alt = "TFLOP/s of twelve masks: ours, flash-attn-4 and FlexAttention, forward and backward"
+    return f"![{alt}](docs/figures/speed_d128.svg)\n\n{headline(rows, 128)}"
 
 
 # What stands between the markers of a page, by name.
 PAGES: dict[str, dict[str, Callable[[Rows], str]]] = {
-    "README.md": {"headline": lambda rows: _speed(rows, 128, "docs/figures")},
+    "README.md": {"headline": _speed},
     "docs/results.md": {
-        "d128": lambda rows: _speed(rows, 128, "figures"),
-        "d64": lambda rows: _speed(rows, 64, "figures"),
-        "bars": count_bars,
-        "shapes": shape_table,
-        "forward-parts": lambda rows: breakdown.table(rows, "fwd"),
-        "backward-parts": lambda rows: breakdown.table(rows, "bwd"),
-        "sparsity": _sparsity,
-        "tables": paper_tables,
+        "d128": lambda rows: headline(rows, 128),
+        "d64": lambda rows: headline(rows, 64),
+        "misses": lambda rows: missed_bars(bars(rows)),
     },
 }
 

@@ -1,8 +1,9 @@
 """Preparing the metadata of a mask: everything that a kernel needs beyond the user's own tensors.
 
 For ours, from intervals on the device to the bounds of key blocks and to documents, nothing cached;
-for FlexAttention, torch's compiled `create_block_mask`. The intervals, and the tables that
-FlexAttention's mask_mod reads, are there before: they count among the bytes, not in the time.
+for FlexAttention, torch's compiled `create_block_mask`; for `cudnn.flex_attention`, the plan of
+both directions. The intervals, and the tables that FlexAttention's mask_mod reads, are there
+before: they count among the bytes, not in the time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bench.cases import BenchCase
+from bench.cases import BenchCase, make_tensors
 from bench.flops import TILE
 from bench.mods import mask_tables, torch_mask_mod
-from bench.peers import DOCUMENT_MASKS, column_tensor
+from bench.peers import DOCUMENT_MASKS, column_tensor, cudnn_plan_call, endpoint_tensor
 
 INDEX_BYTES = 4
 # The finest key blocks that a kernel asks for; coarser ones are less work. Packed documents have
@@ -90,7 +91,20 @@ def prepare_flex(case: BenchCase, device: str) -> Preparation:
     )
 
 
+def prepare_cudnn_flex(case: BenchCase, device: str) -> Preparation:
+    tensors = make_tensors(case, device, seed=0)
+    told = endpoint_tensor(case, tensors.q.device)
+
+    def size(plan: Any) -> int:
+        # tensors that several parts of the plan share count once for each part
+        parts = (part for part in plan.debug_snapshot().values() if isinstance(part, dict))
+        return _bytes((told, *(tensor for part in parts for tensor in part.values())))
+
+    return Preparation(cudnn_plan_call(case, tensors, build_backward=True), size)
+
+
 PREPARERS: dict[str, Callable[[BenchCase, str], Preparation]] = {
     "ours": prepare_ours,
     "flex": prepare_flex,
+    "cudnn_flex": prepare_cudnn_flex,
 }

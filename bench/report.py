@@ -1,10 +1,12 @@
 """python -m bench.report [ROWS]: what a file of rows says.
 
-Without an option the table of every run. --table paper prints the FlashMask paper's Tables 4 to 9,
-ours and peers side by side, --table shapes those of everyday shapes (`bench.tables`). --bars
-compares the figures with what they must reach. The latest run that can decide a bar decides it,
-together with the other runs of its commit that can: by the median of their ratios, as equal code in
-two processes may differ by 7 %. Where a run has timed a shape under two names, their mean counts.
+Without an option the table of every run. --write makes bench/results/TABLES.md of all that follows.
+--table paper prints the FlashMask paper's Tables 4 to 9, ours and peers side by side, --table
+shapes those of everyday shapes (`bench.tables`). --bars compares the figures with what they must
+reach.
+The latest run that can decide a bar decides it, together with the other runs of its commit that
+can: by the median of their ratios, as equal code in two processes may differ by 7 %. Where a run
+has timed a shape under two names, their mean counts.
 
 forward   ours / flash-attn-4 in the same case, at sustained load
 masks     ours / flash-attn-4 native causal of the same head dimension and length, for the twelve
@@ -16,7 +18,8 @@ metadata  microseconds, launches and bytes at 131072 tokens
 linearity R^2 and intercept of latency against block sparsity
 backward  dense and masks as above, with 1.06 r for both head dimensions and 1.15 for the mean; the
           time of a deterministic backward over that of the default; ours / flash-attn-4 with the
-          same mask_mod and block lists. Without a bar, where there are rows: the host time of a
+          same mask_mod and block lists; the wall time of a training step of 4096 tokens over its
+          device time, 1.05 at most. Without a bar, where there are rows: the host time of a
           forward and its backward, ours / flash-attn-4; the bytes that a backward needs
 shapes    everyday shapes, both directions: ours / flash-attn-4 in the same case, or / cuDNN where
           flash-attn-4 took part in the run and refused: 1.00, but 0.97 in the backward of ungrouped
@@ -24,6 +27,9 @@ shapes    everyday shapes, both directions: ours / flash-attn-4 in the same case
           and 1.08 backward, which has no figure before all are measured. Milliseconds of ours at
           one shape over those at the next larger of the head dimensions 64, 96, 128, 192, 256: 1.00
           at most
+cudnn     masks beside cudnn.flex_attention: ours / cuDNN in the same case, 1.10 forward and 1.05
+          backward, and geometric means by size. Where either takes less than half a millisecond a
+          call, by bursts of ten calls. Preparing a mask, ours / cuDNN's plan, has no bar
 """
 
 from __future__ import annotations
@@ -37,15 +43,27 @@ from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
 
-from bench import DETERMINISTIC, ROOT, Json, format_table, name_of, peer_of, tells_code
+from bench import DETERMINISTIC, ROOT, Json, breakdown, format_table, name_of, peer_of, tells_code
+from bench.cases import STEP_DIMS
+from bench.cudnn_cases import SIZES as CUDNN_SIZES
+from bench.cudnn_cases import WIDTHS as CUDNN_WIDTHS
+from bench.cudnn_cases import compared_names, other_names, table_names
 from bench.everyday import SHAPES, WIDTH_MASKS, WIDTHS, Shape, bound
-from bench.linearity import sweeps
+from bench.linearity import summary, sweeps
 from bench.masks import MASKS
 from bench.paper import DIMS, LENGTHS
 from bench.rows import RESULTS, read_rows
-from bench.tables import DIRECTIONS, PEER_LABELS, ShapeFigures, paper_tables, shape_table
+from bench.tables import (
+    DIRECTIONS,
+    PEER_LABELS,
+    ShapeFigures,
+    markdown,
+    paper_tables,
+    shape_table,
+)
 
 TARGETS = ROOT / "bench" / "targets.json"
+TABLES_PAGE = ROOT / "bench" / "results" / "TABLES.md"
 OF_FULL, LOW_R = 0.95, 0.9
 FORWARD = {
     **{f"d128-{mask}-{n}": 1.00 for mask in ("full", "causal") for n in ("8k", "32k")},
@@ -57,6 +75,7 @@ FORWARD = {
     **{f"d128-causal-{n}": 1.00 for n in ("512", "1k", "2k")},
 }
 HOST_SHARE = 0.25
+STEP_SHARE, STEP_SIZES = 1.05, ("512", "1k", "2k", "4k")
 LISTED = ("document", "random_eviction")
 CALLABLES = {
     f"mod-d{d}-{n}-{name}": bar
@@ -88,7 +107,26 @@ PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
 R_SQUARED, INTERCEPT = 0.99, 0.05
 SHAPE_BAR, SHAPE_BAR_OF_FEW = 1.00, 0.97
 SHAPE_MEANS = {"fwd": 1.15, "bwd": 1.08}
+CUDNN_BARS = {"fwd": 1.10, "bwd": 1.05}
 COLD_LIMITS = {"import": 3.0, "first_call": 4.0, "first_call_cached": 1.0}
+
+PAGE_SAYS = """# Tables
+
+Written by `python -m bench.report --write` from the rows beside it.
+[Results](../../docs/results.md) defines the terms. The legend of each table names its runs, with
+commit and GPU."""
+BARS_SAY = "`python -m bench.report --bars` prints each bar."
+SHAPES_SAY = """\
+Shapes that people run, TFLOP/s in both directions. Ratios are to flash-attn-4, or to cuDNN
+where flash-attn-4 refuses."""
+PARTS_SAY = """\
+Percent of the rate of our own full attention in the same run. In brackets the other percent of
+the mask's time, by a fit over all masks of a run (`python -m bench.breakdown`): visited tiles
+beyond those that operations are counted by, partial tiles, ends of work tiles, and what the fit
+leaves. A dash: not timed in that run, or with tiles of another shape."""
+FIGURES_SAY = """\
+Milliseconds, operations and rates of ours and of peers. Totals stand where both directions are
+of one run."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +172,7 @@ class Figures:
     def __init__(self, rows: Sequence[Json]) -> None:
         self.by_run: dict[str, dict[tuple[str, str], Json]] = {}
         for row in rows:
-            if row["variant"] in ("loop", "warm", "wall", "peak"):
+            if row["variant"] in ("loop", "warm", "step", "wall", "peak"):
                 self.by_run.setdefault(row["run"], {})[name_of(row), peer_of(row)] = row
 
     def latest(self, *wanted: tuple[str, str]) -> list[Json] | None:
@@ -208,7 +246,22 @@ def backward_bars(figures: Figures) -> Iterator[Bar]:
     train = _ratio(figures, "host-128-train", "fa4", None, "us", most=True)
     if train.figure is not None:
         yield replace(train, remark=f"host time, {train.remark}")
+    yield from step_bars(figures)
     yield from memory_bars(figures)
+
+
+def step_bars(figures: Figures) -> Iterator[Bar]:
+    """Wall time of a training step of ours over its device time, beside that of flash-attn-4."""
+    for name in (f"host-step-d{d}-{n}" for d in STEP_DIMS for n in STEP_SIZES):
+        ours = (name, "ours")
+        rows = figures.latest(ours, (name, "fa4")) or figures.latest(ours)
+        if not rows:
+            yield Bar(name, None, STEP_SHARE, most=True)
+            continue
+        figure, *beside = (row["us"] / row["device_us"] for row in rows)
+        peer = [f"flash-attn-4 {other:.3f}" for other in beside]
+        remark = (f"wall / device, device {rows[0]['device_us']:.0f} us", *peer)
+        yield Bar(name, figure, STEP_SHARE, True, ", ".join((*remark, f"run {rows[0]['run']}")))
 
 
 def memory_bars(figures: Figures) -> Iterator[Bar]:
@@ -348,9 +401,46 @@ def width_bars(figures: Figures) -> Iterator[Bar]:
                 yield Bar(names[0], figure, 1.0, most=True, remark=remark)
 
 
-def bars(rows: Sequence[Json], targets: Sequence[Json]) -> dict[str, list[Bar]]:
-    """All bars by heading, also those that no row decides."""
+def cudnn_bars(rows: Sequence[Json], direction: str) -> Iterator[Bar]:
+    """Ours / cudnn.flex_attention: each case, and the masks of one size together."""
+    is_backward, bar = direction == "bwd", CUDNN_BARS[direction]
+    figures = ShapeFigures(rows, table_names(), ("cudnn_flex",))
+    prefix = "bwd-" if is_backward else ""
+
+    def of_case(name: str) -> Bar:
+        comparisons = figures.comparisons(name, direction)
+        if not comparisons:
+            return Bar(name, None, bar)
+        mode = "bursts of ten calls" if comparisons[0].ours["variant"] == "short" else ""
+        runs = _runs(each.ours["run"] for each in comparisons)
+        figure = median(each.ratio(direction) for each in comparisons)
+        return Bar(name, figure, bar, remark=", ".join(filter(None, (mode, runs))))
+
+    for width in CUDNN_WIDTHS:
+        for size in CUDNN_SIZES:
+            found = list(map(of_case, compared_names(width, size, is_backward=is_backward)))
+            yield from found
+            ratios = [each.figure for each in found if each.figure is not None]
+            mean = exp(sum(map(log, ratios)) / len(ratios)) if ratios else None
+            remark = f"geometric mean of {len(ratios)} of {len(found)} masks"
+            yield Bar(f"{prefix}cudnn mean {width.label} {size}", mean, bar, remark=remark)
+    yield from map(of_case, other_names(is_backward=is_backward))
+
+
+def cudnn_plan_bars(figures: Figures) -> Iterator[Bar]:
+    """Microseconds of preparing a mask over those of cuDNN's plan."""
+    for name in (name for name in table_names() if name.startswith("cudnn-plan-")):
+        plan = _ratio(figures, name, "cudnn_flex", None, "us", most=True)
+        if rows := figures.latest((name, "ours"), (name, "cudnn_flex")):
+            remark = f"us: {rows[0]['us']:.0f} / {rows[1]['us']:.0f}, {plan.remark}"
+            yield replace(plan, remark=remark)
+
+
+def bars(rows: Sequence[Json], targets: Sequence[Json] | None = None) -> dict[str, list[Bar]]:
+    """All bars by heading, also those that no row decides. targets: of TARGETS by default."""
     figures = Figures(rows)
+    if targets is None:
+        targets = json.loads(TARGETS.read_text())["rows"]
     return {
         "forward: ours / flash-attn-4": list(forward_bars(figures)),
         "cold start, seconds": list(cold_bars(rows)),
@@ -365,7 +455,48 @@ def bars(rows: Sequence[Json], targets: Sequence[Json]) -> dict[str, list[Bar]]:
         "everyday shapes: ours / flash-attn-4": list(shape_bars(rows, "fwd")),
         "backward of everyday shapes: ours / flash-attn-4": list(shape_bars(rows, "bwd")),
         "head dimensions: time of ours / that of a larger one": list(width_bars(figures)),
+        "masks: ours / cudnn.flex_attention": list(cudnn_bars(rows, "fwd")),
+        "backward of masks: ours / cudnn.flex_attention": list(cudnn_bars(rows, "bwd")),
+        "preparing masks: time / cudnn.flex_attention": list(cudnn_plan_bars(figures)),
     }
+
+
+def count_bars(found: dict[str, list[Bar]]) -> str:
+    """Markdown: of each group of bars, how many are met, short, not measured and without a bar."""
+    kinds = ("met", "short", "not measured", "no bar")
+    lines = []
+    for title, group in found.items():
+        verdicts = [bar.verdict() for bar in group]
+        lines.append([title, *(str(verdicts.count(kind)) for kind in kinds)])
+    return markdown(("bars", *kinds), lines, 1)
+
+
+def missed_bars(found: dict[str, list[Bar]]) -> str:
+    """Markdown: the bars that are short."""
+    short = [(title, bar) for title, group in found.items() for bar in group]
+    lines = [
+        [title, bar.name, f"{bar.figure:.4g}", f"{'<=' if bar.most else '>='} {bar.bar:.4g}"]
+        for title, bar in short
+        if bar.verdict() == "short"
+    ]
+    return markdown(("bars", "case", "figure", "must be"), lines, 2) if lines else "None."
+
+
+def tables_page(rows: Sequence[Json]) -> str:
+    """The whole text of TABLES_PAGE."""
+    found = bars(rows)
+    linear = "\n".join(f"- {line}" for line in summary(rows)) or "No sweep is among the rows."
+    parts = {
+        "Bars": f"{BARS_SAY}\n\n{count_bars(found)}",
+        "Bars that are short": missed_bars(found),
+        "Everyday shapes": f"{SHAPES_SAY}\n\n{shape_table(rows)}",
+        "Forward: what a mask does not reach": f"{PARTS_SAY}\n\n{breakdown.table(rows, 'fwd')}",
+        "Backward: what a mask does not reach": breakdown.table(rows, "bwd"),
+        "Latency against sparsity": linear,
+        "All figures": f"{FIGURES_SAY}\n\n{paper_tables(rows)}",
+    }
+    text = "\n\n".join(f"## {title}\n\n{part}" for title, part in parts.items())
+    return f"{PAGE_SAYS}\n\n{text}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -373,12 +504,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", nargs="?", default=str(RESULTS), help="default: %(default)s")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--bars", action="store_true", help="each bar, the figure, met or short")
+    shown.add_argument("--write", action="store_true", help="write bench/results/TABLES.md")
     shown.add_argument("--table", choices=tuple(TABLES), help="the paper's tables, or shapes")
     parser.add_argument("--run", default="", help="only runs whose id starts so")
     parser.add_argument("--targets", default=str(TARGETS), help="levels of the peers")
     args = parser.parse_args(argv)
     rows = read_rows(args.rows)
     rows = [row for row in rows if row["run"].startswith(args.run)]
+    if args.write:
+        TABLES_PAGE.write_text(tables_page(rows))
+        return 0
     text = TABLES[args.table](rows) if args.table else format_table(rows)
     if args.bars:
         targets = json.loads(Path(args.targets).read_text())["rows"]

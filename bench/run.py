@@ -29,6 +29,7 @@ from pathlib import Path
 from bench import (
     Json,
     commit_here,
+    cudnn_cases,
     everyday,
     format_table,
     name_of,
@@ -38,7 +39,7 @@ from bench import (
     versions,
     why_no_gpu,
 )
-from bench.ahead import compile_ahead, deal, jobs
+from bench.ahead import LIMIT_S, compile_ahead, deal, jobs
 from bench.cases import CASES, BenchCase, select
 from bench.flops import listing
 from bench.linearity import summary
@@ -75,7 +76,12 @@ FOR_PAPER = GENERAL | {
 }
 DEFAULTS = {"": GENERAL, "paper": FOR_PAPER}
 DEFAULTS["shapes"] = FOR_PAPER | {"peers": "ours,fa4,cudnn", "shorts": 9}
-NAMES = {"paper": paper.table_names, "shapes": everyday.table_names}
+DEFAULTS["cudnn"] = FOR_PAPER | {"peers": "ours,cudnn_flex", "burst": 0.06, "shorts": 5}
+NAMES = {
+    "paper": paper.table_names,
+    "shapes": everyday.table_names,
+    "cudnn": cudnn_cases.table_names,
+}
 
 
 def tell(report: str, name: str, outcome: str) -> None:
@@ -216,7 +222,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("patterns", nargs="*", default=["*"], help="globs over case names")
     add("--list", action="store_true", help="print the cases and stop")
-    tables = "the cases of the FlashMask paper's tables, or of everyday shapes"
+    tables = "the cases of the FlashMask paper's tables, of everyday shapes, or of cuDNN's masks"
     add("--table", choices=tuple(TABLES), default="", help=tables)
     others = ", ".join(name for name in PEERS if name not in DEFAULT_PEERS)
     add("--peers", help=f"default: {GENERAL['peers']}; also {others}")
@@ -288,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.ahead:
         begin, hands = time.time(), deal(jobs(options.names, options.peers_of), args.ahead)
         say(f"compiling ahead: {sum(map(len, hands))} kernels in {len(hands)} processes")
-        compile_ahead(hands)
+        compile_ahead(hands, min(LIMIT_S, args.seconds / 2))
         say(f"compiling ahead: {time.time() - begin:.0f} s")
     say(f"{len(options.names)} cases, about {pace_of(options).left():.0f} s")
     outcomes = supervise(options.names, lambda names, n: launch_worker(options, names, n))

@@ -24,6 +24,7 @@ PEER_LABELS = {
     "flex": "FlexAttention",
     "flex_flash": "FlexAttention, FLASH",
     "cudnn": "cuDNN",
+    "cudnn_flex": "cudnn.flex_attention",
     "sdpa_dense": "SDPA, dense mask",
 }
 DIRECTIONS = ("fwd", "bwd")
@@ -34,6 +35,7 @@ COLUMNS = (
 NOTHING = "-"
 # A call that takes less may cost the host more than the device, and flatter whom it costs less.
 HOST_MS = 0.5
+SHAPE_NAMES = tuple(s.case_name(is_backward=way) for s in SHAPES for way in (False, True))
 SHAPE_COLUMNS = (
     *("shape", "heads", "d", "forward", "flash-attn-4", "cuDNN", "ratio"),
     *("backward", "flash-attn-4", "cuDNN", "ratio", "runs"),
@@ -235,24 +237,29 @@ class Comparison(NamedTuple):
 
 
 class ShapeFigures:
-    """What the rows say of everyday shapes.
+    """What the rows say of everyday shapes, or of the cases of these names.
 
     Figures are those of `loop`, or where the call of any peer takes less than HOST_MS, those of
-    `short`, which the host's cost is not in. Ours is held against flash-attn-4, or where that has
-    no row in a run in which it took part, against cuDNN.
+    `short`, which the host's cost is not in. Ours is held against the first of `rivals`, or where
+    that has no row in a run in which it took part, against the next.
     """
 
-    def __init__(self, rows: Sequence[Json]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Json],
+        names: Sequence[str] = SHAPE_NAMES,
+        rivals: Sequence[str] = ("fa4", "cudnn"),
+    ) -> None:
         self._by_run: dict[str, dict[str, dict[str, dict[str, Json]]]] = {}
-        wanted = {shape.case_name(is_backward=way) for shape in SHAPES for way in (False, True)}
-        self._runs_of_fa4: set[str] = set()
+        wanted, self._rivals = set(names), rivals
+        self._runs_of_first: set[str] = set()
         for row in rows:
             if row["variant"] in ("loop", "short") and name_of(row) in wanted:
                 by_case = self._by_run.setdefault(row["run"], {})
                 by_mode = by_case.setdefault(name_of(row), {})
                 by_mode.setdefault(row["variant"], {})[peer_of(row)] = row
-                if row["peer"] == "fa4":
-                    self._runs_of_fa4.add(row["run"])
+                if row["peer"] == rivals[0]:
+                    self._runs_of_first.add(row["run"])
 
     def comparisons(self, name: str, direction: str) -> list[Comparison]:
         """Of all runs that have one, of the last commit with such a run; the latest run first."""
@@ -274,9 +281,8 @@ class ShapeFigures:
         rows = by_mode.get("loop", {})
         if rows and min(row[key] for row in rows.values()) < HOST_MS:
             rows = by_mode.get("short", {})
-        rival = rows.get("fa4")
-        if rival is None and run in self._runs_of_fa4:
-            rival = rows.get("cudnn")
+        rivals = self._rivals if run in self._runs_of_first else self._rivals[:1]
+        rival = next((rows[peer] for peer in rivals if peer in rows), None)
         if "ours" not in rows or rival is None:
             return None
         return Comparison(rows["ours"], rival, rows)

@@ -24,6 +24,9 @@ host    Wall time of a warm call without synchronisation, in chunks of 100 calls
         drained between chunks, outside the timed part, so that the launch queue never fills. In
         training a call is a forward and its backward by autograd.
 sweep   Milliseconds of one call of two that follow an untimed one, in turns over all draws.
+step    Microseconds of a training step, of twenty one after the other from an idle device until it
+        is idle again: by autograd, and in turns with that as replays of a CUDA graph of one step,
+        which the host's cost is not in.
 wall    Microseconds from a call on an idle device until the device is idle again.
 cold    Seconds in fresh processes: importing torch, importing the peer, the first call up to its
         synchronised end. Caches on disk are empty in the first process and kept for the second. An
@@ -56,6 +59,7 @@ SPIN_CYCLES = 2_000_000
 # A spin kernel lasts at least this many times what the host takes, at the clock that it may reach.
 SPIN_FACTOR, CYCLES_A_SECOND = 3.0, 2e9
 SHORT_CALLS = 10
+STEP_ROUNDS, STEPS = 15, 20
 COLD_LIMIT_S = 60
 LONG_ROUNDS = 3
 Samples = dict[str, list[float]]
@@ -200,6 +204,46 @@ def time_wall(call: Call, rounds: int = 30) -> list[float]:
         if number >= 3:
             samples.append((time.perf_counter_ns() - begin) / 1e3)
     return samples
+
+
+def captured(call: Call) -> Call:
+    """Replays of a CUDA graph of `call`, which has run before."""
+    import torch
+
+    cuda: Any = torch.cuda
+    side = cuda.Stream()
+    side.wait_stream(cuda.current_stream())
+    with cuda.stream(side):
+        call()
+    cuda.current_stream().wait_stream(side)
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
+        # what a replay writes has to stay as long as the graph
+        held = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return held
+
+    return replay
+
+
+def time_steps(calls: Mapping[str, Call], rounds: int, count: int) -> Samples:
+    """Wall microseconds of a call, of `count` one after the other, one sample a round."""
+    import torch
+
+    samples: Samples = {name: [] for name in calls}
+    for order in rotations(list(calls), 1 + rounds):
+        for name in order:
+            call = calls[name]
+            torch.cuda.synchronize()
+            begin = time.perf_counter_ns()
+            for _ in range(count):
+                call()
+            torch.cuda.synchronize()
+            samples[name].append((time.perf_counter_ns() - begin) / count / 1e3)
+    # the first round finds the clocks of whatever ran before
+    return {name: values[1:] for name, values in samples.items()}
 
 
 def count_launches(call: Call) -> int:

@@ -1,6 +1,6 @@
 """Exact attention with masks as first-class citizens, in CuTe DSL, for NVIDIA GPUs.
 
-Importing this package imports neither torch nor the compiler; what stands in `__all__` is imported
+Importing this package imports neither torch nor the compiler; each name of `__all__` is imported
 when it is first used.
 """
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flash_mask_cute.masks import builders
     from flash_mask_cute.masks.column_mask import ColumnMask
     from flash_mask_cute.plotting import plot
+    from flash_mask_cute.serving import flash_attn_combine, flash_attn_with_kvcache
 
 __version__ = "0.1.0"
 
@@ -35,8 +36,10 @@ __all__ = [
     "compile_count",
     "create_block_mask",
     "explain",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "flashmask_attention",
     "flex_attention",
     "mod_source",
@@ -50,8 +53,10 @@ _HOME = {
     "ColumnMask": "flash_mask_cute.masks.column_mask",
     "create_block_mask": "flash_mask_cute.compute_block_sparsity",
     "explain": "flash_mask_cute.interface",
+    "flash_attn_combine": "flash_mask_cute.serving",
     "flash_attn_func": "flash_mask_cute.functional",
     "flash_attn_varlen_func": "flash_mask_cute.functional",
+    "flash_attn_with_kvcache": "flash_mask_cute.serving",
     "flashmask_attention": "flash_mask_cute.functional",
     "flex_attention": "flash_mask_cute.flex",
     "mod_source": "flash_mask_cute.flex",

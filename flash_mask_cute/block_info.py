@@ -97,6 +97,7 @@ class BlockInfo:
             seqlen_k=seqlen_info.seqlen_k,
             window_left=self.window_size_left,
             window_right=self._right_edge(),
+            shift=seqlen_info.q_start,
         )
 
     def get_n_block_min_max(

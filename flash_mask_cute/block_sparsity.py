@@ -82,8 +82,8 @@ class BlockSparseTensorsTorch(NamedTuple):
 class ComputedLists(tuple[BlockSparseTensors, TorchLists]):
     """What `compute_block_sparsity` returns: lists for kernels, and the same as torch tensors.
 
-    A pair as in flash-attn-4, which may also be passed on as it is. torch_lists: the second of the
-    two with the size of a block, which the pair does not tell.
+    A pair as in flash-attn-4, which every call accepts. torch_lists: the second of the two, with
+    the size of a block, which the pair lacks.
     """
 
     torch_lists: BlockSparseTensorsTorch
@@ -147,8 +147,8 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
     """Block lists of a `BlockSparseTensorsTorch` (itself), of the pair that
     `compute_block_sparsity` returned, or of a torch `BlockMask`.
 
-    Of a `BlockMask` only the lists, the block size and the lengths are taken: its mask_mod is a
-    torch function that no kernel can call, so pass a CuTe one beside it.
+    Only the lists, the block size and the lengths of a `BlockMask` are taken. Its mask_mod is a
+    torch function, which no kernel can call, so pass a CuTe one with it.
 
     Raises:
         TypeError: it is none of these.
@@ -191,7 +191,7 @@ def check_block_lists(
     lists: BlockSparseTensorsTorch,
     batch: int,
     heads_q: int,
-    seqlen_q: int,
+    seqlen_q: int | None,
     seqlen_k: int,
     device: torch.device,
 ) -> BlockSparseTensorsTorch:
@@ -199,6 +199,7 @@ def check_block_lists(
 
     A missing block size is 128 x 128 if that gives the numbers of blocks, else on each side the
     only multiple of 16 that does. CUDA tensors are not read; on the CPU the entries are checked.
+    seqlen_q None: the lists may have more rows than a call, which is told where it begins.
 
     Raises:
         TypeError: an argument is no tensor, or of a subclass.
@@ -206,7 +207,10 @@ def check_block_lists(
             cannot be told.
     """
     shape = _check_shapes(lists, batch, heads_q, device)
-    seqlens, counts = (seqlen_q, seqlen_k), shape[2:]
+    counts = shape[2:]
+    if seqlen_q is None:
+        seqlen_q = _rows_of_lists(lists, counts[0])
+    seqlens = seqlen_q, seqlen_k
     if lists.block_size is None:
         block_size = _infer_block_size(counts, seqlens)
     else:
@@ -222,6 +226,18 @@ def check_block_lists(
     if device.type == "cpu":
         _check_entries(lists)
     return lists._replace(block_size=block_size)
+
+
+def _rows_of_lists(lists: BlockSparseTensorsTorch, num_blocks: int) -> int:
+    """Rows that lists have, the last block of them perhaps in part."""
+    if lists.seqlens is not None:
+        return int(lists.seqlens[0])
+    if lists.block_size is None:
+        raise ValueError(
+            f"block_size must be given beside q_start: mask_block_idx has {num_blocks} blocks of "
+            "queries, and the call may have fewer"
+        )
+    return num_blocks * as_block_size(lists.block_size, "block_size")[0]
 
 
 def _check_shapes(
@@ -422,10 +438,10 @@ def retile_lists(
     are. Otherwise a tile is absent if all logical blocks it touches inside the sequences are
     absent, full if all are full, else partial.
 
-    The result is kept as long as the tensors live, and found again by them, so a model that passes
-    the same lists in each layer pays once; after an in-place change it is made anew. Tensors
-    created in inference mode do not tell of changes: for these nothing is kept, and neither is it
-    while a CUDA graph is captured. torch does not notice what a replayed graph writes.
+    The result is kept as long as the tensors live. A model that passes the same lists in each layer
+    pays once. After an in-place change it is made anew. Nothing is kept for tensors created in
+    inference mode, whose changes cannot be seen, nor while a CUDA graph is captured. torch does not
+    notice the writes of a replayed graph.
 
     It is filled on the stream of the first call. Calls on another stream that find it do not wait:
     order them after that one. A CUDA graph that finds lists retiled before its capture replays with

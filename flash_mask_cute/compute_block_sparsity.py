@@ -2,10 +2,10 @@
 
 The callable is the one that attention calls, `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors)`,
 or one written in torch, `mask_mod(b, h, q_idx, kv_idx)`.
-Every score inside the sequences is asked once, unless its block is known to be partial before that;
-the order of the work is n^2, as in any such function, but the result serves all layers. On CUDA it
-is one launch without a sync. On the CPU the same scan is compiled for the host; if it takes longer
-than a second, a line on the terminal says how far it is.
+The callable is evaluated once for every score inside the sequences, unless its block is known to be
+partial before that. The work grows as n^2, as in any such function, but the result serves all
+layers. On CUDA it is one launch without a sync. On the CPU the same scan is compiled for the host;
+if it takes longer than a second, a line on the terminal says how far it is.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def compute_blocksparse_tensors(
         partial.
     use_fast_sampling: look only at the four corners and the centre of a block, cut at the ends of
         the sequences. A block is wrongly absent if something in it is visible but none of the five,
-        and wrongly full if something is hidden but none of the five. Right for masks of the form
-        k <= q + c and prefixes, at any size; wrong in general for windows, documents, holes and
-        dilations that are smaller than a block, and for random masks.
+        and wrongly full if something is hidden but none of the five. It is right for masks of the
+        form k <= q + c and prefixes, at any size. It is wrong in general for windows, documents,
+        holes and dilations that are smaller than a block, and for random masks.
 
     Raises:
         TypeError: mask_mod is no callable or reaches a value without an identity (a tensor belongs

@@ -25,13 +25,12 @@ from flash_mask_cute.autograd.passes import (
     run_forward,
 )
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
-from flash_mask_cute.call.arguments import window_sides
+from flash_mask_cute.call.arguments import QStart, window_sides
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
-from flash_mask_cute.call.mask_extents import check_q_start
-from flash_mask_cute.call.packed import holds_documents
+from flash_mask_cute.call.packed import holds_documents, start_that_counts
 from flash_mask_cute.call.validate import (
     check_gradient_settings,
-    check_unsupported,
+    check_num_splits,
     refuse_transforms,
     settle_order,
 )
@@ -58,7 +57,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[False] = False, config: Any = None,
+    q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -71,7 +70,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[True], config: Any = None,
+    q_start: QStart = None, return_lse: Literal[True], config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -84,7 +83,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    q_start: QStart = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -97,7 +96,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    q_start: QStart = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[True],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
@@ -122,7 +121,7 @@ def flash_attn_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
@@ -135,19 +134,18 @@ def flash_attn_func(
     with head_dim_v; bf16 or fp16 on CUDA, also fp32 and fp64 on the CPU. The arguments are those of
     `interface._flash_attn_fwd`, which tells what they mean and how they combine, but for:
 
-    window_size: (left, right); None or -1 leaves a side open, and below -1 a side shifts the band:
-    with right = -3 a token sees keys that are three or more before it.
+    window_size: (left, right); None or -1 leaves a side open. A side below -1 shifts the band: with
+    right = -3 a token sees keys at least three before it.
     softmax_scale: a number, or a 0-dim CPU tensor, which is read and has no gradient.
     score_mod, mask_mod: CuTe callables, or functions of torch with the arguments of FlexAttention's
     (score, b, h, q_idx, kv_idx) and (b, h, q_idx, kv_idx), which are lowered (docs/flex.md).
-    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: the gradient by
-    the score that score_mod gets, from the one by the score that it returns. Without it the
-    derivative of score_mod is taken from its trace.
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
+    of the returned score, the gradient of the score that score_mod gets. Without it the derivative
+    of score_mod is taken from its trace.
     block_sparse_tensors: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
     returned, or a torch `BlockMask` with its mask as mask_mod.
-    deterministic: gradients have the same bits in every run; so they have where
-    `torch.use_deterministic_algorithms` is on (with warn_only, but for those beside aux tensors
-    that require grad, which warn).
+    deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
+    asks for the same. With warn_only, calls with aux tensors that require grad only warn.
     config: a mapping of fields of both `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
     for both directions; or a pair, (forward, backward), of what the two host calls take.
 
@@ -165,14 +163,14 @@ def flash_attn_func(
     """
     if unknown:
         refuse_keywords("flash_attn_func", unknown)
-    check_unsupported(num_splits, None)
+    check_num_splits(num_splits)
     if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = _scale_number(softmax_scale)
+        softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     call = Call(
         None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
         mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
-        deterministic, pack_gqa, config, q_start,
+        deterministic, pack_gqa, config, q_start, None, num_splits,
     )  # fmt: skip
     results = attend(q, k, v, learnable_sink, call, return_lse, return_max_logit)
     return results.chosen(q, return_lse, return_max_logit)
@@ -190,7 +188,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[False] = False, config: Any = None,
+    q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -207,7 +205,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: Literal[True], config: Any = None,
+    q_start: QStart = None, return_lse: Literal[True], config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -224,7 +222,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    q_start: QStart = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -241,7 +239,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None, return_lse: bool = False, config: Any = None,
+    q_start: QStart = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[True],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
@@ -273,7 +271,7 @@ def flash_attn_varlen_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
@@ -282,25 +280,27 @@ def flash_attn_varlen_func(
     """`flash_attn_func` for sequences of different lengths.
 
     With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim), with
-    cu_seqlens_k k and v are; a side without it is dense. seqused_* (int32, batch) count the rows in
-    use of each slot. lse of packed queries is (heads_q, total_q), max_logit (heads_q,). Gradients
-    are 0 in rows that are not in use.
+    cu_seqlens_k k and v are; a side without it is dense. seqused_* (int32, batch) count the used
+    rows of each slot. With page_table (int32, (batch, max_pages)) k and v are pools of pages
+    (pages, page_size, heads_kv, d): the keys of sequence b lie in pages page_table[b, 0],
+    page_table[b, 1] and so on, seqused_k of them. lse of packed queries is (heads_q, total_q),
+    max_logit (heads_q,). Gradients are 0 in rows that are not in use.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; page_table is not
-            supported yet.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; there are no gradients by
+            pages.
     """
     if unknown:
         refuse_keywords("flash_attn_varlen_func", unknown)
-    check_unsupported(num_splits, page_table)
+    check_num_splits(num_splits)
     if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = _scale_number(softmax_scale)
+        softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     call = Call(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, left, right, softcap, score_mod, mask_mod, aux_tensors,
         block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa, config,
-        q_start,
+        q_start, page_table, num_splits,
     )  # fmt: skip
     results = attend(q, k, v, learnable_sink, call, return_lse, return_max_logit)
     return results.chosen(q, return_lse, return_max_logit)
@@ -311,7 +311,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: Literal[False] = False, training: bool = True,
-    softmax_scale: float | None = None, deterministic: bool = False, q_start: int | None = None,
+    softmax_scale: float | None = None, deterministic: bool = False, q_start: QStart = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -320,7 +320,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: Literal[True], training: bool = True, softmax_scale: float | None = None,
-    deterministic: bool = False, q_start: int | None = None,
+    deterministic: bool = False, q_start: QStart = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -329,7 +329,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: bool = False, training: bool = True, softmax_scale: float | None = None,
-    deterministic: bool = False, q_start: int | None = None,
+    deterministic: bool = False, q_start: QStart = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -347,16 +347,16 @@ def flashmask_attention(
     training: bool = True,
     softmax_scale: float | None = None,
     deterministic: bool = False,
-    q_start: int | None = None,
+    q_start: QStart = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under column intervals, called as PaddlePaddle's function of this name.
 
     q, k, v: as in `flash_attn_func`. startend_row_indices: int32 (batch or 1, heads, seqlen_k, n),
-    heads 1, heads_kv or heads_q, as `ColumnMask` tells. window_size: as in `flash_attn_func`, or an
-    int >= 0 for both sides; None or -1 leaves a side open. It and the intervals may be given
-    together. deterministic, q_start: as in `flash_attn_func`; with fewer queries than keys,
-    q_start=0 says that the intervals' row 0 is the first query.
+    heads 1, heads_kv or heads_q; see `ColumnMask`. window_size: as in `flash_attn_func`, or an int
+    >= 0 for both sides; None or -1 leaves a side open. It and the intervals may be given together.
+    deterministic, q_start: as in `flash_attn_func`; with fewer queries than keys, q_start=0 says
+    that the first query is the intervals' row 0, and "end" that the last one is at the last key.
 
     Returns:
         out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
@@ -402,7 +402,7 @@ def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
 
 
-def _scale_number(softmax_scale: Any) -> Any:
+def scale_number(softmax_scale: Any) -> Any:
     """Read once, for the backward as well."""
     if (
         isinstance(softmax_scale, Tensor)
@@ -417,7 +417,7 @@ def _scale_number(softmax_scale: Any) -> Any:
 
 
 class Results(NamedTuple):
-    """What a call returns. lse, max_scores: like LSE, of each row; None where nobody asked."""
+    """What a call returns. lse, max_scores: like LSE, of each row; None unless requested."""
 
     out: Tensor
     lse: Any
@@ -447,7 +447,7 @@ def attend(
     """Attention, differentiable. return_max: the largest score of each row is wanted."""
     check_bool("return_lse", return_lse)
     check_bool("return_max_logit", return_max)
-    if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
+    if not (call.score_mod is call.mask_mod is None):
         call = _with_cute_mods(call, q)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     if torch._C._is_any_autocast_enabled():
@@ -474,9 +474,15 @@ def attend(
 
 def _with_cute_mods(call: Call, q: Any) -> Call:
     """The call with what is written in torch lowered, and what that captures as aux tensors."""
-    score_mod, mask_mod, aux_tensors = as_cute_mods(
-        call.score_mod, call.mask_mod, call.aux_tensors, getattr(q, "device", None)
-    )
+    given = call.score_mod, call.mask_mod, call.aux_tensors
+    if torch.compiler.is_compiling():
+        if isinstance(call.score_mod, str) or isinstance(call.mask_mod, str):
+            return call
+        from flash_mask_cute.flex.in_graph import mods_in_graph
+
+        score_mod, mask_mod, aux_tensors = mods_in_graph(*given, q.device.type, False)
+    else:
+        score_mod, mask_mod, aux_tensors = as_cute_mods(*given, getattr(q, "device", None))
     if score_mod is call.score_mod and mask_mod is call.mask_mod:
         return call
     return call._replace(score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
@@ -515,6 +521,7 @@ def _attend_eagerly(
         mask = ColumnMask(call.startend_row_indices, call.causal)
         call = call._replace(startend_row_indices=mask)
     if wants_aux or _needs_graph(q, k, v, sink):
+        call = _recorded(call)
         aux_tensors: Any = call.aux_tensors
         wanted = [aux_tensors[i] for i in wants_aux]
         out, lse, *more = Attention.apply(q, k, v, sink, call, wants_aux, return_max, *wanted)
@@ -530,16 +537,32 @@ def _attend_by_operators(
     """For what wants to see operators: a trace, a dispatch mode, a tensor subclass."""
     refuse_transforms(but_functionalize=True)
     refuse_dual_level()
-    # an operator's arguments are numbers
-    check_q_start(call.q_start)
     others = (
         call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k, call.max_seqlen_q,
         call.max_seqlen_k, call.score_mod, call.mask_mod, call.block_sparse_tensors_torch,
+        start_that_counts(call.q_start),
     )  # fmt: skip
+    if _needs_graph(q, k, v, sink):
+        call = _recorded(call)
     packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
     arguments = to_operator(call, q.shape[0] if packs else None, return_max)
     out, lse, _, largest = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
     return Results(out, lse, largest.detach() if return_max else None)
+
+
+def _recorded(call: Call) -> Call:
+    """The call where a graph is recorded.
+
+    Raises:
+        NotImplementedError: of pages, which have no gradients.
+    """
+    if call.page_table is not None:
+        raise NotImplementedError(
+            "there are no gradients by keys and values in pages, or of queries beside page_table: "
+            "use torch.no_grad(), or detach what requires grad"
+        )
+    # one pass has the bits of which a backward is the derivative
+    return call._replace(num_splits=1) if call.num_splits == 0 else call
 
 
 def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:

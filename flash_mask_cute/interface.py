@@ -7,6 +7,7 @@ by the metadata of later calls (`call/lookup.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -18,16 +19,19 @@ from flash_mask_cute.call.arguments import (
     Masks,
     PreparedBwd,
     PreparedFwd,
+    QStart,
     Tensors,
     keywords_of,
+    split_q_start,
     window_sides,
 )
 from flash_mask_cute.call.config import BwdConfig, FwdConfig
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.lookup import find_bwd, find_fwd
+from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
-from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.flex.together import as_cute_mods, form_of
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.compiler import preload
@@ -45,62 +49,43 @@ _prepared_bwd: dict[Any, PreparedBwd] = {}
 
 @public_call
 def _flash_attn_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    softcap: float = 0.0,
-    learnable_sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    aux_tensors: Any = None,
-    block_sparse_tensors_torch: Any = None,
-    startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    lse_low: Tensor | None = None,
-    max_scores: Tensor | None = None,
-    return_lse: bool = True,
-    config: FwdConfig | Mapping[str, Any] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+    window_size_left: int | None = None, window_size_right: int | None = None, softcap: float = 0.0,
+    learnable_sink: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
+    startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStart = None,
+    num_splits: int = 1, pack_gqa: bool | None = None, out: Tensor | None = None,
+    lse: Tensor | None = None, lse_low: Tensor | None = None, max_scores: Tensor | None = None,
+    return_lse: bool = True, config: FwdConfig | Mapping[str, Any] | None = None,
     **unknown: NoReturn,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
 
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
     with head_dim_v. With cu_seqlens_q (int32, batch + 1, from 0 on) q is (total_q, heads_q,
-    head_dim), with cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the rows
-    in use of each slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
+    head_dim), with cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the used
+    rows of each slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i when everything that was given lets it. With d = i + seqlen_k -
-    seqlen_q: j <= d if causal, j >= d - window_size_left and j <= d + window_size_right; None
-    leaves a side open; below -1 a side shifts the band, past the diagonal. softcap > 0 makes a
-    score s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype, is
-    one more logit per head, without a value; kernels read one of float64 as float32. softmax_scale,
-    a number of any sign or a 0-dim CPU tensor, is head_dim ** -0.5 by default.
+    seqlen_q, or i + q_start: j <= d if causal, j >= d - window_size_left and j <= d +
+    window_size_right; None leaves a side open. A side below -1 shifts the band past the diagonal.
+    softcap > 0 makes a score s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any
+    floating dtype (float64 is read as float32), is one more logit per head, without a value.
+    softmax_scale, a number of any sign or a 0-dim CPU tensor, is head_dim ** -0.5 by default.
 
     q, k and v may have any strides and start anywhere. On a GPU what kernels cannot read by TMA is
     copied in each call, and q where softmax_scale is not positive; `explain` lists it.
 
     startend_row_indices: int32 (batch or 1, heads, seqlen_k, n) with heads 1, heads_kv or heads_q
-    and n 1, 2 or 4, the rows that each key hides, as `ColumnMask` tells; with cu_seqlens_k
-    (1, heads, total_k, n), rows counted inside their sequence. A tensor means
-    `ColumnMask(tensor, causal)`. A ColumnMask keeps what is computed of it between calls; its own
-    `causal` says what its vectors mean, and the call is causal if either of both is. One that is
-    said to hold documents may be computed as packed sequences.
+    and n 1, 2 or 4, the rows that each key hides (see `ColumnMask`); with cu_seqlens_k (1, heads,
+    total_k, n), rows counted inside their sequence. A tensor means `ColumnMask(tensor, causal)`. A
+    ColumnMask keeps what is computed of it between calls; its own `causal` says what its vectors
+    mean, and the call is causal if either of both is. A mask with documents=True may be computed as
+    packed sequences.
     score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> score, after softcap, and
     mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean: CuTe callables on one-element
     `cute.TensorSSA`, positions inside the sequence and query heads, compiled into the kernel
@@ -111,22 +96,30 @@ def _flash_attn_fwd(
     hidden, a full one visible without asking mask_mod; in the others mask_mod decides, and without
     one they are visible. Blocks count from the start of a sequence; where lengths vary, the lists
     cover max_seqlen_q and max_seqlen_k.
-    q_start: the row of startend_row_indices and of block lists that query 0 of the call is. None:
-    the mask has a row for each query, or the call is refused (docs/masks.md). 0: row 0 of a mask
-    that may have more. causal, window and mods count by the call's lengths in either case.
+    q_start: the position of query 0 of each sequence, for causal and window, the rows of intervals
+    and lists and the q_idx of mods: an int, an int32 tensor (batch,), or "end", which puts the last
+    query at the last key. None: causal and window are as with "end", and rows and mods count from
+    0; the mask has a row for each query, or the call is refused (docs/masks.md).
 
     out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
     (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
     sees nothing has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
-
     A score_mod may return any finite number, such as the -1e30 of an additive mask. lse_low, like
-    lse and only beside a score_mod, gets what rounding takes from lse, for the backward;
-    max_scores, like lse, the largest visible score of each row, -inf without one. out, lse, lse_low
-    and max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
+    lse and only with a score_mod, gets the rounding error of lse, for the backward. max_scores,
+    like lse, gets the largest visible score of each row, -inf without one. out, lse, lse_low and
+    max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
     multiples of 16 bytes.
 
-    pack_gqa: query heads of a KV head share tiles (None: where queries are few), but for block
-    lists and column intervals by query head. config: a `FwdConfig`, or some of its fields.
+    page_table: int32 (batch, max_pages); k and v are then pools (pages, page_size, heads_kv, ...),
+    of pages of 1 to 256 keys, of any strides but the last: page j of sequence b is number
+    page_table[b, j]. seqused_k says how many keys there are (None: all); what lies behind them is
+    never seen.
+    num_splits: 1 computes each output in one pass. N computes the keys in N pieces, and merges
+    them. 0 leaves it to the library: few queries over many keys are computed in pieces, which on a
+    GPU are equal shares of all key blocks, one for each SM (docs/serving.md).
+
+    pack_gqa: query heads of a KV head share tiles (None: if queries are few), except with block
+    lists or column intervals by query head. config: a `FwdConfig`, or some of its fields.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
@@ -135,15 +128,16 @@ def _flash_attn_fwd(
         refuse_keywords("_flash_attn_fwd", unknown)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
+    q_starts, q_start = split_q_start(q_start)
     # as Tensors(...) makes it, which takes twice as long
     fields = (
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, None, None, None, None, None, None, None, max_scores,
+        seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
     )  # fmt: skip
     tensors = tuple.__new__(Tensors, fields)
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, page_table, None, False,
+        max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, None, False,
         None if config is None else FwdConfig.of(config),
     )  # fmt: skip
     lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
@@ -154,6 +148,15 @@ def _flash_attn_fwd(
         prepared = prepare_fwd(AttentionCall.made(Direction.FORWARD, tensors, masks, options))
         _keep(_prepared_fwd, key, prepared)
     return prepared(tensors, masks)
+
+
+def check_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> None:
+    """Raises what `_flash_attn_fwd` would for these arguments; nothing is compiled or launched."""
+    call = AttentionCall.of(Direction.FORWARD, q, k, v, **keywords)
+    masks = None if all(x is None for x in call.masks) else call.masks
+    prepared, _ = find_fwd(_prepared_fwd, call.tensors, masks, call.options)
+    if prepared is None:
+        plan(call)
 
 
 @public_call
@@ -183,7 +186,7 @@ def _flash_attn_bwd(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     dlse: Tensor | None = None,
     deterministic: bool = False,
     dq: Tensor | None = None,
@@ -234,13 +237,14 @@ def _flash_attn_bwd(
         refuse_keywords("_flash_attn_bwd", unknown)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
+    q_starts, q_start = split_q_start(q_start)
     tensors = Tensors(
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, dout, dlse, dq, dk, dv, dsink, daux,
+        seqused_k, dout, dlse, dq, dk, dv, dsink, daux, None, None, q_starts,
     )  # fmt: skip
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start, 1, None, True, None, score_mod_bwd, deterministic,
+        max_seqlen_k, q_start, 1, None, True, score_mod_bwd, deterministic,
         None if config is None else BwdConfig.of(config),
     )  # fmt: skip
     lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
@@ -276,7 +280,11 @@ def explain(
     masks, device = call.masks, getattr(q, "device", None)
     mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     call = call._replace(masks=masks._replace(**mods._asdict()))
-    return explain_fwd(call, None if target is None else Target.named(target))
+    explained = explain_fwd(call, None if target is None else Target.named(target))
+    if mods.mask_mod is masks.mask_mod:
+        return explained
+    note = f"mask_mod is torch's, and flex_attention would run it as {form_of(masks.mask_mod)}"
+    return replace(explained, note=f"{explained.note}; {note}" if explained.note else note)
 
 
 _, _, _, *_FWD_KEYWORDS = keywords_of(Direction.FORWARD)

@@ -7,9 +7,19 @@ ADDRESS_MASK = 15
 # A window side as wide as this is open: no sequence is longer, and kernels add window sides to
 # positions in 32 bits.
 OPEN_WINDOW = 1 << 30
+# keys of a page
+MAX_PAGE_SIZE = 256
+# Positions of queries are smaller, so that they and window sides add up in 32 bits.
+MAX_POSITION = 1 << 29
 # keys of a bit tile, whatever the tile has
 MAX_COLUMNS = 128
 # rows of a packed sequence: those of TMA's view of one (`core/tma.py`, ragged_rows)
 MAX_PACKED_SEQLEN = 1 << 26
 # rows of a packed tensor: cu_seqlens are int32
 MAX_PACKED_ROWS = 1 << 31
+
+
+def padded_group(heads: int) -> int:
+    """Rows of a position in a tile that so many query heads share: a power of two, so that tiles
+    have whole positions."""
+    return 1 << (heads - 1).bit_length()

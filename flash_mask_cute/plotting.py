@@ -31,7 +31,7 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.mods.signature import check_mod
 
-LABELS = ("skipped", "partial", "full")
+LABELS = ("empty", "partial", "full")
 # red, green, blue of the tiles of each class, and of a hidden score in a partial tile
 COLORS = ((0.92, 0.92, 0.92), (0.90, 0.45, 0.10), (0.15, 0.40, 0.75))
 HIDDEN_COLOR = (0.98, 0.90, 0.84)
@@ -69,8 +69,8 @@ def classify_tiles(visible: Tensor, tile_m: int, tile_n: int) -> Tensor:
     """EMPTY, PARTIAL or FULL for each tile of a bool (seqlen_q, seqlen_k) tensor.
 
     Returns:
-        int64 (ceil(seqlen_q / tile_m), ceil(seqlen_k / tile_n)); what lies past the end of the last
-        tiles does not count.
+        int64 (ceil(seqlen_q / tile_m), ceil(seqlen_k / tile_n)); positions past the ends do not
+        count.
 
     Raises:
         TypeError, ValueError: a mask of another kind, or without tokens, or an unusable tile.
@@ -110,8 +110,8 @@ def plot(
         aux_tensors: what a mask_mod reads.
 
     Returns:
-        the axes, whose title counts the tiles of each class. Those of a `ColumnMask` are told by
-        its bounds, as kernels tell them and `explain` counts them, for the tiles that it names. A
+        the axes, whose title counts the tiles of each class. Tiles of a `ColumnMask` are classified
+        by its bounds, as kernels do and `explain` counts, for the tiles that `explain` names. A
         tile that reaches past the last key is partial: kernels mask it.
 
     Raises:

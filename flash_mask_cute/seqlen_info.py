@@ -39,7 +39,8 @@ class SeqlenInfoQK:
     """Where the queries and keys of one batch entry start, and how many there are.
 
     `offset_q` and `offset_k` count tokens from the start of the packed tensor (0 for a dense
-    one); `seqlen_q` and `seqlen_k` count valid tokens. The flags are Python bools.
+    one); `seqlen_q` and `seqlen_k` count valid tokens. `q_start` is the position of the first query
+    among the keys; None: the last query sits at the last key. The flags are Python bools.
     """
 
     offset_q: IntLike
@@ -50,6 +51,7 @@ class SeqlenInfoQK:
     has_cu_seqlens_k: bool = False
     has_seqused_q: bool = False
     has_seqused_k: bool = False
+    q_start: IntLike | None = None
 
     @staticmethod
     def create(
@@ -60,6 +62,7 @@ class SeqlenInfoQK:
         mCuSeqlensK: Any = None,
         mSeqUsedQ: Any = None,
         mSeqUsedK: Any = None,
+        q_start: IntLike | None = None,
     ) -> SeqlenInfoQK:
         """Read the entry `batch_idx`; each tensor is a list, a torch tensor or a cute tensor.
 
@@ -79,7 +82,13 @@ class SeqlenInfoQK:
             has_cu_seqlens_k=mCuSeqlensK is not None,
             has_seqused_q=mSeqUsedQ is not None,
             has_seqused_k=mSeqUsedK is not None,
+            q_start=q_start,
         )
+
+    @property
+    def shift(self) -> IntLike:
+        """The position of the first query among the keys."""
+        return self.seqlen_k - self.seqlen_q if self.q_start is None else self.q_start
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,7 @@ class SeqlenInfoQKNewK:
     has_cu_seqlens_k_new: bool = False
     has_seqused_q: bool = False
     has_seqused_k: bool = False
+    q_start: IntLike | None = None
 
     @staticmethod
     def create(
@@ -137,4 +147,5 @@ class SeqlenInfoQKNewK:
             has_cu_seqlens_k_new=mCuSeqlensKNew is not None,
             has_seqused_q=cache.has_seqused_q,
             has_seqused_k=cache.has_seqused_k,
+            q_start=cache.q_start,
         )

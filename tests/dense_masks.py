@@ -94,7 +94,11 @@ class DenseMasks:
             join = (lambda c: torch.cat(c, dim=1)[None]) if packed else torch.stack
             keywords["startend_row_indices"] = join(self.columns)
             if self._has_fewer_queries:
-                keywords["q_start"] = 0
+                # a tensor does not tell its rows
+                from flash_mask_cute import ColumnMask
+
+                tensor, causal = keywords["startend_row_indices"], self.case.causal
+                keywords["startend_row_indices"] = ColumnMask(tensor, causal, seqlen_q="any")
         if self.case.mask_mod is not None:
             keywords["mask_mod"] = MASK_MODS[self.case.mask_mod].cute
         if self.case.score_mod is not None:

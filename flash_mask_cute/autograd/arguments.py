@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flash_mask_cute.autograd.mod_names import Mod
+from flash_mask_cute.call.arguments import QStart
 from flash_mask_cute.interface import (
     BwdConfig,
     FwdConfig,
@@ -62,7 +63,9 @@ class Call(NamedTuple):
     deterministic: bool
     pack_gqa: bool | None
     config: Any
-    q_start: int | None = None
+    q_start: QStart = None
+    page_table: Tensor | None = None
+    num_splits: int = 1
 
     @property
     def configs(self) -> Configs:
@@ -74,6 +77,7 @@ class Call(NamedTuple):
             self.cu_seqlens_q is self.cu_seqlens_k is self.seqused_q is self.seqused_k is None
             and self.aux_tensors is self.block_sparse_tensors_torch is None
             and self.startend_row_indices is None
+            and not isinstance(self.q_start, Tensor)
         )
 
 

@@ -15,9 +15,10 @@ Mod: TypeAlias = Callable[..., Any]
 _mods: dict[str, Mod] = {}
 
 
-def optional_name(mod: Mod | None) -> str | None:
-    if mod is None:
-        return None
+def optional_name(mod: Mod | str | None) -> str | None:
+    if mod is None or isinstance(mod, str):
+        # a mod of torch has got its name where it was lowered
+        return mod
     # Dynamo hands over the parts of a method, but not the method
     owner = None
     if isinstance(mod, types.MethodType):

@@ -12,9 +12,11 @@ from torch.autograd import forward_ad
 
 from flash_mask_cute.autograd.arguments import NO_LENGTHS, Call
 from flash_mask_cute.block_sparsity import from_block_mask
+from flash_mask_cute.call.arguments import split_q_start
 from flash_mask_cute.interface import (
     _flash_attn_bwd,
     _flash_attn_fwd,
+    check_forward,
 )
 
 NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
@@ -36,34 +38,43 @@ def run_forward(
     lse_low: Tensor | None = None,
     max_scores: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    return _flash_attn_fwd(
-        q,
-        k,
-        v,
-        learnable_sink=sink,
-        pack_gqa=call.pack_gqa,
-        return_lse=return_lse,
-        lse_low=lse_low,
-        max_scores=max_scores,
-        config=call.configs.forward,
-        softmax_scale=call.softmax_scale,
-        causal=call.causal,
-        window_size_left=call.window_size_left,
-        window_size_right=call.window_size_right,
-        softcap=call.softcap,
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k=call.cu_seqlens_k,
-        max_seqlen_q=call.max_seqlen_q,
-        max_seqlen_k=call.max_seqlen_k,
-        seqused_q=call.seqused_q,
-        seqused_k=call.seqused_k,
-        score_mod=call.score_mod,
-        mask_mod=call.mask_mod,
-        aux_tensors=call.aux_tensors,
-        block_sparse_tensors_torch=call.block_sparse_tensors_torch,
-        startend_row_indices=call.startend_row_indices,
-        q_start=call.q_start,
-    )
+    keywords = _forward_keywords(sink, call, return_lse)
+    return _flash_attn_fwd(q, k, v, lse_low=lse_low, max_scores=max_scores, **keywords)
+
+
+def check_forward_call(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_lse: bool
+) -> None:
+    """Raises what `run_forward` would, without running anything."""
+    check_forward(q, k, v, **_forward_keywords(sink, call, return_lse))
+
+
+def _forward_keywords(sink: Tensor | None, call: Call, return_lse: bool) -> dict[str, Any]:
+    return {
+        "learnable_sink": sink,
+        "pack_gqa": call.pack_gqa,
+        "num_splits": call.num_splits,
+        "page_table": call.page_table,
+        "return_lse": return_lse,
+        "config": call.configs.forward,
+        "softmax_scale": call.softmax_scale,
+        "causal": call.causal,
+        "window_size_left": call.window_size_left,
+        "window_size_right": call.window_size_right,
+        "softcap": call.softcap,
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_k,
+        "max_seqlen_q": call.max_seqlen_q,
+        "max_seqlen_k": call.max_seqlen_k,
+        "seqused_q": call.seqused_q,
+        "seqused_k": call.seqused_k,
+        "score_mod": call.score_mod,
+        "mask_mod": call.mask_mod,
+        "aux_tensors": call.aux_tensors,
+        "block_sparse_tensors_torch": call.block_sparse_tensors_torch,
+        "startend_row_indices": call.startend_row_indices,
+        "q_start": call.q_start,
+    }
 
 
 def new_lse_low(q: Tensor, call: Call) -> Tensor | None:
@@ -166,8 +177,13 @@ def save(
         ctx.save_for_backward(*plain)
     else:
         lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
-        ctx.save_for_backward(*plain, *lengths, *(aux_tensors or ()), *_mask_tensors(call))
+        q_starts, _ = split_q_start(call.q_start)
+        ctx.save_for_backward(
+            *plain, *lengths, q_starts, *(aux_tensors or ()), *_mask_tensors(call)
+        )
         call = call._replace(**NO_LENGTHS, aux_tensors=None)
+        if q_starts is not None:
+            call = call._replace(q_start=None)
     ctx.call = call
     ctx.set_materialize_grads(False)
 
@@ -177,13 +193,14 @@ def restore(ctx: Any) -> tuple[Any, ...]:
     call = ctx.call
     q, k, v, sink, out, lse, lse_low, *more = ctx.saved_tensors
     if ctx.has_more:
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *more = more
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_starts, *more = more
         call = call._replace(
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             seqused_q=seqused_q,
             seqused_k=seqused_k,
             aux_tensors=None if ctx.num_aux is None else tuple(islice(more, ctx.num_aux)),
+            q_start=call.q_start if q_starts is None else q_starts,
         )
     return q, k, v, sink, out, lse, lse_low, call
 

@@ -27,6 +27,9 @@ from flash_mask_cute.autograd.passes import (
     save,
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
+from flash_mask_cute.call.arguments import QStart
+from flash_mask_cute.call.mask_extents import check_position
+from flash_mask_cute.call.problem import END
 from flash_mask_cute.interface import (
     BwdConfig,
     FwdConfig,
@@ -54,10 +57,10 @@ _CALL_SCHEMA = (
     "SymInt? column_seqlen_q, "
     "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
     "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config, SymInt? q_start, "
-    "bool wants_max"
+    "Tensor? q_starts, Tensor? page_table, int num_splits, bool wants_max"
 )
-# what stands for `ANY` there
-_ANY_SEQLEN = -1
+# what stands for `ANY` and for `END` there
+_ANY_SEQLEN = _END_POSITION = -1
 
 
 class OperatorCall(NamedTuple):
@@ -97,6 +100,9 @@ class OperatorCall(NamedTuple):
     pack_gqa: bool | None = None
     config: str | None = None
     q_start: int | None = None
+    q_starts: Tensor | None = None
+    page_table: Tensor | None = None
+    num_splits: int = 1
     wants_max: bool = False
 
 
@@ -190,11 +196,33 @@ def to_operator(call: Call, batch: int | None = None, wants_max: bool = False) -
         deterministic=call.deterministic,
         pack_gqa=call.pack_gqa,
         config=_config_text(call.config),
-        q_start=call.q_start,
+        page_table=call.page_table,
+        num_splits=call.num_splits,
         wants_max=wants_max,
+        **_operator_start(call.q_start),
         **_operator_lists(call),
         **_operator_columns(call, batch),
     )
+
+
+def _operator_start(q_start: Any) -> dict[str, Any]:
+    """The argument q_start, of which an operator takes numbers and tensors.
+
+    Raises:
+        TypeError, ValueError: it is neither, nor `END`.
+    """
+    if q_start is None:
+        return {}
+    if isinstance(q_start, Tensor):
+        return {"q_starts": q_start}
+    check_position(q_start)
+    return {"q_start": _END_POSITION if q_start == END else q_start}
+
+
+def _start_of(given: OperatorCall) -> QStart:
+    if given.q_starts is not None:
+        return given.q_starts
+    return END if given.q_start == _END_POSITION else given.q_start
 
 
 def _operator_lists(call: Call) -> dict[str, Any]:
@@ -291,7 +319,9 @@ def _from_operator(given: OperatorCall) -> Call:
         deterministic=x.deterministic,
         pack_gqa=x.pack_gqa,
         config=None if x.config is None else Configs.of(tuple(json.loads(x.config))),
-        q_start=x.q_start,
+        q_start=_start_of(x),
+        page_table=x.page_table,
+        num_splits=x.num_splits,
     )
 
 

@@ -31,12 +31,10 @@ class AttentionKernel:
 @dataclass(frozen=True)
 class ForwardKernel(AttentionKernel):
     """rows: of tiles. packed_rows: query rows that leave together, which packed heads must fill
-    evenly: a warpgroup's or a warp's. claims_late: it may claim work tiles one at a time
-    (`FwdTiles`)."""
+    evenly: a warpgroup's or a warp's."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
-    claims_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,6 @@ SM90 = ArchSpec(
         _forward_plan_sm90,
         SM90_FWD,
         packed_rows=64,
-        claims_late=True,
     ),
     SM90_BACKWARD,
     reads_mask_bits=True,

@@ -25,6 +25,7 @@ class Tensors(NamedTuple):
     out, lse, lse_low: what a forward writes, new tensors if None, and what a backward reads.
     dq, dk, dv, dsink, daux: what a backward writes; dq, dk and dv are new tensors if None.
     max_scores: what a forward writes only if it is given.
+    q_starts: the argument q_start, where that is a tensor (`split_q_start`).
     """
 
     q: Tensor
@@ -46,6 +47,8 @@ class Tensors(NamedTuple):
     dsink: Tensor | None = None
     daux: Sequence[Tensor | None] | None = None
     max_scores: Tensor | None = None
+    page_table: Tensor | None = None
+    q_starts: Tensor | None = None
 
 
 class Masks(NamedTuple):
@@ -66,9 +69,10 @@ NO_MASKS = Masks()
 
 
 class Options(NamedTuple):
-    """The other arguments of a call of either direction; page_table is known and not supported yet.
+    """The other arguments of a call of either direction.
 
-    config: a `FwdConfig` or a `BwdConfig`, by the direction, or None.
+    q_start: a number, `END`, or `EACH` beside `Tensors.q_starts`; None: not given. config: a
+    `FwdConfig` or a `BwdConfig`, by the direction, or None.
     """
 
     softmax_scale: float | None = None
@@ -78,14 +82,23 @@ class Options(NamedTuple):
     softcap: float = 0.0
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    q_start: int | None = None
+    q_start: int | str | None = None
     num_splits: int = 1
     pack_gqa: bool | None = None
     return_lse: bool = True
-    page_table: Any = None
     score_mod_bwd: Callable[..., Any] | None = None
     deterministic: bool = False
     config: Any = None
+
+
+# the value of `Options.q_start` that stands for positions in a tensor
+EACH = "each"
+QStart: TypeAlias = int | str | Tensor | None
+
+
+def split_q_start(q_start: Any) -> tuple[Tensor | None, Any]:
+    """The argument q_start as `Tensors.q_starts` and `Options.q_start` have it."""
+    return (q_start, EACH) if isinstance(q_start, Tensor) else (None, q_start)
 
 
 # what only one direction has
@@ -97,7 +110,7 @@ def keywords_of(direction: Direction) -> tuple[str, ...]:
     """The names of a host call's arguments, q, k and v first."""
     others = _OF_BACKWARD if direction is Direction.FORWARD else _OF_FORWARD
     names = Tensors._fields + Masks._fields + Options._fields
-    return tuple(name for name in names if name not in others)
+    return tuple(name for name in names if name not in (*others, "q_starts"))
 
 
 # What runs a call, found by its key: of the tensors and masks of any call with that key it makes
@@ -132,6 +145,8 @@ class AttentionCall(NamedTuple):
         def fields(kind: Any) -> dict[str, Any]:
             return {name: given[name] for name in kind._fields if name in given}
 
+        given = dict(given)
+        given["q_starts"], given["q_start"] = split_q_start(given.get("q_start"))
         options = Options(**fields(Options))
         config_kind: Any = FwdConfig if direction is Direction.FORWARD else BwdConfig
         scale = number_of("softmax_scale", options.softmax_scale)
@@ -148,13 +163,15 @@ class AttentionCall(NamedTuple):
     def arguments(self) -> dict[str, Any]:
         """All arguments of the host call but config, by name."""
         given = self.tensors._asdict() | self.masks._asdict() | self.options._asdict()
+        if self.tensors.q_starts is not None:
+            given["q_start"] = self.tensors.q_starts
         return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
 
     @property
     def has_lengths(self) -> bool:
         """Whether sequences differ in length, or may."""
         x, options = self.tensors, self.options
-        lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k
+        lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table
         return any(y is not None for y in (*lengths, options.max_seqlen_q, options.max_seqlen_k))
 
 

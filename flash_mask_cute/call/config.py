@@ -17,6 +17,7 @@ from flash_mask_cute.call.tables import (
     describe_conditions,
     rows_for,
 )
+from flash_mask_cute.limits import padded_group
 from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import H200_SMS
 
@@ -24,23 +25,18 @@ from flash_mask_cute.runtime.target import H200_SMS
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
 # fields of configs that are no numbers
-BOOLEANS = ("share_qo", "cta_pair", "claims_late", "skip_blocks", "clears_dq")
-# Work tiles for each SM up to which they are claimed one at a time if they are not equal: of two
-# tiles that a CTA has claimed, another one that is free cannot take the second.
-FEW_TILES = 8
+BOOLEANS = ("share_qo", "cta_pair", "skip_blocks", "clears_dq")
 
 
 @dataclass(frozen=True)
 class FwdConfig:
     """Tile shape of a forward kernel; None lets the library choose that field.
 
-    tile_m, tile_n: query rows (128, 192 or 256) and keys (a multiple of 16) of a tile; on
+    tile_m, tile_n: query rows (64, 128, 192 or 256) and keys (a multiple of 16) of a tile; on
     Blackwell 256 and 128, of wider heads than 192/128 128 and 128.
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
     cta_pair: on Blackwell, two CTAs with neighbouring tiles walk over the keys together.
-    claims_late: on Hopper, a CTA claims its next tile when it is nearly through with one, and not
-    some tiles ahead.
     skip_blocks: leave out hidden key blocks and the masking of those that nothing cuts. False
     visits and masks every block, to the same result bit for bit.
 
@@ -54,7 +50,6 @@ class FwdConfig:
     stages_q: int | None = None
     share_qo: bool | None = None
     cta_pair: bool | None = None
-    claims_late: bool | None = None
     skip_blocks: bool | None = None
 
     def __post_init__(self) -> None:
@@ -152,7 +147,6 @@ class FwdTiles:
     stages_q: int
     share_qo: bool
     cta_pair: bool = False
-    claims_late: bool = False
     skip_blocks: bool = True
 
     @property
@@ -189,17 +183,19 @@ def select_fwd_config(
     block_size: tuple[int, int] | None = None,
     unpackable: str | None = None,
     spec: ArchSpec = SM90,
+    decode_rows: int | None = None,
     num_sms: int = H200_SMS,
 ) -> FwdChoice:
     """Choose tiles for the problem, and whether to pack heads for its shapes. window: the keys
     that a query sees at most, if the mask has both a left and a right edge. block_size: that of
     block lists. unpackable: an argument under which the heads of a group cannot share a tile.
-    spec: of the architecture whose kernel is to run. num_sms: CTAs that run at once.
+    spec: of the architecture whose kernel is to run. decode_rows: see `CallFacts`. num_sms: CTAs
+    that run at once.
 
     Raises:
         ValueError: the override asks for what cannot run.
-        NotImplementedError: pack_gqa is True for a group of heads that does not divide
-            `packed_rows`, or that `unpackable` keeps apart.
+        NotImplementedError: pack_gqa is True for a group of more heads than `packed_rows`, or that
+            `unpackable` keeps apart.
     """
     kernel = spec.forward
     call = CallFacts(
@@ -209,58 +205,46 @@ def select_fwd_config(
         shapes.seqlen_q,
         shapes.seqlen_k,
         window,
+        decode_rows,
         problem.functions_under_causal,
         None if problem.reads_mask_bits else block_size,
-        may_pair=override is None or override.cta_pair is not False,
+        may_pair=decode_rows is None and (override is None or override.cta_pair is not False),
         sequences=shapes.batch * shapes.heads_q,
         num_sms=num_sms,
     )
     row = next(rows_for(kernel.rows, call))
     tiles, smem_bytes, reason = _fit(kernel, row, problem.head_dim, problem.head_dim_v, override)
     group = shapes.heads_q // shapes.heads_kv
-    packed = _choose_packing(kernel.packed_rows, group, shapes.seqlen_q, pack_gqa, unpackable)
-    if not kernel.claims_late and given_fields(override).get("claims_late"):
-        raise ValueError(f"config claims_late=True is not supported on {spec.name}")
-    if kernel.claims_late and "claims_late" not in given_fields(override):
-        late = _claims_late(problem, shapes, tiles.tile_m, packed, num_sms)
-        tiles = replace(tiles, claims_late=late)
+    packed = _choose_packing(
+        kernel.packed_rows, group, shapes.seqlen_q, pack_gqa, unpackable, decode_rows is not None
+    )
     if packed > 1:
         cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < {SHORT_QUERY}"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
 
 
-def _claims_late(
-    problem: AttentionProblem, shapes: FwdShapes, tile_m: int, packed_heads: int, num_sms: int
-) -> bool:
-    """Whether work tiles are few and not all equal."""
-    if problem.tuning_class is TuningClass.FULL:
-        return False
-    sequences, seqlen = shapes.batch, shapes.seqlen_q
-    if problem.varlen_q:
-        sequences, seqlen = 1, shapes.total_q
-    heads = shapes.heads_q // packed_heads
-    tiles = sequences * heads * -(-seqlen * packed_heads // tile_m)
-    return num_sms < tiles <= FEW_TILES * num_sms
-
-
 def _choose_packing(
-    rows: int, group: int, seqlen_q: int, pack_gqa: bool | None, unpackable: str | None
+    rows: int,
+    group: int,
+    seqlen_q: int,
+    pack_gqa: bool | None,
+    unpackable: str | None,
+    decodes: bool,
 ) -> int:
-    can_pack = rows % group == 0
-    if pack_gqa and not can_pack:
+    if pack_gqa and group > rows:
         raise NotImplementedError(
-            f"pack_gqa=True needs a group of query heads per KV head that divides {rows}, got "
-            f"{group}"
+            f"pack_gqa=True needs a group of at most {rows} query heads per KV head, got {group}"
         )
     if pack_gqa and group > 1 and unpackable is not None:
         raise NotImplementedError(
             f"pack_gqa=True is not supported together with {unpackable}; leave pack_gqa at None or "
             "False"
         )
-    can_pack = can_pack and unpackable is None
     if pack_gqa is None:
-        pack_gqa = can_pack and seqlen_q < SHORT_QUERY
+        # rows without a head waste products, which is worth it where memory is waited for
+        can_pack = group <= rows and (decodes or padded_group(group) == group)
+        pack_gqa = can_pack and unpackable is None and seqlen_q < SHORT_QUERY
     return group if pack_gqa else 1
 
 

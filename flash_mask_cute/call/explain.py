@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
+from flash_mask_cute.block_sparsity import dense_states
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
 from flash_mask_cute.call.config import FwdTiles, select_bwd_config
@@ -18,7 +19,16 @@ from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.packed import call_by_documents
 from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
 from flash_mask_cute.call.prepare import compiled_fwd
-from flash_mask_cute.call.tile_classes import ColumnVerdicts, ListVerdicts, Verdicts, judge_row
+from flash_mask_cute.call.splits import BY_SLOTS
+from flash_mask_cute.call.tile_classes import (
+    ColumnVerdicts,
+    ListVerdicts,
+    PlacedLists,
+    Verdicts,
+    judge_row,
+)
+from flash_mask_cute.cpu.tiles import start_of
+from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -36,7 +46,8 @@ class Explanation:
     the documents of a mask are packed sequences, these are tiles of the dense call, and tiles
     between documents are empty; `note` counts the tiles of the sequences. registers: per thread at
     launch. copies: the tensors that each launch copies for the kernel, and why, empty if it copies
-    none; the CPU path takes them as they are.
+    none; the CPU path takes them as they are. splits: the pieces in which work tiles are computed,
+    and the scratch memory of that, empty if there are none.
     """
 
     where: str
@@ -56,6 +67,7 @@ class Explanation:
     spill_bytes: int | None
     note: str
     copies: str = ""
+    splits: str = ""
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -70,6 +82,7 @@ class Explanation:
             + (", output in the query's place" if tiles.share_qo else ""),
             "because": self.reason,
             "packed heads": "none" if self.packed_heads == 1 else str(self.packed_heads),
+            "splits": self.splits or "none: one pass",
             "masks": self.masks or "causal and window at most",
             "grid": _known(self.grid, "CTAs"),
             "work tiles": _known(self.work_tiles),
@@ -142,6 +155,7 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
         copies=describe_copies(**run.conversions),
+        splits="" if run.splits is None else run.splits.describe(),
     )
 
 
@@ -187,9 +201,9 @@ def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[s
 def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | None:
     """What lies on a device and would have to be read to count tiles, with its verb."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
-    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.q_starts
     if any(y is not None and y.is_cuda for y in lengths):
-        return "cu_seqlens or seqused are on the device"
+        return "cu_seqlens, seqused or q_start are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
         lists is not None and lists.mask_block_cnt.is_cuda
     ):
@@ -207,7 +221,8 @@ def _to_count(run: ExecutionPlan) -> ExecutionPlan:
 
 def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
     mask_bits = run.mask_bits
-    text = run.masks.describe(run.fwd_choice.tiles, are_bits=mask_bits is not None)
+    are_bits = mask_bits is not None or run.q_start is not None
+    text = run.masks.describe(run.fwd_choice.tiles, are_bits)
     if mask_bits is None:
         return text
     parts = mask_bits.num_query_chunks
@@ -224,6 +239,10 @@ def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
     if run.shapes.is_empty:
         return 0
     ctas = run.fwd_choice.tiles.ctas_per_tile
+    if run.splits is not None and run.splits.kind == BY_SLOTS:
+        return run.splits.number
+    if run.splits is not None and work_tiles is not None:
+        work_tiles *= run.splits.number
     most = run.target.num_sms // ctas
     if run.problem.varlen_q:
         return most * ctas
@@ -240,7 +259,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
         is_local=problem.is_local,
         window_size_left=run.window_left,
         window_size_right=run.window_right,
-        qhead_per_kvhead_packgqa=problem.packed_heads,
+        qhead_per_kvhead_packgqa=padded_group(problem.packed_heads),
     )
     verdicts: list[Verdicts] = []
     if masks.column_mask is not None:
@@ -249,18 +268,24 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     if masks.block_lists is not None:
         tile, seqlens = (tiles.cluster_tile_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
         has_mod = masks.mask_mod is not None
-        verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
+        if run.q_start is None:
+            verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
+        elif masks.block_size is not None:
+            states = dense_states(masks.block_lists)
+            verdicts.append(PlacedLists(states, masks.block_size, has_mod, block_info))
     needs_mask_mod = masks.mask_mod is not None and masks.block_lists is None
     heads = shapes.heads_q // problem.packed_heads
     cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
     seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
+    start = run.q_start_of(tensors)
     work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
-        m_blocks = -(-slot.seqlen_q * problem.packed_heads // tiles.cluster_tile_m)
+        used = replace(used, q_start=start_of(start, batch_idx, used))
+        m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.cluster_tile_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
         for m_block in range(m_blocks):

@@ -9,6 +9,7 @@ from typing import Any
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.config import BwdTiles, FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem, Mods
+from flash_mask_cute.call.splits import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
@@ -29,11 +30,12 @@ def compile_fwd(
     """The compiled kernel, from the cache or built now. mods: the callables of problem's keys.
 
     `function` takes, by position: q, k, v, out, lse, softmax_scale, cu_seqlens_q, cu_seqlens_k,
-    seqused_q, seqused_k, None, window_left, window_right, learnable_sink, block lists (four
+    seqused_q, seqused_k, page_table, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k), stored
-    bits, what part of the call these are of (a pair), lse_low, max_scores; None for what the
-    problem does not have.
+    bits, what part of the call these are of (a pair), lse_low, max_scores, q_start (a tensor, or a
+    number, of which -1 is the end), where pieces go (partial outputs, partial LSE, merges, number
+    of splits); None for what the problem does not have.
     """
     name = arch_spec(target).forward.cache_name
     return cached_attention(
@@ -69,9 +71,6 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` tells."""
     from flash_mask_cute.rules.intervals import Intervals
 
-    chosen = asdict(tiles)
-    if not arch_spec(target).forward.claims_late:
-        del chosen["claims_late"]
     kernel = arch_spec(target).forward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -85,7 +84,9 @@ def build_fwd(
         has_aux_tensors=bool(problem.aux),
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
-        **chosen,
+        split=problem.split,
+        page_box=problem.page_box,
+        **asdict(tiles),
     )
     smem_bytes = kernel.plan.smem_bytes
     arguments = _fake_arguments(problem, tiles)
@@ -153,13 +154,13 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         cutlass.Float32(1.0),
         fake_tensors.stream(),
         *lengths(problem),
-        None,
+        None if problem.page_box is None else strided(2),
         *fake_tensors.window(problem),
         fake_tensors.vector(problem.sink_dtype),
         lists,
         fake_tensors.aux_tensors(problem),
         cutlass.Float32(1.0) if problem.has_softcap else None,
-        fake_tensors.counter(),
+        None if problem.split == BY_SLOTS else fake_tensors.counter(),
         columns(problem),
         int32_pair() if problem.has_lists else None,
         fake_tensors.block_bits(problem),
@@ -167,4 +168,21 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         int32_pair() if problem.reads_mask_bits else None,
         fake_rows(problem.needs_lse_low),
         fake_rows(problem.needs_max_scores),
+        fake_tensors.q_start(problem),
+        _partials(problem),
     ]
+
+
+def _partials(problem: AttentionProblem) -> tuple[Any, ...] | None:
+    """Where the pieces of work tiles go."""
+    import cutlass
+
+    if problem.split is None:
+        return None
+    by_slots = problem.split == BY_SLOTS
+    return (
+        operand("float32", 3 if by_slots else 5, problem.head_dim_v),
+        strided(2 if by_slots else 4, "float32"),
+        strided(2) if by_slots else None,
+        None if by_slots else cutlass.Int32(1),
+    )

@@ -40,7 +40,7 @@ class BwdKernels(NamedTuple):
     main: q, k, v, dout, stats, dq_accum, semaphores, dk, dv, softmax_scale, cu_seqlens_q,
     cu_seqlens_k, seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap,
     tile_counter, column tensors (indices, bounds), block bits (visible, full, block_q, block_k),
-    sums of the gradients of aux tensors (a tuple), mask bits.
+    sums of the gradients of aux tensors (a tuple), mask bits, q_start (as in `compile_fwd`).
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
     add_parts, where a group's heads are split (dk and dv of main are then partial sums): partial
     sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
@@ -259,6 +259,7 @@ def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
         fake_tensors.block_bits(problem),
         aux_grads(problem),
         mask_bit_tensors(problem, BitTiles.for_backward(tile_m, choice.tile_n)),
+        fake_tensors.q_start(problem),
     ]
 
 

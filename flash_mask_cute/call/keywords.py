@@ -34,11 +34,14 @@ _SAME: dict[tuple[str, ...], tuple[str, ...]] = {
     ("max_seqlen_q",): ("max_length_q", "max_seqlen"),
     ("max_seqlen_k",): ("max_length_k", "max_seqlen_kv"),
     ("seqused_q",): ("seqlens_q", "seq_len_q"),
-    ("seqused_k",): ("seqused_kv", "seqlens_k", "seq_len_kv", "cache_seqlens"),
+    ("seqused_k", "cache_seqlens"): (
+        "seqused_k", "cache_seqlens", "seqused_kv", "seqlens_k", "seq_len_kv",
+    ),
+    ("cache_leftpad",): ("leftpad_k",),
     ("seqlen_q",): ("Q_LEN", "q_len"),
     ("seqlen_k",): ("KV_LEN", "kv_len", "seqlen_kv"),
     ("BLOCK_SIZE",): ("block_size",),
-}
+}  # fmt: skip
 
 ALIBI = """\
 @cute.jit
@@ -91,9 +94,11 @@ _ADVICE: dict[tuple[str, ...], str] = {
     ): "leave it out, there is nothing that it would change",
     ("q_descale", "k_descale", "v_descale"): "fp8 is not supported, leave it out",
     ("k_cache", "v_cache", "cache_batch_idx", "leftpad_k", "cache_leftpad"): (
-        "a cache is not updated here, k and v hold all keys and seqused_k tells how many"
+        "call flash_attn_with_kvcache, which takes a cache, and new keys to be written into it"
     ),
-    ("rotary_cos", "rotary_sin"): "rotate q and k before the call",
+    ("rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved"): (
+        "rotate q and k before the call, or call flash_attn_with_kvcache with new keys"
+    ),
 }  # fmt: skip
 
 _OURS = {name: ours for ours, names in _SAME.items() for name in names}

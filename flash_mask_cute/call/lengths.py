@@ -60,7 +60,7 @@ def check_lengths(queries: Side, keys: Side, head_dim_v: int) -> FwdShapes:
     sides = queries, keys
     for side in sides:
         if side.cu_seqlens is not None:
-            _check_cu_seqlens(f"cu_seqlens_{side.name}", side.cu_seqlens, side.device)
+            check_cu_seqlens(f"cu_seqlens_{side.name}", side.cu_seqlens, side.device)
     if queries.batch != keys.batch:
         raise ValueError(
             f"batch of q and k must be equal, got {queries.batch} from {queries.batch_source} and "
@@ -71,7 +71,7 @@ def check_lengths(queries: Side, keys: Side, head_dim_v: int) -> FwdShapes:
             _check_max_seqlen(f"max_seqlen_{side.name}", side.max_seqlen)
     for side in sides:
         if side.seqused is not None:
-            _check_seqused(f"seqused_{side.name}", side.seqused, queries.batch, side.device)
+            check_batch_vector(f"seqused_{side.name}", side.seqused, queries.batch, side.device)
     for side in sides:
         if side.device.type == "cuda":
             _check_packed_seqlen(side)
@@ -103,13 +103,23 @@ def _check_index_vector(name: str, value: object, device: torch.device) -> None:
         raise ValueError(f"{name} must be contiguous, got stride {value.stride(0)}")
 
 
-def _check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
+def check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
+    """Check an int32 vector of where packed sequences begin, but for its contents.
+
+    Raises:
+        TypeError, ValueError: naming what it is.
+    """
     _check_index_vector(name, value, device)
     if len(value) == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got (0,)")
 
 
-def _check_seqused(name: str, value: torch.Tensor, batch: int, device: torch.device) -> None:
+def check_batch_vector(name: str, value: torch.Tensor, batch: int, device: torch.device) -> None:
+    """Check an int32 vector of a number for each sequence.
+
+    Raises:
+        TypeError, ValueError: naming what it is.
+    """
     _check_index_vector(name, value, device)
     if len(value) != batch:
         raise ValueError(f"{name} must have shape (batch,) = ({batch},), got ({len(value)},)")

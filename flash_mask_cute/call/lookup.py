@@ -85,7 +85,7 @@ def find_fwd(
     """
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        _, _, _, _, _, _, _, max_scores,
+        _, _, _, _, _, _, _, max_scores, page_table, q_starts,
     ) = tensors  # fmt: skip
     try:
         # the first question is the cheaper one
@@ -111,6 +111,8 @@ def find_fwd(
             out if out is None else metadata(out),
             lse if lse is None else metadata(lse),
             lse_low if lse_low is None else metadata(lse_low),
+            page_table if page_table is None else metadata(page_table),
+            q_starts if q_starts is None else metadata(q_starts),
             max_scores if max_scores is None else metadata(max_scores),
             masks if masks is None else mask_key(masks),
             options,
@@ -146,7 +148,7 @@ def find_bwd(
     given: Any = tensors
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dout,
-        dlse, dq, dk, dv, dsink, daux, _,
+        dlse, dq, dk, dv, dsink, daux, _, _, q_starts,
     ) = given  # fmt: skip
     try:
         if not (
@@ -186,7 +188,7 @@ def find_bwd(
                 None if x is None else metadata(x)
                 for x in (
                     lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk,
-                    dv, dsink,
+                    dv, dsink, q_starts,
                 )
             ],
             None if daux is None else _aux_key(daux, masks),

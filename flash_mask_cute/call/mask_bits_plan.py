@@ -1,9 +1,9 @@
 """Whether a call's `mask_mod` is evaluated once for all heads, and how.
 
-It is where its values do not depend on the head and there is room for them: a bit for each pair of
-a query and a key, and a word for each tile, of one batch entry where the callable and the lists are
-the same for all. For large inputs, documents that are found in the bits are computed as packed
-sequences.
+That is so if its values do not depend on the head and there is room for them. The room is a bit for
+each pair of a query and a key, and a word for each tile. It is for one batch entry only if the
+callable and the lists are the same for all entries. For large inputs, documents that are found in
+the bits are computed as packed sequences.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from flash_mask_cute.mask_prep.mask_bits import (
 from flash_mask_cute.mods.traits import find_reliance
 from flash_mask_cute.runtime.target import Target
 
-# heads that share the answers: with fewer, a second kernel is not worth its launch
+# heads that share the bits: with fewer, a second kernel is not worth its launch
 MIN_HEADS = 4
-# pairs of a query and a key that a launch may store answers for: one entry of 32K tokens, 16 of 8K
+# pairs of a query and a key that a launch may have bits for: one entry of 32K tokens, 16 of 8K
 MAX_PAIRS = 1 << 30
-# work tiles for each SM, the least that a part of a call should have: its last ones leave SMs idle
+# work tiles for each SM, the least that a chunk of a call should have: its last ones leave SMs idle
 MIN_TILES = 8
 # blocks of so many queries, over all heads and entries, for each SM: with fewer, the seven launches
 # that look for documents would cost more than they gain (an estimate: 20 us of a call)
@@ -70,6 +70,7 @@ def shares_mask_bits(
         and arch_spec(target).reads_mask_bits
         and shapes.heads_q >= MIN_HEADS
         and problem.packed_heads == 1
+        and problem.q_start is None
         and not (problem.has_seqused_q or problem.has_seqused_k)
         and problem.varlen_q == problem.varlen_k
         and (lists is None or lists.mask_block_cnt.shape[1] == 1)
@@ -86,7 +87,7 @@ def choose_mask_bits(
     target: Target,
     can_pack: bool,
 ) -> MaskBitsPlan | None:
-    """How bits are stored that all heads share; None where there is no room for them."""
+    """How the bits that all heads share are made; None if there is no room for them."""
     mask_mod, lists = masks.mask_mod, masks.block_lists
     assert mask_mod is not None
     bits_problem = MaskBitsProblem(
@@ -136,8 +137,8 @@ def _choose_for_sequences(
 
 
 def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Target) -> bool:
-    """Whether a call is large enough to look for documents, and has nothing that would have to be
-    told where it is in them."""
+    """Whether a call is large enough to look for documents, and has nothing that needs its position
+    in them."""
     work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // QUERY_BLOCK)
     return (
         shapes.seqlen_q == shapes.seqlen_k > DOCUMENT_STRIDE

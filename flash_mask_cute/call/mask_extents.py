@@ -13,35 +13,61 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from flash_mask_cute.call.lengths import check_batch_vector
+from flash_mask_cute.call.problem import END
+from flash_mask_cute.limits import MAX_POSITION
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask
 
 _COLUMNS, _LISTS = "startend_row_indices", "block_sparse_tensors"
-_END = "end"
+_SAYS = (
+    "q_start=0 says that its first query is row 0 of the mask, and q_start='end' that its last one "
+    "is at the last key"
+)
+_STARTS = 'an int >= 0, "end", an int32 tensor (batch,) or None'
 
 
-def check_q_start(q_start: object) -> None:
-    """Refuse what is neither None nor 0.
+def check_q_start(q_start: object, batch: int, device: torch.device) -> None:
+    """Check the position of a call's first query. A CUDA tensor is not read.
 
     Raises:
-        TypeError: no int, None, "end" or tensor.
-        ValueError: another word than "end".
-        NotImplementedError: what is known and not supported yet.
+        TypeError: no int, None, "end" or int32 tensor.
+        ValueError: another word than "end", a position that is negative or too large, or a tensor
+            that is not (batch,) or lies elsewhere than q.
     """
     if q_start is None:
         return
-    given = repr(q_start)
-    if isinstance(q_start, Tensor):
-        given = f"a {q_start.dtype} tensor of shape {tuple(q_start.shape)}"
-    elif isinstance(q_start, str):
-        if q_start != _END:
-            raise ValueError(f"q_start must be 0 or None, got {given}")
-    elif isinstance(q_start, bool) or not isinstance(q_start, Integral):
-        raise TypeError(f"q_start must be 0 or None, got {given} ({type(q_start).__name__})")
-    elif q_start == 0:
+    if not isinstance(q_start, Tensor):
+        check_position(q_start)
         return
-    raise NotImplementedError(f"q_start other than 0 or None is not supported yet, got {given}")
+    check_batch_vector("q_start", q_start, batch, device)
+    if q_start.device.type == "cpu":
+        for position in q_start.tolist():
+            _check_range(position, "in each element")
+
+
+def check_position(q_start: object) -> None:
+    """Check a q_start that is no tensor, and not None.
+
+    Raises:
+        TypeError, ValueError: as `check_q_start`.
+    """
+    if isinstance(q_start, str):
+        if q_start != END:
+            raise ValueError(f"q_start must be {_STARTS}, got {q_start!r}")
+    elif isinstance(q_start, bool) or not isinstance(q_start, Integral):
+        raise TypeError(f"q_start must be {_STARTS}, got {q_start!r} ({type(q_start).__name__})")
+    else:
+        _check_range(int(q_start), "as an int")
+
+
+def _check_range(position: int, where: str) -> None:
+    if not 0 <= position < MAX_POSITION:
+        raise ValueError(
+            f"q_start must be at least 0 and below {MAX_POSITION} {where}, got {position}"
+        )
 
 
 class CallExtents(NamedTuple):
@@ -57,7 +83,7 @@ class CallExtents(NamedTuple):
     total_k: int
     packs_q: bool
     packs_k: bool
-    q_start: int | None
+    q_start: Any
 
     def check_columns(self, value: Tensor | ColumnMask) -> None:
         """Refuse column intervals whose rows are not, or may not be, the call's queries.
@@ -74,9 +100,8 @@ class CallExtents(NamedTuple):
             if self.total_q < self.total_k and self.q_start is None:
                 raise ValueError(
                     f"{_COLUMNS} counts rows of a mask, and this call has fewer queries than keys "
-                    f"({self}): q_start=0 says that its first query is row 0 of the mask, and "
-                    "ColumnMask(..., seqlen_q=...) how many queries a mask was made for; got "
-                    "q_start None"
+                    f"({self}): {_SAYS}, and ColumnMask(..., seqlen_q=...) how many queries a mask "
+                    "was made for; got q_start None"
                 )
             return
         assert isinstance(value, ColumnMask)
@@ -89,8 +114,8 @@ class CallExtents(NamedTuple):
             )
         # of packed queries some sequences can have fewer than that, and others more
         all_rows = self.batch * int(rows)
-        if self.total_q > all_rows:
-            raise ValueError(f"{made_for}, and does not cover this call ({self})")
+        if self.total_q > all_rows or self._known_end(packed_end=None) > rows:
+            raise ValueError(f"{made_for}, and does not cover this call ({self}{self._told_start})")
         if self.total_q < all_rows and self.q_start is None:
             self._refuse_part(made_for)
 
@@ -107,20 +132,35 @@ class CallExtents(NamedTuple):
             return
         rows, keys = _as_lengths(seqlens)
         made_for = f"{_LISTS} was made for {rows} queries x {keys} keys"
-        if rows < self.seqlen_q or keys < self.seqlen_k:
+        if max(self.seqlen_q, self._known_end(packed_end=self.seqlen_q)) > rows or (
+            keys < self.seqlen_k
+        ):
             longest = ""
             if self.packs_q or self.packs_k:
                 longest = f": sequences of up to {self.seqlen_q} queries and {self.seqlen_k} keys"
-            raise ValueError(f"{made_for}, and does not cover this call ({self}){longest}")
+            given = f"{self}{self._told_start}"
+            raise ValueError(f"{made_for}, and does not cover this call ({given}){longest}")
         varies = self.packs_q or self.packs_k
         if rows > self.seqlen_q < self.seqlen_k and self.q_start is None and not varies:
             self._refuse_part(made_for)
 
     def _refuse_part(self, made_for: str) -> None:
         raise ValueError(
-            f"{made_for}, and this call has fewer queries ({self}): q_start=0 says that its first "
-            "query is row 0 of the mask; got q_start None"
+            f"{made_for}, and this call has fewer queries ({self}): {_SAYS}; got q_start None"
         )
+
+    def _known_end(self, packed_end: int | None) -> int:
+        """One past the last row of the mask that a sequence surely reaches, by shapes; 0 if they do
+        not tell. packed_end: the queries of a packed sequence, if they are known."""
+        if not isinstance(self.q_start, Integral):
+            return 0
+        seqlen_q = packed_end if self.packs_q else self.seqlen_q
+        return 0 if seqlen_q is None else int(self.q_start) + seqlen_q
+
+    @property
+    def _told_start(self) -> str:
+        at = isinstance(self.q_start, Integral) and int(self.q_start) > 0
+        return f" from position {self.q_start} on" if at else ""
 
     def __str__(self) -> str:
         queries, keys = f"{self.seqlen_q} queries", f"{self.seqlen_k} keys"

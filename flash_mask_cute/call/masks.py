@@ -36,8 +36,10 @@ class ResolvedMasks(NamedTuple):
     block_lists: BlockSparseTensorsTorch | None
 
     @staticmethod
-    def of(masks: Masks, causal: bool, shapes: FwdShapes, device: torch.device) -> ResolvedMasks:
-        """From arguments that `check_fwd_inputs` has passed.
+    def of(
+        masks: Masks, causal: bool, shapes: FwdShapes, device: torch.device, has_start: bool
+    ) -> ResolvedMasks:
+        """From arguments that `check_fwd_inputs` has passed. has_start: q_start is among them.
 
         Raises:
             TypeError, ValueError: block lists that do not fit the problem.
@@ -48,7 +50,7 @@ class ResolvedMasks(NamedTuple):
                 from_block_mask(masks.block_sparse_tensors_torch),
                 shapes.batch,
                 shapes.heads_q,
-                shapes.seqlen_q,
+                None if has_start else shapes.seqlen_q,
                 shapes.seqlen_k,
                 device,
             )
@@ -88,7 +90,8 @@ class ResolvedMasks(NamedTuple):
     def describe(self, tiles: FwdTiles, are_bits: bool) -> str:
         """In words, empty if there is nothing.
 
-        are_bits: block lists are taken so, by what asks a mask_mod before attention.
+        are_bits: block lists are taken as bits, by the kernel that makes mask bits before
+        attention.
         """
         parts = []
         if self.column_mask is not None:
@@ -111,9 +114,19 @@ class ResolvedMasks(NamedTuple):
             parts.append(f"{len(self.aux_tensors)} aux tensors")
         return "; ".join(parts)
 
-    def unpackable(self, shapes: FwdShapes) -> str | None:
-        """The argument, if there is one, under which query heads of a group cannot share a tile."""
-        if self.block_lists is not None:
+    def rows_fit(self, seqlen_q: int) -> bool:
+        """Whether block lists, if there are any, have as many rows of blocks as a call."""
+        if self.block_lists is None or self.block_size is None:
+            return True
+        return self.block_lists.mask_block_cnt.shape[2] == -(-seqlen_q // self.block_size[0])
+
+    def unpackable(self, shapes: FwdShapes, lists_are_bits: bool) -> str | None:
+        """The argument, if there is one, under which query heads of a group cannot share a tile.
+
+        lists_are_bits: block lists are read by position, whatever the head.
+        """
+        lists = self.block_lists
+        if lists is not None and not (lists_are_bits and lists.mask_block_cnt.shape[1] == 1):
             return "block lists (block_sparse_tensors)"
         if self.column_mask is not None:
             heads = self.column_mask.startend_row_indices.shape[1]

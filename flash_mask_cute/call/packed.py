@@ -7,12 +7,14 @@ documents, and in `plan.py` where they are found in a mask_mod.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any, overload
 
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Masks, Tensors
 from flash_mask_cute.call.copies import new_gradient
+from flash_mask_cute.call.problem import END
 from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -25,9 +27,9 @@ def holds_documents(
 ) -> bool:
     """Whether a mask is said to hold documents, and this call can be packed by them.
 
-    Other operands, wrong ones among them, are for the call with the mask as it is. causal: of the
-    call, which must not hide more than the mask does. others: lengths, mods and block lists of the
-    call, which packed sequences do not have as they are.
+    Other operands, wrong ones included, go to the call with the dense mask. causal: of the call,
+    which must not hide more than the mask does. others: lengths, mods, block lists and q_start
+    (`start_that_counts`) of the call, which packed sequences do not have as they are.
     """
     if not isinstance(mask, ColumnMask) or not mask.documents:
         return False
@@ -52,6 +54,12 @@ def holds_documents(
     )
 
 
+def start_that_counts(q_start: Any) -> Any:
+    """An argument q_start, None where it says nothing of as many queries as keys."""
+    is_first = isinstance(q_start, Integral | str) and q_start in (0, END)
+    return None if is_first else q_start
+
+
 def rows_follow(*tensors: Tensor | None) -> bool:
     """Whether the rows of all batch entries of a tensor (batch, row, ...) follow each other."""
     return all(
@@ -65,10 +73,10 @@ def rows_follow(*tensors: Tensor | None) -> bool:
 def packs_documents(call: AttentionCall) -> bool:
     """Whether the documents of a call's mask are to be packed sequences."""
     x, masks, options = call.tensors, call.masks, call.options
-    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table
     others = (
         *lengths, options.max_seqlen_q, options.max_seqlen_k, masks.score_mod, masks.mask_mod,
-        masks.block_sparse_tensors_torch,
+        masks.block_sparse_tensors_torch, start_that_counts(options.q_start),
     )  # fmt: skip
     mask = masks.startend_row_indices
     return holds_documents(x.q, x.k, x.v, mask, options.causal, others) and can_pack(call)
@@ -89,7 +97,9 @@ def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
     else:
         tensors = as_rows(tensors)._replace(lse=None)
     tensors, masks = by_documents(tensors, call.masks, batch)
-    options = call.options._replace(max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse)
+    options = call.options._replace(
+        max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse, q_start=None
+    )
     return call._replace(tensors=tensors, masks=masks, options=options)
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from flash_mask_cute.call.arch import arch_spec
-from flash_mask_cute.call.arguments import AttentionCall, Direction, Tensors
+from flash_mask_cute.call.arguments import EACH, AttentionCall, Direction, Tensors
 from flash_mask_cute.call.config import BwdChoice, FwdChoice, select_bwd_config, select_fwd_config
 from flash_mask_cute.call.copies import (
     Conversion,
@@ -37,13 +38,17 @@ from flash_mask_cute.call.packed import (
     can_pack,
     packs_documents,
 )
+from flash_mask_cute.call.pages import page_box_of
 from flash_mask_cute.call.problem import (
+    END,
     AttentionProblem,
     FwdShapes,
+    fold_q_start,
     fold_window,
     may_empty_rows,
     sink_dtype,
 )
+from flash_mask_cute.call.splits import BY_SLOTS, Splits, choose_split, decode_rows
 from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.mods.traits import computes_functions
@@ -85,14 +90,16 @@ class ExecutionPlan:
     """What runs a call of either direction, and how.
 
     target: whose kernels run, or, on the CPU, whose tiles are walked over. problem: as the kernel
-    sees it. softmax_scale may have any sign; window sides are None where they are open.
+    sees it. softmax_scale may have any sign; window sides are None where they are open; q_start is
+    None where it says nothing.
     conversions: of the caller's tensors that a kernel cannot take as they are, by name.
     is_out_like_q: a forward's new out may be made like q.
 
     mask_bits: how a mask_mod is evaluated once for all heads before attention; problem and shapes
     are then those of the kernel that reads the bits, and without_bits is the plan of a kernel that
     evaluates the callable itself. packed: the plan of the packed sequences that are computed
-    instead, for a mask that is said to hold documents.
+    instead, for a mask that is said to hold documents. splits: the pieces in which a forward
+    computes its work tiles, None: it has one pass.
     """
 
     direction: Direction
@@ -107,12 +114,14 @@ class ExecutionPlan:
     window_left: int | None
     window_right: int | None
     softcap: float
+    q_start: int | str | None = None
     gradients: GradientFacts | None = None
     conversions: dict[str, Conversion | None] = field(default_factory=dict)
     is_out_like_q: bool = False
     mask_bits: MaskBitsPlan | None = None
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
+    splits: Splits | None = None
 
     @property
     def fwd_choice(self) -> FwdChoice:
@@ -153,14 +162,28 @@ class ExecutionPlan:
     def reads_lists(self) -> bool:
         """Whether the kernel reads block lists; otherwise it takes them as bits, as does what
         evaluates a mask_mod before attention."""
-        return self.direction is Direction.FORWARD and not self.problem.reads_mask_bits
+        problem = self.problem
+        is_read = not problem.reads_mask_bits and problem.q_start is None
+        return self.direction is Direction.FORWARD and is_read
+
+    @property
+    def kernel_q_start(self) -> int | str | None:
+        """What a kernel takes as q_start, `EACH` for a tensor of the call."""
+        return -1 if self.q_start == END else self.q_start
+
+    def q_start_of(self, tensors: Tensors) -> torch.Tensor | int | None:
+        """The same of a call."""
+        start: Any = self.kernel_q_start
+        return tensors.q_starts if start == EACH else start
 
     def with_choice(self, choice: FwdChoice | BwdChoice) -> ExecutionPlan:
         """The plan with these tiles, which decide on packing and on how it takes block lists."""
         problem = self.problem
         if isinstance(choice, FwdChoice):
             block_size = self.masks.block_size
-            are_bits = block_size is not None and not choice.tiles.nest_in(block_size)
+            are_bits = block_size is not None and (
+                problem.q_start is not None or not choice.tiles.nest_in(block_size)
+            )
             problem = replace(problem, packed_heads=choice.packed_heads, has_bits=are_bits)
         return replace(self, problem=problem, choice=choice)
 
@@ -181,15 +204,18 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
     is_forward = call.direction is Direction.FORWARD
     check = check_fwd_inputs if is_forward else check_bwd_inputs
     shapes = check(**call.arguments())
-    masks = ResolvedMasks.of(call.masks, call.options.causal, shapes, call.tensors.q.device)
+    device, start = call.tensors.q.device, call.options.q_start
+    masks = ResolvedMasks.of(call.masks, call.options.causal, shapes, device, start is not None)
     window = fold_window(
         call.options.causal or masks.is_causal,
         call.options.window_size_left,
         call.options.window_size_right,
     )
     problem = _fwd_problem if is_forward else _bwd_problem
-    plain = problem(call, masks, window)
+    start = _first_position(call, shapes, masks, window)
+    plain = _with_start(problem(call, masks, window), start)
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
+    chosen = replace(chosen, q_start=start)
     if packs_documents(call):
         packed = call_by_documents(call, chosen.problem.needs_lse)
         return replace(chosen, packed=plan(packed, target))
@@ -264,6 +290,34 @@ def _bwd_problem(
     )
 
 
+def _first_position(
+    call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, window: _FoldedWindow
+) -> int | str | None:
+    """The argument q_start where it says something."""
+    start = call.options.q_start
+    if isinstance(start, Integral):
+        start = int(start)
+    if not masks.rows_fit(shapes.seqlen_q):
+        return start
+    is_causal, left, right = window
+    plain = (masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists)
+    return fold_q_start(
+        start,
+        is_banded=is_causal or not (left is right is None),
+        counts_rows=any(y is not None for y in plain),
+        is_square=shapes.seqlen_q == shapes.seqlen_k and not call.has_lengths,
+    )
+
+
+def _with_start(problem: AttentionProblem, start: int | str | None) -> AttentionProblem:
+    """The problem of calls that begin at some position. Their block lists are read as bits, as
+    tiles of queries need not begin where blocks do."""
+    if start is None:
+        return problem
+    kind = "each" if start == EACH else "number"
+    return replace(problem, q_start=kind, has_lists=False, has_full_lists=False)
+
+
 def _choose_tiles(
     call: AttentionCall,
     shapes: FwdShapes,
@@ -282,7 +336,9 @@ def _choose_tiles(
     _, window_left, window_right = window
     gradients = sink = None
     if call.direction is Direction.FORWARD:
-        choose = _fwd_chooser(call, shapes, masks, window, target)
+        problem = _with_split(call, problem, shapes, masks, window, target)
+        decodes = problem.split is not None or call.tensors.page_table is not None
+        choose = _fwd_chooser(call, shapes, masks, window, target, decodes)
         sink = call.tensors.learnable_sink
     else:
         seqlens = shapes.seqlen_q, shapes.seqlen_k
@@ -309,7 +365,59 @@ def _choose_tiles(
         gradients=gradients,
         conversions={"learnable_sink": sink_conversion(sink)},
     )
-    return chosen.with_choice(choice), choose
+    chosen = chosen.with_choice(choice)
+    if call.tensors.page_table is not None:
+        box = page_box_of(call.tensors.k.shape[1], chosen.fwd_choice.tiles.tile_n)
+        chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
+    if problem.split is not None:
+        number = target.num_sms if problem.split == BY_SLOTS else call.options.num_splits
+        tile_m = chosen.fwd_choice.tiles.tile_m
+        chosen = replace(chosen, splits=Splits.of(chosen.problem, shapes, number, tile_m))
+    return chosen, choose
+
+
+def _with_split(
+    call: AttentionCall,
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    window: _FoldedWindow,
+    target: Target,
+) -> AttentionProblem:
+    """The problem with the way in which work tiles are computed in pieces, if they are.
+
+    One query sees what it sees without causal masking, and kernels without masks do least.
+    """
+    may_pack = _may_pack(call, shapes, masks, target)
+    split = choose_split(
+        call.options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms
+    )
+    if split is None:
+        return problem
+    is_at_end = problem.q_start is None or call.options.q_start == END
+    sees_all = shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
+    is_causal = problem.is_causal and not sees_all
+    return replace(problem, split=split, is_causal=is_causal)
+
+
+def _may_pack(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target) -> bool:
+    """Whether query heads of a group can share a tile."""
+    can_pack = shapes.heads_q // shapes.heads_kv <= arch_spec(target).forward.packed_rows
+    return (
+        can_pack and _unpackable(call, shapes, masks) is None and call.options.pack_gqa is not False
+    )
+
+
+def _unpackable(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks) -> str | None:
+    return masks.unpackable(shapes, lists_are_bits=call.options.q_start is not None)
+
+
+def _visible(window: _FoldedWindow) -> int | None:
+    """Keys that a query sees at most, where both sides are closed."""
+    is_causal, left, right = window
+    if left is None or not (is_causal or right is not None):
+        return None
+    return left + (right or 0) + 1
 
 
 def _fwd_chooser(
@@ -318,20 +426,19 @@ def _fwd_chooser(
     masks: ResolvedMasks,
     window: _FoldedWindow,
     target: Target,
+    decodes: bool,
 ) -> Choose:
-    is_causal, left, right = window
-    visible = None
-    if left is not None and (is_causal or right is not None):
-        visible = left + (right or 0) + 1
+    rows = decode_rows(shapes, _may_pack(call, shapes, masks, target)) if decodes else None
     return partial(
         select_fwd_config,
         shapes=shapes,
         pack_gqa=call.options.pack_gqa,
         override=call.options.config,
-        window=visible,
+        window=_visible(window),
         block_size=masks.block_size,
-        unpackable=masks.unpackable(shapes),
+        unpackable=_unpackable(call, shapes, masks),
         spec=arch_spec(target),
+        decode_rows=rows,
         num_sms=target.num_sms,
     )
 
@@ -388,6 +495,9 @@ def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) 
 
     A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
+    if chosen.splits is not None or chosen.problem.page_box is not None:
+        # each block of few queries is painted while keys come from memory
+        return chosen
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
         return chosen
     reading = chosen.with_choice(choose(reading_mask_bits(chosen.problem)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedFwd
+from flash_mask_cute.call.combine import MergedForward
 from flash_mask_cute.call.kernels import compile_fwd
 from flash_mask_cute.call.kernels_bwd import BwdKernels, compile_bwd
 from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan
@@ -36,7 +37,8 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
         return CpuForward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyForward(plan)
-    prepared = KernelForward(plan, compiled_fwd(plan).function, _compiled_store(plan))
+    merge = None if plan.splits is None else MergedForward(plan)
+    prepared = KernelForward(plan, compiled_fwd(plan).function, _compiled_store(plan), merge)
     if isinstance(plan.mask_bits, DocumentBitsPlan):
         return PackedForward(prepared, plan.problem.needs_lse, by_mask=False)
     return prepared

@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Masks, Tensors
+from flash_mask_cute.call.arguments import EACH, Masks, Tensors
+from flash_mask_cute.call.combine import MergedForward
 from flash_mask_cute.call.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.masks import MaskArguments
 from flash_mask_cute.call.plan import ExecutionPlan
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
+from flash_mask_cute.cpu.paged import gather_pages
 from flash_mask_cute.cpu.tiles import NEG_INF
 from flash_mask_cute.mask_prep.mask_bits import NO_MASK_BITS, MakeMaskBits, MaskInputs
 
@@ -34,8 +36,8 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_out_shape", "_scale", "_softcap", "_make_mask_bits", "_window_left",
-        "_window_right",
+        "_mask_arguments", "_merge", "_out_shape", "_q_start", "_scale", "_softcap",
+        "_make_mask_bits", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -43,8 +45,10 @@ class KernelForward:
         plan: ExecutionPlan,
         function: Callable[..., None],
         make_mask_bits: MakeMaskBits | None = None,
+        merge: MergedForward | None = None,
     ) -> None:
         self._function = function
+        self._merge = merge
         self._make_mask_bits = make_mask_bits
         self._has_aux = bool(plan.problem.aux)
         self._index = -1 if plan.device.index is None else plan.device.index
@@ -56,6 +60,7 @@ class KernelForward:
         _, self._scale = split_scale(plan.softmax_scale)
         self._window_left = plan.window_left
         self._window_right = plan.window_right
+        self._q_start = plan.kernel_q_start
         self._softcap = plan.softcap if plan.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
@@ -70,7 +75,7 @@ class KernelForward:
     ) -> tuple[Tensor, Tensor | None]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            _, _, _, _, _, _, _, max_scores,
+            _, _, _, _, _, _, _, max_scores, page_table, q_starts,
         ) = tensors  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -97,6 +102,9 @@ class KernelForward:
         if make_mask_bits is not None:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
+        merge = self._merge
+        partials = None if merge is None else merge.new_partials(q)
+        counter = tile_counter(q, index) if merge is None or merge.counts else None
         for mask_bits, query_chunk, found in (
             NO_MASK_BITS if make_mask_bits is None else make_mask_bits(q, mask_inputs)
         ):
@@ -104,12 +112,14 @@ class KernelForward:
                 cu_seqlens_q = cu_seqlens_k = found
             self._function(
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                None, self._window_left, self._window_right, sink, lists, aux_tensors,
-                self._softcap, tile_counter(q, index), columns, block_size, bits, mask_bits,
-                query_chunk, lse_low, max_scores,
+                page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
+                self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
+                max_scores, q_starts if self._q_start == EACH else self._q_start, partials,
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
+        if merge is not None and partials is not None:
+            merge(partials, out, lse)
         return result
 
 
@@ -164,10 +174,13 @@ class CpuForward:
         if x.max_scores is not None:
             x.max_scores.fill_(NEG_INF)
         tile_m, tile_n = plan.walk_tile
+        k, v = x.k, x.v
+        if x.page_table is not None:
+            k, v = (gather_pages(pool, x.page_table) for pool in (k, v))
         flash_attn_fwd_cpu(
             x.q,
-            x.k,
-            x.v,
+            k,
+            v,
             softmax_scale=plan.softmax_scale,
             window_left=plan.window_left,
             window_right=0 if plan.problem.is_causal else plan.window_right,
@@ -177,6 +190,7 @@ class CpuForward:
             cu_seqlens_k=x.cu_seqlens_k,
             seqused_q=x.seqused_q,
             seqused_k=x.seqused_k,
+            q_start=plan.q_start_of(x),
             seqlen_q=plan.shapes.seqlen_q,
             seqlen_k=plan.shapes.seqlen_k,
             pack_gqa=plan.problem.packed_heads,
@@ -188,6 +202,8 @@ class CpuForward:
             max_scores=x.max_scores,
             **plan.masks._asdict(),
             skip_blocks=plan.choice.tiles.skip_blocks,
+            split=plan.problem.split,
+            num_pieces=1 if plan.splits is None else plan.splits.number,
         )
         return out, lse
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Masks, Tensors
+from flash_mask_cute.call.arguments import EACH, Masks, Tensors
 from flash_mask_cute.call.copies import any_or_none, convert, new_gradient, split_scale
 from flash_mask_cute.call.kernels_bwd import (
     BwdKernels,
@@ -35,8 +35,8 @@ class KernelBackward:
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
-        "_parts_shape", "_partial_shapes", "_reads_query_early", "_scale", "_scale_dq", "_softcap",
-        "_stats_shape", "_make_mask_bits", "_padding", "_wants_aux", "_window_left",
+        "_parts_shape", "_partial_shapes", "_q_start", "_reads_query_early", "_scale", "_scale_dq",
+        "_softcap", "_stats_shape", "_make_mask_bits", "_padding", "_wants_aux", "_window_left",
         "_window_right",
     )  # fmt: skip
 
@@ -72,6 +72,7 @@ class KernelBackward:
         self._scale_dq = plan.softmax_scale
         self._window_left = plan.window_left
         self._window_right = plan.window_right
+        self._q_start = plan.kernel_q_start
         self._softcap = plan.softcap if problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
@@ -83,7 +84,7 @@ class KernelBackward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            dout, dlse, dq, dk, dv, dsink, daux, _,
+            dout, dlse, dq, dk, dv, dsink, daux, _, _, q_starts,
         ) = tensors  # fmt: skip
         index = q.get_device()
         if index >= 0 and index != current_device():
@@ -149,6 +150,7 @@ class KernelBackward:
             q, k, v, dout, stats, dq_accum, semaphores, dk_sums, dv_sums, self._scale, cu_seqlens_q,
             cu_seqlens_k, seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
             self._softcap, tile_counter(q, index), columns, bits, aux_grads, mask_bits,
+            q_starts if self._q_start == EACH else self._q_start,
         )  # fmt: skip
         postprocess(dq_accum, semaphores, dq, self._scale_dq, cu_seqlens_q, seqused_q)
         if add_parts is not None:
@@ -249,6 +251,7 @@ class CpuBackward:
             cu_seqlens_k=x.cu_seqlens_k,
             seqused_q=x.seqused_q,
             seqused_k=x.seqused_k,
+            q_start=plan.q_start_of(x),
             seqlen_q=plan.shapes.seqlen_q,
             seqlen_k=plan.shapes.seqlen_k,
             pack_gqa=1,

@@ -11,6 +11,9 @@ import torch
 
 from flash_mask_cute.limits import OPEN_WINDOW
 
+# the value of an argument q_start by which the last query is at the last key
+END = "end"
+
 
 class FwdShapes(NamedTuple):
     """The extents of one problem.
@@ -77,6 +80,10 @@ class AttentionProblem:
     (`traits.py`), which tiles of the forward depend on. reads_mask_bits: what a mask_mod and block
     lists say was stored (`plan.py`), and neither is here. deterministic, and
     may_empty_rows, that masks may leave queries which see nothing: only backwards differ by these.
+    q_start: whether the position of the first query is given, "number" for all sequences or "each"
+    of them.
+    split: how a forward computes work tiles in pieces (`splits.py`), None: it does not. page_box:
+    of keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
 
     The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
     as bits only.
@@ -111,6 +118,9 @@ class AttentionProblem:
     reads_mask_bits: bool = False
     deterministic: bool = False
     may_empty_rows: bool = False
+    q_start: str | None = None
+    split: str | None = None
+    page_box: int | None = None
 
     @property
     def is_local(self) -> bool:
@@ -125,7 +135,10 @@ class AttentionProblem:
 
     @property
     def tuning_class(self) -> TuningClass:
-        varying = (self.varlen_q, self.varlen_k, self.has_seqused_q, self.has_seqused_k)
+        varying = (
+            self.varlen_q, self.varlen_k, self.has_seqused_q, self.has_seqused_k,
+            self.q_start is not None,
+        )  # fmt: skip
         if self.mask_mod is not None:
             return TuningClass.MASK_MOD
         if self.score_mod is not None:
@@ -165,6 +178,9 @@ def may_empty_rows(
     if any(side is not None and side < 0 for side in window):
         # the band may lie beside a row's own key
         return True
+    if problem.q_start is not None:
+        # the window may lie behind the last key
+        return True
     # the last query stands at the last key, so the first one stands before the first key if there
     # are more queries, and sees some only to its right
     varying = (problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k)
@@ -190,6 +206,22 @@ def fold_window(
     if left is not None and (left <= -OPEN_WINDOW or (edge is not None and left + edge < 0)):
         return False, None, -OPEN_WINDOW
     return causal, left, None if right is None else max(right, -OPEN_WINDOW)
+
+
+def fold_q_start(
+    q_start: int | str | None, is_banded: bool, counts_rows: bool, is_square: bool
+) -> int | str | None:
+    """The position of the first query where it says something that None does not.
+
+    is_banded: there is causal masking or a window, which None aligns with the last key.
+    counts_rows: masks or callables count rows, which None does from 0. is_square: all sequences
+    have as many queries as keys, and are known to.
+    """
+    if is_square and q_start in (0, END):
+        return None
+    if not counts_rows and (q_start == END or not is_banded):
+        return None
+    return None if q_start == 0 and not is_banded else q_start
 
 
 def sink_dtype(sink: torch.Tensor) -> torch.dtype:

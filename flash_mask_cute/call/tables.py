@@ -1,7 +1,7 @@
 """Tile shapes by head dimension and mask, as data. The first row whose conditions hold is used.
 
 The rows of Hopper for head dimensions 64, 128 and 256 were measured on an H200
-(docs/measured_facts.md), the others follow from what fits. Nothing on Blackwell was measured.
+(docs/facts/hopper_forward.md), the others follow from what fits. Nothing on Blackwell was measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ class CallFacts(NamedTuple):
     """What conditions of rows are about.
 
     tuning_class: of the `AttentionProblem`. window: keys that a query sees at most, if the window
-    is closed on both sides. functions_under_causal: see the problem. block_size: of block lists
+    is closed on both sides. decode_rows: query rows that share keys, of a forward in pieces or over
+    pages, else None. functions_under_causal: see the problem. block_size: of block lists
     that the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums
     have an order (deterministic). sequences: of `seqlen_q` queries and one head each; num_sms: CTAs
     that run at once.
@@ -28,6 +29,7 @@ class CallFacts(NamedTuple):
     seqlen_q: int = 0
     seqlen_k: int = 0
     window: int | None = None
+    decode_rows: int | None = None
     functions_under_causal: bool = False
     block_size: tuple[int, int] | None = None
     may_pair: bool = True
@@ -67,7 +69,8 @@ class FwdRow(NamedTuple):
     whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
     only by its own mask. It is not for problems that read mask bits, which exist for tiles of any
     size. needs_sfu: only where functions of scores are computed under causal masking alone, which
-    keeps the special function units busy.
+    keeps the special function units busy. for_decode: only of forwards in pieces or over pages,
+    whose rows that share keys fit a tile.
     """
 
     max_dim: int
@@ -88,6 +91,7 @@ class FwdRow(NamedTuple):
     above_dim: int = 0
     max_seqlen_q: int | None = None
     gain: float | None = None
+    for_decode: bool = False
     splits_sectors: bool = False
 
     def conditions(self) -> Iterator[Condition]:
@@ -117,6 +121,12 @@ class FwdRow(NamedTuple):
             most = self.max_window
             yield Condition(
                 f"window <= {most}", lambda call: call.window is not None and call.window <= most
+            )
+        if self.for_decode:
+            most_rows = self.tile_m
+            yield Condition(
+                f"in pieces, at most {most_rows} rows that share keys",
+                lambda call: call.decode_rows is not None and call.decode_rows <= most_rows,
             )
         if self.needs_sfu:
             yield Condition("functions of scores, causal", lambda call: call.functions_under_causal)
@@ -201,6 +211,16 @@ def describe_conditions(row: FwdRow | BwdRow) -> str:
 
 
 SM90_FWD = (
+    FwdRow(
+        *(64, 64, 64, 128, 6, 2, False),
+        "decoding waits for memory: one warpgroup, and as many keys in flight as fit",
+        for_decode=True,
+    ),
+    FwdRow(
+        *(128, 128, 64, 128, 3, 1, False),
+        "decoding waits for memory: one warpgroup, and as many keys in flight as fit",
+        for_decode=True,
+    ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
         "tiles of which the usual blocks of block lists are made",
@@ -342,7 +362,7 @@ SM90_BWD = (
     ),
     BwdRow(
         *(64, 64, 128, 2, 2, 1, 16),
-        "registers for 128 queries and a few values, which leave enough for who plans and paints",
+        "registers for 128 queries and a few values, with enough left for the mask warps",
     ),
     BwdRow(
         *(96, 96, 64, 2, 2, 1, 96),
@@ -379,7 +399,7 @@ SM90_BWD = (
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
-        "registers for 64 queries and some values, which leave enough for who paints many edges",
+        "registers for 64 queries and some values, with enough left for bits of many edges",
     ),
     BwdRow(
         *(192, 192, 64, 2, 2, 1, 0),

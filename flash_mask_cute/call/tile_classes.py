@@ -24,7 +24,7 @@ from flash_mask_cute.block_sparsity import (
     retile_lists,
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.rules.intervals import Intervals, rows_of_call
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 
@@ -45,7 +45,7 @@ class ColumnVerdicts:
         if seqlen.has_cu_seqlens_k:
             first = seqlen.offset_k // self.block_info.tile_n + batch_idx
         return Intervals(self.mask.num_vectors, self.mask.causal).classify(
-            bounds[..., first + n_blocks].unbind(1),
+            rows_of_call(bounds[..., first + n_blocks].unbind(1), seqlen.q_start, seqlen.seqlen_q),
             *self.block_info.query_range(seqlen, m_block),
             seqlen.seqlen_q,
         )
@@ -85,7 +85,42 @@ class ListVerdicts:
         return states == EMPTY, (states != FULL) & self.needs_mask_mod
 
 
-Verdicts: TypeAlias = ColumnVerdicts | ListVerdicts
+@dataclass(frozen=True)
+class PlacedLists:
+    """Block lists, read by position, of calls whose rows begin at some: states (batch | 1,
+    heads_q | 1, q_blocks, k_blocks) of blocks of block_size."""
+
+    states: Tensor
+    block_size: tuple[int, int]
+    needs_mask_mod: bool
+    block_info: BlockInfo
+
+    def classify(
+        self, batch_idx: int, seqlen: SeqlenInfoQK, m_block: int, n_blocks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden, cut), bool (heads_q | 1, n_blocks)."""
+        block_q, block_k = self.block_size
+        states = self.states[min(batch_idx, self.states.shape[0] - 1)]
+        rows = torch.arange(*self.block_info.query_range(seqlen, m_block), device="cpu")
+        q_blocks = ((rows + seqlen.shift) // block_q).clamp(0, states.shape[1] - 1).unique()
+        first = n_blocks * self.block_info.tile_n
+        end = (first + self.block_info.tile_n).clamp(max=seqlen.seqlen_k)
+        verdicts = [
+            (
+                of_tile == EMPTY,
+                (of_tile != (FULL if self.needs_mask_mod else of_tile)) | (of_tile == EMPTY),
+            )
+            for a, b in zip(first.tolist(), end.tolist(), strict=True)
+            for of_tile in [states[:, q_blocks, a // block_k : -(-b // block_k)].flatten(1)]
+        ]
+        if not verdicts:
+            nothing = torch.empty((states.shape[0], 0), dtype=torch.bool, device="cpu")
+            return nothing, nothing
+        hidden = torch.stack([absent.all(dim=1) for absent, _ in verdicts], dim=1)
+        return hidden, torch.stack([cut.any(dim=1) for _, cut in verdicts], dim=1)
+
+
+Verdicts: TypeAlias = ColumnVerdicts | ListVerdicts | PlacedLists
 
 
 class RowOfTiles(NamedTuple):

@@ -19,9 +19,12 @@ import torch
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
 from flash_mask_cute.call import axis_order
+from flash_mask_cute.call.arguments import QStart
 from flash_mask_cute.call.lengths import Side, check_lengths
 from flash_mask_cute.call.mask_extents import CallExtents, check_q_start
+from flash_mask_cute.call.pages import check_pages, paged_shape
 from flash_mask_cute.call.problem import FwdShapes
+from flash_mask_cute.call.splits import MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
 from flash_mask_cute.mods.signature import as_callable, check_mod
@@ -78,7 +81,7 @@ def check_fwd_inputs(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: torch.Tensor | ColumnMask | None = None,
-    q_start: int | None = None,
+    q_start: QStart = None,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     out: torch.Tensor | None = None,
@@ -91,21 +94,26 @@ def check_fwd_inputs(
 
     Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
-    with cu_seqlens_k, k and v are (total_k, heads_kv, ...). cu_seqlens_* are int32 (batch + 1,),
-    seqused_* int32 (batch,), learnable_sink (heads_q,), out like q with head_dim_v, lse, lse_low
-    and max_scores fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q).
-    startend_row_indices (batch or 1, heads, seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n),
-    heads 1, heads_kv or heads_q.
+    with cu_seqlens_k, k and v are (total_k, heads_kv, ...). With page_table, int32 (batch,
+    max_pages), they are pools (pages, page_size, heads_kv, ...), and seqlen_k is max_pages *
+    page_size. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
+    (heads_q,), out like q with head_dim_v, lse, lse_low and max_scores fp32 (batch, heads_q,
+    seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices (batch or 1, heads,
+    seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or heads_q.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
-    check_unsupported(num_splits, page_table)
-    check_q_start(q_start)
+    check_num_splits(num_splits)
     _check_operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
     queries = Side("q", tuple(q.shape), q.device, cu_seqlens_q, seqused_q, max_seqlen_q)
-    keys = Side("k", tuple(k.shape), k.device, cu_seqlens_k, seqused_k, max_seqlen_k)
+    shape_k = tuple(k.shape)
+    if page_table is not None:
+        check_pages(k, page_table, cu_seqlens_k, seqused_k)
+        shape_k = paged_shape(k, page_table)
+    keys = Side("k", shape_k, k.device, cu_seqlens_k, seqused_k, max_seqlen_k)
     shapes = check_lengths(queries, keys, head_dim_v=v.shape[-1])
+    check_q_start(q_start, shapes.batch, q.device)
     _check_softmax_scale(softmax_scale)
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
@@ -217,21 +225,20 @@ def refuse_transforms(but_functionalize: bool = False) -> None:
     raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
 
 
-def check_unsupported(num_splits: int, page_table: object) -> None:
-    """Refuse arguments that are known, and not supported yet.
+def check_num_splits(num_splits: int) -> None:
+    """Check in how many pieces work is to be computed.
 
     Raises:
         TypeError: num_splits is no int.
-        NotImplementedError: num_splits is not 1, or page_table not None.
+        ValueError: num_splits is negative, or too large.
     """
-    if page_table is None and type(num_splits) is int and num_splits == 1:
+    if type(num_splits) is int and 0 <= num_splits <= 1:
         return  # isinstance of an abstract class takes three times as long
-    if page_table is not None:
-        raise NotImplementedError(
-            f"page_table is not supported yet, got {brief(page_table)}; it must be None"
+    if not 0 <= check_int("num_splits", num_splits, "an int") <= MOST_SPLITS:
+        raise ValueError(
+            f"num_splits must be 0 (the library decides), or from 1 to {MOST_SPLITS}, got "
+            f"{num_splits}"
         )
-    if check_int("num_splits", num_splits, "an int") != 1:
-        raise NotImplementedError(f"num_splits other than 1 is not supported yet, got {num_splits}")
 
 
 def check_gradient_settings(

@@ -8,10 +8,12 @@ from cutlass import Int32
 
 from flash_mask_cute.core.ring import Ring
 from flash_mask_cute.core.walk_ring import WalkRing
-from flash_mask_cute.core.work_ring import WorkRing
+from flash_mask_cute.core.work_ring import WORK_FIELDS, WorkRing
 
 SMEM_CAPACITY = 232448
 REGISTER_FILE = 65536
+# of a thread
+MAX_REGISTERS = 255
 THREADS_PER_WARPGROUP = 128
 WARPS_PER_WARPGROUP = 4
 RING_STAGES = 4
@@ -50,12 +52,13 @@ def planning_rings(
     ascending: bool,
     uncut_first: bool,
     predecessors: cute.Tensor | None = None,
+    fields: tuple[str, ...] = WORK_FIELDS,
 ) -> tuple[WorkRing, WalkRing]:
     """What the planning warp writes: work tiles, for all others, and walks, for some of them.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
     :param num_walkers: warps that go through walks; num_others: those that only know work tiles
-    :param ascending, uncut_first, predecessors: see `WalkRing`
+    :param ascending, uncut_first, predecessors: see `WalkRing`; fields: see `WorkRing`
     """
     work = Ring.create(
         storage.ring.data_ptr(),
@@ -66,4 +69,4 @@ def planning_rings(
     walk = Ring.create(
         storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, num_walkers
     )
-    return WorkRing(work), WalkRing(walk, ascending, uncut_first, predecessors)
+    return WorkRing(work, fields), WalkRing(walk, ascending, uncut_first, predecessors)

@@ -70,7 +70,7 @@ class DqSums:
 
     @cute.jit
     def with_predecessor(self, summed: Summed) -> Summed:
-        """With the turn, where there is no order or nothing to be sent."""
+        """With the predecessor: without a fixed order, or if there is nothing to send."""
         predecessor = summed.predecessor
         if const_expr(self.clears_dq):
             predecessor = Int32(1)

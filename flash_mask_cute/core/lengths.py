@@ -7,12 +7,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.tile_scheduler import WorkTile
-from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.core.work_ring import WORK_FIELDS, Work
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 
 class Lengths(NamedTuple):
-    """Where sequences start and how long they are; any of the tensors may be absent."""
+    """Where sequences start and how long they are; any of the tensors may be absent.
+
+    q_start: the position of each sequence's first query, (batch,) int32 or a number for all, of
+    which a negative one stands for the number of keys less that of queries. None: not given.
+    """
 
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
@@ -20,6 +24,7 @@ class Lengths(NamedTuple):
     seqused_k: cute.Tensor | None
     seqlen_q: Int32
     seqlen_k: Int32
+    q_start: cute.Tensor | Int32 | None = None
 
     @property
     def keys_may_be_absent(self) -> bool:
@@ -34,13 +39,28 @@ class Lengths(NamedTuple):
         cu_seqlens_k: cute.Tensor | None,
         seqused_q: cute.Tensor | None,
         seqused_k: cute.Tensor | None,
+        q_start: cute.Tensor | Int32 | None = None,
     ) -> "Lengths":
         """Of tensors (batch, row, ...), or (row, ...) where sequences are packed."""
         seqlen_q, seqlen_k = (
             t.shape[1] if cu_seqlens is None else t.shape[0]
             for t, cu_seqlens in ((mQ, cu_seqlens_q), (mK, cu_seqlens_k))
         )
-        return Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, seqlen_q, seqlen_k)
+        tensors = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        return Lengths(*tensors, seqlen_q, seqlen_k, q_start)
+
+    @property
+    def work_fields(self) -> tuple[str, ...]:
+        """What ring entries carry of a `Work`."""
+        return WORK_FIELDS if self.q_start is None else (*WORK_FIELDS, "q_start")
+
+    def first_position(self, batch_idx: Int32, used: SeqlenInfoQK) -> Int32 | None:
+        """Of the queries of a sequence; used: its lengths."""
+        if self.q_start is None:
+            return None
+        if not isinstance(self.q_start, cutlass.Numeric):
+            return self.q_start[batch_idx]
+        return cutlass.select_(self.q_start < 0, used.seqlen_k - used.seqlen_q, self.q_start)
 
 
 @cute.jit
@@ -68,6 +88,7 @@ def describe(tile: WorkTile, lengths: Lengths, blocks_are_keys: cutlass.Constexp
         Int32(used.seqlen_q),
         Int32(used.offset_k),
         Int32(used.seqlen_k),
+        lengths.first_position(batch_idx, used),
     )
 
 

@@ -6,22 +6,28 @@ from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.pages import PageRow, Pages
+from flash_mask_cute.core.row_copies import BlockRows, RowCopies
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 
 # where the number of a key block begins in the word of its stage
 N_BLOCK_SHIFT = 4
+# Steps of copies by rows, a key block and a value block each, that are not waited for at once.
+# There is a stage more, for who reads them to release.
+STEPS_IN_FLIGHT = 1
 
 
 class LoadShape(Protocol):
     """What a plan says about loads.
 
-    row_tile: the (packed heads, positions) of a box of query rows. q_fills, q_boxes: fills of the
+    row_tile: the (packed heads, positions) of a box of query rows. group_size: how many of the rows
+    of a position are heads. q_fills, q_boxes: fills of the
     query channel for a work tile, and boxes of a fill. box_k (keys, d) and box_v ((1, keys), d_v):
     what this CTA fetches of a key and of a value block, all or its part. bytes_q, bytes_k, bytes_v:
     of a fill, by this CTA. overlaps_tiles: the next tile's query may be fetched before this tile's
@@ -33,6 +39,7 @@ class LoadShape(Protocol):
     tile_d: int
     tile_dv: int
     packed_heads: int
+    group_size: int
     row_tile: tuple[int, int]
     box_k: tuple[int, int]
     box_v: tuple[tuple[int, int], int]
@@ -42,6 +49,7 @@ class LoadShape(Protocol):
     bytes_k: int
     bytes_v: int
     overlaps_tiles: bool
+    page_box: int | None
 
 
 class Buffer(NamedTuple):
@@ -61,11 +69,20 @@ class Place(NamedTuple):
 
 
 class LoadState(NamedTuple):
-    """Key blocks fetched so far, and the value block that is to follow the last of them."""
+    """Key blocks fetched so far, and the value block that is to follow the last of them.
+
+    v_pages, next_pages: of pages, those that this lane looks up of the value block and of the block
+    before it, which a walk mostly visits next: box after box of a block, a lane each, or
+    `BlockRows`. k_ready, v_ready: of those, blocks that were handed over.
+    """
 
     blocks: Int32
     v_block: Int32
     v_place: Place
+    v_pages: Int32 | BlockRows | None = None
+    next_pages: Int32 | BlockRows | None = None
+    k_ready: Int32 | None = None
+    v_ready: Int32 | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,7 @@ class OperandLoads:
     smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words: a
     word for each key stage, for readers that do not go through walks themselves: the flags of its
     block (`walk_ring`), and from bit N_BLOCK_SHIFT on its number. part: which of the parts of a
-    block is this CTA's.
+    block is this CTA's. pages: where keys and values lie in pages.
     """
 
     operands: tma.Operands
@@ -87,6 +104,7 @@ class OperandLoads:
     shape: cutlass.Constexpr[LoadShape]
     words: cute.Tensor | None = None
     part: int | Int32 = 0
+    pages: Pages | None = None
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
@@ -94,20 +112,32 @@ class OperandLoads:
         tile's query and first keys go out before this tile's last values."""
         tile, chunk = Int32(0), Int32(0)
         state = LoadState(Int32(0), Int32(-1), Place(*[Int32(0)] * len(Place._fields)))
+        if const_expr(self.pages is not None):
+            state = state._replace(v_pages=Int32(0), next_pages=Int32(0))
+        if const_expr(self._by_rows):
+            nowhere = self._copies.nowhere()
+            state = state._replace(v_pages=nowhere, next_pages=nowhere)
+            state = state._replace(k_ready=Int32(0), v_ready=Int32(0))
         while ring.wait(tile):
             work = ring.read(tile)
             self._load_query(tile, work)
             place = Place(
                 work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
             )
-            chunk, state = walk.visit(chunk, state, partial(self._load_block, place))
+            load = self._load_block if const_expr(self.pages is None) else self._load_paged_block
+            chunk, state = walk.visit(chunk, state, partial(load, place))
             if const_expr(not self.shape.overlaps_tiles):
                 # the next query has to wait for the output, which has to wait for these
                 self._load_values(state)
                 state = state._replace(v_block=Int32(-1))
+            if const_expr(self._by_rows):
+                # whoever reads them lets the next query come
+                state = self._hand_over_rows(state, 0)
             ring.release(tile)
             tile += 1
         self._load_values(state)
+        if const_expr(self._by_rows):
+            self._hand_over_rows(state._replace(v_block=Int32(-1)), 0)
         if const_expr(self.k.channel.home is not None):
             # releases come from another CTA, and must not come after the end of this one
             self.q.channel.drain(tile * self.shape.q_fills)
@@ -125,13 +155,7 @@ class OperandLoads:
         blocks = cute.local_tile(gK, shape.box_k, (None, 0))
         parts = shape.tile_n // shape.box_k[0]
         src, dst = tma.blocks_of(self.operands.k_atom, blocks, self.k.smem)
-        # all that can be known before the stage is free, since from then on time counts
-        word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.index << N_BLOCK_SHIFT)
-        channel = self.k.channel
-        channel.acquire(number)
-        if const_expr(self.words is not None):  # noqa: SIM102 (decided while tracing)
-            if cute.arch.lane_idx() == 0:
-                self.words[channel.index(number)] = word
+        channel = self._begin_block(number, block)
         channel.expect(number, shape.bytes_k)
         cute.copy(
             self.operands.k_atom,
@@ -143,9 +167,155 @@ class OperandLoads:
         return LoadState(number + 1, block.index, place)
 
     @cute.jit
+    def _begin_block(self, number: Int32, block: Block) -> Channel:
+        """Wait for a stage of keys, and say which block comes there."""
+        # all that can be known before the stage is free, since from then on time counts
+        word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.index << N_BLOCK_SHIFT)
+        channel = self.k.channel
+        channel.acquire(number)
+        if const_expr(self.words is not None):  # noqa: SIM102 (decided while tracing)
+            if cute.arch.lane_idx() == 0:
+                self.words[channel.index(number)] = word
+        return channel
+
+    # -- pages ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def _load_paged_block(self, place: Place, state: LoadState, block: Block) -> LoadState:
+        """Fetch the keys of a block, and the values of the one before it."""
+        number, pages = state.blocks, state.next_pages
+        is_next = (block.index == state.v_block - 1) & (place.batch_idx == state.v_place.batch_idx)
+        if is_next == Boolean(False):
+            pages = self._look_up(place, block.index)
+        channel = self._begin_block(number, block)
+        if const_expr(self._by_rows):
+            smem = self.k.smem[None, None, channel.index(number)]
+            self._copies.copy(self.pages.k, place.head, pages, smem)
+        else:
+            self._load_key_boxes(place, block.index, pages, number)
+        next_pages = self._look_up(place, block.index - 1)
+        self._load_paged_values(state)
+        state = state._replace(
+            blocks=number + 1,
+            v_block=block.index,
+            v_place=place,
+            v_pages=pages,
+            next_pages=next_pages,
+        )
+        if const_expr(self._by_rows):
+            state = self._hand_over_rows(state, STEPS_IN_FLIGHT)
+        return state
+
+    @cute.jit
+    def _load_key_boxes(self, place: Place, block: Int32, pages: Int32, number: Int32) -> None:
+        shape, channel = self.shape, self.k.channel
+        channel.expect(number, shape.bytes_k)
+        for box in cutlass.range(shape.tile_n // shape.page_box, unroll=1):
+            at = self._page_row(place, block, box, pages)
+            gK = self.operands.k[None, None, place.head, at.page]
+            gK = cute.domain_offset((at.row, 0), gK)
+            smem, tile = self.k.smem, shape.box_k
+            self._load_box(self.operands.k_atom, gK, smem, tile, box, number, channel)
+
+    @cute.jit
+    def _load_paged_values(self, state: LoadState) -> None:
+        """Fetch the value block that is due, if there is one: no row that is not in use."""
+        if state.v_block >= 0:
+            shape, place, channel = self.shape, state.v_place, self.v.channel
+            number = state.blocks - 1
+            channel.acquire(number)
+            # (d_v, keys) to products, (keys, d_v) to copies
+            smem = cute.make_tensor(
+                self.v.smem.iterator, cute.select(self.v.smem.layout, [1, 0, 2])
+            )
+            if const_expr(self._by_rows):
+                stage = smem[None, None, channel.index(number)]
+                self._copies.copy(self.pages.v, place.head, state.v_pages, stage)
+            else:
+                channel.expect(number, shape.bytes_v)
+                for box in cutlass.range(shape.tile_n // shape.page_box, unroll=1):
+                    at = self._page_row(place, state.v_block, box, state.v_pages)
+                    gV = self.operands.v[None, None, None, at.page]
+                    gV = tma.at_ragged_sequence(gV, Int32(0), at.in_use, self.pages.page_size)
+                    gV = cute.domain_offset(((place.head, at.row), 0), gV)
+                    tile = shape.box_v
+                    self._load_box(self.operands.v_atom, gV, smem, tile, box, number, channel)
+
+    def _load_box(
+        self,
+        atom: cute.CopyAtom,
+        gmem: cute.Tensor,
+        smem: cute.Tensor,
+        tile: tuple,
+        box: Int32,
+        number: Int32,
+        channel: Channel,
+    ) -> None:
+        """Fetch the first rows of gmem into a box of a stage."""
+        rows_and_columns = self.shape.page_box, cute.size(smem, mode=[1])
+        of_box = cute.local_tile(smem, rows_and_columns, (box, 0, None))
+        src, dst = tma.blocks_of(atom, cute.local_tile(gmem, tile, (0, 0)), of_box)
+        stage, barrier = channel.index(number), channel.barrier(number)
+        cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
+
+    def _key(self, place: Place, block: Int32, box: Int32) -> Int32:
+        """The first key of a box of a block; of a box behind the sequence's end its last one, whose
+        row is there to be read."""
+        key = block * self.shape.tile_n + box * self.shape.page_box
+        return cutlass.max(cutlass.min(key, place.length - 1), 0)
+
+    def _look_up(self, place: Place, block: Int32) -> Int32 | BlockRows:
+        """The page of a box of a block, this lane's, or where its rows lie."""
+        if self._by_rows:
+            return self._copies.look_up(place.batch_idx, cutlass.max(block, 0), place.length)
+        last = self.shape.tile_n // self.shape.page_box - 1
+        box = cutlass.min(cute.arch.lane_idx(), last)
+        key = self._key(place, cutlass.max(block, 0), box)
+        return self.pages.number(place.batch_idx, key)
+
+    def _page_row(self, place: Place, block: Int32, box: Int32, pages: Int32) -> PageRow:
+        """Where a box of a block lies; pages: what the lanes have looked up."""
+        page = cute.arch.shuffle_sync(pages, box)
+        return self.pages.place(page, self._key(place, block, box), place.length)
+
+    # -- rows of pages --------------------------------------------------------------------------
+
+    @property
+    def _by_rows(self) -> bool:
+        return self.pages is not None and self.pages.k is not None
+
+    @property
+    def _copies(self) -> RowCopies:
+        return RowCopies(self.pages, self.shape.tile_n)
+
+    @cute.jit
+    def _hand_over_rows(self, state: LoadState, in_flight: cutlass.Constexpr[int]) -> LoadState:
+        """End a step of copies, of a block of keys and of the values before it, and hand over what
+        all steps have copied but the last ones.
+
+        Who copied rows waits for them, because products read them by another proxy.
+        """
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(in_flight)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        k_ready, v_ready = state.k_ready, state.v_ready
+        values = cutlass.select_(state.v_block >= 0, state.blocks - 1, state.blocks)
+        while k_ready < state.blocks - in_flight:
+            self.k.channel.publish(k_ready)
+            k_ready += 1
+        while v_ready < values - in_flight:
+            self.v.channel.publish(v_ready)
+            v_ready += 1
+        return state._replace(k_ready=k_ready, v_ready=v_ready)
+
+    # -- values and queries ---------------------------------------------------------------------
+
+    @cute.jit
     def _load_values(self, state: LoadState) -> None:
         """Fetch the value block that is due, if there is one."""
-        if state.v_block >= 0:
+        if const_expr(self.pages is not None):
+            self._load_paged_values(state)
+        elif state.v_block >= 0:
             shape, place = self.shape, state.v_place
             row = state.v_block * shape.tile_n
             # No row of another sequence and none that is not in use, which may hold NaN:
@@ -196,7 +366,7 @@ class OperandLoads:
             for box in cutlass.range_constexpr(shape.q_boxes):
                 tile_row = work.block * shape.tile_m + (fill * shape.q_boxes + box) * rows_of_box
                 first = (
-                    work.head_idx * shape.packed_heads,
+                    work.head_idx * shape.group_size,
                     work.offset_q + tile_row // shape.packed_heads,
                 )
                 src, dst = tma.tile_of(

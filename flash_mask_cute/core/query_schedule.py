@@ -11,11 +11,13 @@ from flash_mask_cute.core.tile_scheduler import ScheduleParams
 
 
 class QuerySchedule(NamedTuple):
-    """Work tiles, heads (packed ones count once) for each KV head, and CTAs to launch."""
+    """Work tiles, heads (packed ones count once) for each KV head, and CTAs to launch. num_splits:
+    pieces of each work tile, which count as heads of the work tiles; None: they have none."""
 
     params: ScheduleParams
     heads_per_kv: Int32
     grid: Int32
+    num_splits: Int32 | None = None
 
     @staticmethod
     def create(
@@ -25,20 +27,24 @@ class QuerySchedule(NamedTuple):
         head_dims: tuple[int, int],
         tile_m: int,
         packed_heads: int,
+        group_size: int,
         group_bytes: int | None,
         num_sms: int,
         blocks: tuple[Int32, Int32] | None = None,
+        num_splits: Int32 | None = None,
     ) -> "QuerySchedule":
         """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
 
-        group_bytes: dense, heads whose keys and values have so many bytes together come in a group,
-        so that they stay in the L2 cache while all their query blocks pass; None: the heads of one
-        KV head are a group. blocks: of each dense sequence only these, the first one and how many.
+        packed_heads: rows of a position; group_size: the heads among them. group_bytes: dense,
+        heads whose keys and values have so many bytes together come in a group, so that they stay
+        in the L2 cache while all their query blocks pass; None: the heads of one KV head are a
+        group. blocks: of each dense sequence only these, the first one and how many.
+        num_splits: pieces of each work tile, which count as heads.
         """
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
         heads_kv = mK.shape[1] if const_expr(lengths.cu_seqlens_k is not None) else mK.shape[2]
-        num_heads = heads_q // packed_heads
+        num_heads = heads_q // group_size
         num_batch = mQ.shape[0]
         if varlen_q:
             num_batch = lengths.cu_seqlens_q.shape[0] - 1
@@ -53,12 +59,14 @@ class QuerySchedule(NamedTuple):
             most = heads_kv * num_batch
             fitting = Int32(cutlass.max(cutlass.min(group_bytes // kv_bytes, most), 1))
             heads_per_group = fitting * heads_per_kv
+        num_rows = num_heads if num_splits is None else num_heads * num_splits
         grid = Int32(num_sms)
         if not varlen_q:
-            grid = cutlass.min(grid, num_blocks * num_heads * num_batch)
-        params = ScheduleParams(num_blocks, num_heads, num_batch, heads_per_group, first_block)
-        return QuerySchedule(params, heads_per_kv, grid)
+            grid = cutlass.min(grid, num_blocks * num_rows * num_batch)
+        params = ScheduleParams(num_blocks, num_rows, num_batch, heads_per_group, first_block)
+        return QuerySchedule(params, heads_per_kv, grid, num_splits)
 
     @property
     def num_heads(self) -> Int32:
-        return self.params.num_heads
+        heads = self.params.num_heads
+        return heads if self.num_splits is None else heads // self.num_splits

@@ -1,23 +1,23 @@
-"""CTAs that add to one place in global memory agree on who comes first, or on the whole order.
+"""Global-memory semaphores: either only the first CTA to add is singled out, or all are ordered.
 
-A place has a word, 0 before anybody came. In turns, it names whoever added last. Otherwise it says
-whether the first one, who need not read what was there, has written. All functions are run by a
-whole warp, and are for bulk copies.
+Each place that CTAs add to has a word, which is 0 at first. In a fixed order, it names the CTA that
+added last. Otherwise it says whether the first CTA, which stores instead of adding, has written. A
+whole warp runs each function. They are for bulk copies.
 """
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-# what the word says where there are no turns
+# values of the word if there is no fixed order
 BEGUN, THERE = 1, 2
-# in place of a turn: there is nothing to add
+# in place of a predecessor: there is nothing to add
 NO_PREDECESSOR = -1
 
 
 @cute.jit
 def is_first(place: cute.Pointer) -> Boolean:
-    """Whether this warp is the first to come, and is to write; it says so when it has, by
-    `release`, and waits for nobody else meanwhile. The others may add when this returns."""
+    """Whether this warp is the first to come. It then stores, calls `release`, and waits for no
+    other warp meanwhile. The others may add when this returns."""
     before = Int32(0)
     if cute.arch.lane_idx() == 0:
         before = cute.arch.atomic_cas(

@@ -14,6 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.experimental import primitives
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.pages import LEAST_BOX
 
 # bound of a ragged row coordinate: no sequence is longer (see `ragged_rows`)
 RAGGED_BOUND = 1 << 26
@@ -24,17 +25,23 @@ class Operands(NamedTuple):
 
     q, o, v: ((head, row), head_dim, ...); k: (row, head_dim, head, ...). The last mode is the
     batch; where sequences are packed, q and k have none, and o and v that of `ragged_rows`. v has
-    both where the batch is dense and lengths vary.
+    both where the batch is dense and lengths vary. Of pages, k and v have these for the batch, and
+    are None where rows are copied one by one.
     """
 
     q_atom: cute.CopyAtom
     q: cute.Tensor
-    k_atom: cute.CopyAtom
-    k: cute.Tensor
-    v_atom: cute.CopyAtom
-    v: cute.Tensor
+    k_atom: cute.CopyAtom | None
+    k: cute.Tensor | None
+    v_atom: cute.CopyAtom | None
+    v: cute.Tensor | None
     o_atom: cute.CopyAtom
     o: cute.Tensor
+
+    @property
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        atoms = self.q_atom, self.k_atom, self.v_atom, self.o_atom
+        return tuple(atom for atom in atoms if atom is not None)
 
     @staticmethod
     def of_forward(plan, mQ, mK, mV, mO, lengths: Lengths, load=None) -> "Operands":
@@ -42,21 +49,29 @@ class Operands(NamedTuple):
         transposed; its boxes of query rows (`row_tile`), keys and values (`box_k`, `box_v`) and of
         the output (`box_o`). load: the operation, if not that of a single CTA."""
         packed_q, packed_k = lengths.cu_seqlens_q is not None, lengths.cu_seqlens_k is not None
+        ends_early = lengths.seqused_k is not None or plan.page_box is not None
         load = cpasync.CopyBulkTensorTileG2SOp() if load is None else load
         store = cpasync.CopyBulkTensorTileS2GOp()
-        operands = []
+        operands: list = []
+        layout_k, layout_v = one_stage(plan.layout_k()), cute.select(plan.layout_v(), mode=[1, 0])
+        by_rows = plan.page_box is not None and plan.page_box % LEAST_BOX != 0
+        if plan.page_box is not None and not by_rows:
+            layout_k, layout_v = (rows_of_stage(x, plan.page_box) for x in (layout_k, layout_v))
         for op, view, layout, tile in (
             (load, head_rows(mQ, packed_q), plan.layout_q(), (plan.row_tile, plan.tile_d)),
-            (load, key_rows(mK, packed_k), plan.layout_k(), plan.box_k),
+            (None if by_rows else load, key_rows(mK, packed_k), layout_k, plan.box_k),
             (
-                load,
-                sequence_rows(mV, packed_k, lengths.seqused_k is not None),
-                cute.select(plan.layout_v(), mode=[1, 0]),
+                None if by_rows else load,
+                sequence_rows(mV, packed_k, ends_early),
+                layout_v,
                 plan.box_v,
             ),
             (store, sequence_rows(mO, packed_q), plan.layout_o(), plan.box_o),
         ):
-            operands += cpasync.make_tiled_tma_atom(op, view, one_stage(layout), tile)
+            if op is None:
+                operands += [None, None]
+            else:
+                operands += cpasync.make_tiled_tma_atom(op, view, one_stage(layout), tile)
         return Operands(*operands)
 
 
@@ -158,6 +173,12 @@ def readable_rows(
     else:
         return tensor[None, None, batch_idx], row
     return tensor, cutlass.min(row, length - 1)
+
+
+def rows_of_stage(layout, rows: int):
+    """The layout of the first rows of one of a stage."""
+    columns = cute.size(layout, mode=[1])
+    return cute.composition(layout, (cute.make_layout(rows), cute.make_layout(columns)))
 
 
 def one_stage(layout):

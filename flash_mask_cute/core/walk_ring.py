@@ -1,10 +1,10 @@
-"""The blocks that a work tile visits, handed from the planning warp to those that fill stages.
+"""The blocks that a work tile visits, sent from the planning warp to the other warps.
 
-Blocks of keys in the forward; in the backward blocks of queries, of one query head after another. A
-walk is sent as chunks of up to 32 neighbouring blocks, a bit each: finding the visible ones of a
-chunk is one vote of a warp, and iterating over them is counting leading zeros. Walks over keys go
-down from chunk to chunk, walks over queries up, which `BackwardMask` explains.
-Chunks without a visible block are not sent, but a walk has at least one block.
+The forward visits blocks of keys. The backward visits blocks of queries, one query head after
+another. A walk is sent as chunks of up to 32 neighbouring blocks, with one bit for each block. One
+vote of a warp finds the visible blocks of a chunk, and counting leading zeros iterates over them.
+Walks over keys go down from chunk to chunk, walks over queries go up (`BackwardMask`). Chunks
+without a visible block are not sent, but a walk has at least one block.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ KIND_MASK, OWN_KIND_SHIFT = 3, 2
 
 
 class Kind(IntEnum):
-    """What a walk goes on with: nothing, a block that no mask cuts, a block that one does."""
+    """What a walk goes on with: nothing, a full block, or a partial one."""
 
     END = 0
     FULL = 1
@@ -32,7 +32,7 @@ class Kind(IntEnum):
 
 
 class Block(NamedTuple):
-    """A visited block: its number and query head, what cuts it, its kind and that of the next.
+    """A visited block: number, query head, what makes it partial, its kind and the next one's.
 
     predecessor: see `WalkRing.predecessors`, 0 where there are none.
     """
@@ -49,13 +49,13 @@ class Block(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Words of one bit per block, of which bit 0 is block `base`, and the head of their scores.
+    """Words with one bit for each block, and the head of their scores. Bit 0 is block `base`.
 
-    visible: blocks to visit. The next four say what cuts them: hidden (nothing of the block is
-    visible), band (an edge of it, or the end of the keys), columns (an edge of an interval), asks
-    (mask_mod decides). uncut: visible blocks that nothing cuts, the same with skipping on and off,
-    as the order is that they are visited in. follower: the `Kind` of the first block of the walk's
-    next chunk.
+    visible: blocks to visit. The next four say why a block is partial: hidden (nothing of it is
+    visible), band (an edge of the band or the end of the keys), columns (an edge of an interval),
+    needs_mask_mod (mask_mod decides). uncut: fully visible blocks; it does not depend on
+    skip_blocks, because it fixes the visiting order. follower: the `Kind` of the first block of the
+    walk's next chunk.
     """
 
     base: Int32
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
 
     @staticmethod
     def hidden_block(index: Int32, head_idx: Int32) -> "Chunk":
-        """A whole walk that visits one block, of which nothing is visible."""
+        """A whole walk that visits one empty block."""
         words = (index, head_idx, Kind.END, 1, 1, 0, 0, 0, 0)
         return Chunk(*(Int32(word) for word in words))
 
@@ -86,7 +86,8 @@ class Chunk(NamedTuple):
         return Chunk(base, head_idx, Int32(Kind.END), visible, *cuts, uncut)
 
     def without_skipping(self, exists: Boolean, has_columns: bool) -> "Chunk":
-        """The chunk that visits and paints all blocks for which a lane says that they exist."""
+        """The chunk that visits all existing blocks as partial ones. Each lane says whether its
+        block exists."""
         every = Int32(-1)
         return self._replace(
             visible=cute.arch.vote_ballot_sync(exists),
@@ -119,9 +120,9 @@ class Chunk(NamedTuple):
 class WalkRing:
     """A ring of `Chunk`.
 
-    ascending: a chunk's blocks are visited from the lowest one on, not from the highest one down.
-    uncut_first: those that nothing cuts before the others, as a walk's first product is issued
-    before bits could tell which rows need none of it.
+    ascending: a chunk's blocks are visited from the lowest one up, not from the highest one down.
+    uncut_first: full blocks come first. The first product of a walk is issued before its bits are
+    known, and would partly be wasted on a partial block.
     predecessors (CHUNK, stages) int32 or None: one more word for each block of a chunk.
     """
 
@@ -161,8 +162,8 @@ class WalkRing:
     ) -> Any:
         """Fold `state = step(state, block)` over a walk that starts with chunk `number`.
 
-        Returns the number of the next walk's first chunk, and the state. With `only_cut` the
-        blocks that nothing cuts are passed over.
+        Returns the number of the next walk's first chunk, and the state. With `only_cut` full
+        blocks are passed over.
         """
         is_last = Boolean(False)
         while not is_last:

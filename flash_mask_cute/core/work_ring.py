@@ -8,6 +8,7 @@ a negative block ends the work.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import cutlass
 from cutlass import Boolean, Int32
 
 from flash_mask_cute.core.ring import Ring
@@ -20,6 +21,10 @@ class Work(NamedTuple):
     block: of queries in the forward, of keys in the backward; head_idx counts KV heads in the
     backward, and where query heads are packed.
     slot: rows that the sequence occupies on the block's side, in use or not.
+    q_start: the position of its first query, in launches that are given one. first_block,
+    end_block: the key blocks that this CTA's piece of it may visit, and place, where that goes
+    (`core/partials.py`), in launches that compute work tiles in pieces. Fields that may be None are
+    in ring entries only where a launch has them (`WorkRing.fields`).
     """
 
     block: Int32
@@ -30,6 +35,10 @@ class Work(NamedTuple):
     seqlen_q: Int32
     offset_k: Int32
     seqlen_k: Int32
+    q_start: Int32 | None = None
+    first_block: Int32 | None = None
+    end_block: Int32 | None = None
+    place: Int32 | None = None
 
     @property
     def has_scores(self) -> Boolean:
@@ -37,17 +46,27 @@ class Work(NamedTuple):
 
     @property
     def seqlen(self) -> SeqlenInfoQK:
-        return SeqlenInfoQK(self.offset_q, self.offset_k, self.seqlen_q, self.seqlen_k)
+        lengths = self.offset_q, self.offset_k, self.seqlen_q, self.seqlen_k
+        return SeqlenInfoQK(*lengths, q_start=self.q_start)
+
+    def position(self, q_idx: Int32) -> Int32:
+        """Of a query of the call, as masks and callables count it. What lies before position 0 is
+        at 0, as tensors are indexed with it."""
+        return q_idx if self.q_start is None else cutlass.max(q_idx + self.q_start, 0)
 
 
+# the fields of every launch
+WORK_FIELDS = tuple(name for name in Work._fields if name not in Work._field_defaults)
+PIECE_FIELDS = ("first_block", "end_block", "place")
 NO_WORK = Work(-1, *[0] * (len(Work._fields) - 1))
 
 
 @dataclass(frozen=True)
 class WorkRing:
-    """A ring of `Work`."""
+    """A ring of `Work`. fields: those that an entry carries."""
 
     ring: Ring
+    fields: cutlass.Constexpr[tuple[str, ...]] = WORK_FIELDS
 
     def acquire(self, number: Int32) -> None:
         """Wait until entry `number` may be written."""
@@ -55,7 +74,7 @@ class WorkRing:
 
     def write(self, number: Int32, work: Work) -> None:
         """Write entry `number` (from 0)."""
-        self.ring.write(number, work)
+        self.ring.write(number, [getattr(work, name) for name in self.fields])
 
     def wait(self, number: Int32) -> Boolean:
         """Wait for entry `number`; whether it holds work (False: there is no more)."""
@@ -67,7 +86,8 @@ class WorkRing:
 
         Read it where it is used instead of keeping it: its loads are cheap, registers are not.
         """
-        return Work(*self.ring.read(number, len(Work._fields)))
+        words = self.ring.read(number, len(self.fields))
+        return Work(**dict(zip(self.fields, words, strict=True)))
 
     def release(self, number: Int32) -> None:
         """This warp has read entry `number` for the last time."""

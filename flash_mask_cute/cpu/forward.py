@@ -7,7 +7,7 @@ tile is hidden from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.cpu.combine import combine_partials
+from flash_mask_cute.cpu.pieces import Cuts, RowCuts, ShareCuts
 from flash_mask_cute.cpu.tiles import (
     NEG_INF,
     SequenceWalk,
@@ -41,6 +43,7 @@ def flash_attn_fwd_cpu(
     cu_seqlens_k: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
+    q_start: Tensor | int | None = None,
     seqlen_q: int,
     seqlen_k: int,
     pack_gqa: int,
@@ -56,6 +59,8 @@ def flash_attn_fwd_cpu(
     column_mask: ColumnMask | None = None,
     block_lists: BlockSparseTensorsTorch | None = None,
     skip_blocks: bool = True,
+    split: str | None = None,
+    num_pieces: int = 1,
 ) -> None:
     """Write `out` and, if given, `lse` and `lse_low`, from arguments that the caller has validated.
 
@@ -63,7 +68,7 @@ def flash_attn_fwd_cpu(
     floating dtype. window_*: tokens, None for an open side, causal already in window_right (that of
     column_mask is added here). pack_gqa: how many query heads of a KV head share a tile; row r of
     such a tile's heads is then query r // pack_gqa of head r % pack_gqa. seqlen_*: the length of a
-    dense side.
+    dense side. q_start: as in `core.lengths.Lengths`.
 
     score_mod, mask_mod: CuTe callables, aux_tensors what they index (`mods/on_cpu.py`); the
     score that score_mod sees is scaled and soft-capped. column_mask: startend_row_indices
@@ -77,11 +82,14 @@ def flash_attn_fwd_cpu(
     largest visible score of each row. A row that sees nothing gets 0 and -inf (the sink, if there
     is one). Rows past seqused_q are not written.
 
+    split: "rows", each work tile is computed in num_pieces pieces, which are merged, or "slots",
+    all key blocks are dealt out in num_pieces equal shares; None: in one pass.
+
     Raises:
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
             on the CPU, see `eval_mask_mod`.
     """
-    walks = sequence_walks(
+    found = sequence_walks(
         q,
         softmax_scale=softmax_scale,
         window_left=window_left,
@@ -91,6 +99,7 @@ def flash_attn_fwd_cpu(
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        q_start=q_start,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         heads_kv=k.shape[-2],
@@ -103,8 +112,14 @@ def flash_attn_fwd_cpu(
         block_lists=block_lists,
         skip_blocks=skip_blocks,
     )
+    walks = list(found)
+    cuts: Cuts | None = None
+    if split is not None:
+        heads = q.shape[-2] // pack_gqa
+        by_rows = split == "rows"
+        cuts = RowCuts(walks, heads, num_pieces) if by_rows else ShareCuts(walks, heads, num_pieces)
     targets = [None if x is None else x.transpose(-1, -2) for x in (lse, lse_low, max_scores)]
-    for walk in walks:
+    for number, walk in enumerate(walks):
         sequence_out, *row_values = _attend_sequence(
             walk.rows_of_q(q),
             walk.rows_of_k(k),
@@ -112,6 +127,7 @@ def flash_attn_fwd_cpu(
             walk.rows_of_sink(learnable_sink),
             walk,
             None if score_mod is None else partial(_modify, score_mod, aux_tensors, walk.batch_idx),
+            None if cuts is None else partial(cuts.of, number),
         )
         out[walk.slot_q] = from_rows(sequence_out, pack_gqa).to(out.dtype)
         for target, values in zip(targets, row_values, strict=True):
@@ -126,19 +142,25 @@ def _attend_sequence(
     sink: Tensor | None,
     walk: SequenceWalk,
     modify: Callable[[Tensor, Tile, Tensor], None] | None,
+    cuts: Callable[[int], Mapping[int, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One batch entry: q (heads_kv, lanes, rows, d), k and v (heads_kv, 1, seqlen_k, .), sink
     (heads_kv, lanes, rows). Returns out and, of q's rows, lse, what float32 takes from it, and the
     largest score.
-    modify(scores, tile, heads) works in place."""
+    modify(scores, tile, heads) works in place. cuts: `Cuts.of` of the sequence."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], NEG_INF)
     low = q.new_zeros(q.shape[:-1])
     largest = torch.full_like(lse, NEG_INF)
     for m_block in range(walk.num_m_blocks):
         rows = walk.rows(m_block)
+        sink_of_rows = None if sink is None else sink[..., rows]
         softmax = _OnlineSoftmax(out[..., rows, :])
+        pieces = _Pieces(softmax, sink_of_rows)
+        begins = {} if cuts is None else cuts(m_block)
         for n_block in walk.n_blocks(m_block):
+            if n_block in begins:
+                pieces.end(begins[n_block].view(q.shape[:2]))
             keys = walk.keys(n_block)
             tile = walk.tile(m_block, n_block)
             heads, visible = walk.visible(tile)
@@ -146,9 +168,7 @@ def _attend_sequence(
                 scores = _score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, modify)
                 scores.masked_fill_(~visible, NEG_INF)
                 softmax.add(scores, v[..., keys, :])
-        out[..., rows, :], lse[..., rows], low[..., rows] = softmax.finalize(
-            None if sink is None else sink[..., rows]
-        )
+        out[..., rows, :], lse[..., rows], low[..., rows] = pieces.merged()
         largest[..., rows] = softmax.row_max
     return out, lse, low, largest
 
@@ -191,6 +211,35 @@ def _modify(
         )
 
 
+class _Pieces:
+    """What the rows of a query tile have seen, piece by piece. sink: of its rows, which the first
+    piece of each head adds."""
+
+    def __init__(self, softmax: _OnlineSoftmax, sink: Tensor | None) -> None:
+        self._softmax = softmax
+        self._sink = None if sink is None else sink.expand(softmax.row_max.shape).clone()
+        self._ended: list[tuple[Tensor, Tensor]] = []
+
+    def end(self, heads: Tensor) -> None:
+        """End the pieces of some heads, Boolean (heads_kv, lanes), and begin others."""
+        out, lse, _ = self._softmax.finalize(self._sink)
+        self._ended.append((out, lse.masked_fill(~heads[..., None], NEG_INF)))
+        if self._sink is not None:
+            self._sink[heads] = NEG_INF
+        self._softmax.clear(heads)
+
+    def merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse, low), as `_OnlineSoftmax.finalize`."""
+        last = self._softmax.finalize(self._sink)
+        if not self._ended:
+            return last
+        pieces = [*self._ended, last[:2]]
+        out, lse = combine_partials(
+            *(torch.stack([piece[i] for piece in pieces]) for i in range(2))
+        )
+        return out, lse, torch.zeros_like(lse)
+
+
 class _OnlineSoftmax:
     """Maximum, sum and output so far of the rows of a query tile. Hidden scores are -inf."""
 
@@ -208,6 +257,12 @@ class _OnlineSoftmax:
         self.row_max = new_max
         self.row_sum = self.row_sum * rescale + probabilities.sum(dim=-1)
         self.acc = self.acc * rescale[..., None] + probabilities @ v
+
+    def clear(self, heads: Tensor) -> None:
+        """Forget what some heads have seen."""
+        self.acc[heads] = 0.0
+        self.row_max[heads] = NEG_INF
+        self.row_sum[heads] = 0.0
 
     def finalize(self, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(out, lse, low), low what float32 takes from lse, 0 where that is -inf.

@@ -9,7 +9,7 @@ gives a wrong answer without a GPU. A `mask_mod` is the user's own, compiled for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +26,7 @@ from flash_mask_cute.block_sparsity import (
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
-from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.rules.intervals import Intervals, rows_of_call
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 # the score of a key that a query does not see, and the LSE of a query that sees none
@@ -36,7 +36,8 @@ NEG_INF = float("-inf")
 class Tile(NamedTuple):
     """One score tile, its ranges cut off where the sequence ends.
 
-    rows are those of `pack` interleaved heads, queries the positions that they touch.
+    rows are those of `pack` interleaved heads, queries those of the call that they touch. q_start:
+    the position of the first one of these, as masks and callables count.
     """
 
     m_block: int
@@ -45,6 +46,11 @@ class Tile(NamedTuple):
     queries: range
     keys: range
     pack: int
+    q_start: int = 0
+
+    def positions(self, queries: range) -> Tensor:
+        """Of some queries, int32; what lies before position 0 is at 0."""
+        return (_int32(queries) + self.q_start).clamp(min=0)
 
 
 class _Mask(Protocol):
@@ -121,6 +127,7 @@ class SequenceWalk:
             range(rows.start // self.pack, ceil_div(rows.stop, self.pack)),
             range(keys.start, keys.stop),
             self.pack,
+            self.seqlen_info.q_start or 0,
         )
 
     def rows_of_q(self, x: Tensor) -> Tensor:
@@ -177,6 +184,7 @@ def sequence_walks(
     cu_seqlens_k: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
+    q_start: Tensor | int | None,
     seqlen_q: int,
     seqlen_k: int,
     heads_kv: int,
@@ -208,6 +216,7 @@ def sequence_walks(
     ]
     for batch_idx in range(q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1):
         seqlen_info = SeqlenInfoQK.create(batch_idx, seqlen_q, seqlen_k, *lengths)
+        seqlen_info = replace(seqlen_info, q_start=start_of(q_start, batch_idx, seqlen_info))
         masks: list[_Mask] = [_BandMask(block_info, seqlen_info)]
         if column_mask is not None and bounds is not None:
             masks.append(
@@ -240,6 +249,13 @@ def sequence_walks(
         )
 
 
+def start_of(q_start: Tensor | int | None, batch_idx: int, used: SeqlenInfoQK) -> int | None:
+    """The position of a sequence's first query, as `core.lengths.Lengths` has it."""
+    if isinstance(q_start, Tensor):
+        return int(q_start[batch_idx])
+    return used.seqlen_k - used.seqlen_q if q_start is not None and q_start < 0 else q_start
+
+
 class HeadInTile(NamedTuple):
     """Where the scores of one query head lie in a tile, and their positions, int32."""
 
@@ -261,7 +277,10 @@ def heads_in_tile(tile: Tile, heads: Tensor) -> Iterator[HeadInTile]:
     for head_idx in heads.nonzero().flatten().tolist():
         lane, head_in_lane = divmod(head_idx, tile.pack)
         rows = slice((head_in_lane - tile.rows.start) % tile.pack, None, tile.pack)
-        yield HeadInTile(head_idx, lane, rows, _int32(tile.rows[rows]) // tile.pack, k_idx)
+        of_rows = tile.rows[rows]
+        first = of_rows.start // tile.pack
+        q_idx = tile.positions(range(first, first + len(of_rows)))
+        yield HeadInTile(head_idx, lane, rows, q_idx, k_idx)
 
 
 @dataclass(frozen=True)
@@ -307,6 +326,7 @@ class _ColumnIntervals:
         if seqlen_info.has_cu_seqlens_k:
             columns = columns[:, seqlen_info.offset_k :]
             bounds = bounds[..., seqlen_info.offset_k // tile_n + batch_idx :]
+        columns, bounds = rows_of_call((columns, bounds), seqlen_info.q_start, seqlen_info.seqlen_q)
         return _ColumnIntervals(
             Intervals(mask.num_vectors, mask.causal),
             columns.repeat_interleave(heads_q // columns.shape[0], dim=0),
@@ -344,21 +364,19 @@ class _ListsAndMod:
     def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
         if self.states is None or self.block_size is None:
             return torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
-        block_q, block_k = self.block_size
-        states = self.states[
-            :,
-            tile.queries.start // block_q : ceil_div(tile.queries.stop, block_q),
-            tile.keys.start // block_k : ceil_div(tile.keys.stop, block_k),
-        ].flatten(1)
+        block_k = self.block_size[1]
+        q_blocks = self._q_blocks(tile.positions(tile.queries)).unique()
+        k_blocks = slice(tile.keys.start // block_k, ceil_div(tile.keys.stop, block_k))
+        states = self.states[:, q_blocks, k_blocks].flatten(1)
         cutting = states == EMPTY if self.mask_mod is None else states != FULL
         return (states == EMPTY).all(dim=1), cutting.any(dim=1)
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
-        q_idx, k_idx = _int32(tile.queries), _int32(tile.keys)
+        q_idx, k_idx = tile.positions(tile.queries), _int32(tile.keys)
         states = torch.full((1, len(q_idx), len(k_idx)), PARTIAL, device="cpu")
         if self.states is not None and self.block_size is not None:
-            q_block, k_block = q_idx // self.block_size[0], k_idx // self.block_size[1]
-            states = self.states[:, q_block[:, None], k_block]
+            k_block = k_idx // self.block_size[1]
+            states = self.states[:, self._q_blocks(q_idx)[:, None], k_block]
         if self.mask_mod is None:
             return states != EMPTY
         visible = (states == FULL).repeat(len(heads) // len(states), 1, 1)
@@ -368,6 +386,11 @@ class _ListsAndMod:
                 self.mask_mod, self.aux_tensors, self.batch_idx, head_idx, q_idx, k_idx
             )
         return visible
+
+    def _q_blocks(self, q_idx: Tensor) -> Tensor:
+        """Of positions; those behind the lists are in their last block."""
+        assert self.states is not None and self.block_size is not None
+        return (q_idx // self.block_size[0]).clamp(max=self.states.shape[1] - 1)
 
 
 def _of_batch(x: Tensor, batch_idx: int) -> Tensor:

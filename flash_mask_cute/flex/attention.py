@@ -12,11 +12,18 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flash_mask_cute.autograd.arguments import Call
-from flash_mask_cute.flex.block_mask import lists_of, says_no_more
+from flash_mask_cute.flex.block_mask import (
+    intervals_of,
+    lists_in_graph,
+    lists_of,
+    says_no_more,
+)
 from flash_mask_cute.flex.captures import Path, described
 from flash_mask_cute.flex.convention import check_torch_mod
+from flash_mask_cute.flex.in_graph import mods_in_graph
 from flash_mask_cute.flex.lower import lower_mod
 from flash_mask_cute.flex.together import put_together
+from flash_mask_cute.flex.trace import name_of
 from flash_mask_cute.functional import attend
 from flash_mask_cute.runtime.checks import number_of
 
@@ -85,10 +92,9 @@ def flex_attention(
     """torch's function of this name, `torch.nn.attention.flex_attention.flex_attention`.
 
     query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev): bf16 or fp16 on CUDA, also fp32
-    and fp64 on the CPU, forward and backward. They are read where they are. score_mod and the
-    mask_mod of block_mask are functions of torch, which are traced once and compiled into the
-    kernel; tensors that a score_mod captures have gradients. kernel_options: hints for torch's
-    kernels are ignored.
+    and fp64 on the CPU, forward and backward. They are not copied. score_mod and the mask_mod of
+    block_mask are functions of torch, which are traced once and compiled into the kernel; tensors
+    that a score_mod captures have gradients. kernel_options: hints for torch's kernels are ignored.
 
     Returns:
         out (B, Hq, L, Ev), with strides in the order of the query's; with return_lse (out, lse),
@@ -111,30 +117,44 @@ def flex_attention(
     _check_block_mask(query, key, block_mask)
     _check_results(return_lse, return_aux)
     _check_options(kernel_options)
-    score = mask = lists = window = None
+    if torch.compiler.is_compiling():
+        return _in_graph(query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
+    score = mask = lists = window = columns = None
     if score_mod is not None:
         check_torch_mod(score_mod, "score_mod")
         score = lower_mod(score_mod, "score_mod", query.device)
+        if score.is_identity:
+            # as transformers passes one where there is nothing to do
+            score = None
     if block_mask is not None:
         check_torch_mod(block_mask.mask_mod, "mask_mod")
         mask = lower_mod(block_mask.mask_mod, "mask_mod", query.device)
         seqlens = query.shape[2], key.shape[2]
         if mask.band is not None and says_no_more(block_mask, mask.band, seqlens):
             window = mask.band.as_window(*seqlens)
-        if window is None:
+        if window is None and mask.columns is not None:
+            columns = intervals_of(block_mask, mask.columns, seqlens, query.shape[0])
+        if window is None and columns is None:
             lists = lists_of(block_mask)
-    mods = put_together(score, None if window else mask)
+        else:
+            # the mask is told without the mod
+            mask = None
+    mods = put_together(score, mask)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
-    origins = (*(score.origins if score else ()), *(mask.origins if mask and not window else ()))
+    origins = (*(score.origins if score else ()), *(mask.origins if mask else ()))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     scale = number_of("scale", scale)
     left, right = window or (None, None)
+    # a side of 0 by another name, under which the choice of tiles knows it
+    causal = right == 0
+    right = None if causal else right
     call = Call(
-        None, None, None, None, None, None, scale, False, left, right, 0.0, mods.score_mod,
-        mods.mask_mod, mods.aux_tensors, lists, None, None, False, None, None,
+        None, None, None, None, None, None, scale, causal, left, right, 0.0, mods.score_mod,
+        mods.mask_mod, mods.aux_tensors, lists, columns, None, False, None, None,
     )  # fmt: skip
-    with _named_as_captured(origins):
+    by_kind = {"score_mod": score_mod, "mask_mod": getattr(block_mask, "mask_mod", None)}
+    with _named_as_captured(origins, by_kind):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         wants_max = return_aux is not None and return_aux.max_scores
         found = attend(q, k, v, None, call, wants_lse, wants_max)
@@ -144,17 +164,62 @@ def flex_attention(
     return (out, found.lse) if wants_lse else out
 
 
+def _in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    return_lse: bool,
+    return_aux: AuxRequest | None,
+) -> Any:
+    """What torch.compile and torch.export trace: the lists of a block mask are always walked, as
+    nobody can look into them."""
+    mask_mod = lists = None
+    if block_mask is not None:
+        mask_mod, lists = block_mask.mask_mod, lists_in_graph(block_mask)
+    mods = mods_in_graph(score_mod, mask_mod, None, query.device.type, True)
+    if key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
+    call = Call(
+        None, None, None, None, None, None, scale, False, None, None, 0.0, mods.score_mod,
+        mods.mask_mod, mods.aux_tensors, lists, None, None, False, None, None,
+    )  # fmt: skip
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    wants_max = return_aux is not None and return_aux.max_scores
+    found = attend(q, k, v, None, call, wants_lse, wants_max)
+    out = _in_order_of(query, found.out.transpose(1, 2))
+    if return_aux is not None:
+        return out, AuxOutput(found.lse if wants_lse else None, found.max_scores)
+    return (out, found.lse) if wants_lse else out
+
+
+_OUTSIDE = re.compile(
+    r"(score_mod|mask_mod) .* reads aux_tensors\[(\d+)\] at index (-?\d+) of (.*), whose extent is "
+    r"(\d+)(; no index is negative in CuTe)?"
+)
+
+
 @contextmanager
-def _named_as_captured(origins: Sequence[Path]) -> Iterator[None]:
-    """An index outside an aux tensor is one outside what the caller's mod captured."""
+def _named_as_captured(origins: Sequence[Path], mods: Mapping[str, Any]) -> Iterator[None]:
+    """An index outside an aux tensor is one outside what the caller's mod captured. mods: of the
+    caller, by kind."""
     try:
         yield
     except IndexError as error:
 
-        def origin(found: re.Match[str]) -> str:
-            return described(origins[int(found[1])])
+        def told(found: re.Match[str]) -> str:
+            kind, number, index, where, extent = found.groups()[:5]
+            # what was below 0 has been counted from the end already
+            asked = int(index) - int(extent) * (int(index) < 0)
+            return (
+                f"{kind} {name_of(mods[kind])} reads {described(origins[int(number)])} at index "
+                f"{asked} of {where}, whose extent is {extent}"
+            )
 
-        raise IndexError(re.sub(r"aux_tensors\[(\d+)\]", origin, str(error))) from error
+        raise IndexError(_OUTSIDE.sub(told, str(error))) from error
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:

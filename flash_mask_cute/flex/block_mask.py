@@ -16,16 +16,29 @@ from flash_mask_cute.block_sparsity import (
     dense_states,
     from_block_mask,
 )
+from flash_mask_cute.flex.intervals import Rows
+from flash_mask_cute.flex.lower import Columns
 from flash_mask_cute.flex.simplify import Band
+from flash_mask_cute.masks.column_mask import ColumnMask
+
+
+class _Intervals(NamedTuple):
+    """What was made of a mask_mod, for the state of what it captured, which is kept so that no
+    other tensor takes its identity."""
+
+    key: tuple[Any, ...]
+    captured: tuple[Tensor, ...]
+    mask: ColumnMask | None
 
 
 class _Kept(NamedTuple):
     """What was made of a block mask, for a state of its tensors. says_no_more: by band and numbers
-    of queries and keys."""
+    of queries and keys. intervals: one at most."""
 
     state: tuple[Any, ...]
     lists: BlockSparseTensorsTorch
     says_no_more: dict[tuple[Band, tuple[int, int]], bool]
+    intervals: list[_Intervals]
 
 
 _kept: weakref.WeakKeyDictionary[BlockMask, _Kept] = weakref.WeakKeyDictionary()
@@ -35,6 +48,16 @@ def lists_of(block_mask: BlockMask) -> BlockSparseTensorsTorch:
     """int32 lists whose entries rise up to the count, as kernels walk them; torch's may be in any
     order. Made once for an object and the contents of its tensors, without waiting for a device."""
     return _kept_of(block_mask).lists
+
+
+def lists_in_graph(block_mask: BlockMask) -> BlockSparseTensorsTorch:
+    """As `lists_of`, by operators of a graph."""
+    return BlockSparseTensorsTorch(
+        *_sorted(block_mask.kv_num_blocks, block_mask.kv_indices),
+        *_sorted(block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+        (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1]),
+        (block_mask.seq_lengths[0], block_mask.seq_lengths[1]),
+    )
 
 
 def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) -> bool:
@@ -47,10 +70,71 @@ def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) ->
     kept = _kept_of(block_mask)
     band_and_lengths = band, seqlens
     if band_and_lengths not in kept.says_no_more:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if _is_capturing():
             return False
         kept.says_no_more[band_and_lengths] = _agree(kept.lists, band, seqlens)
     return kept.says_no_more[band_and_lengths]
+
+
+def intervals_of(
+    block_mask: BlockMask, columns: Columns, seqlens: tuple[int, int], batch: int
+) -> ColumnMask | None:
+    """The mask as column intervals, if they say what the mod says, and the lists say no more.
+
+    Found once for an object, the contents of its tensors and of what the mod captured, waiting for
+    the device; None where a CUDA graph is captured and it is not known yet.
+    """
+    kept = _kept_of(block_mask)
+    captured = tuple(_state(x) for x in columns.captured)
+    key = id(columns.form), captured, columns.numbers, seqlens, batch
+    for known in kept.intervals:
+        if known.key == key:
+            return known.mask
+    if _is_capturing():
+        return None
+    with torch.inference_mode(False):
+        mask = _column_mask(kept.lists, columns, seqlens, batch)
+    kept.intervals[:] = [_Intervals(key, columns.captured, mask)]
+    return mask
+
+
+def _column_mask(
+    lists: BlockSparseTensorsTorch, columns: Columns, seqlens: tuple[int, int], batch: int
+) -> ColumnMask | None:
+    rows = columns.rows(seqlens, batch, lists.mask_block_cnt.device)
+    if rows is None:
+        return None
+    place = torch.arange(seqlens[1], device=rows.low.device)
+    is_empty = rows.high <= rows.low
+    # what is hidden above the diagonal is then told by one flag
+    is_causal = (is_empty | (rows.low == place)).all()
+    agrees = rows.is_right & _lists_agree(lists, rows, seqlens)
+    is_causal_known, agrees_known = torch.stack((is_causal, agrees)).tolist()
+    if not agrees_known:
+        return None
+    causal = bool(is_causal_known) and seqlens[0] == seqlens[1]
+    vectors = (rows.high.where(~is_empty, 0),) if causal else (rows.high, rows.low)
+    indices = torch.stack(torch.broadcast_tensors(*vectors), -1)[:, None].to(torch.int32)
+    return ColumnMask(indices, causal, columns.form.has_documents, seqlen_q=seqlens[0])
+
+
+def _lists_agree(lists: BlockSparseTensorsTorch, rows: Rows, seqlens: tuple[int, int]) -> Tensor:
+    """Whether no block is hidden of which rows show something, nor full of which they hide some."""
+    states = dense_states(lists)
+    block_q, block_k = lists.block_size or (1, 1)
+    first = torch.arange(states.shape[-2], device=states.device)[:, None] * block_q
+    last = (first + block_q).clamp(max=seqlens[0])
+    low, high = (x[:, None] for x in (rows.low, rows.high))
+    is_full = (low <= first) & (high >= last)
+    is_empty = (high <= torch.maximum(low, first)) | (low >= last)
+    by_block = (
+        torch.nn.functional.pad(x, (0, -x.shape[-1] % block_k), value=True)
+        .unflatten(-1, (-1, block_k))
+        .all(-1)[:, None]
+        for x in (is_full, is_empty)
+    )
+    is_full, is_empty = by_block
+    return ~((states == EMPTY) & ~is_empty | (states == FULL) & ~is_full).any()
 
 
 def _agree(lists: BlockSparseTensorsTorch, band: Band, seqlens: tuple[int, int]) -> bool:
@@ -78,8 +162,15 @@ def _kept_of(block_mask: BlockMask) -> _Kept:
     state = tuple(_state(x) for x in given[:4]), given.block_size, given.seqlens
     kept = _kept.get(block_mask)
     if kept is None or kept.state != state:
-        kept = _kept[block_mask] = _Kept(state, _sorted_lists(given), {})
+        kept = _Kept(state, _sorted_lists(given), {}, [])
+        # what a captured graph makes is its own, and not there before it runs
+        if not _is_capturing():
+            _kept[block_mask] = kept
     return kept
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _state(tensor: Tensor | None) -> Any:

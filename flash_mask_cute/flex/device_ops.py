@@ -15,6 +15,8 @@ from cutlass import Boolean, Int32
 
 from flash_mask_cute.mods import derivative
 
+LOG2_E = math.log2(math.e)
+
 
 def where(condition: Any, x: Any, y: Any) -> Any:
     """x or y, of one dtype."""
@@ -39,6 +41,12 @@ def inside(table: Any, dimension: int, index: Any) -> Any:
     if not isinstance(index, cutlass.Numeric):
         return cutlass.min(Int32(index), last)
     return cutlass.min(index, type(index)(last))
+
+
+def below(table: Any, dimension: int, extent: int, index: Any) -> Any:
+    """An index that is not negative and less than `extent`, which is not more than the table's: the
+    host has looked. On the CPU the read is checked all the same."""
+    return index
 
 
 def wrapped(table: Any, dimension: int, index: Any) -> Any:
@@ -122,26 +130,31 @@ def sign(x: Any) -> Any:
 
 def maximum(x: Any, y: Any) -> Any:
     """The larger one, or NaN if one is."""
-    return _chosen(x, y, lambda a, b: a > b)
+    return _chosen(x, y, lambda a, b: a > b, cutlass.max)
 
 
 def minimum(x: Any, y: Any) -> Any:
     """The smaller one, or NaN if one is."""
-    return _chosen(x, y, lambda a, b: a < b)
+    return _chosen(x, y, lambda a, b: a < b, cutlass.min)
 
 
 def at_least(x: Any, low: Any) -> Any:
     """x, or `low` if that is larger: `clamp`, whose slope is 1 where they are equal."""
-    return _chosen(x, low, lambda a, b: a >= b)
+    return _chosen(x, low, lambda a, b: a >= b, cutlass.max)
 
 
 def at_most(x: Any, high: Any) -> Any:
-    return _chosen(x, high, lambda a, b: a <= b)
+    return _chosen(x, high, lambda a, b: a <= b, cutlass.min)
 
 
-def _chosen(x: Any, y: Any, is_first: Callable[[Any, Any], Any]) -> Any:
+def _chosen(
+    x: Any, y: Any, is_first: Callable[[Any, Any], Any], of_integers: Callable[[Any, Any], Any]
+) -> Any:
     dtype = _dtype(x, y)
     x, y = dtype(x), dtype(y)
+    if dtype is Int32:
+        # one instruction, and no slope that depends on which is taken
+        return of_integers(x, y)
     takes_x = is_first(x, y)
     if dtype.is_float:
         takes_x = takes_x | (x != x)
@@ -178,7 +191,11 @@ def power(x: Any, y: Any) -> Any:
 
 
 def sigmoid(x: Any) -> Any:
-    return 1.0 / (1.0 + cute.math.exp(-x))
+    # the logarithm costs less than a division
+    return cute.math.exp2(
+        -cute.math.log2(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True), fastmath=True),
+        fastmath=True,
+    )
 
 
 def detached(x: Any) -> Any:
@@ -245,4 +262,4 @@ def gelu(x: Any) -> Any:
 
 def gelu_by_tanh(x: Any) -> Any:
     inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)
-    return 0.5 * x * (1.0 + cute.math.tanh(inner))
+    return 0.5 * x * (1.0 + cute.math.tanh(inner, fastmath=True))

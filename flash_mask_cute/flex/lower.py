@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from flash_mask_cute.flex.captures import CapturedTensor, Captures, Path, described, find_captures
+from flash_mask_cute.flex.intervals import Form, Rows, find_form, rows_of
 from flash_mask_cute.flex.rebuild import NoCopyError, with_numbers
 from flash_mask_cute.flex.simplify import Band, Bound, band_of, find_bounds
 from flash_mask_cute.flex.text import AUX, Source, Text, UnknownOperator, write
@@ -29,6 +31,8 @@ from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
 
 KINDS = ("mask_mod", "score_mod")
 _LOCK = threading.RLock()
+# An index that is less than what the table has, if the table has as many as the text says.
+_CLAIM = re.compile(r"ops\.below\(aux\[(\d+)\], (\d+), (\d+), ")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class LoweredMod:
     mod: `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)` of
     CuTe, the same object for every mod with the same text. aux_tensors: what it reads, as it is to
     be passed as aux_tensors. source: the text of `mod`. origins: how the torch mod reaches each of
-    the tensors. band: what a mask_mod says, if two numbers say it all.
+    the tensors. band: what a mask_mod says, if two numbers say it all. columns: what it says by
+    column intervals, if these may say it all. is_identity: a score_mod returns the score.
     """
 
     mod: Callable[..., Any]
@@ -46,6 +51,36 @@ class LoweredMod:
     source: str
     origins: tuple[Path, ...] = ()
     band: Band | None = None
+    columns: Columns | None = None
+    is_identity: bool = False
+
+    @property
+    def form(self) -> str:
+        """What `flex_attention` makes of a mask_mod, in words."""
+        if self.band is not None:
+            return f"a window, keys q - {self.band.left} to q + {self.band.right}".replace(
+                "q - None", "0"
+            ).replace("q + None", "the last")
+        if self.columns is None:
+            return "a mask_mod"
+        documents = "documents, by " if self.columns.form.has_documents else ""
+        return f"{documents}column intervals"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A mask as column intervals, at a call. captured: the tensors that they follow from, numbers:
+    the numbers that do."""
+
+    form: Form
+    captured: tuple[Tensor, ...]
+    numbers: tuple[int | float, ...]
+    known: Callable[[Node], Any]
+
+    def rows(self, seqlens: tuple[int, int], batch: int, device: torch.device) -> Rows | None:
+        """As `intervals.rows_of`."""
+        with torch.no_grad():
+            return rows_of(self.form, self.known, seqlens, batch, device)
 
 
 def lower_mod(
@@ -76,11 +111,28 @@ def lower_mod(
     return program.at_call(mod, captures, target)
 
 
+def found_program(
+    mod: Callable[..., Any], kind: str, device: torch.device
+) -> tuple[Program, Captures]:
+    """The program of a mod, and the captures by which it finds its tensors."""
+    return _program(mod, kind, find_captures(mod), device)
+
+
 def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
     """The same mod, which finds its tensors behind `count` others."""
     if not count or not lowered.aux_tensors:
         return lowered
     source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
+    kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
+    with _LOCK:
+        return replace(lowered, mod=_mod_of(source, kind), source=source)
+
+
+def with_checks(lowered: LoweredMod) -> LoweredMod:
+    """The same mod, which keeps all indices inside, however small its tensors are."""
+    source = _CLAIM.sub(lambda found: f"ops.inside(aux[{found[1]}], {found[2]}, ", lowered.source)
+    if source == lowered.source:
+        return lowered
     kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
     with _LOCK:
         return replace(lowered, mod=_mod_of(source, kind), source=source)
@@ -114,7 +166,8 @@ class Program:
 
     found: the captured tensors of a mod that no walk can follow, for which the program is made anew
     at each call. varying: which of the captured numbers are no constants of it. bounds: of a mask
-    that is a band. constants: tensors that the mod makes, by device.
+    that is a band; form: of one that column intervals may say. constants: tensors that the mod
+    makes, by device.
     """
 
     mod: Callable[..., Any]
@@ -124,6 +177,7 @@ class Program:
     found: tuple[CapturedTensor, ...] | None = None
     varying: tuple[int, ...] = ()
     bounds: tuple[Bound, ...] | None = None
+    form: Form | None = None
     constants: dict[Any, Tensor] = field(default_factory=dict)
 
     def at_call(
@@ -154,13 +208,35 @@ class Program:
             made.append(_as_aux(tensor, device, mod, path))
             origins.append(path)
         band = None if self.bounds is None else band_of(self.bounds, computed.of)
-        return LoweredMod(self.mod, tuple(made), self.source, tuple(origins), band)
+        columns = None
+        if self.form is not None:
+            tensors = tuple(x.tensor for x in captured)
+            columns = Columns(self.form, tensors, numbers, computed.of)
+        is_identity = _returns_its_first(self.module)
+        lowered = LoweredMod(
+            self.mod, tuple(made), self.source, tuple(origins), band, columns, is_identity
+        )
+        claims = (tuple(map(int, found.groups())) for found in _CLAIM.finditer(self.source))
+        holds = all(made[i].shape[dimension] >= extent for i, dimension, extent in claims)
+        return lowered if holds else with_checks(lowered)
+
+    def number_of(self, source: Source, captures: Captures) -> int | float:
+        """The value of a number that is no constant of the program."""
+        numbers = tuple(captures.numbers[i].number for i in self.varying)
+        assert source.computed is not None
+        value: int | float = _Computed(self.module, captures.tensors, numbers).of(source.computed)
+        return value
 
     def _constant_on(self, tensor: Tensor, device: torch.device) -> Tensor:
         key = id(tensor), device
         if key not in self.constants:
             self.constants[key] = tensor.to(device)
         return self.constants[key]
+
+
+def _returns_its_first(module: GraphModule) -> bool:
+    (returned,) = module.graph.find_nodes(op="output")
+    return returned.args[0] is module.graph.find_nodes(op="placeholder")[0]
 
 
 class _Computed:
@@ -375,6 +451,7 @@ def _lowered(
         _mod_of(text.source, kind), text.source, text.sources, found.module,
         None if is_followed else text.captured, varying,
         None if is_score else find_bounds(found.module),
+        None if is_score else find_form(found.module),
     )  # fmt: skip
     return program, found, text
 

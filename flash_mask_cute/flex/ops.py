@@ -26,10 +26,13 @@ from flash_mask_cute.flex.values import (
     check_size,
     computed_in,
     constant_element,
+    high_of_least,
+    high_of_sum,
     low_of_greatest,
     low_of_least,
     low_of_sum,
     no_low,
+    unknown,
     zero_if_both,
     zero_if_either,
 )
@@ -65,17 +68,18 @@ class Call:
         operands: Sequence[Any],
         computed: torch.dtype,
         write: Callable[..., str],
-        low: Callable[..., float | None] = lambda *_: None,
+        low: Callable[..., float | None] = unknown,
         result: torch.dtype | None = None,
+        high: Callable[..., float | None] = unknown,
     ) -> Array:
         """write: makes the text of an element from those of the operands, which have the dtype
         `computed`; what it writes is of dtype `result`, or `computed`. low: from the operands,
-        what it is known not to be less than."""
+        what it is known not to be less than; high: more."""
         arrays = [self._operand_in(x, computed).broadcast(self.shape) for x in operands]
         made = []
         for elements in zip(*(x.elements for x in arrays), strict=True):
             text = write(*(x.text for x in elements))
-            element = Element(text, is_simple=False, low=low(*elements))
+            element = Element(text, None, False, low(*elements), high(*elements))
             element = converted(element, result or computed, self.dtype)
             made.append(self.name_element(element))
         return Array(self.dtype, self.shape, tuple(made))
@@ -168,7 +172,9 @@ def promoted(*operands: Any) -> torch.dtype:
 # -- arithmetic ---------------------------------------------------------------------------------
 
 
-def _arithmetic(symbol: str, low: Callable[..., float | None]) -> Rule:
+def _arithmetic(
+    symbol: str, low: Callable[..., float | None], high: Callable[..., float | None] = unknown
+) -> Rule:
     def apply(call: Call) -> Array:
         alpha = call.operand(2, "alpha", 1)
         x, y = call.args[:2]
@@ -182,12 +188,12 @@ def _arithmetic(symbol: str, low: Callable[..., float | None]) -> Rule:
             scaled = replace(call, args=(y, alpha), kwargs={}, name=f"{call.name}_scaled",
                              shape=shape)  # fmt: skip
             y = RULES["mul"](scaled)
-        return call.elementwise((x, y), computed, lambda a, b: f"{a} {symbol} {b}", low)
+        return call.elementwise((x, y), computed, f"{{}} {symbol} {{}}".format, low, None, high)
 
     return apply
 
 
-RULES["add"] = _arithmetic("+", low_of_sum)
+RULES["add"] = _arithmetic("+", low_of_sum, high_of_sum)
 RULES["sub"] = _arithmetic("-", no_low)
 RULES["mul"] = _arithmetic("*", zero_if_both)
 
@@ -219,14 +225,16 @@ def _div(call: Call) -> Array:
     x, y = call.args[:2]
     if rounding == "trunc":
         return call.elementwise((x, y), computed, lambda a, b: f"cute.math.trunc({a} / {b})")
-    if isinstance(y, int | float) and y != 0 and _is_power_of_two(y):
+    if isinstance(y, int | float) and _divides_as_product(x, y):
         return call.elementwise((x, 1.0 / y), computed, lambda a, b: f"{a} * {b}")
     return call.elementwise((x, y), computed, lambda a, b: f"{a} / {b}")
 
 
-def _is_power_of_two(value: float) -> bool:
-    """Whether a product with the reciprocal is the quotient."""
-    return math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5 and 1e-30 < abs(value) < 1e30
+def _divides_as_product(x: Any, y: float) -> bool:
+    """Of a power of two the product is the quotient; of other numbers it is what torch computes on
+    CUDA, but where integers are divided, whose quotient may be rounded to a whole number next."""
+    is_usual = math.isfinite(y) and 1e-30 < abs(y) < 1e30
+    return is_usual and (abs(math.frexp(y)[0]) == 0.5 or promoted(x).is_floating_point)
 
 
 @rule("floor_divide")
@@ -256,10 +264,9 @@ def _pow(call: Call) -> Array:
     if isinstance(y, int | float) and y == 0:
         return call.elementwise((x,), computed, lambda a: f"ops.where({a} == {a}, 1, 1)")
     if not computed.is_floating_point:
-        raise NotLowerable(
-            f"raises an integer to the power {y!r}: write a known power of 1 to 8, or make a "
-            "float of the base"
-        )
+        power = f"the power {y}" if isinstance(y, int | float) else "a power that is not known"
+        hint = "write a known power of 1 to 8, 1 << x for 2 ** x, or make a float of the base"
+        raise NotLowerable(f"raises an integer to {power}: {hint}")
     if isinstance(y, int | float) and y in (0.5, -0.5):
         name = "sqrt" if y > 0 else "rsqrt"
         return call.elementwise((x,), computed, lambda a: f"cute.math.{name}({a})")
@@ -292,7 +299,8 @@ def _clamp(call: Call) -> Array:
         )
     if high is not None:
         value = call.elementwise(
-            (value, high), computed, lambda a, b: f"ops.at_most({a}, {b})", low_of_least
+            *((value, high), computed, lambda a, b: f"ops.at_most({a}, {b})"),
+            *(low_of_least, None, high_of_least),
         )
     return cast(as_array(value, call.dtype, call), call.dtype)
 
@@ -310,16 +318,17 @@ _FUNCTIONS = {
     **{
         name: f"cute.math.{name}({{}})"
         for name in (
-            *("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt"),
-            *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+            *("expm1", "log10", "log1p", "sqrt", "rsqrt"),
+            *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh"),
         )
     },
+    # one instruction each on a GPU, of which docs/flex.md tells the errors
+    **{x: f"cute.math.{x}({{}}, fastmath=True)" for x in ("exp", "exp2", "log", "log2", "tanh")},
     "sigmoid": "ops.sigmoid({})",
     "erf": "ops.erf({})",
     "special_erf": "ops.erf({})",
     "reciprocal": "1.0 / {}",
     "silu": "{0} * ops.sigmoid({0})",
-    "exp2": "cute.math.exp2({}, fastmath=True)",
 }
 
 
@@ -335,10 +344,9 @@ RULES.update({name: _function(template) for name, template in _FUNCTIONS.items()
 
 
 @rule("gelu")
-def _gelu(call: Call) -> Array:
-    name = "gelu_by_tanh" if call.kwargs.get("approximate") == "tanh" else "gelu"
-    dtype = computed_in(call.dtype)
-    return call.elementwise(call.args[:1], dtype, lambda a: f"ops.{name}({a})")
+def _gelu(call: Call) -> Any:
+    by_tanh = "_by_tanh" if call.kwargs.get("approximate") == "tanh" else ""
+    return _function(f"ops.gelu{by_tanh}({{}})")(call)
 
 
 @rule("floor", "ceil", "trunc", "round")

@@ -14,9 +14,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 _LIMIT = 1 << 30
-_AND = ("bitwise_and", "logical_and", "__and__")
-_SIGNS = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}
-_SAME = ("alias", "clone", "detach", "_to_copy", "to")
+AND = ("bitwise_and", "logical_and", "__and__")
+SIGNS = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}
+SAME = ("alias", "clone", "detach", "_to_copy", "to")
 
 
 class Band(NamedTuple):
@@ -88,17 +88,17 @@ def band_of(bounds: tuple[Bound, ...], number: Callable[[Node], int]) -> Band:
 
 
 def _bounds(node: Any, q_idx: Node, kv_idx: Node) -> Iterator[Bound]:
-    if node is True or (isinstance(node, Node) and _is_true(node)):
+    if node is True or (isinstance(node, Node) and is_true(node)):
         return
-    name = _name(node)
-    if name in _AND and node.meta["val"].dtype == torch.bool:
+    name = name_of_node(node)
+    if name in AND and node.meta["val"].dtype == torch.bool:
         for part in node.args:
             yield from _bounds(part, q_idx, kv_idx)
         return
-    if name not in _SIGNS:
+    if name not in SIGNS:
         raise _NotLinearError
-    sign, strict = _SIGNS[name]
-    for x, y in _without_abs(node.args[0], node.args[1], sign):
+    sign, strict = SIGNS[name]
+    for x, y in without_abs(node.args[0], node.args[1], sign):
         left, right = (_linear(v, q_idx, kv_idx) for v in (x, y))
         # at least 0
         rest = _Linear(constant=strict).plus(left.plus(right, -1), sign)
@@ -107,18 +107,18 @@ def _bounds(node: Any, q_idx: Node, kv_idx: Node) -> Iterator[Bound]:
         yield Bound(rest.q == 1, rest._replace(q=0, k=0))
 
 
-def _without_abs(x: Any, y: Any, sign: int) -> Iterator[tuple[Any, Any]]:
+def without_abs(x: Any, y: Any, sign: int) -> Iterator[tuple[Any, Any]]:
     """abs(d) <= c says that d <= c and -d <= c."""
     small, large = (x, y) if sign < 0 else (y, x)
-    if _name(small) != "abs":
+    if name_of_node(small) != "abs":
         yield x, y
         return
     inner = small.args[0]
-    for value in (inner, _Negated(inner)):
+    for value in (inner, Negated(inner)):
         yield (value, large) if sign < 0 else (large, value)
 
 
-class _Negated(NamedTuple):
+class Negated(NamedTuple):
     value: Any
 
 
@@ -127,7 +127,7 @@ def _linear(value: Any, q_idx: Node, kv_idx: Node) -> _Linear:
         raise _NotLinearError
     if isinstance(value, int):
         return _Linear(constant=value)
-    if isinstance(value, _Negated):
+    if isinstance(value, Negated):
         return _Linear().plus(_linear(value.value, q_idx, kv_idx), -1)
     if value is q_idx:
         return _Linear(q=1)
@@ -138,8 +138,8 @@ def _linear(value: Any, q_idx: Node, kv_idx: Node) -> _Linear:
         return _Linear(terms=((1, value),))
     if not isinstance(held, torch.Tensor) or held.dtype not in (torch.int32, torch.int64):
         raise _NotLinearError
-    name, args = _name(value), value.args
-    if name in _SAME:
+    name, args = name_of_node(value), value.args
+    if name in SAME:
         return _linear(args[0], q_idx, kv_idx)
     if name == "neg":
         return _Linear().plus(_linear(args[0], q_idx, kv_idx), -1)
@@ -149,14 +149,15 @@ def _linear(value: Any, q_idx: Node, kv_idx: Node) -> _Linear:
     raise _NotLinearError
 
 
-def _is_true(node: Node) -> bool:
+def is_true(node: Node) -> bool:
     """`and_masks` begins with one."""
     value = node.meta.get("val")
-    is_one = _name(node) == "new_ones" or (_name(node) == "full" and node.args[1] in (1, True))
+    name = name_of_node(node)
+    is_one = name == "new_ones" or (name == "full" and node.args[1] in (1, True))
     return is_one and value is not None and value.dtype == torch.bool and value.dim() == 0
 
 
-def _name(node: Any) -> str:
+def name_of_node(node: Any) -> str:
     if not isinstance(node, Node) or not callable(node.target):
         return ""
     return str(node.target.__name__).partition(".")[0]

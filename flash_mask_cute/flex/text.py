@@ -7,8 +7,9 @@ becomes lines of text.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -314,11 +315,14 @@ class _Writer:
         """Only lines that the result needs, so that a mod reads no index that it does not use."""
         needed = set(_WORD.findall(returned))
         kept = []
-        for name, expression in reversed(self._lines):
+        for name, expression in reversed(_with_factors_joined(self._lines)):
             if name in needed:
                 needed.update(_WORD.findall(expression))
                 kept.append(f"{name} = {expression}")
         unpacked = [f"{x} = {long}[0]" for x, long in _SHORT.items() if x in needed]
+        if self._is_score and unpacked == ["s = score[0]"] and _takes_rows((*kept, returned)):
+            # a kernel may hand over several scores of a row at once
+            unpacked = ["s = score"]
         kind, score = ("score_mod", "score, ") if self._is_score else ("mask_mod", "")
         head = f"def {kind}({score}{', '.join(INDEX_NAMES)}, aux):"
         source = "\n    ".join([head, *unpacked, *reversed(kept), f"return {returned}"]) + "\n"
@@ -329,6 +333,44 @@ class _Writer:
 
     def _refusal(self, node: Node, what: str) -> NotLowerable:
         return NotLowerable(f"{name_of(self._mod)}: aten.{_name(node)}{line_of(node)} {what}")
+
+
+_NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+_FACTOR = re.compile(rf"(\w+|Float32\(\w+\)) \* ({_NUMBER})$")
+_CALLS = re.compile(r"[A-Za-z_][\w.]*\(")
+
+
+def _with_factors_joined(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Products by two numbers, one of them a power of two, as one product, and negated products as
+    products by the negated number: the same bits. What nobody needs then is left out later."""
+    known: dict[str, tuple[str, float]] = {}
+    joined = []
+    for name, expression in lines:
+        found = _FACTOR.match(expression)
+        before = known.get(expression[1:]) if expression.startswith("-") else None
+        if before is not None:
+            expression = f"{before[0]} * {-before[1]!r}"
+            known[name] = before[0], -before[1]
+        elif found is not None:
+            value, number = found[1], float(found[2])
+            inner = known.get(value)
+            if inner is not None and any(_is_power_of_two(x) for x in (inner[1], number)):
+                value, number = inner[0], inner[1] * number
+                expression = f"{value} * {number!r}"
+            known[name] = value, number
+        joined.append((name, expression))
+    return joined
+
+
+def _is_power_of_two(value: float) -> bool:
+    return abs(math.frexp(value)[0]) == 0.5 and 1e-6 < abs(value) < 1e6
+
+
+def _takes_rows(expressions: Sequence[str]) -> bool:
+    """Whether expressions of the score mean the same for vectors of scores."""
+    calls = (x for text in expressions for x in _CALLS.findall(text))
+    plain = all(x.startswith("cute.math.") for x in calls)
+    return plain and not any(re.search(r"[<>!&|~%]|==|//", x) for x in expressions)
 
 
 def _name(node: Node) -> str:

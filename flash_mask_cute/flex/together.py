@@ -60,6 +60,13 @@ def as_cute_mods(
     )
 
 
+def form_of(mask_mod: Any) -> str:
+    """What `flex_attention` makes of a mask_mod written in torch, in words."""
+    from flash_mask_cute.flex.lower import lower_mod
+
+    return lower_mod(mask_mod, "mask_mod").form
+
+
 def put_together(
     score: LoweredMod | None, mask: LoweredMod | None, others: Sequence[Tensor] = ()
 ) -> CuteMods:

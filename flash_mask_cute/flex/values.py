@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LARGEST_CLAIM = 1 << 20
 MAX_ELEMENTS = 256
 """Of a captured tensor that a mod reads at once, and of what it computes of them."""
 
@@ -55,13 +56,14 @@ class Element(NamedTuple):
     """An expression of one number.
 
     constant: its value, where that is known. is_simple: a name or a number, which may be written
-    twice. low: it is known not to be less; None: nothing is known.
+    twice. low, high: it is known not to be less and not to be more; None: nothing is known.
     """
 
     text: str
     constant: bool | int | float | None = None
     is_simple: bool = True
     low: float | None = None
+    high: float | None = None
 
     @property
     def is_nonneg(self) -> bool:
@@ -69,7 +71,8 @@ class Element(NamedTuple):
 
 
 def constant_element(value: bool | int | float) -> Element:
-    return Element(literal(value), value, low=None if math.isnan(value) else value)
+    known = None if math.isnan(value) else value
+    return Element(literal(value), value, low=known, high=known)
 
 
 def literal(value: bool | int | float) -> str:
@@ -178,6 +181,9 @@ class Table:
         return f"{name}[{', '.join(places)}]"
 
     def _index(self, name: str, dimension: int, index: Element) -> str:
+        if index.is_nonneg and index.high is not None and 0 <= index.high < LARGEST_CLAIM:
+            # whether the table has so many is seen at the call
+            return f"ops.below({name}, {dimension}, {int(index.high) + 1}, {index.text})"
         check = "inside" if index.is_nonneg else "wrapped"
         return f"ops.{check}({name}, {dimension}, {index.text})"
 
@@ -223,11 +229,23 @@ class Number:
         return Array(held, (), (element,))
 
 
-# -- what results are known not to be less than, from the operands ------------------------------
+# -- what results are known not to be less or more than, from the operands ----------------------
 
 
 def low_of_sum(x: Element, y: Element) -> float | None:
     return None if x.low is None or y.low is None else x.low + y.low
+
+
+def high_of_sum(x: Element, y: Element) -> float | None:
+    return None if x.high is None or y.high is None else x.high + y.high
+
+
+def high_of_least(x: Element, y: Element) -> float | None:
+    return min((z.high for z in (x, y) if z.high is not None), default=None)
+
+
+def unknown(*_: Element) -> None:
+    return None
 
 
 def low_of_least(x: Element, y: Element) -> float | None:

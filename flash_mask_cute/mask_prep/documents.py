@@ -20,14 +20,14 @@ from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "document_split"
-# at most one document begins in as many tokens; others stay part of the one before
+# at most one document may start in so many tokens; later starts are merged into it
 DOCUMENT_STRIDE = 512
 # keys of the blocks by whose bounds a slot knows the others; also those of most attention kernels
 BOUNDS_TILE = 128
 
 
 def max_documents(seqlen: int) -> int:
-    """Sequences that an entry is packed as, many of which may be empty."""
+    """Sequences that an entry is packed as. Many of them may be empty."""
     return -(-seqlen // DOCUMENT_STRIDE)
 
 

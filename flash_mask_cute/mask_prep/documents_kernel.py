@@ -1,11 +1,10 @@
 """Where documents begin in a mask of column intervals, and its rows counted from there.
 
-Documents are tokens that only see each other, so keys and queries may change places in what
-follows (`mask_bits_documents_kernel.py` has a span of keys for each query). One begins at row r if
-no key before r is seen by a row from r on, and, without causal masking, no key from r on by a row
-before r: a running maximum and a running minimum over the keys (`Intervals.seen_span`). Of the
-first document that begins in each slot of tokens it is told where; the others stay parts of what
-they follow.
+Documents are tokens that only see each other, so keys and queries may change places in what follows
+(`mask_bits_documents_kernel.py` has a span of keys for each query). One begins at row r if no key
+before r is seen by a row from r on, and, without causal masking, no key from r on by a row before
+r: a running maximum and a running minimum over the keys (`Intervals.seen_span`). For each slot of
+tokens, the start of its first document is found. Later documents of the slot stay parts of it.
 
 One warp looks at a slot. What lies outside of it is known from the smallest and largest values of
 each block of keys, which may join documents, but never splits one. They are computed first, and at

@@ -1,4 +1,4 @@
-"""Compile what stores the answers of a `mask_mod` for attention."""
+"""Mask bits: a `mask_mod` evaluated once for all heads, before attention."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class MaskBitsProblem:
     """What the code depends on beside the callable.
 
     aux: as in `AttentionProblem`. has_bits: there are block lists, which the kernel takes as bits.
-    form: of what tiles are stored: of entries of one length, of packed sequences, or of documents
-    that are found first. The others: of attention.
+    form: tiles of entries of one length, of packed sequences, or of documents that are found first.
+    The other fields are those of attention.
     """
 
     tiles: BitTiles
@@ -151,8 +151,8 @@ def fake_mask_bits(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
 
 
 class MaskInputs(NamedTuple):
-    """Of a call, what answers are made from: aux_tensors and block bits as a kernel takes them, and
-    its cu_seqlens, of queries and of keys."""
+    """What the bits of a call are made from: aux_tensors and block bits as a kernel takes them, and
+    cu_seqlens of queries and of keys."""
 
     aux_tensors: Any
     block_bits: Any
@@ -188,8 +188,8 @@ Window: TypeAlias = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class _MaskBitsPlan:
-    """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). problem: what
-    `compile_mask_bits` compiles for it; window: what that is told."""
+    """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). problem: for
+    `compile_mask_bits`. window: the sides that its function takes."""
 
     shape: tuple[int, int, int, int, int]
     problem: MaskBitsProblem
@@ -211,10 +211,10 @@ class _MaskBitsPlan:
 
 @dataclass(frozen=True)
 class EntryBitsPlan(_MaskBitsPlan):
-    """How the answers of a call are stored.
+    """How the bits of a dense call are made.
 
-    shape: (batch | 1, blocks of queries, blocks of keys, ...), of the blocks of a launch of
-    attention; blocks: of queries in all, for which there are as many launches as it takes.
+    shape: (batch | 1, blocks of queries, blocks of keys, ...), for the blocks of one launch of
+    attention. blocks: all blocks of queries; attention is launched as often as it takes.
     """
 
     blocks: int
@@ -241,7 +241,7 @@ class EntryBitsPlan(_MaskBitsPlan):
 
 @dataclass(frozen=True)
 class SequenceBitsPlan(_MaskBitsPlan):
-    """How the answers of a call with packed sequences are stored.
+    """How the bits of a call with packed sequences are made.
 
     shape: (1, 1, tiles, ...), as many as the sequences may have.
     """
@@ -262,12 +262,12 @@ class SequenceBitsPlan(_MaskBitsPlan):
 
 @dataclass(frozen=True)
 class DocumentBitsPlan(_MaskBitsPlan):
-    """How the answers of a call are stored by documents.
+    """How the bits of a call are made by documents.
 
-    shape: (1, 1, tiles, ...), of a launch of attention, as many as the documents of all entries may
-    have, or some and those of a block of queries besides; seqlen: of each of the entries, which are
-    the batch or serve all of it; tiles: as many as the documents of one may have; step: by how many
-    tiles the next launch begins later.
+    shape: (1, 1, tiles, ...), for one launch of attention: the most tiles that the documents of all
+    entries may have, or a part of them plus those of one block of queries. seqlen: of each entry;
+    the entries are the batch, or one that serves all of it. tiles: the most tiles of one entry.
+    step: how many tiles later the next launch begins.
     """
 
     entries: int

@@ -1,4 +1,4 @@
-"""Answers of a `mask_mod`, stored by documents: tokens that only see each other.
+"""Mask bits by documents: runs of tokens that only see each other.
 
 Tiles of the whole score matrix are shared by documents and visited for both. Who asks about all
 pairs beforehand (`mask_bits_kernel.py`) can tell where documents begin, so attention may take them
@@ -6,7 +6,7 @@ as sequences of a packed batch, whose tiles begin where these begin (docs/masks.
 
 First of each query is found which keys it sees first and last. Those are what `DocumentSplit` needs
 to know of the queries that see a key, with queries and keys exchanged, which documents do not mind.
-Then the tiles inside the documents are asked about (`mask_bits_varlen_kernel.py`).
+Then the callable is evaluated for the tiles inside the documents (`mask_bits_varlen_kernel.py`).
 """
 
 import cutlass
@@ -84,7 +84,7 @@ class KeySpans:
     outside of causal masking and window, whatever the callable says.
 
     A tile inside of what its queries are known to see would tell nothing new. So the outermost keys
-    are asked about first, and where there are no documents most of the others never.
+    are evaluated first. Without documents, most of the others never are.
     """
 
     NUM_VECTORS = 2

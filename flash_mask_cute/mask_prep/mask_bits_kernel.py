@@ -37,13 +37,14 @@ class Tiling(NamedTuple):
     tile_m: int
     tile_n: int
     packed_heads: int = 1
+    group_size: int = 1
 
 
 class Place(NamedTuple):
     """The tile of a CTA, and the sequence that it is of.
 
-    sequence: its number in `MaskBitsArgs`; entry: the batch entry that the callable knows, in which
-    the sequence begins at offset. any_head: 0, but a number that the compiler does not know.
+    sequence: its number in `MaskBitsArgs`. entry: the batch entry that the callable sees, in which
+    the sequence begins at offset. any_head: 0, as a number that the compiler does not know.
     """
 
     sequence: Int32
@@ -147,7 +148,7 @@ class MaskBitsKernel:
         masks: MaskArgs,
         any_head: Int32,
     ):
-        """A warp paints 32 lines of a tile.
+        """A warp makes the bits of 32 lines of a tile.
 
         The extents are arguments, because divisions of what a kernel takes from a shape, and of all
         that is computed from it, round towards zero.

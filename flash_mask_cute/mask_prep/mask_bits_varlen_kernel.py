@@ -1,8 +1,8 @@
-"""Answers of a `mask_mod`, stored for sequences that differ in length (`mask_bits_kernel.py`).
+"""Mask bits of sequences of different lengths (`mask_bits_kernel.py`).
 
 The tiles of all sequences are numbered one after the other, and a table says where those of each
-begin: `MaskBitsArgs` with places. How many there are is known on the device only, so CTAs take them
-by turns.
+begin: `MaskBitsArgs` with places. Only the device knows how many there are, so CTAs take them
+alternately.
 """
 
 import operator
@@ -44,7 +44,7 @@ class SequenceMaskBits:
         query_chunk: tuple,
         stream,
     ):
-        """Launch on `stream`, two kernels, for sequences of which each is an entry.
+        """Launch two kernels on `stream`, for sequences that are entries of their own.
 
         :param mask_bit_tensors: the fields of a `MaskBitsArgs` with places to fill, contiguous,
             with enough tiles for all sequences
@@ -133,7 +133,7 @@ class SequenceMaskBits:
         masks: MaskArgs,
         any_head: Int32,
     ):
-        """CTAs ask by turns about the tiles of a part."""
+        """Each CTA takes every n-th tile of a chunk."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         first, _ = mask_bits.query_chunk

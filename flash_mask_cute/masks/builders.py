@@ -3,13 +3,13 @@
 Every function returns a `ColumnMask`, made on the device without a sync (but for `from_dense`). It
 is for self-attention over `seqlen` tokens, and says so (`ColumnMask.seqlen_q`); that of
 `from_dense` is for the queries of the dense mask, that of `key_padding` for any number of queries.
-The docstring says which query q sees which key k, and in which form that is stored: the one with
-the fewest vectors from whose smallest and largest values a block of keys can be told to be hidden
-or full. `docs/mask_gallery.md` shows them.
+The docstring says which query q sees which key k, and which form stores that. It is the form with
+the fewest vectors whose smallest and largest values over a block of keys decide whether the block
+is empty or full. `docs/mask_gallery.md` shows them.
 
-Lengths of documents are lists of ints, [[...], ...] for a batch with different documents; or an
-integer tensor (documents,) or (batch, documents), whose device the mask gets; then `seqlen` is
-needed, and the numbers cannot be checked. Lengths may be 0. Tokens past the last document see
+Lengths of documents are lists of ints, [[...], ...] for a batch with different documents. Or they
+are an integer tensor (documents,) or (batch, documents), whose device the mask gets. Then `seqlen`
+is needed, and the numbers cannot be checked. Lengths may be 0. Tokens past the last document see
 nothing and are seen by none, if nothing else is said. `seqlen` defaults to what lists add up to.
 
 All of them raise TypeError or ValueError for unusable arguments, naming them.
@@ -185,8 +185,8 @@ def qk_sparse(
 ) -> ColumnMask:
     """k <= q, but not both in the same dropped range.
 
-    dropped: (start, length) of each range, ascending, not overlapping. Its tokens still see what
-    lies before the range, and are seen by what comes after it. Causal, 2 vectors.
+    dropped: (start, length) of each range, ascending, not overlapping. Its tokens still see the
+    keys before the range, and later queries see them. Causal, 2 vectors.
     """
     _check_int("seqlen", seqlen)
     if not _is_list(dropped):
@@ -223,9 +223,9 @@ def random_eviction(
 ) -> ColumnMask:
     """k <= q, and k not evicted yet from a cache of cache_size keys.
 
-    Once the cache is full, each query puts its own key in the place of one that is drawn uniformly;
-    nobody sees that one again. So q sees min(q + 1, cache_size) keys. Drawn anew for each batch
-    entry and head. Causal, 1 vector.
+    Once the cache is full, each query puts its own key in the place of a key that is drawn
+    uniformly. No later query sees that key. So q sees min(q + 1, cache_size) keys. Drawn anew for
+    each batch entry and head. Causal, 1 vector.
     """
     _check_int("seqlen", seqlen)
     _check_int("cache_size", cache_size, at_least=1)
@@ -273,7 +273,7 @@ def from_document_ids(document_ids: Tensor, *, causal: bool = True) -> ColumnMas
     """A document is a run of equal ids; an id that comes back later (0, 1, 0) begins another one.
 
     An integer tensor (seqlen,) or (batch, seqlen). This is not `ids[q] == ids[k]`, under which the
-    first and the last 0 see each other: for that meaning pass a `mask_mod` that compares ids, with
+    first and the last 0 see each other. For that meaning pass a `mask_mod` that compares ids, with
     the ids in aux_tensors. The two agree where tokens of one id are neighbours.
 
     The form is that of `causal_document` or `document`.
@@ -340,8 +340,8 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
     query sees a later key, else not causal with 2 or 4. Waits for the device.
 
     A padding mask, (batch, seqlen_k) or (batch, 1, 1, seqlen_k), has no rows of queries and belongs
-    to `key_padding`. What might be one is refused: two dimensions that differ, and a single row
-    before several keys; a square is (seqlen_q, seqlen_k). seqlen_q says that the rows of a mask
+    to `key_padding`. A mask that might be one is refused: two dimensions that differ, and a single
+    row before several keys. A square is (seqlen_q, seqlen_k). seqlen_q says that the rows of a mask
     are that many queries.
 
     Raises:

@@ -35,7 +35,7 @@ def _outside_inference_mode(
 ) -> Callable[_Parameters, _Result]:
     """The function, whose tensors are to be written again later, which inference tensors cannot be.
 
-    Asking first is cheaper than to leave a mode that nobody is in.
+    Asking first is cheaper than leaving a mode that is off.
     """
 
     @functools.wraps(function)
@@ -50,7 +50,7 @@ def _outside_inference_mode(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ColumnMask:
-    """Who sees whom, told by each key: the one or two ranges of queries that it hides.
+    """Who sees whom: for each key, the one or two ranges of queries that it hides.
 
     startend_row_indices: int32 (batch, heads_mask, seqlen_k, n), any strides, n in {1, 2, 4}; batch
     may be 1 for all, heads_mask is 1, heads_kv or heads_q. A packed batch (cu_seqlens_k) has
@@ -63,10 +63,10 @@ class ColumnMask:
     after a query as well, bottom-right aligned (k > q + seqlen_k - seqlen_q).
 
     documents: a sequence is expected to hold documents, tokens that only see each other. They are
-    found on the device (`split`), and dense self-attention computes each as a sequence of its own,
-    in both directions, where one mask is for all heads and the call has no mods or block lists.
-    Where there are none, that is right, too, but the forward is no faster; the backward has not
-    been timed there.
+    found on the device (`split`). Dense self-attention computes each as a sequence of its own, in
+    both directions, if one mask is for all heads and the call has no mods or block lists. Where
+    there are none, that is right, too, but the forward is no faster; the backward has not been
+    timed there.
 
     seqlen_q: how many queries the mask was made for, as the builders say it; "any" where it hides a
     key from all queries or from none. A call with other queries is refused, or has to say where in
@@ -251,8 +251,8 @@ class ColumnMask:
         return kept.documents
 
     def refresh(self) -> None:
-        """Compute again, in place, all bounds and documents that were asked for: a launch for
-        each of the former, four for the latter.
+        """Compute again, in place, all bounds and documents that were requested: one launch for
+        each bounds, four for documents.
 
         In a CUDA graph, each replay then computes them from what the tensors hold at that time.
         """

@@ -123,6 +123,16 @@ def _checked_answer(mod: Callable[..., Any], answer: Any) -> Boolean:
     return Boolean(answer)
 
 
+def head_of_row(work: Work, row: Int32, packed_heads: int, group_size: int) -> Int32:
+    """The query head of a row; of a row that is no head's, the last one of its group."""
+    if packed_heads == 1:
+        return work.head_idx
+    of_group = row % packed_heads
+    if group_size != packed_heads:
+        of_group = cutlass.min(of_group, group_size - 1)
+    return work.head_idx * group_size + of_group
+
+
 class RowPlace(NamedTuple):
     """Where a row of scores lies: batch entry, query head, position in the sequence."""
 
@@ -131,14 +141,13 @@ class RowPlace(NamedTuple):
     q_idx: Int32
 
     @staticmethod
-    def of(work: Work, row: Int32, packed_heads: int) -> "RowPlace":
-        """row: of the sequence, or of its packed rows; past the end it is as the last position,
-        since a callable may index tensors with it."""
-        head_idx = work.head_idx
-        if packed_heads > 1:
-            head_idx = work.head_idx * packed_heads + row % packed_heads
+    def of(work: Work, row: Int32, packed_heads: int, group_size: int) -> "RowPlace":
+        """row: of the call's queries, or of packed rows; past the end it is as the last position,
+        since a callable may index tensors with it. packed_heads: rows of a position, of which
+        group_size are heads."""
+        head_idx = head_of_row(work, row, packed_heads, group_size)
         q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
-        return RowPlace(work.batch_idx, head_idx, q_idx)
+        return RowPlace(work.batch_idx, head_idx, work.position(q_idx))
 
 
 def inside(k_idx: Int32, work: Work) -> Int32:

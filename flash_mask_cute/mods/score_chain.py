@@ -173,7 +173,7 @@ class ScoreChain:
         q_idx = first_q_idx + self.elements.first_col_of(thread) + self.elements.col_offset(c)
         # positions past the ends are hidden, but the callable may index tensors with them
         q_idx, k_idx = cutlass.min(q_idx, work.seqlen_q - 1), cutlass.min(k_idx, work.seqlen_k - 1)
-        return work.batch_idx, head_idx, q_idx, k_idx
+        return work.batch_idx, head_idx, work.position(q_idx), k_idx
 
     def _probability(
         self, score: Float32, statistics: Statistics, bits: tuple | None, r: int, c: int

@@ -19,6 +19,10 @@ _MOD_ARGUMENTS = {
     "mask_mod": _INDICES,
     "score_mod_bwd": ("grad", "score", *_INDICES),
 }
+_IN_TORCH = {
+    "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
+    "mask_mod": ("b", "h", "q_idx", "kv_idx"),
+}
 
 
 def check_mod(name: str, value: object) -> None:
@@ -62,6 +66,8 @@ def _check_arguments_of_mod(name: str, mod: Callable[..., Any]) -> None:
             return
     called = getattr(mod, "__name__", type(mod).__name__)
     wrong = f"{name} must take the arguments ({', '.join(expected)}), got {called}{signature}"
+    if name in _IN_TORCH and not is_foreign:
+        wrong += f"; written in torch, ({', '.join(_IN_TORCH[name])})"
     if is_foreign:
         wrong += (
             f": there is no {_FOREIGN_ARGUMENT} here, the argument of newer versions of "

@@ -35,15 +35,16 @@ class BackwardMask(MaskRules):
     a KV head.
 
     Blocks of a query head are visited in ascending order. is_ordered: the work tiles that see a
-    query block have an order, from the last keys to the first, and each is told which one comes
-    before it. With work tiles handed out in that order nobody waits for one that has not begun; and
-    under causal masking a walk starts where its keys are the last, so it does not wait at all.
+    query block have an order, from the last keys to the first, and each gets its predecessor. Work
+    tiles are handed out in that order, so no CTA waits for a tile that has not begun. Under causal
+    masking a walk starts where its keys are the last ones, so it does not wait at all.
 
-    staggers: each chunk is visited from another block on for another tile, those before it last, so
-    that tiles which visit the same chunk at the same time do not add to the same rows of dQ.
+    staggers: each tile visits the blocks of a chunk from another block on, and the blocks before
+    that last. So tiles that visit the same chunk at the same time do not add to the same rows of
+    dQ.
 
-    is_part: these tiles are one CTA's part of those that walks were planned for, and may lie behind
-    the end of the keys, or have nothing to ask where the whole has.
+    is_part: these tiles are one CTA's part of the tiles that walks were planned for. A part may lie
+    behind the end of the keys, or be full where the whole tile is partial.
     """
 
     group: Int32
@@ -90,7 +91,7 @@ class BackwardMask(MaskRules):
         if const_expr(not self.skip):
             m_block_min = Int32(0)
             m_block_max = cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
-            # keys that are all not in use have no turn that others would know of
+            # a tile of unused keys has no place in the order of dQ
             has_keys = work.block * self.block_info.tile_n < work.seqlen_k
             m_block_max = cutlass.select_(has_keys, m_block_max, Int32(0))
         first_head = work.head_idx * self.group
@@ -123,7 +124,7 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def _predecessor(self, work: Work, chunk: Chunk) -> Int32:
-        """1 + the next key block that sees this lane's query block, 0 if there is none."""
+        """1 + the next key block that sees this lane's query block, or 0."""
         m_block = chunk.base + cute.arch.lane_idx()
         n_block = work.block
         end = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
@@ -148,8 +149,8 @@ class BackwardMask(MaskRules):
     def _judge_by_mask_mod(
         self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32, is_visible: Boolean
     ) -> tuple[Boolean, Boolean]:
-        """Whether lists, or what was stored, leave something of a tile that is visible otherwise,
-        and whether it has to be asked about."""
+        """Whether lists or stored states leave something of a tile that other masks leave visible,
+        and whether mask_mod decides about it."""
         if const_expr(self.args.mask_bits is not None):
             is_visible, needs_mask_mod = self._look_up(work, m_block, n_block, is_visible)
         else:
@@ -288,7 +289,7 @@ class BackwardMask(MaskRules):
     def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:
         """The given bits where a listed logical block asks for them, all where it is full."""
         args, info = self.args.bits, self.block_info
-        offset_q, _ = self._entry_offsets(work)
+        offset_q, _ = self._listed_offsets(work)
         first_q_idx = block.index * info.tile_m + offset_q
         end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q + offset_q)
         result = share.fill(0)
@@ -302,7 +303,7 @@ class BackwardMask(MaskRules):
         self, work: Work, block: Block, qb: Int32, share: Share, words: tuple, result: tuple
     ) -> tuple:
         args = self.args.bits
-        offset_q, offset_k = self._entry_offsets(work)
+        offset_q, offset_k = self._listed_offsets(work)
         start = qb * args.block_q - (block.index * self.block_info.tile_m + offset_q)
         added: list[Any] = []
         for group in range(share.num_groups):

@@ -42,10 +42,12 @@ def _select(which: str, a: IntLike, b: IntLike) -> IntLike:
 class Band(NamedTuple):
     """The visible keys of each query and, equally, the visible queries of each key.
 
-    With `shift = seqlen_k - seqlen_q` (bottom-right alignment: the last query sits at the last
-    key), query q sees key k when 0 <= k < seqlen_k and
+    Query q sees key k when 0 <= k < seqlen_k and
 
         q + shift - window_left <= k <= q + shift + window_right
+
+    shift: the position of query 0 among the keys. None is `seqlen_k - seqlen_q` (bottom-right
+    alignment: the last query sits at the last key).
 
     A side that is None is open. Which sides are None decides the generated code, their values do
     not; causal is `window_right = 0`. A negative side is allowed and excludes the diagonal, but
@@ -57,6 +59,7 @@ class Band(NamedTuple):
     seqlen_k: IntLike
     window_left: IntLike | None = None
     window_right: IntLike | None = None
+    shift: IntLike | None = None
 
     def k_range(self, q_idx: IntLike) -> tuple[IntLike, IntLike]:
         """Keys [lo, hi) that query `q_idx` sees, with 0 <= lo <= hi <= seqlen_k.
@@ -65,7 +68,8 @@ class Band(NamedTuple):
         simply goes on. The bound of an open side is the scalar 0 or `seqlen_k`, also where
         `q_idx` is a tensor.
         """
-        diagonal = q_idx + (self.seqlen_k - self.seqlen_q)
+        shift = self.seqlen_k - self.seqlen_q if self.shift is None else self.shift
+        diagonal = q_idx + shift
         lo: IntLike = 0
         hi = self.seqlen_k
         if self.window_left is not None:
@@ -84,4 +88,5 @@ class Band(NamedTuple):
 
     def transposed(self) -> Band:
         """The same band with queries and keys exchanged."""
-        return Band(self.seqlen_k, self.seqlen_q, self.window_right, self.window_left)
+        shift = None if self.shift is None else -self.shift
+        return Band(self.seqlen_k, self.seqlen_q, self.window_right, self.window_left, shift)

@@ -2,8 +2,8 @@
 
 A bit tile has a few words of 32 bits per query row; which key column a bit stands for is the
 architecture's choice (`Columns`), made so that a thread finds the columns of its own scores in one
-word. Masks are painted into bit tiles by warps that do nothing else, and the warps that hold scores
-only apply the bits: what a mask costs them does not depend on the mask.
+word. Mask warps make the bit tiles, and the warps that hold scores only apply the bits. So their
+cost does not depend on the mask.
 """
 
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ def bit_range(first: Int32, end: Int32) -> Int32:
 
 
 def bits_of(visible: tuple[Int32 | None, Int32 | None], *holes: tuple[Int32, Int32]) -> Int32:
-    """A word with the bits of a range (first, end), each side of which may be None, open; without
-    those of the holes in it."""
+    """A word with the bits of a range (first, end), without the bits of the holes. A side that is
+    None is open."""
     first, end = visible
     word = Int32(ALL) if first is None else bits_from(first)
     if end is not None:
@@ -116,7 +116,7 @@ def set_if(condition: Boolean, word: Int32, bit: int) -> Int32:
     """The word with one bit more if the condition holds.
 
     As PTX, to make it one predicated instruction: of a select the compiler makes one for each term
-    of the condition, and an addition (docs/measured_facts.md).
+    of the condition, and an addition (docs/facts/compiler.md).
     """
     return cute.arch.inline_ptx(
         f"mov.b32 {{$w0}}, {{$r0}};\n@{{$r1}} or.b32 {{$w0}}, {{$w0}}, {1 << bit};",

@@ -4,7 +4,7 @@ A line of a bit tile is a query row (of the packed rows, where heads share a til
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -14,6 +14,7 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.calling import head_of_row
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import ALL, WORD, bit_range
 from flash_mask_cute.rules.mask_rules import (
@@ -23,7 +24,7 @@ from flash_mask_cute.rules.mask_rules import (
     broadcast_place,
 )
 
-# rows that a mask_mod is asked about together: the places of their bits are constants
+# rows whose mask_mod is evaluated together: the places of their bits are constants
 ROWS_PER_EVAL = 4
 
 
@@ -38,20 +39,25 @@ class ListPosition(NamedTuple):
 class ForwardMask(MaskRules):
     """`MaskRules` for work tiles of tile_m query rows that visit blocks of keys.
 
-    cuts_overhang: all blocks of a tile count as cut if it reaches past the last query.
+    cuts_overhang: all blocks of a tile count as cut if it reaches past the last query, or before
+    position 0.
     """
 
     cuts_overhang: cutlass.Constexpr[bool] = False
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles that a launch has of a packed sequence, rows that are not in use included."""
-        starts, info = lengths.cu_seqlens_q, self.block_info
-        rows = (starts[batch_idx + 1] - starts[batch_idx]) * info.qhead_per_kvhead_packgqa
-        blocks = cute.ceil_div(rows, info.tile_m)
+        starts = lengths.cu_seqlens_q
+        blocks = self.num_query_blocks(starts[batch_idx + 1] - starts[batch_idx])
         if self.first_block is None:
             return blocks
         first, end = self.args.mask_bits.rows_of_query_chunk(batch_idx)
         return cutlass.min(end, blocks) - cutlass.min(first, blocks)
+
+    def num_query_blocks(self, slot: Int32) -> Int32:
+        """Work tiles of a head of a sequence that occupies so many rows."""
+        info = self.block_info
+        return cute.ceil_div(slot * info.qhead_per_kvhead_packgqa, info.tile_m)
 
     @property
     def first_block(self) -> Callable[[Int32], Int32] | None:
@@ -67,16 +73,35 @@ class ForwardMask(MaskRules):
 
     # -- tiles ----------------------------------------------------------------------------------
 
+    def key_blocks(self, work: Work) -> tuple[Int32, Int32]:
+        """The key blocks [min, max) that a work tile may visit."""
+        if self.skip:
+            return self.block_info.get_n_block_min_max(work.seqlen, work.block)
+        return Int32(0), cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+
+    def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
+        """One of `num_splits` pieces of a work tile, whose head_idx counts the heads of all."""
+        piece = work.head_idx // num_heads
+        work = work._replace(head_idx=work.head_idx - piece * num_heads, place=piece)
+        first, end = self.key_blocks(work)
+        if self.skip:
+            of_splits = replace(self.block_info, is_split_kv=True)
+            first, end = of_splits.get_n_block_min_max(work.seqlen, work.block, piece, num_splits)
+        else:
+            of_piece = cute.ceil_div(end, num_splits)
+            first = cutlass.min(piece * of_piece, end)
+            end = cutlass.min(first + of_piece, end)
+        return work._replace(first_block=first, end_block=end)
+
     @cute.jit
     def plan(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
         """Send the walk of a work tile as chunks from `number` on; returns the next number.
 
         A walk that sees nothing visits one hidden block, so that no role has a special case.
         """
-        n_block_min, n_block_max = self.block_info.get_n_block_min_max(work.seqlen, work.block)
-        if const_expr(not self.skip):
-            n_block_min = Int32(0)
-            n_block_max = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+        n_block_min, n_block_max = work.first_block, work.end_block
+        if const_expr(work.first_block is None):
+            n_block_min, n_block_max = self.key_blocks(work)
         # a planning warp has few registers but those of the whole warp
         n_block_min = cute.arch.make_warp_uniform(n_block_min)
         position = self._list_start(work)
@@ -108,20 +133,31 @@ class ForwardMask(MaskRules):
         if const_expr(self.args.mask_bits is not None):
             is_visible, needs_mask_mod = self._look_up(work, work.block, n_block, is_visible)
             mask_mod_word = cute.arch.vote_ballot_sync(needs_mask_mod)
+        exists = n_block < cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+        if const_expr(work.first_block is not None):
+            of_piece = (n_block >= work.first_block) & (n_block < work.end_block)
+            is_visible, exists = is_visible & of_piece, exists & of_piece
         visible_word = cute.arch.vote_ballot_sync(is_visible)
         if const_expr(self.args.lists is not None):
             listed, full, position = self._take_listed(work, base, position)
             visible_word = visible_word & listed
             mask_mod_word = mask_mod_word & (full ^ ALL)
+        elif const_expr(self.args.bits is not None):
+            # rows of a tile do not begin where blocks of the lists do
+            is_listed, needs_mask_mod = self.judge_listed(work, work.head_idx, work.block, n_block)
+            visible_word = visible_word & cute.arch.vote_ballot_sync(is_listed)
+            mask_mod_word = cute.arch.vote_ballot_sync(needs_mask_mod)
         is_band = verdict.is_band
         if const_expr(self.cuts_overhang):
             rows = work.seqlen_q * self.block_info.qhead_per_kvhead_packgqa
             is_band = is_band | ((work.block + 1) * self.block_info.tile_m > rows)
+            if const_expr(work.q_start is not None):
+                first, _ = self.block_info.query_range(work.seqlen, work.block)
+                is_band = is_band | (first + work.q_start < 0)
         chunk = Chunk.from_votes(
             base, work.head_idx, visible_word, is_band, verdict.is_columns, mask_mod_word
         )
         if const_expr(not self.skip):
-            exists = n_block < cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
             chunk = chunk.without_skipping(exists, self.args.columns is not None)
         return chunk, position
 
@@ -183,7 +219,7 @@ class ForwardMask(MaskRules):
     def _band_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
         """Bits that the band, the end of the keys included, leaves to each row.
 
-        Of its two edges those are painted that cross the block, for which a row of the tile tells.
+        Only the edges that cross the block are applied; a row of the tile decides which.
         """
         info = self.block_info
         band = info.band(work.seqlen)
@@ -263,7 +299,7 @@ class ForwardMask(MaskRules):
                 bits = Int32(0)
                 for i in range(ROWS_PER_EVAL):
                     row = first_row + i
-                    head_idx = work.head_idx * heads + row % heads if heads > 1 else work.head_idx
+                    head_idx = head_of_row(work, row, heads, self.group_size)
                     visible = self._eval_mask_mod(work, head_idx, self._query(row), k_idx)
                     bits = bit_tile.set_if(visible, bits, i)
                 updated.append(bit_tile.push(words[len(updated)], bits, ROWS_PER_EVAL))
@@ -275,7 +311,7 @@ class ForwardMask(MaskRules):
     ) -> tuple:
         """The given bits where a listed logical block asks for them, all where it is full."""
         args, info = self.args.bits, self.block_info
-        _, offset_k = self._entry_offsets(work)
+        _, offset_k = self._listed_offsets(work)
         first_k_idx = n_block * info.tile_n + offset_k
         last_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k + offset_k) - 1
         result = share.fill(0)
@@ -288,7 +324,7 @@ class ForwardMask(MaskRules):
     ) -> tuple:
         args = self.args.bits
         start = kb * args.block_k - first_k_idx
-        offset_q, _ = self._entry_offsets(work)
+        offset_q, _ = self._listed_offsets(work)
         added = []
         for group in range(share.num_groups):
             q_idx = cutlass.min(self._query(share.line(work, group)), work.seqlen_q - 1) + offset_q

@@ -20,6 +20,20 @@ BoolLike: TypeAlias = Any
 """A bool, a `cutlass.Boolean`, or a bool torch tensor; results follow the operands."""
 
 
+def rows_of_call(
+    values: Sequence[IntLike], q_start: IntLike | None, seqlen_q: IntLike
+) -> tuple[IntLike, ...]:
+    """Row numbers of a mask, or bounds of some, as rows of a call whose first one is at `q_start`.
+
+    What lies outside of the call is its beginning or its end, which hides the same of its rows.
+    None: rows of the mask are those of the call.
+    """
+    if q_start is None:
+        return tuple(values)
+    end = q_start + seqlen_q
+    return tuple(imin(imax(value, q_start), end) - q_start for value in values)
+
+
 @dataclass(frozen=True)
 class Intervals:
     """What the n row numbers of a key mean; both fields are static.

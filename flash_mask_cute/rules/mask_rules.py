@@ -22,7 +22,7 @@ from flash_mask_cute.core.tile_state import has_hidden, has_visible, state_of_wa
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import call_mask_mod
 from flash_mask_cute.rules.bit_tile import ALL, WORD, Columns
-from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.rules.intervals import Intervals, rows_of_call
 
 
 class ColumnArgs(NamedTuple):
@@ -164,7 +164,7 @@ class MaskArgs(NamedTuple):
         """From the arguments of a launch; num_heads: of its walks, block_size: of the lists.
 
         :raises ValueError: a tensor is given to a kernel made without it, or the other way round;
-            or answers that were stored to a kernel that asks, or beside block lists
+            mask bits are given to a kernel with a mask_mod, or beside block lists
         """
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
@@ -201,10 +201,11 @@ class TileVerdict(NamedTuple):
 class MaskRules:
     """The masks of a launch, for one shape of tiles.
 
-    columns: where a bit tile has which column of a tile. keys_are_packed: the keys of all sequences
-    lie in one tensor. skip: leave hidden blocks out and cut-free blocks unpainted; without it every
-    block of a sequence is visited and painted, to the same result. counts_offsets: mask_mod and
-    block lists know positions in an entry, in which a sequence begins at offset_q and offset_k.
+    columns: which column of a tile each bit of a bit tile stands for. keys_are_packed: the keys of
+    all sequences lie in one tensor. skip: empty blocks are skipped and full blocks need no bits;
+    without it every block of a sequence is visited as a partial one, with the same result.
+    counts_offsets: mask_mod and block lists count positions in an entry, in which a sequence begins
+    at offset_q and offset_k. group_size: heads among the packed ones of `block_info`.
     """
 
     args: MaskArgs
@@ -215,6 +216,7 @@ class MaskRules:
     keys_are_packed: cutlass.Constexpr[bool]
     skip: cutlass.Constexpr[bool]
     counts_offsets: cutlass.Constexpr[bool]
+    group_size: cutlass.Constexpr[int]
 
     @classmethod
     def from_kernel(
@@ -245,6 +247,7 @@ class MaskRules:
             keys_are_packed,
             kernel.skip_blocks,
             False,
+            kernel.plan.group_size,
             *more,
         )
 
@@ -282,13 +285,16 @@ class MaskRules:
     def judge_listed(
         self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32
     ) -> tuple[Boolean, Boolean]:
-        """Whether a tile touches a listed logical block, and whether it has to be asked about."""
+        """Whether a tile touches a listed logical block, and whether mask_mod decides about it."""
         is_listed, needs_mask_mod = Boolean(True), Boolean(const_expr(self._may_need_mask_mod))
         if const_expr(self.args.bits is not None):
             args, info = self.args.bits, self.block_info
-            offset_q, offset_k = self._entry_offsets(work)
+            offset_q, offset_k = self._listed_offsets(work)
             first_q_idx, first_k_idx = m_block * info.tile_m, n_block * info.tile_n
             end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q) + offset_q
+            if const_expr(info.qhead_per_kvhead_packgqa > 1):
+                first_q_idx, end_q_idx = info.query_range(work.seqlen, m_block)
+                end_q_idx += offset_q
             end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k) + offset_k
             first_q_idx, first_k_idx = first_q_idx + offset_q, first_k_idx + offset_k
             any_listed, all_full = Int32(0), Int32(1)
@@ -308,7 +314,8 @@ class MaskRules:
     def _look_up(
         self, work: Work, m_block: Int32, n_block: Int32, is_visible: Boolean
     ) -> tuple[Boolean, Boolean]:
-        """What was stored about a tile that is visible otherwise: whether it is, and is cut."""
+        """From the stored state of a tile that other masks leave visible: whether it is, and is
+        partial."""
         state = Int32(0)
         if is_visible:
             for i in cutlass.range_constexpr(self._bit_tiles_per_tile):
@@ -358,16 +365,19 @@ class MaskRules:
         bounds = tuple(
             args.bounds[batch_idx, mask_head, i, at] for i in range(2 * self.intervals.num_vectors)
         )
+        bounds = rows_of_call(bounds, work.q_start, work.seqlen_q)
         return self.intervals.classify(bounds, first_row, end_row, work.seqlen_q)
 
     def _column_values(self, work: Work, head_idx: Int32, k_idx: Int32) -> tuple[Int32, ...]:
-        """What the intervals' vectors say of a key, which may lie past the end of the keys."""
+        """What the intervals' vectors say of a key, which may lie past the end of the keys, in rows
+        of the call."""
         batch_idx, mask_head, k_start = self._column_place(work, head_idx)
         at = k_start + cutlass.min(k_idx, work.seqlen_k - 1)
-        return tuple(
+        values = tuple(
             self.args.columns.indices[batch_idx, mask_head, at, i]
             for i in range(self.intervals.num_vectors)
         )
+        return rows_of_call(values, work.q_start, work.seqlen_q)
 
     def _column_place(self, work: Work, head_idx: Int32) -> tuple[Int32, Int32, Int32]:
         """Batch, head and first key of a sequence in the interval tensors."""
@@ -381,23 +391,29 @@ class MaskRules:
     def _eval_mask_mod(self, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32) -> Boolean:
         """mask_mod's answer. Positions past the ends are hidden by others, but it may index tensors
         with them."""
-        offset_q, offset_k = self._entry_offsets(work)
+        offset_q, offset_k = (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
         return call_mask_mod(
             self.mask_mod,
             work.batch_idx,
             head_idx,
-            cutlass.min(q_idx, work.seqlen_q - 1) + offset_q,
+            work.position(cutlass.min(q_idx, work.seqlen_q - 1)) + offset_q,
             cutlass.min(k_idx, work.seqlen_k - 1) + offset_k,
             self.args.aux_tensors,
         )
 
-    def _entry_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
-        """What to add to positions of a sequence for those that mask_mod and block lists know."""
+    def _listed_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
+        """What to add to positions of a sequence for the positions that block lists count."""
+        if work.q_start is not None:
+            return work.q_start, 0
         return (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
 
     def _block_bits(self, work: Work, head_idx: Int32, q_block: Int32, k_block: Int32) -> tuple:
         """Whether a logical block is listed, and whether as a full one: 0 or 1 each."""
         args = self.args.bits
+        if work.q_start is not None:
+            # rows before the mask, or behind it
+            last = cute.size(args.visible, mode=[2]) - 1
+            q_block = cutlass.max(cutlass.min(q_block, last), 0)
         place = (*broadcast_place(args.visible, work, head_idx), q_block, k_block // WORD)
         bit = k_block % WORD
         return (args.visible[place] >> bit) & 1, (args.full[place] >> bit) & 1

@@ -1,4 +1,4 @@
-"""What the warps do that plan and paint while others multiply, on every architecture."""
+"""The planning warp and the mask warps, on every architecture."""
 
 from functools import partial
 
@@ -24,11 +24,13 @@ def plan_walks(
     ring: WorkRing,
     walk: WalkRing,
     claims_late: cutlass.Constexpr[bool] = False,
+    num_splits: Int32 | None = None,
 ) -> None:
     """One warp: decide on work tiles and the blocks they visit, and announce both.
 
-    claims_late: a work tile is claimed when the one before is nearly through, not as soon as the
-    ring has room for it.
+    num_splits: pieces of each work tile, which the scheduler counts as heads, piece by piece; None:
+    work tiles are computed as a whole. claims_late: a work tile is claimed when the one before is
+    nearly through, not as soon as the ring has room for it.
     """
     is_by_keys = isinstance(rules, BackwardMask)
     blocks_of = partial(rules.num_blocks, lengths), rules.first_block
@@ -36,6 +38,8 @@ def plan_walks(
     tile, search = scheduler.locate(scheduler.start(), *blocks_of)
     while tile.is_valid:
         work = describe(tile, lengths, is_by_keys)
+        if const_expr(num_splits is not None):
+            work = rules.split(work, scheduler.params.num_heads // num_splits, num_splits)
         ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
         chunks = rules.plan(walk, chunks, work)
         tiles += 1

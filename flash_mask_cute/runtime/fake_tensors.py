@@ -23,6 +23,13 @@ class HasWindow(Protocol):
     def has_window_right(self) -> bool: ...
 
 
+class HasStart(Protocol):
+    """A problem with `q_start`, as in `AttentionProblem`."""
+
+    @property
+    def q_start(self) -> str | None: ...
+
+
 class HasAux(Protocol):
     """A problem with `aux`, as in `AttentionProblem`."""
 
@@ -113,6 +120,15 @@ def window(problem: HasWindow) -> tuple[Any, Any]:
 
     left, right = problem.has_window_left, problem.has_window_right
     return cutlass.Int32(0) if left else None, cutlass.Int32(0) if right else None
+
+
+def q_start(problem: HasStart) -> Any:
+    """Positions of first queries: a number for all sequences, or a vector."""
+    import cutlass
+
+    if problem.q_start is None:
+        return None
+    return cutlass.Int32(0) if problem.q_start == "number" else int32_vector(True)
 
 
 def aux_tensors(problem: HasAux) -> tuple[Any, ...] | None:

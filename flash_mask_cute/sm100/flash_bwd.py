@@ -219,6 +219,7 @@ class FlashAttentionBackwardSm100:
         block_bits=None,
         aux_grads=None,
         mask_bit_tensors: tuple | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionBackwardSm90`.
 
@@ -231,7 +232,7 @@ class FlashAttentionBackwardSm100:
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         plan = self.plan
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
         window = (window_size_left, window_size_right)
         masks = MaskArgs.create(
@@ -295,7 +296,7 @@ class FlashAttentionBackwardSm100:
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = plan.channels(storage, predecessors)
+        channels = plan.channels(storage, predecessors, lengths.work_fields)
         if warp_idx == Role.MMA:
             plan.group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()

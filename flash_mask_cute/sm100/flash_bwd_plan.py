@@ -89,18 +89,18 @@ class Tiles(NamedTuple):
     """What lies in shared memory: see `BwdPlan` for the layouts.
 
     ds: (queries, keys). stored: dK and dV on their way out, in the place of ds. dq: fp32 sums of a
-    part. stats: `core.row_blocks.stats_words` of a query block. bits: of a block that is cut.
+    part. stats: `core.row_blocks.stats_words` of a query block. bits: of a partial block.
     """
 
-    q: cute.Tensor
-    do: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    ds: cute.Tensor
-    stored: cute.Tensor
-    dq: cute.Tensor
-    stats: cute.Tensor
-    bits: cute.Tensor
+    q: cute.Tensor  # (128, tile_d, stages_q)
+    do: cute.Tensor  # (128, tile_dv, stages_do)
+    k: cute.Tensor  # (128, tile_d, 1)
+    v: cute.Tensor  # (128, tile_dv, 1)
+    ds: cute.Tensor  # (128 queries, 128 keys, 1)
+    stored: cute.Tensor  # (32 keys, 32 columns, places of warps)
+    dq: cute.Tensor  # (values of a part,)
+    stats: cute.Tensor  # (stats_words, stages_q)
+    bits: cute.Tensor  # (words, tile_n)
     words: None = None
 
 
@@ -111,19 +111,19 @@ class Products(NamedTuple):
     `BwdPlan.holds_keys`.
     """
 
-    s: cute.Tensor
+    s: cute.Tensor  # (128 keys, 128 queries)
     s_k: cute.Tensor
     s_q: cute.Tensor
-    dp: cute.Tensor
+    dp: cute.Tensor  # (128 keys, 128 queries)
     dp_v: cute.Tensor
     dp_do: cute.Tensor
-    dv: cute.Tensor
-    p: tuple[cute.Tensor, ...]
+    dv: cute.Tensor  # (128 keys, tile_dv)
+    p: tuple[cute.Tensor, ...]  # (128 keys, 64 queries) each
     dv_do: cute.Tensor
-    dk: cute.Tensor
-    ds: tuple[cute.Tensor, ...]
+    dk: cute.Tensor  # (128 keys, tile_d)
+    ds: tuple[cute.Tensor, ...]  # (128 keys, 64 queries) each
     dk_q: cute.Tensor
-    dq: cute.Tensor
+    dq: cute.Tensor  # (128 queries, tile_d)
     dq_ds: cute.Tensor
     dq_k: cute.Tensor
 
@@ -154,7 +154,7 @@ class BwdPlan:
     has_reference: bool = False
 
     # heads of a group pass by one after the other
-    packed_heads = 1
+    packed_heads = group_size = 1
     tile_n = cluster_tile_n = TILE_N
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 
@@ -397,12 +397,21 @@ class BwdPlan:
 
         return Storage
 
-    def channels(self, storage: Any, predecessors: cute.Tensor | None) -> Channels:
-        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`."""
+    def channels(
+        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
+    ) -> Channels:
+        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`,
+        fields: see `WorkRing`."""
         # load, mma and send, and those of many warps
         num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_MASK_WARPS
         ring, walk = planning_rings(
-            storage, num_walkers, 0, ascending=True, uncut_first=False, predecessors=predecessors
+            storage,
+            num_walkers,
+            0,
+            ascending=True,
+            uncut_first=False,
+            predecessors=predecessors,
+            fields=fields,
         )
 
         def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:

@@ -54,24 +54,34 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.pages import Pages
+from flash_mask_cute.core.partials import BY_SLOTS, Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Kind
-from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.mods.calling import RowPlace, ScoreModTraits, inside, modify_row
+from flash_mask_cute.core.work_ring import PIECE_FIELDS, Work
+from flash_mask_cute.limits import padded_group
+from flash_mask_cute.mods.calling import (
+    RowPlace,
+    ScoreModTraits,
+    head_of_row,
+    inside,
+    modify_row,
+)
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
+from flash_mask_cute.rules.share_walks import KeyBlockLine, plan_shares
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.exponentials import WholeRows
+from flash_mask_cute.sm100.flash_fwd_output import OutputWarps
 from flash_mask_cute.sm100.flash_fwd_plan import (
     MASK_REGISTERS,
     NUM_MASK_WARPS,
     OUTPUT_REGISTERS,
-    ROWS_PER_WARP,
     SOFTMAX_REGISTERS,
     WARPS_OF_HALF,
     Channels,
@@ -85,8 +95,6 @@ from flash_mask_cute.sm100.flash_fwd_products import WalkProducts
 # keys and values of the heads in flight should stay in an L2 cache of 126 MB; as a share, what was
 # measured on Hopper
 L2_SHARE = 64 * 1024 * 1024
-# columns of the output that a thread holds at a time; few, as its warps have few registers
-OUTPUT_CHUNK = 16
 
 
 class FlashAttentionForwardSm100:
@@ -97,7 +105,7 @@ class FlashAttentionForwardSm100:
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
-    :param pack_gqa: the query heads of a KV head (a divisor of 32) share a tile's rows
+    :param pack_gqa: the query heads of a KV head (at most 32) share a tile's rows
     :param tile_m, tile_n: query rows and keys of a tile, 256 and 128; 128 both if head_dim_v > 128
         or head_dim > 192
     :param num_stages: key blocks in flight
@@ -111,6 +119,7 @@ class FlashAttentionForwardSm100:
     :param num_sms: CTAs to launch at most
     :param cta_pair: two CTAs share keys and values, and take work tiles by turns: the launch makes
         no use of tile_counter
+    :param split, page_box: as of `FlashAttentionForwardSm90`; not with cta_pair
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -136,6 +145,8 @@ class FlashAttentionForwardSm100:
         fast_exp: bool = False,
         num_sms: int = 148,
         cta_pair: bool = False,
+        split: str | None = None,
+        page_box: int | None = None,
     ):
         self.plan = FwdPlan(
             dtype,
@@ -143,12 +154,16 @@ class FlashAttentionForwardSm100:
             head_dim if head_dim_v is None else head_dim_v,
             tile_m,
             tile_n,
-            qhead_per_kvhead if pack_gqa else 1,
+            padded_group(qhead_per_kvhead) if pack_gqa else 1,
             num_stages,
             stages_q,
             share_qo,
             cta_pair,
+            qhead_per_kvhead if pack_gqa else None,
+            page_box,
         )
+        if cta_pair and (split is not None or page_box is not None):
+            raise NotImplementedError("pairs of CTAs have no split and no page_box")
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         reason = self.plan.infeasible()
@@ -167,6 +182,7 @@ class FlashAttentionForwardSm100:
         self.skip_blocks = skip_blocks
         self.arithmetic = WholeRows(uses_polynomial=not fast_exp)
         self.num_sms = num_sms
+        self.split = split
 
     @cute.jit
     def __call__(
@@ -197,24 +213,31 @@ class FlashAttentionForwardSm100:
         query_chunk=None,
         mLSELow: cute.Tensor | None = None,
         mMaxScores: cute.Tensor | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
+        mPartials: tuple | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
-        refused = ("mPageTable", mPageTable), ("mask_bit_tensors", mask_bit_tensors)
-        for name, given in (*refused, ("query_chunk", query_chunk)):
+        for name, given in (("mask_bit_tensors", mask_bit_tensors), ("query_chunk", query_chunk)):
             if const_expr(given is not None):
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         plan, group = self.plan, self.plan.group
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        pages = Pages.of(mPageTable, mK, mV, plan.page_box)
+        if const_expr(pages is not None):
+            lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())
+        partials = Partials.of(mPartials, self.split)
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m,
-            plan.packed_heads, group_bytes, self.num_sms // group.size,
+            plan.packed_heads, plan.group_size, group_bytes, self.num_sms // group.size,
+            num_splits=None if const_expr(partials is None) else partials.num_splits,
         )  # fmt: skip
+        grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         masks = MaskArgs.create(
             self,
             (window_size_left, window_size_right),
@@ -234,8 +257,11 @@ class FlashAttentionForwardSm100:
             masks,
             schedule,
             None if const_expr(group.is_pair) else tile_counter,
+            partials,
+            pages,
+            mO if const_expr(plan.is_padded) else None,
         ).launch(
-            grid=(schedule.grid * group.size, 1, 1),
+            grid=(grid * group.size, 1, 1),
             block=(plan.num_threads, 1, 1),
             cluster=group.cluster,
             stream=stream,
@@ -252,14 +278,20 @@ class FlashAttentionForwardSm100:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
+        partials: Partials | None,
+        pages: Pages | None,
+        mO: cute.Tensor | None,
     ):
         plan, group = self.plan, self.plan.group
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == Role.LOAD:
-            for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
+            for atom in operands.atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
-        channels = plan.channels(storage)
+        fields = lengths.work_fields
+        if const_expr(self.split is not None):
+            fields = (*fields, *PIECE_FIELDS)
+        channels = plan.channels(storage, fields)
         if warp_idx == Role.MMA:
             group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()
@@ -275,7 +307,10 @@ class FlashAttentionForwardSm100:
                 self.softmax(tiles, channels, score_args.scales, masks, lse, lengths)
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
-            self.output(operands, tiles, channels, lse, lengths, score_args)
+            OutputWarps(
+                plan, operands, tiles, channels, lse, lengths, score_args.sink,
+                self._rows(score_args.scales), partials, mO,
+            ).run()  # fmt: skip
         elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
@@ -288,22 +323,14 @@ class FlashAttentionForwardSm100:
                     schedule.heads_per_kv,
                     plan,
                     part=group.rank(),
+                    pages=pages,
                 )
                 loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.MMA:
                 if group.is_leader():
                     WalkProducts(plan, plan.products(storage), channels).run()
             elif warp_idx == Role.PLAN:
-                scheduler = TileScheduler(
-                    schedule.params,
-                    tile_counter,
-                    self.is_causal or self.is_local,
-                    lengths.cu_seqlens_q is not None,
-                    group.size,
-                )
-                rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
-                rules = rules.with_tile_m(plan.cluster_tile_m)
-                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                self.plan_work(channels, lengths, masks, schedule, tile_counter, partials)
         else:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             mask_warp = warp_idx - Role.MASK
@@ -314,6 +341,33 @@ class FlashAttentionForwardSm100:
         group.sync()
         if warp_idx == Role.MMA:
             group.free()
+
+    def plan_work(
+        self,
+        channels: Channels,
+        lengths: Lengths,
+        masks: MaskArgs,
+        schedule: QuerySchedule,
+        tile_counter: cute.Tensor | None,
+        partials: Partials | None,
+    ):
+        """Planning warp: choose work tiles, or pieces of them, and their walks."""
+        params, ring, walk = schedule.params, channels.ring, channels.walk
+        rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
+        rules = rules.with_tile_m(self.plan.cluster_tile_m)
+        if const_expr(self.split == BY_SLOTS):
+            line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
+            plan_shares(line, ring, walk, partials.merges)
+        else:
+            scheduler = TileScheduler(
+                params,
+                tile_counter,
+                self.is_causal or self.is_local,
+                lengths.cu_seqlens_q is not None,
+                self.plan.group.size,
+            )
+            num_splits = None if const_expr(partials is None) else partials.num_splits
+            plan_walks(scheduler, rules, lengths, ring, walk, num_splits=num_splits)
 
     # -- softmax --------------------------------------------------------------------------------
 
@@ -352,10 +406,20 @@ class FlashAttentionForwardSm100:
             tiles.sums[1, row] = rows.row_sum[0]
             channels.sums.publish(half_tile)
             if const_expr(lse.largest is not None):
-                work = channels.ring.read(tile)
-                lse.store_largest(lengths, work, *self._place_of(work, half), rows.largest()[0])
+                self._store_largest(lse, lengths, channels.ring.read(tile), row, rows.largest()[0])
             channels.ring.release(tile)
             tile += 1
+
+    @cute.jit
+    def _store_largest(
+        self, lse: LseTensors, lengths: Lengths, work: Work, tile_row: Int32, largest: Float32
+    ):
+        """Write the largest score of a row of a work tile, if that is a query head's."""
+        packed_heads, group_size = self.plan.packed_heads, self.plan.group_size
+        row = work.block * self.plan.tile_m + tile_row
+        if row % packed_heads < group_size:
+            head_idx = head_of_row(work, row, packed_heads, group_size)
+            lse.store_largest(lengths, work, head_idx, row // packed_heads, largest)
 
     @cute.jit
     def _visit_block(
@@ -525,143 +589,9 @@ class FlashAttentionForwardSm100:
                 scores,
                 0,
                 scales.scale_mod,
-                RowPlace.of(work, row, self.plan.packed_heads),
+                RowPlace.of(work, row, self.plan.packed_heads, self.plan.group_size),
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
                 self.traits.factor,
                 self.traits.takes_rows,
             )
-
-    # -- output ---------------------------------------------------------------------------------
-
-    @cute.jit
-    def output(
-        self,
-        operands: tma.Operands,
-        tiles: Tiles,
-        channels: Channels,
-        lse: LseTensors,
-        lengths: Lengths,
-        score_args: ScoreArgs,
-    ):
-        """Output warp: 32 rows of both halves of every work tile."""
-        rows = self._rows(score_args.scales)
-        tile = Int32(0)
-        while channels.ring.wait(tile):
-            for half in cutlass.range(self.plan.halves, unroll=1):
-                self._store_half(
-                    operands, tiles, channels, lse, lengths, score_args.sink, rows, tile, half
-                )
-            channels.ring.release(tile)
-            tile += 1
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def _store_half(
-        self,
-        operands,
-        tiles,
-        channels,
-        lse: LseTensors,
-        lengths,
-        mSink,
-        rows,
-        tile: Int32,
-        half: Int32,
-    ):
-        """Write the LSE of this thread's row, scale the row, and store this warp's rows by TMA."""
-        plan = self.plan
-        half_tile = plan.halves * tile + half
-        work = channels.ring.read(tile)
-        thread = thread_in_warpgroup()
-        head_idx, q_idx = self._place_of(work, half)
-        sinks = None
-        if const_expr(mSink is not None):
-            sinks = (mSink[head_idx].to(Float32),)
-        channels.sums.wait(half_tile)
-        rows.row_max[0] = tiles.sums[0, half * umma.ROWS + thread]
-        rows.row_sum[0] = tiles.sums[1, half * umma.ROWS + thread]
-        cute.arch.sync_warp()
-        channels.sums.release(half_tile)
-        factor, row_lse, low = rows.finalize(sinks)[0]
-        # what was loaded for an empty sequence is a row that is not in use, or a neighbour's
-        is_used = work.has_scores
-        if const_expr(lengths.seqused_q is not None):
-            is_used = is_used & (q_idx < work.seqlen_q)
-            row_lse = cutlass.select_(q_idx < work.seqlen_q, row_lse, -Float32.inf)
-            if const_expr(low is not None):
-                low = cutlass.select_(q_idx < work.seqlen_q, low, Float32(0.0))
-        if const_expr(lse.lse is not None):  # noqa: SIM102 (decided while tracing)
-            if q_idx < work.slot:
-                lse.store(lengths, work, head_idx, q_idx, row_lse, low)
-
-        zeroes = lengths.seqused_q is not None or lengths.keys_may_be_absent
-        channels.o.wait(half_tile)
-        umma.fence_after_wait()
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.OUTPUT
-        sO = cute.flat_divide(tiles.o[lane, None, warp], (OUTPUT_CHUNK,))
-        used = is_used if const_expr(zeroes) else None
-        if const_expr(plan.halves > 1):
-            for first in cutlass.range_constexpr(0, plan.head_dim_v, plan.columns_o):
-                self._stage_columns(sO, half, first, factor, used)
-                if const_expr(first + plan.columns_o >= plan.head_dim_v):
-                    self._release_output(channels.o, half_tile)
-                self._store_columns(operands, tiles.o, lengths, work, half, first, warp)
-        else:
-            # rolled, since the columns of so many parts would take a register each
-            for first in cutlass.range(0, plan.head_dim_v, plan.columns_o, unroll=1):
-                self._stage_columns(sO, half, first, factor, used)
-                if first + plan.columns_o >= plan.head_dim_v:
-                    self._release_output(channels.o, half_tile)
-                self._store_columns(operands, tiles.o, lengths, work, half, first, warp)
-
-    def _place_of(self, work: Work, half) -> tuple:
-        """Head and query of this thread's row of half a work tile."""
-        row = work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup()
-        packed_heads = self.plan.packed_heads
-        return work.head_idx * packed_heads + row % packed_heads, row // packed_heads
-
-    def _stage_columns(self, sO, half, first: int | Int32, factor, is_used: Boolean | None) -> None:
-        """Put some columns of this thread's row where they leave from, scaled and rounded.
-
-        is_used: whether the row is; None: it is, or does not matter.
-        """
-        plan = self.plan
-        # what was staged here before must have left
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        for c in range(plan.columns_o // OUTPUT_CHUNK):
-            at = plan.column_o(half) + first + c * OUTPUT_CHUNK
-            values = umma.load_columns(at, OUTPUT_CHUNK, thread_in_warpgroup())
-            umma.wait_loads()
-            for i in range(OUTPUT_CHUNK):
-                # adding 0 makes the zeros of a row that saw nothing positive
-                value = cute.math.fma(values[0, i], factor, Float32(0.0))
-                if is_used is not None:
-                    value = cutlass.select_(is_used, value, Float32(0.0))
-                values[0, i] = value
-            rounded = cute.make_rmem_tensor(OUTPUT_CHUNK, plan.dtype)
-            values = cute.make_tensor(values.iterator, rounded.layout)
-            rounded.store(values.load().to(plan.dtype))
-            cute.autovec_copy(rounded, sO[None, c])
-
-    def _release_output(self, channel: Channel, half_tile: Int32) -> None:
-        """This warp has its rows of O in registers or staged."""
-        umma.fence_before_arrival()
-        cute.arch.sync_warp()
-        channel.release(half_tile)
-
-    def _store_columns(self, operands, sO, lengths, work: Work, half, first: int | Int32, warp):
-        """Send what a warp has staged in its part of sO to some columns of its rows."""
-        plan = self.plan
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        tile_row = work.block * plan.tile_m + half * umma.ROWS + warp * ROWS_PER_WARP
-        start = (work.head_idx * plan.packed_heads, tile_row // plan.packed_heads)
-        is_packed = lengths.cu_seqlens_q is not None
-        gO = tma.of_sequence(operands.o, is_packed, work.batch_idx, work.offset_q, work.slot)
-        gO = cute.domain_offset(((0, 0), first), gO)
-        dst, src = tma.tile_of(operands.o_atom, gO, start, plan.box_o, sO)
-        cute.copy(operands.o_atom, src[None, warp], dst)
-        cute.arch.cp_async_bulk_commit_group()

@@ -26,6 +26,7 @@ from flash_mask_cute.core.cta import (
     registers_left,
     swizzled,
 )
+from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
@@ -87,12 +88,12 @@ class Tiles(NamedTuple):
     sums (2, rows): maximum and sum of each row.
     """
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
+    q: cute.Tensor  # (128, tile_d, halves * stages_q)
+    k: cute.Tensor  # (keys of this CTA, tile_d, stages_kv)
+    v: cute.Tensor  # (columns of this CTA, tile_n, stages_v)
     o: cute.Tensor
-    sums: cute.Tensor
-    bits: cute.Tensor
+    sums: cute.Tensor  # (2, tile_m)
+    bits: cute.Tensor  # (4 words, tile_m)
 
 
 class Products(NamedTuple):
@@ -117,7 +118,9 @@ class FwdPlan:
 
     stages_kv, stages_q: key blocks and query tiles in flight. share_qo: what other kernels do, and
     this one does not. cta_pair: two CTAs with neighbouring tiles of queries walk over the keys
-    together, and each loads half of every block.
+    together, and each loads half of every block. packed_heads: rows of a position, a power of two
+    (`padded_group`), of which the first `heads_there` are heads. page_box: of keys and values in
+    pages, keys that a page has together, None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -130,6 +133,18 @@ class FwdPlan:
     stages_q: int = 1
     share_qo: bool = False
     cta_pair: bool = False
+    heads_there: int | None = None
+    page_box: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of a KV head that share a tile."""
+        return self.packed_heads if self.heads_there is None else self.heads_there
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of a tile are no head's, and must not be stored."""
+        return self.group_size != self.packed_heads
 
     # boxes of rows that TMA brings for a fill of the query channel
     q_boxes = 1
@@ -182,13 +197,18 @@ class FwdPlan:
 
     @property
     def box_k(self) -> tuple[int, int]:
-        """What this CTA loads of a key block: the rows that it contributes to operand B."""
-        return self.tile_n // self.group.size, self.tile_d
+        """What this CTA loads of a key block, or of it at a time: the rows that it contributes to
+        operand B."""
+        return self.page_box or self.keys_of_cta, self.tile_d
+
+    @property
+    def keys_of_cta(self) -> int:
+        return self.tile_n // self.group.size
 
     @property
     def box_v(self) -> tuple[tuple[int, int], int]:
-        """What this CTA loads of a value block, ((1, keys), columns)."""
-        return (1, self.tile_n), self.tile_dv // self.group.size
+        """What this CTA loads of a value block, or of it at a time, ((1, keys), columns)."""
+        return (1, self.page_box or self.tile_n), self.tile_dv // self.group.size
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
@@ -226,7 +246,7 @@ class FwdPlan:
 
     @property
     def bytes_k(self) -> int:
-        return self.box_k[0] * self.box_k[1] * 2
+        return self.keys_of_cta * self.tile_d * 2
 
     @property
     def bytes_v(self) -> int:
@@ -275,7 +295,9 @@ class FwdPlan:
         if self.share_qo:
             return "share_qo is not supported on Blackwell"
         if ROWS_PER_WARP % self.packed_heads:
-            return f"pack_gqa needs a group of heads that divides 32, got {self.packed_heads}"
+            return f"pack_gqa needs a group of at most 32 heads, got {self.group_size}"
+        if self.page_box is not None and (why := why_no_boxes(self, self.page_box)):
+            return why
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
         if self.num_columns > NUM_COLUMNS:
@@ -335,7 +357,7 @@ class FwdPlan:
 
     def layout_k(self) -> cute.ComposedLayout:
         """(keys, tile_d, stages_kv)"""
-        tile = (ROWS, *self.box_k)
+        tile = (ROWS, self.keys_of_cta, self.tile_d)
         return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages_kv)
 
     def layout_v(self) -> cute.ComposedLayout:
@@ -383,14 +405,14 @@ class FwdPlan:
 
         return Storage
 
-    def channels(self, storage: Any) -> Channels:
-        """The channels of a CTA, initialised by its first warp."""
+    def channels(self, storage: Any, fields: tuple[str, ...]) -> Channels:
+        """The channels of a CTA, initialised by its first warp; fields: see `WorkRing`."""
         group = self.group
         # load, mma (the leader's) and softmax and mask warps go through walks, those of the
         # output do not
         num_walkers = 2 + self.softmax_warps + NUM_MASK_WARPS - group.rank()
         ring, walk = planning_rings(
-            storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False
+            storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False, fields=fields
         )
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:

@@ -236,6 +236,7 @@ class FlashAttentionBackwardSm90:
         block_bits=None,
         aux_grads=None,
         mask_bit_tensors: tuple | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
     ):
         """Launch on `stream`.
 
@@ -250,7 +251,7 @@ class FlashAttentionBackwardSm90:
         `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32 tensors
         of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
         mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ,
-        in place of a mask_mod and block_bits (`rules/mask_rules.py`).
+        in place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
@@ -258,7 +259,7 @@ class FlashAttentionBackwardSm90:
             check_given("softcap", softcap, False)
         plan = self.plan
         varlen_k = const_expr(mCuSeqlensK is not None)
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
         group_splits = None
         if const_expr(self.splits_group):
@@ -332,7 +333,7 @@ class FlashAttentionBackwardSm90:
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = plan.channels(storage, predecessors)
+        channels = plan.channels(storage, predecessors, lengths.work_fields)
         cute.arch.mbarrier_init_fence()
         if const_expr(plan.cta_pair):
             # also the other CTA's, on which this one arrives
@@ -342,6 +343,7 @@ class FlashAttentionBackwardSm90:
         tiles = plan.tiles(storage)
         passes_over = self._passes_over(masks, scales)
 
+        # -- roles
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
@@ -351,7 +353,7 @@ class FlashAttentionBackwardSm90:
                 )
                 loads.run()
             elif warp_idx == Role.PLAN:
-                # those whose turn comes first, first
+                # in the order in which they add to dQ
                 scheduler = TileScheduler(
                     schedule,
                     tile_counter,
@@ -399,8 +401,8 @@ class FlashAttentionBackwardSm90:
         plan = self.plan
         ring = channels.ring
         fragments = Fragments.create(plan, tiles)
-        acc_dV = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_dv)]
-        acc_dK = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_d)]
+        acc_dV = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_dv)]  # (64, n) each
+        acc_dK = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_d)]  # (64, n) each
         chain = ScoreChain(
             *score_args,
             self.wants_aux,
@@ -430,8 +432,9 @@ class FlashAttentionBackwardSm90:
                     self._pass_over(tiles, channels, scores, block, cut)
                     block += 1
                     cut += 1
-            # The same loop for blocks that are cut and for others: one that asked every block would
-            # branch while products are in flight, which ptxas answers by serialising them all.
+            # -- query blocks
+            # One loop for partial blocks and one for full ones, of the same text: a loop that asked
+            # every block would branch while products are in flight, and ptxas would serialise all.
             while current != Kind.END:
                 for kind in (Kind.PARTIAL, Kind.FULL):
                     while current == kind:
@@ -462,6 +465,7 @@ class FlashAttentionBackwardSm90:
                         block += 1
                         current = following
 
+            # -- dK and dV leave
             work = ring.read(tile)
             for acc in acc_dK:
                 scale(acc, softmax_scale)
@@ -493,7 +497,7 @@ class FlashAttentionBackwardSm90:
     def _first_visible_block(self, work: Work) -> Int32:
         """The first block of queries that causal masking lets see a key of this warpgroup."""
         first_key = work.block * self.plan.tile_n + self.plan.first_key()
-        return (first_key - (work.seqlen_k - work.seqlen_q)) // self.plan.tile_m
+        return (first_key - work.seqlen.shift) // self.plan.tile_m
 
     def _take(
         self,
@@ -513,6 +517,7 @@ class FlashAttentionBackwardSm90:
         """
         plan, block = self.plan, state.block
         following_cut = state.cut + int(kind == Kind.PARTIAL)
+        # -- S and dP, P and dS; dV begins
         if sums is None:
             scores.clear(state)
         else:
@@ -522,7 +527,7 @@ class FlashAttentionBackwardSm90:
             self._issue_sums(acc_dV, scores.probs, fragments.dv_do, do_stage, accumulate)
         if scores.passes_over:
             scores.tell_ready(block, following_cut)
-        # dQ reads the dS of both
+        # -- both warpgroups have dS: dQ and dK begin
         sync_both()
         self._send_grads(channels, block)
         stage_dQ = partial(stage_dq, plan, tiles, channels.dq, block)
@@ -545,7 +550,7 @@ class FlashAttentionBackwardSm90:
             acc_dQ, num_behind = self._issue_dq_and_dk(
                 channels, fragments, block, issue_dQ, issue_dK, acc_dK
             )
-        # asked under the products, which hide how long the answer takes
+        # -- peek at the next fills, under the products, which hide how long an answer takes
         has_come = channels.q.is_full(block + 1)
         unmarked = Boolean(False)
         if self._may_be_empty(kind):
@@ -557,6 +562,7 @@ class FlashAttentionBackwardSm90:
             scores.was_ready(block) if scores.passes_over else state.peeked.bits_for_all,
             unmarked,
         )
+        # -- dQ is complete, part by part: its sums go to the staging memory
         warpgroup.wait_group(num_behind)
         self._release_summed(channels, block)
         stage_dQ(0, acc_dQ)
@@ -652,7 +658,7 @@ class FlashAttentionBackwardSm90:
         plan, accs = self.plan, []
         row_group = mma_warpgroup_idx() if plan.num_row_groups > 1 else Int32(0)
         for width, operand in zip(plan.parts_dq[part], fragments.dq_k[part], strict=True):
-            acc_dQ, pairs = wgmma.make_accumulator(width), []
+            acc_dQ, pairs = wgmma.make_accumulator(width), []  # (64 queries, width)
             for group in groups:
                 ds_tile = fragments.dq_ds[
                     None, None, None, plan.ds_unit(ds_stage, group, row_group)

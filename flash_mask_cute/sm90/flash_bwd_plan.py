@@ -43,7 +43,7 @@ NUM_MMA_WARPGROUPS = 2
 # the widest heads of which a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
 # what MMA warpgroups may take: the more, the less is left for the others, who get along with what
-# the most leaves them where they have little to plan and paint
+# the most leaves them where they have little to plan and few bits to make
 MMA_REGISTERS = (216, 232, 240)
 # what a thread needs besides fragments, or nearly so, and what it is better off with
 SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
@@ -92,20 +92,20 @@ class Tiles(NamedTuple):
     warpgroups met in a block.
     """
 
-    q: cute.Tensor
-    do: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    ds: cute.Tensor
-    p: cute.Tensor | None
-    peer_k: cute.Tensor | None
-    peer_ds: cute.Tensor | None
-    dq: cute.Tensor
-    stats: cute.Tensor
-    words: cute.Tensor
-    bits: cute.Tensor
-    any_bits: cute.Tensor
-    ready: cute.Tensor
+    q: cute.Tensor  # (tile_m, tile_d, stages_q)
+    do: cute.Tensor  # (tile_m, tile_dv, stages_do)
+    k: cute.Tensor  # (64, tile_d, key groups * stages_kv)
+    v: cute.Tensor  # (64, tile_dv, key groups * stages_kv)
+    ds: cute.Tensor  # (64 queries, 64 keys, row groups * key groups * stages)
+    p: cute.Tensor | None  # (64 keys, 64 queries, 1)
+    peer_k: cute.Tensor | None  # (64, cols_dq, 1)
+    peer_ds: cute.Tensor | None  # (64 queries, 64 keys, 1)
+    dq: cute.Tensor  # (values of a part,)
+    stats: cute.Tensor  # (stats_words, stages_q)
+    words: cute.Tensor  # (QUERY_WORDS, stages_q)
+    bits: cute.Tensor  # (4 words, tile_n)
+    any_bits: cute.Tensor  # (tile_n / 32,)
+    ready: cute.Tensor  # (2,)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class BwdPlan:
     nothing modifies the scores; the products of dO with these read half as much.
 
     has_reference: the statistics of a query have a third number, for scores of any size.
-    cta_pair: two CTAs with neighbouring keys sum dQ together (`key_pairs`), half of the columns
+    cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
     each. Then P takes the way of dS, of which there is one place, so that nothing modifies scores.
 
     has_marks: rows of queries that see nothing may be marked to be cleared.
@@ -140,7 +140,7 @@ class BwdPlan:
     has_reference: bool = False
 
     # heads of a group pass by one after the other
-    packed_heads = 1
+    packed_heads = group_size = 1
 
     @property
     def shares_keys(self) -> bool:
@@ -589,10 +589,12 @@ class BwdPlan:
             ready=storage.ready.get_tensor(cute.make_layout(2)),
         )
 
-    def channels(self, storage: Any, predecessors: cute.Tensor | None) -> Channels:
+    def channels(
+        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
+    ) -> Channels:
         """The channels in a CTA's `storage`, made by all threads; they need a barrier afterwards.
 
-        predecessors: see `WalkRing`.
+        predecessors: see `WalkRing`; fields: see `WorkRing`.
         """
         mma_warps = self.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
@@ -601,13 +603,9 @@ class BwdPlan:
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
         num_walkers = 1 + self.num_mask_warps
         ring, walk = planning_rings(
-            storage,
-            num_walkers,
-            mma_warps,
-            ascending=True,
-            uncut_first=False,
-            predecessors=predecessors,
-        )
+            storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
+            predecessors=predecessors, fields=fields,
+        )  # fmt: skip
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)

@@ -61,10 +61,10 @@ class Factors(NamedTuple):
     q and do: one for each part of the products' columns.
     """
 
-    k: cute.Tensor
-    q: tuple[cute.Tensor, ...]
-    v: cute.Tensor
-    do: tuple[cute.Tensor, ...]
+    k: cute.Tensor  # (64 keys, tile_d) in k-steps, and stages
+    q: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_d) each
+    v: cute.Tensor  # (64 keys, tile_dv)
+    do: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_dv) each
 
 
 def sync_both() -> None:
@@ -273,7 +273,7 @@ class BlockScores:
     def _compute_whole(self, kind: Kind, state: MainloopState) -> None:
         plan, chain, channels = self.plan, self.chain, self.channels
         is_plain = chain.is_empty
-        acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))
+        acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
         channels.do.wait_unless(state.peeked.do, state.block)
@@ -301,7 +301,7 @@ class BlockScores:
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
         self.channels.do.wait_unless(state.peeked.do, state.block)
         for part in range(self.num_parts):
-            acc_S, acc_dP = (wgmma.make_accumulator(width) for _ in range(2))
+            acc_S, acc_dP = (wgmma.make_accumulator(width) for _ in range(2))  # (64, width)
             self._issue_scores(acc_S, state, part)
             self._issue_dp(acc_dP, state, part)
             warpgroup.wait_group(0)
@@ -332,7 +332,7 @@ class BlockScores:
             self._take_probs(state.block)
 
     def _compute_probs(self, kind: Kind, state: MainloopState) -> None:
-        acc_S = wgmma.make_accumulator(self.plan.tile_m)
+        acc_S = wgmma.make_accumulator(self.plan.tile_m)  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
         warpgroup.wait_group(0)
@@ -347,7 +347,7 @@ class BlockScores:
 
     def _compute_grads(self, state: MainloopState) -> None:
         plan = self.plan
-        acc_dP = wgmma.make_accumulator(plan.tile_m)
+        acc_dP = wgmma.make_accumulator(plan.tile_m)  # (64, tile_m)
         delta = self._statistics(state.block).delta
         self.channels.do.wait_unless(state.peeked.do, state.block)
         self._issue_dp(acc_dP, state)

@@ -52,41 +52,36 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
-    WARPS_PER_WARPGROUP,
     planning_rings,
     swizzled,
-    thread_in_warpgroup,
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.pages import Pages
+from flash_mask_cute.core.partials import BY_SLOTS, Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Kind
-from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.core.work_ring import PIECE_FIELDS
+from flash_mask_cute.limits import padded_group
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, Share, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
+from flash_mask_cute.rules.share_walks import KeyBlockLine, plan_shares
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_fwd_mainloop import (
-    Channels,
-    KeyBlocks,
-    MainloopState,
-    Tiles,
-    tile_rows,
-)
-from flash_mask_cute.sm90.flash_fwd_plan import MASK_REGISTERS, Barrier, FwdPlan
+from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
+from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, MainloopState, Tiles
+from flash_mask_cute.sm90.flash_fwd_plan import MASK_REGISTERS, FwdPlan
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
-    store_rows,
-    sync_warpgroup,
 )
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
-# 48 MB are slower for causal at 8K (docs/measured_facts.md).
+# 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md).
 L2_SHARE = 24 * 1024 * 1024
 
 
@@ -98,7 +93,7 @@ class FlashAttentionForwardSm90:
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
-    :param pack_gqa: the query heads of a KV head (a divisor of 64) share a tile's rows
+    :param pack_gqa: the query heads of a KV head (at most 64) share a tile's rows
     :param tile_m, tile_n: query rows and keys of a tile
     :param num_stages: key and value blocks in flight
     :param num_threads: None, or what follows from the tiles; with mask_mod, the number without a
@@ -111,7 +106,10 @@ class FlashAttentionForwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: CTAs to launch at most
     :param cta_pair: False
-    :param claims_late: work tiles are claimed one at a time, for few that are not equal
+    :param split: how work tiles are computed in pieces: "rows", as many of each as the launch says,
+        "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
+    :param page_box: keys lie in pages, in each so many side by side; a divisor of tile_n and of the
+        page size of every launch
     :raises NotImplementedError: for an option of other kernels that this one does not have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -141,7 +139,8 @@ class FlashAttentionForwardSm90:
         skip_blocks: bool = True,
         num_sms: int = 132,
         cta_pair: bool = False,
-        claims_late: bool = False,
+        split: str | None = None,
+        page_box: int | None = None,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         plan = FwdPlan(
@@ -150,11 +149,13 @@ class FlashAttentionForwardSm90:
             head_dim_v,
             tile_m,
             tile_n,
-            qhead_per_kvhead if pack_gqa else 1,
+            padded_group(qhead_per_kvhead) if pack_gqa else 1,
             num_stages,
             stages_q,
             share_qo,
             cta_pair=cta_pair,
+            heads_there=qhead_per_kvhead if pack_gqa else None,
+            page_box=page_box,
         )
         if mask_mod is not None and num_threads != plan.num_threads:
             # if there are registers for it
@@ -186,7 +187,7 @@ class FlashAttentionForwardSm90:
         self.intervals = intervals
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
-        self.claims_late = claims_late
+        self.split = split
 
     @cute.jit
     def __call__(
@@ -217,6 +218,8 @@ class FlashAttentionForwardSm90:
         query_chunk: tuple | None = None,
         mLSELow: cute.Tensor | None = None,
         mMaxScores: cute.Tensor | None = None,
+        mQStart: cute.Tensor | Int32 | None = None,
+        mPartials: tuple | None = None,
     ):
         """Launch on `stream`.
 
@@ -232,12 +235,20 @@ class FlashAttentionForwardSm90:
         of a `MaskBitsArgs`, and `places` with mCuSeqlensQ, in place of a mask_mod and block lists
         (`rules/mask_rules.py`). They are for the query blocks that this launch computes, its
         `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, what rounding takes
-        from it. mMaxScores: like mLSE, the largest score of each row.
+        from it. mMaxScores: like mLSE, the largest score of each row. mQStart: `Lengths.q_start`;
+        block lists are then given as bits only, as rows of a tile need not begin where blocks do.
+
+        mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
+        head_dim), in whose pages keys lie (`core/pages.py`).
+
+        mPartials: where pieces of work tiles go, the tensors and the number of `Partials`. By slots
+        all is written that `Combine` needs, by rows mO and mLSE are left to it.
         """
-        if const_expr(mPageTable is not None):
-            raise NotImplementedError("FlashAttentionForwardSm90 does not support mPageTable")
         plan = self.plan
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        pages = Pages.of(mPageTable, mK, mV, plan.page_box)
+        if const_expr(pages is not None):
+            lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
         mask_bits = blocks = group_bytes = None
         check_given("query_chunk", query_chunk, mask_bit_tensors is not None)
@@ -247,10 +258,13 @@ class FlashAttentionForwardSm90:
                 blocks = query_chunk
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
+        partials = Partials.of(mPartials, self.split)
+        num_splits = None if const_expr(partials is None) else partials.num_splits
         schedule = QuerySchedule.create(
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
-            group_bytes, self.num_sms, blocks,
+            plan.group_size, group_bytes, self.num_sms, blocks, num_splits,
         )  # fmt: skip
+        grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
@@ -267,8 +281,19 @@ class FlashAttentionForwardSm90:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         lse = LseTensors(mLSE, mLSELow, mMaxScores)
-        self.kernel(operands, lse, lengths, score_args, masks, schedule, tile_counter).launch(
-            grid=(schedule.grid, 1, 1),
+        self.kernel(
+            operands,
+            lse,
+            lengths,
+            score_args,
+            masks,
+            schedule,
+            tile_counter,
+            partials,
+            pages,
+            mO if const_expr(plan.is_padded) else None,
+        ).launch(
+            grid=(grid, 1, 1),
             block=(plan.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -284,21 +309,29 @@ class FlashAttentionForwardSm90:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
+        partials: Partials | None,
+        pages: Pages | None,
+        mO: cute.Tensor | None,
     ):
         plan = self.plan
+        # -- shared memory and channels
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
-            for atom in (operands.q_atom, operands.k_atom, operands.v_atom, operands.o_atom):
+            for atom in operands.atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
         mma_warps = plan.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
         loads = 1
-        # otherwise the end of the keys may cut a block, for which only a walk's first is ready
+        # otherwise only the end of the keys makes a block partial, which must be a walk's first
         uncut_first = self._has_cutters(masks)
+        fields = lengths.work_fields
+        if const_expr(self.split is not None):
+            fields = (*fields, *PIECE_FIELDS)
         ring, walk = planning_rings(
-            storage, 1 + plan.num_mask_warps, mma_warps, ascending=False, uncut_first=uncut_first
-        )
+            storage, 1 + plan.num_mask_warps, mma_warps, ascending=False, uncut_first=uncut_first,
+            fields=fields,
+        )  # fmt: skip
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
             k=Channel.create(storage.k_barriers.data_ptr(), plan.stages_k, loads, mma_warps),
@@ -322,9 +355,11 @@ class FlashAttentionForwardSm90:
             any_bits=storage.any_bits.get_tensor(cute.make_layout(plan.tile_m // bit_tile.WORD)),
         )
 
+        # -- roles
         mask_warp = warp_idx - plan.first_mask_warp
         if warp_idx < Role.MMA:
-            cute.arch.setmaxregister_decrease(plan.helper_registers)
+            if const_expr(plan.moves_registers):
+                cute.arch.setmaxregister_decrease(plan.helper_registers)
             if warp_idx == Role.LOAD:
                 operand_loads = OperandLoads(
                     operands,
@@ -335,31 +370,51 @@ class FlashAttentionForwardSm90:
                     schedule.heads_per_kv,
                     plan,
                     tiles.block_flags,
+                    pages=pages,
                 )
                 operand_loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.PLAN:
-                scheduler = TileScheduler(
-                    schedule.params,
-                    tile_counter,
-                    self.is_causal or self.is_local,
-                    lengths.cu_seqlens_q is not None,
-                )
-                rules = self._rules(masks, lengths)
-                rings = channels.ring, channels.walk
-                plan_walks(scheduler, rules, lengths, *rings, claims_late=self.claims_late)
+                self.plan_work(channels, lengths, masks, schedule, tile_counter, partials)
             elif const_expr(not plan.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
-            cute.arch.setmaxregister_increase(plan.mma_registers)
-            self.mma(operands, tiles, channels, lse, lengths, score_args, masks)
+            if const_expr(plan.moves_registers):
+                cute.arch.setmaxregister_increase(plan.mma_registers)
+            self.mma(operands, tiles, channels, lse, lengths, score_args, masks, partials, mO)
         elif const_expr(plan.mask_warpgroup):
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             self.mask(mask_warp, tiles, channels, lengths, masks)
 
+    def plan_work(
+        self,
+        channels: Channels,
+        lengths: Lengths,
+        masks: MaskArgs,
+        schedule: QuerySchedule,
+        tile_counter: cute.Tensor | None,
+        partials: Partials | None,
+    ):
+        """Planning warp: choose work tiles, or pieces of them, and their walks."""
+        rules, params = self._rules(masks, lengths), schedule.params
+        if const_expr(self.split == BY_SLOTS):
+            line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
+            plan_shares(line, channels.ring, channels.walk, partials.merges)
+        else:
+            scheduler = TileScheduler(
+                params,
+                tile_counter,
+                self.is_causal or self.is_local,
+                lengths.cu_seqlens_q is not None,
+            )
+            num_splits = None if const_expr(partials is None) else partials.num_splits
+            plan_walks(
+                scheduler, rules, lengths, channels.ring, channels.walk, num_splits=num_splits
+            )
+
     def mask(
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
     ):
-        """Painting warp: bits of a share of every tile's rows."""
+        """A mask warp: the bits of its share of every tile's rows."""
         plan = self.plan
         share = Share.create(mask_warp, plan.num_mask_warps, plan.tile_m, wgmma.COLUMNS)
         rules = self._rules(masks, lengths)
@@ -370,7 +425,7 @@ class FlashAttentionForwardSm90:
         )
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
-        # of whole blocks, a score_mod is told rows without asking whether there are so many
+        # in full blocks, a score_mod gets rows without a test whether they exist
         cuts_overhang = self.score_mod is not None
         return ForwardMask.from_kernel(self, wgmma.COLUMNS, masks, lengths, cuts_overhang)
 
@@ -384,9 +439,12 @@ class FlashAttentionForwardSm90:
         lengths: Lengths,
         score_args: ScoreArgs,
         masks: MaskArgs,
+        partials: Partials | None,
+        mO: cute.Tensor | None,
     ):
         """MMA warpgroup: 64 query rows of every work tile."""
         plan, ring = self.plan, channels.ring
+        epilogue = Epilogue(plan, operands, lse, lengths, score_args.sink, partials, mO)
         blocks = KeyBlocks.create(
             plan,
             self.score_mod,
@@ -397,23 +455,25 @@ class FlashAttentionForwardSm90:
             masks.aux_tensors,
             keeps_largest=lse.largest is not None,
         )
-        first_S = wgmma.make_accumulator(plan.tile_n)
-        # P of a block; steps over whole blocks use both in turns
+        first_S = wgmma.make_accumulator(plan.tile_n)  # (64, tile_n) of the warpgroup
+        # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately
         probs, other_probs = blocks.make_probs(), blocks.make_probs()
         tile, state = Int32(0), MainloopState.start()
         blocks.start_scheduler_barrier()
         is_valid = ring.wait(tile)
         self._first_scores(blocks, first_S, tile, state.block, is_valid)
         while is_valid:
+            # -- first key block, whose S is complete
             state, following = blocks.first(tile, state, first_S, probs)
             if const_expr(plan.share_qo and plan.overlaps_tiles):  # noqa: SIM102 (while tracing)
                 # by now the previous tile's output has left its query's place
                 if tile > 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channels.q.release(tile - 1)
-            # The same loop for blocks that are cut and for others: one that asked every block would
-            # have one branch more while P V is in flight, which ptxas answers by serialising all
-            # products.
+            # -- key blocks: P V of the block before, and S of this one
+            # One loop for partial blocks and one for full ones, of the same text: a loop that asked
+            # every block would have one branch more while P V is in flight, and ptxas would
+            # serialise all products.
             while following != Kind.END:
                 for kind in blocks.kinds:
                     while following == kind:
@@ -428,11 +488,11 @@ class FlashAttentionForwardSm90:
                             else:
                                 wgmma.copy_words(probs, other_probs, blocks.opaque_one)
 
-            # the last P V of this tile, and with it the first S of the next
+            # -- the last P V of this tile, and with it the first S of the next
             next_is_valid = ring.wait(tile + 1)
             if const_expr(not plan.share_qo):
-                # before the turn: another warpgroup may wait, in its own, for the query that takes
-                # this one's place
+                # before the barrier: the warpgroup before may wait for the query that takes this
+                # one's place
                 channels.q.release(tile)
             blocks.wait_for_values(state)
             blocks.wait_scheduler_barrier()
@@ -442,6 +502,7 @@ class FlashAttentionForwardSm90:
             blocks.arrive_scheduler_barrier()
             warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
             blocks.release_values(state)
+            # -- epilogue
             work = ring.read(tile)
             if const_expr(lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
@@ -450,8 +511,8 @@ class FlashAttentionForwardSm90:
             o_stage = mma_warpgroup_idx()
             if const_expr(plan.share_qo):
                 o_stage += channels.q.index(tile) * plan.num_mma_warpgroups
-            sO = tiles.o[None, None, o_stage]
-            self._epilogue(operands, sO, blocks, lse, lengths, score_args.sink, work)
+            sO = tiles.o[None, None, o_stage]  # (64, tile_dv)
+            epilogue.run(blocks, sO, work)
             ring.release(tile)
             state = state.next_tile()
             if const_expr(plan.overlaps_tiles):
@@ -506,62 +567,3 @@ class FlashAttentionForwardSm90:
             blocks.take_query(tile)
             blocks.channels.k.wait(block)
         blocks.issue_scores(acc_S, tile, block)
-
-    @cute.jit
-    def _epilogue(
-        self,
-        operands: tma.Operands,
-        sO: cute.Tensor,
-        blocks: KeyBlocks,
-        lse: LseTensors,
-        lengths: Lengths,
-        mSink: cute.Tensor | None,
-        work: Work,
-    ):
-        """Scale the accumulator, store it (by way of sO) and the LSE of this warpgroup's rows."""
-        plan, acc_O = self.plan, blocks.acc_O
-        thread = thread_in_warpgroup()
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rows = tile_rows(plan, work, thread)
-        q_idx = tuple(row // plan.packed_heads for row in rows)
-        heads = tuple(work.head_idx * plan.packed_heads + row % plan.packed_heads for row in rows)
-        sinks = None
-        if const_expr(mSink is not None):
-            sinks = tuple(mSink[head].to(Float32) for head in heads)
-        output = wgmma.rows_by_cols(acc_O)
-        for r, (factor, row_lse, low) in enumerate(blocks.softmax.finalize(sinks)):
-            if const_expr(lengths.seqused_q is not None):
-                used = q_idx[r] < work.seqlen_q
-                row_lse = cutlass.select_(used, row_lse, -Float32.inf)
-                if const_expr(low is not None):
-                    low = cutlass.select_(used, low, Float32(0.0))
-                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
-                    output[r, c] = cutlass.select_(used, output[r, c] * factor, Float32(0.0))
-            else:
-                # adding 0 makes the zeros of a row that saw nothing positive, however they came
-                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
-                    output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
-            if const_expr(lse.lse is not None):  # noqa: SIM102 (decided while tracing)
-                if thread % 4 == 0 and q_idx[r] < work.slot:
-                    lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
-        if const_expr(lse.largest is not None):
-            for r, largest in enumerate(blocks.softmax.largest()):
-                if thread % 4 == 0:
-                    lse.store_largest(lengths, work, heads[r], q_idx[r], largest)
-
-        # the previous tile's store must have read the staging memory, and all warps their queries
-        is_storing_warp = warp_idx % WARPS_PER_WARPGROUP == 0
-        if is_storing_warp:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        sync_warpgroup(Barrier.EPILOGUE)
-        store_rows(wgmma.rounded(acc_O, plan.dtype), plan.mma_pv(), sO)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        sync_warpgroup(Barrier.EPILOGUE)
-        if is_storing_warp:
-            tile_row = work.block * plan.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-            first = (work.head_idx * plan.packed_heads, tile_row // plan.packed_heads)
-            is_packed = lengths.cu_seqlens_q is not None
-            gO = tma.of_sequence(operands.o, is_packed, work.batch_idx, work.offset_q, work.slot)
-            dst, src = tma.tile_of(operands.o_atom, gO, first, (plan.row_tile, plan.tile_dv), sO)
-            cute.copy(operands.o_atom, src, dst)
-            cute.arch.cp_async_bulk_commit_group()

@@ -59,13 +59,13 @@ class Tiles(NamedTuple):
     any_bits: for 32 rows of the bit tile each, whether any bit is set.
     """
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    block_flags: cute.Tensor
-    bits: cute.Tensor
-    any_bits: cute.Tensor
+    q: cute.Tensor  # (64, tile_d, warpgroups * stages_q)
+    k: cute.Tensor  # (tile_n, tile_d, stages_k)
+    v: cute.Tensor  # (tile_dv, tile_n, stages_kv)
+    o: cute.Tensor  # (64, tile_dv, warpgroups), of the query's place with its stages
+    block_flags: cute.Tensor  # (stages_k,)
+    bits: cute.Tensor  # (4 words, tile_m)
+    any_bits: cute.Tensor  # (tile_m / 32,)
 
 
 class MainloopState(NamedTuple):
@@ -345,6 +345,7 @@ class KeyBlocks:
         if const_expr(half is not None):
             acc_S = wgmma.make_accumulator(HALF_KEYS)
             fresh = wgmma.make_operand_words(HALF_KEYS // 16)
+        # -- issue P V of the block before, and S of this one
         if const_expr(plan.values_first):
             self.wait_for_values(state)
             self.wait_scheduler_barrier()
@@ -365,8 +366,9 @@ class KeyBlocks:
             self.issue_values(probs, state)
             self.arrive_scheduler_barrier()
             warpgroup.wait_group(1)
+        # -- S is complete: modify and hide scores, take exponentials
         channels.k.release(block)
-        scores = wgmma.rows_by_cols(acc_S)
+        scores = wgmma.rows_by_cols(acc_S)  # (2 rows, tile_n / 4) of a thread
         self._modify(places, scores)
         if const_expr(kind == Kind.PARTIAL):
             bit_tile.hide_unset(scores, bits)
@@ -374,11 +376,12 @@ class KeyBlocks:
         factors = self._exponentials(may_be_first, scores, fresh)
         if const_expr(half is not None):
             wgmma.place_half(target, fresh, half)
-        # asked now, as the answer takes a while
+        # -- peek at the next fills, since an answer takes a while
         k_ready, v_ready = channels.k.is_full(block + 1), channels.v.is_full(block)
         bits_ready = state.bits_ready
         if const_expr(kind == Kind.PARTIAL):
             bits_ready = channels.bits.is_full(cut)
+        # -- rescale O, and finish P V
         if softmax_math.differ_from_one(factors):
             if const_expr(not plan.values_first):
                 warpgroup.wait_group(0)
@@ -400,7 +403,7 @@ class KeyBlocks:
         cute.arch.sync_warp()
         channels.bits.release(state.cut)
         channels.k.release(block)
-        # the next warpgroup's turn comes from this one
+        # the next warpgroup waits for this one
         self.wait_scheduler_barrier()
         self.arrive_scheduler_barrier()
         self._release_passed(state)
@@ -496,31 +499,40 @@ class KeyBlocks:
         first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
         if half is not None:
             first_k_idx += half * HALF_KEYS
-        places = [RowPlace.of(work, row, heads) for row in rows]
+        group = heads, self.plan.group_size
+        places = [RowPlace.of(work, row, *group) for row in rows]
         if is_cut:
             return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)
-        q_after, k_after = at_plain_distances(rows[0] // heads, first_k_idx, self.opaque_one - 1)
+        first_q_idx = rows[0] // heads
+        if work.q_start is not None:
+            first_q_idx += work.q_start
+        q_after, k_after = at_plain_distances(first_q_idx, first_k_idx, self.opaque_one - 1)
         places = [
             place._replace(q_idx=q_after(wgmma.row_offset(r) // heads))
             for r, place in enumerate(places)
         ]
         return places, lambda c: k_after(wgmma.col_offset(c))
 
-    # -- turns ----------------------------------------------------------------------------------
+    # -- order of the warpgroups ----------------------------------------------------------------
 
     @cute.jit
     def start_scheduler_barrier(self):
-        """Begin the turns: a warpgroup issues its products after the one before it, in a circle."""
-        if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
-            self.arrive_scheduler_barrier()
+        """Let the first warpgroup begin: they issue their products one after another."""
+        if const_expr(self.plan.is_ordered):  # noqa: SIM102 (decided while tracing)
+            if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
+                self.arrive_scheduler_barrier()
 
     def wait_scheduler_barrier(self) -> None:
+        if not self.plan.is_ordered:
+            return
         cute.arch.barrier(
             barrier_id=Barrier.SCHEDULER + mma_warpgroup_idx(),
             number_of_threads=2 * THREADS_PER_WARPGROUP,
         )
 
     def arrive_scheduler_barrier(self) -> None:
+        if not self.plan.is_ordered:
+            return
         warpgroup_idx = mma_warpgroup_idx()
         is_last = warpgroup_idx == self.plan.num_mma_warpgroups - 1
         following = cutlass.select_(is_last, Int32(0), warpgroup_idx + 1)

@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core.cta import (
+    MAX_REGISTERS,
     RING_STAGES,
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
@@ -23,6 +24,7 @@ from flash_mask_cute.core.cta import (
     registers_left,
 )
 from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
+from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
@@ -38,8 +40,9 @@ SCALAR_REGISTERS = 28
 # What ptxas wants for a product besides its accumulator, of the registers of a launch: it holds
 # each instruction to these, whatever the warpgroup took later.
 PRODUCT_REGISTERS = 30
-# what MMA warpgroups may take, by their number; the more, the less is left for the others
-MMA_REGISTERS = {2: (216, 232), 3: (152, 160), 4: (112,)}
+# What MMA warpgroups may take, by their number; the more, the less is left for the others. One has
+# what it needs from the launch.
+MMA_REGISTERS = {1: (MAX_REGISTERS,), 2: (216, 232), 3: (152, 160), 4: (112,)}
 # the same beside a warpgroup of mask warps, and what that takes
 MMA_REGISTERS_BESIDE_MASK_WARPS = 208
 MASK_REGISTERS = 56
@@ -63,8 +66,10 @@ class FwdPlan:
 
     A second query stage, or an output of its own, lets the next tile's query arrive, and its first
     scores be computed, while this tile's output leaves. With `mask_warpgroup` a warpgroup of its
-    own paints, instead of two warps: asking a mask_mod about every score of a block is much work.
-    cta_pair: what other kernels do, and this one does not.
+    own makes mask bits, instead of two warps: evaluating a mask_mod for every score of a block is
+    much work. cta_pair: what other kernels do, and this one does not. packed_heads: rows of a
+    position, a power of two (`padded_group`), of which the first `heads_there` are heads. page_box:
+    of keys and values in pages, keys that a page has together, None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -78,6 +83,28 @@ class FwdPlan:
     share_qo: bool = False
     mask_warpgroup: bool = False
     cta_pair: bool = False
+    heads_there: int | None = None
+    page_box: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of a KV head that share a tile."""
+        return self.packed_heads if self.heads_there is None else self.heads_there
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of a tile are no head's, and must not be stored."""
+        return self.group_size != self.packed_heads
+
+    @property
+    def moves_registers(self) -> bool:
+        """Whether warpgroup 0 gives registers to the others: one of these has as many as it can."""
+        return self.num_mma_warpgroups > 1
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether MMA warpgroups issue their products one after the other."""
+        return self.num_mma_warpgroups > 1
 
     @property
     def tile_d(self) -> int:
@@ -193,11 +220,16 @@ class FwdPlan:
 
     @property
     def box_k(self) -> tuple[int, int]:
-        return self.tile_n, self.tile_d
+        return self.keys_of_box, self.tile_d
 
     @property
     def box_v(self) -> tuple[tuple[int, int], int]:
-        return (1, self.tile_n), self.tile_dv
+        return (1, self.keys_of_box), self.tile_dv
+
+    @property
+    def keys_of_box(self) -> int:
+        """Keys that TMA brings at a time."""
+        return self.tile_n if self.page_box is None else self.page_box
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
@@ -260,13 +292,15 @@ class FwdPlan:
             return "cta_pair is not supported on Hopper"
         if self.mask_warpgroup and self.tile_m != 128:
             return f"a warpgroup of mask warps needs tile_m 128, got {self.tile_m}"
-        if self.tile_m not in (128, 192, 256):
-            return f"tile_m must be 128, 192 or 256, got {self.tile_m}"
+        if self.tile_m not in (64, 128, 192, 256):
+            return f"tile_m must be 64, 128, 192 or 256, got {self.tile_m}"
         max_n = COLUMNS.num_words * WORD
         if self.tile_n % 16 or not 16 <= self.tile_n <= max_n:
             return f"tile_n must be a multiple of 16 in 16..{max_n}, got {self.tile_n}"
         if ROWS_PER_WARPGROUP % self.packed_heads:
-            return f"pack_gqa needs a group of heads that divides 64, got {self.packed_heads}"
+            return f"pack_gqa needs a group of at most 64 heads, got {self.group_size}"
+        if self.page_box is not None and (why := why_no_boxes(self, self.page_box)):
+            return why
         if self.share_qo and (self.tile_dv > self.tile_d):
             return "share_qo needs head_dim_v <= head_dim"
         if self.share_qo and self.stages_q > 1 and self.tile_dv != self.tile_d:

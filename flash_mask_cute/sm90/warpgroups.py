@@ -119,7 +119,7 @@ def _store_if(condition: Boolean, target: cute.Pointer, values: cute.Tensor) -> 
     """Write 16 bytes to global memory if the condition holds.
 
     As PTX: in a branch of its own, each store would have its address computed anew
-    (docs/measured_facts.md).
+    (docs/facts/compiler.md).
     """
     words = cute.recast_tensor(values, Int32)
     cute.arch.inline_ptx(

@@ -38,5 +38,7 @@ class Recorder:
             "query_chunk",
             "lse_low",
             "max_scores",
+            "q_start",
+            "partials",
         )
         return {"lists": args[14], "aux": args[15], **dict(zip(names, args[18:], strict=True))}

@@ -23,7 +23,14 @@ TEST_FOLDERS = {"bench": "bench", "cpu_path": f"{PACKAGE}/cpu"}
 MAX_FUNCTION_LINES = 110
 
 # Arithmetic on ints, device values or tensors, which every layer may use.
-INDEX_RULES = ("block_info", "seqlen_info", "rules.band", "rules.intervals", "limits")
+INDEX_RULES = (
+    "block_info",
+    "seqlen_info",
+    "rules.band",
+    "rules.intervals",
+    "core.shares",
+    "limits",
+)
 
 # Who may import what inside the package; a name stands for the module and for all below it. The
 # longest name that fits a module is its row, so a new top-level module needs a new row. A folder
@@ -34,11 +41,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "rules.intervals": ("rules.band",),
     "seqlen_info": ("rules.band",),
     "block_info": ("seqlen_info", "rules.band"),
+    "core.shares": ("rules.band",),
     "core": ("seqlen_info", "rules.band", "limits"),
     "runtime": ("limits",),
     "mods": ("core", "runtime", "limits"),
     "rules": ("mods", "core", *INDEX_RULES),
-    "kernels": ("core",),
+    "kernels": ("core", "seqlen_info"),
     "sm90": ("rules", "mods", "core", *INDEX_RULES),
     "sm100": ("rules", "mods", "core", *INDEX_RULES),
     "mask_prep": ("sm90.wgmma", "rules", "mods", "core", "runtime", *INDEX_RULES),
@@ -52,7 +60,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # from mods written in torch to CuTe mods, below the functions that take mods
     "flex": ("mods", "runtime"),
     "flex.attention": ("functional", "autograd.arguments", "flex", "block_sparsity", "runtime"),
-    "flex.block_mask": ("flex.simplify", "block_sparsity"),
+    "flex.in_graph": ("autograd.mod_names", "flex", "runtime"),
+    "flex.block_mask": ("flex", "masks.column_mask", "block_sparsity"),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "flex.together", "mods", "runtime"),
     ),
@@ -64,10 +73,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "interface": ("call", "flex.together", "masks.column_mask", "runtime", "mods"),
     "autograd": (
         *("interface", "call", "masks.column_mask", "block_sparsity", "mask_prep", "runtime"),
+        "cpu.combine",
     ),
     "functional": (
         *("autograd", "interface", "call", "masks.column_mask", "block_sparsity"),
-        *("flex.together", "mods.signature", "runtime"),
+        *("flex.together", "flex.in_graph", "mods.signature", "runtime"),
+    ),
+    "serving": (
+        *("functional", "autograd", "call", "flex.together", "masks.column_mask", "runtime"),
     ),
     # public paths of device code, and of everything
     "flash_fwd": ("sm90", "sm100"),
@@ -78,7 +91,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "": (
         "flex",
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
-        *("masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
+        *("serving", "masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),
 }
 
@@ -88,7 +101,7 @@ DEVICE = (
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.errors", "mods.score_chain"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
-    "rules.mask_warps",
+    *("rules.mask_warps", "rules.share_walks"),
     "flex.device_ops",
 )
 # A kernel of mask_prep, beside the host half that it is named after.
@@ -319,7 +332,8 @@ def test_a_long_function_is_noticed() -> None:
 
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
-PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+TABLES = ROOT / "bench" / "results" / "TABLES.md"
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")), TABLES)
 
 
 def outside_code(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -235,22 +236,27 @@ class Recorder:
     def prepare(self, call: AttentionCall) -> KernelBackward:
         planned = plan(call, Target.default())
         planned = planned.without_bits or planned
+        # a CTA for all heads of a group; `test_group_splits.py` has the others
+        choice = planned.bwd_choice
+        choice = replace(choice, tiles=replace(choice.tiles, splits_group=False), group_splits=1)
+        planned = replace(planned, choice=choice)
         self.prepared.append(planned)
         kernels = BwdKernels._make(map(self._kernel, BwdKernels._fields))
         assert planned.gradients is not None
-        if not any(planned.gradients.tails):
+        if not any(planned.gradients.padding):
             kernels = kernels._replace(zero_padding=None)
+        kernels = kernels._replace(add_parts=None)
         return KernelBackward(planned, kernels)
 
     def _kernel(self, name: str) -> Callable[..., None]:
         return lambda *args: self.calls.append((name, args))
 
     def last(self) -> tuple[tuple[Any, ...], ...]:
-        """The arguments of the last call's kernels, but the one that clears tails."""
-        names, args = zip(*self.calls[-4:], strict=False)
-        begin = names.index("preprocess")
-        assert names[begin:] in (BwdKernels._fields[:3], BwdKernels._fields)
-        return args[begin : begin + 3]
+        """The arguments of the last call's kernels, but of those that follow on dQ's."""
+        begin = max(i for i, (name, _) in enumerate(self.calls) if name == "preprocess")
+        names, args = zip(*self.calls[begin:], strict=True)
+        assert names[:3] == BwdKernels._fields[:3]
+        return args[:3]
 
 
 @pytest.fixture
@@ -320,7 +326,7 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
         main,
         (
             q, k, v, dout, stats, dq_accum, semaphores, dk, dv, 0.5, None, None, used_q,
-            used_k, 7, 3, None, 20.0, counter, None, None, None, None,
+            used_k, 7, 3, None, 20.0, counter, None, None, None, None, None,
         ),
     )  # fmt: skip
     assert same(after, (dq_accum, semaphores, dq, 0.5, None, used_q))
@@ -499,7 +505,7 @@ def test_masks_arrive_in_the_kernels_form(recorder: Recorder) -> None:
     for _ in range(2):
         call(**more)
         aux_tensors, _, _, (indices, bounds), bits, *rest = recorder.last()[1][16:]
-        assert rest == [None, None]
+        assert rest == [None, None, 0]
         assert aux_tensors[0] is aux[0] and indices is columns.startend_row_indices
         assert bounds.shape == (1, 1, 2, 1)
         kept.append((bounds, *bits))

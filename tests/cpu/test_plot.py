@@ -107,7 +107,7 @@ def pyplot() -> Any:
 def test_picture(pyplot: Any) -> None:
     mask = builders.causal(10)
     ax = plot(mask, tile_m=4, tile_n=3)
-    counts = [int(n) for n in re.findall(r"(\d+) (?:skipped|partial|full)", ax.get_title())]
+    counts = [int(n) for n in re.findall(r"(\d+) (?:empty|partial|full)", ax.get_title())]
     assert counts == [3, 5, 4]
     image = torch.as_tensor(ax.images[0].get_array())
     assert image.shape == (10, 10, 3)
@@ -186,7 +186,7 @@ def test_it_counts_as_explain_does(pyplot: Any, name: str, head_dim: int) -> Non
     told = explain(q, q, q, startend_row_indices=mask)
     tile_m, tile_n = told.tiles.tile_m, told.tiles.tile_n
     title = plot(mask, tile_m=tile_m, tile_n=tile_n).get_title()
-    counts = [int(n) for n in re.findall(r"(\d+) (?:skipped|partial|full)", title)]
+    counts = [int(n) for n in re.findall(r"(\d+) (?:empty|partial|full)", title)]
     of_explain = (told.empty_key_tiles, told.partial_key_tiles, told.full_key_tiles)
     assert of_explain == tuple(2 * count for count in counts)
     assert sum(counts) == -(-seqlen // tile_m) * -(-seqlen // tile_n)
@@ -253,7 +253,7 @@ def test_picture_of_block_lists(pyplot: Any) -> None:
     # the last blocks reach past the last key
     blocks[:, -1].clamp_(max=PARTIAL)
     counts = [int((blocks == state).sum()) for state in range(3)]
-    named = "{} skipped, {} partial, {} full".format(*counts)
+    named = "{} empty, {} partial, {} full".format(*counts)
     assert ax.get_title() == f"40 tiles of 32 x 64: {named}"
     assert ax.get_xlim() == (0, 200) and ax.get_ylim() == (300, 0)
     colors = torch.tensor(plotting.COLORS)
@@ -291,7 +291,7 @@ def test_picture_of_computed_lists(pyplot: Any) -> None:
         64, 32, 1, 1, 128, 64, lambda b, h, q, k, aux: k <= q, None, "cpu"
     )
     assert plot(pair).get_title() == plot(pair.torch_lists).get_title()
-    assert plot(pair).get_title() == "4 tiles of 64 x 32: 0 skipped, 2 partial, 2 full"
+    assert plot(pair).get_title() == "4 tiles of 64 x 32: 0 empty, 2 partial, 2 full"
 
 
 def test_picture_of_a_torch_block_mask(pyplot: Any) -> None:
@@ -300,5 +300,5 @@ def test_picture_of_a_torch_block_mask(pyplot: Any) -> None:
     lists = torch_block_mask(lambda b, h, q, k: k <= q, 2, 3, 300, 200, device="cpu")
     ax = plot(lists)
     # torch lists a block that the end of a sequence cuts as partial
-    assert ax.get_title() == "6 tiles of 128 x 128: 1 skipped, 4 partial, 1 full"
+    assert ax.get_title() == "6 tiles of 128 x 128: 1 empty, 4 partial, 1 full"
     assert ax.get_xlim() == (0, 200) and ax.get_ylim() == (300, 0)

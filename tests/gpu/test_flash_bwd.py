@@ -311,7 +311,8 @@ def test_sizes_and_values_do_not_recompile() -> None:
             replace(first, id="batch", batch=3),
             # more queries than keys would have a kernel that clears rows that see nothing
             replace(first, id="lengths", seqlen_q=500, seqlen_k=513),
-            replace(first, id="heads", heads_q=3, heads_kv=3),
+            # a kernel of its own is for groups that are not split, as those of one head
+            replace(first, id="heads", heads_q=12, heads_kv=3),
             replace(first, id="window", window_left=33, window_right=200),
             replace(first, id="scale", softmax_scale=0.2),
         ),
@@ -400,6 +401,37 @@ def test_wide_heads_without_pairs_of_ctas() -> None:
     dout, dlse = make_output_gradients(inputs)
     gradients = backward(inputs, forward(inputs), dout, dlse, config={"cta_pair": False})
     assert_gradients_close(gradients, inputs, dout, dlse)
+
+
+SPLIT_CASES = (
+    Case("causal-8-1", 1, 1500, 1500, 8, 1, causal=True),
+    Case("full-14-2-d64", 2, 700, 900, 14, 2, head_dim=64),
+    Case("window-6-2-d72", 1, 900, 900, 6, 2, head_dim=72, window_left=200, window_right=9),
+    Case("varlen-12-3", 0, 0, 0, 12, 3, lengths_q=(63, 0, 1029, 1), lengths_k=(63, 9, 1029, 0)),
+    Case("seqused-4-1", 2, 300, 400, 4, 1, seqused_q=(100, 0), seqused_k=(400, 65), causal=True),
+    Case("columns-8-2", 2, 500, 700, 8, 2, column="stepped2"),
+)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("is_ordered", [False, True], ids=["any-order", "deterministic"])
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.id)
+def test_split_groups(case: Case, is_ordered: bool) -> None:
+    """By every divisor of the group; in a fixed order each has the same bits again."""
+    inputs = make_inputs(case, "cuda")
+    results = forward(inputs)
+    dout, dlse = make_output_gradients(inputs)
+    group = case.heads_q // case.heads_kv
+    for splits in (n for n in range(2, group + 1) if group % n == 0):
+        more = {"config": {"group_splits": splits}, "deterministic": is_ordered}
+        gradients = backward(inputs, results, dout, dlse, **more)
+        assert_gradients_close(gradients, inputs, dout, dlse)
+        if is_ordered:
+            again = backward(inputs, results, dout, dlse, **more)
+            for name in NAMES:
+                one, other = gradients[name], again[name]
+                assert one is not None and other is not None
+                assert torch.equal(one.view(torch.int16), other.view(torch.int16)), name
 
 
 DETERMINISTIC = [

@@ -24,6 +24,9 @@ SAMPLED = {
     "test_flash_fwd_sm100_sim::test_wide_heads_against_oracle": 4,
     "test_slow_roles_sm100_sim::test_forward": 2,
     "test_slow_roles_sm100_sim::test_backward": 1,
+    "test_split_sim": 4,
+    "test_pages_sim": 3,
+    "test_split_sm100_sim": 1,
 }
 SAMPLE_SEED = "FLASH_MASK_SIM_SEED"
 HERE = Path(__file__).resolve().parent

@@ -19,11 +19,13 @@ SMS = 2
 DELAY_SEEDS = (None, 1, 2)
 
 
-def launch_on_simulator(inputs: Inputs, arch: str, **more: Any) -> tuple[Tensor, Tensor]:
-    """Run the kernel for tensors on the CPU."""
+def launch_on_simulator(
+    inputs: Inputs, arch: str, sms: int = SMS, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel for tensors on the CPU. sms: what the host takes the GPU to have."""
     keywords = inputs.keywords | more
     call = AttentionCall.of(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
-    prepared = prepare_fwd(call, Target(arch, num_sms=SMS))
+    prepared = prepare_fwd(call, Target(arch, num_sms=sms))
     out, lse = prepared(call.tensors, None if call.masks == NO_MASKS else call.masks)
     assert lse is not None
     return out, lse

@@ -60,6 +60,7 @@ CASES = (
     Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=False),
     Case("gqa4-packed-65x255", 1, 65, 255, 4, 1, causal=True, pack_gqa=True),
     Case("gqa4-packed-window-100x129", 1, 100, 129, 8, 2, window_left=30, pack_gqa=True),
+    Case("gqa3-packed-45x129", 1, 45, 129, 6, 2, causal=True, pack_gqa=True),
     Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 0, 129, 1), causal=True),
     Case("varlen-cross", lengths_q=(130, 1, 65), lengths_k=(0, 255, 17)),
     Case("varlen-window-behind-128", lengths_q=(129, 64), lengths_k=(256, 128), window_left=-128),

@@ -9,13 +9,15 @@ import re
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import bench
-from bench import cases, gallery, measure, peers, plot, prep
+from bench import cases, gallery, measure, peers, plot, prep, report
 from bench.cases import CASES, BenchCase, make_tensors
+from bench.figure import smaller_svg
 from bench.masks import MASKS
 from bench.peers import DOCUMENT_MASKS
 from bench.rows import RESULTS, read_rows
@@ -32,6 +34,11 @@ def test_pages_say_what_the_rows_say(page: str) -> None:
     assert plot.fill(page, text, []) != text
     with pytest.raises(ValueError, match="no markers for"):
         plot.fill(page, text.replace("<!-- end of", "<!-- gone"), ROWS)
+
+
+def test_tables_say_what_the_rows_say() -> None:
+    assert report.TABLES_PAGE.read_text() == report.tables_page(ROWS)
+    assert all(row["gpu"] in report.TABLES_PAGE.read_text() for row in ROWS)
 
 
 def drawn(path: Path) -> str:
@@ -55,6 +62,14 @@ def test_figures_are_those_of_the_rows(tmp_path: Path) -> None:
         pytest.skip(f"drawn by another version of matplotlib than {here}: {made_by}")
     plot.draw_all(ROWS, tmp_path)
     assert {path.name: drawn(path) for path in tmp_path.iterdir()} == committed
+
+
+def test_figures_are_well_formed() -> None:
+    for path in (*plot.FOLDER.iterdir(), plot.FOLDER.parent / "training_losses.svg"):
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+    glyph = '<path id="a" d="M 0.12345 1 \nL 2 3 \nz\n" transform="scale(0.015625)"/>\n <g id="b">'
+    small = '<path d="M 0.12 1L 2 3z" transform="scale(0.015625)"/>\n<g>'
+    assert smaller_svg(glyph) == small
 
 
 def test_picture_of_masks() -> None:
@@ -94,7 +109,7 @@ def test_figures_do_not_depend_on_what_was_drawn_before(tmp_path: Path) -> None:
     plot.draw_speed(compared, 128, str(tmp_path / "all.svg"))
     assert "FlexAttention" in (tmp_path / "all.svg").read_text()
     plot.draw_speed([], 64, str(tmp_path / "none.svg"))
-    assert (tmp_path / "none.svg").read_text().count(">not measured<") == 6
+    assert (tmp_path / "none.svg").read_text().count(">not measured<") == 4
 
 
 def test_sizes_of_masks_are_those_that_were_measured() -> None:

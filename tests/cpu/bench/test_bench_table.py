@@ -394,7 +394,7 @@ def test_the_command_compiles_ahead_and_goes_on_where_it_stopped(
     compiled: list[int] = []
     launched: list[tuple[str, ...]] = []
 
-    def compile_ahead(hands: list[list[ahead.Job]]) -> None:
+    def compile_ahead(hands: list[list[ahead.Job]], limit_s: float) -> None:
         compiled.append(len({job for hand in hands for job in hand}))
 
     def worker(options: measure.Options, names: tuple[str, ...], attempt: int) -> run.Report:

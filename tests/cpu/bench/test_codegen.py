@@ -202,7 +202,7 @@ def test_what_the_variants_cover() -> None:
     preparing = {name for name, x in VARIANTS.items() if not isinstance(x, AttentionVariant)}
     kinds = {re.split(r"[-\d]", name.removeprefix("sm100-"))[0] for name in preparing}
     assert kinds == {
-        *("preprocess", "postprocess", "zero_padding", "mask_bits"),
+        *("preprocess", "postprocess", "add_parts", "zero_padding", "mask_bits"),
         *("column_bounds", "document_split", "block_scan"),
     }
 

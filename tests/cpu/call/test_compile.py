@@ -77,14 +77,14 @@ VARIANTS = {
 
 
 # What a score_mod computes with competes for registers with the second set of P: a flag that a step
-# reads once is spilled, and ALiBi is faster all the same (docs/measured_facts.md, 2026-11-22).
+# reads once is spilled, and ALiBi is faster all the same (docs/facts/compiler.md).
 SPILLED_BESIDE_A_SCORE_MOD = 32
 # On Blackwell the pass over a row's scores that subtracts a maximum far from 0 first spills, beside
 # all of the row's probabilities. No other pass does, and scores of usual size do not come there.
 SPILLED_FAR_FROM_0 = 256
 # Three warpgroups with all of 64 x 128 scores leave the mask warps 32 registers. These then spill
 # their block counters. Nothing is spilled where a row's sum is checked before the next row's
-# exponentials, and most masks take 1 % longer (docs/measured_facts.md, 2026-11-22).
+# exponentials, and most masks take 1 % longer (docs/facts/compiler.md).
 SPILLED_BY_MASK_WARPS = 256
 
 

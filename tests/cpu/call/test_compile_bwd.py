@@ -188,7 +188,7 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
         planned = plan(call, TARGET)
         facts = planned.gradients
         assert facts is not None
-        of_facts = facts.has_dlse, facts.sink_dtype, facts.tails
+        of_facts = facts.has_dlse, facts.sink_dtype, facts.padding
         return compile_bwd(
             planned.problem, planned.bwd_choice, TARGET, Mods(), *of_facts, cache=cache
         )

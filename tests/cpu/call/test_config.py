@@ -16,6 +16,7 @@ from flash_mask_cute.call.config import (
 )
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tables import SM90_FWD, SM100_FWD, FwdRow
+from flash_mask_cute.limits import padded_group
 
 HEAD_DIMS = range(8, 257, 8)
 
@@ -40,6 +41,7 @@ def choose(
     unpackable: str | None = None,
     mask_mod: str | None = None,
     score_mod: str | None = None,
+    decode_rows: int | None = None,
     **fields: Any,
 ) -> FwdChoice:
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -58,7 +60,8 @@ def choose(
     shapes = FwdShapes(
         1, seqlen_q, seqlen_k, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
     )
-    return select_fwd_config(problem, shapes, pack_gqa, override, window, block_size, unpackable)
+    given = pack_gqa, override, window, block_size, unpackable
+    return select_fwd_config(problem, shapes, *given, decode_rows=decode_rows)
 
 
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
@@ -169,7 +172,7 @@ def test_heads_that_do_not_divide_a_warp_are_not_packed_on_blackwell() -> None:
     problem = AttentionProblem("bfloat16", 128, 128)
     assert select_fwd_config(problem, shapes).packed_heads == 64
     assert select_fwd_config(problem, shapes, spec=SM100).packed_heads == 1
-    with pytest.raises(NotImplementedError, match="divides 32, got 64"):
+    with pytest.raises(NotImplementedError, match="at most 32 query heads.*got 64"):
         select_fwd_config(problem, shapes, True, spec=SM100)
 
 
@@ -196,6 +199,7 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         has_softcap=row.needs_sfu,
         window=row.max_window,
         block_size=(row.tile_m, row.tile_n) if row.native_block_lists else None,
+        decode_rows=row.tile_m if row.for_decode else None,
         **{kind: "key" for kind in ("mask_mod", "score_mod") if kind in row.masks},
     )
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo", "cta_pair"):
@@ -217,6 +221,7 @@ def test_rows_are_reachable() -> None:
             and before.min_seqlen_k <= row.min_seqlen_k
             and before.gain is None
             and before.max_seqlen_q is None
+            and not before.for_decode
             and before.above_dim <= row.above_dim
             and not before.splits_sectors
             for before in SM90_FWD[:position]
@@ -391,35 +396,16 @@ def test_packing_them_is_refused() -> None:
         choose(heads_q=8, heads_kv=2, pack_gqa=True, unpackable="some_argument")
 
 
-@pytest.mark.parametrize("group", [3, 7, 128])
-def test_packing_that_cannot_be_is_refused(group: int) -> None:
-    with pytest.raises(NotImplementedError, match=f"pack_gqa=True .*{group}"):
-        choose(heads_q=2 * group, heads_kv=2, pack_gqa=True)
+def test_packing_that_cannot_be_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="pack_gqa=True .*at most 64 .*got 65"):
+        choose(heads_q=2 * 65, heads_kv=2, pack_gqa=True)
 
 
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        ({"heads_q": 8, "seqlen_q": 4096, "is_causal": True}, True),
-        ({"heads_q": 4, "seqlen_q": 4096, "is_causal": True}, False),
-        ({"heads_q": 32, "seqlen_q": 8192, "is_causal": True}, False),
-        ({"heads_q": 8, "seqlen_q": 4096}, False),
-        ({"heads_q": 8, "seqlen_q": 4096, "window": 300}, True),
-    ],
-)
-def test_few_unequal_tiles_are_claimed_late(call: dict[str, Any], expected: bool) -> None:
-    """128 tiles are one for each SM, and 2048 so many that the last ones weigh little."""
-    assert choose(**call).tiles.claims_late is expected
-    given = choose(**call, override=FwdConfig(claims_late=not expected))
-    assert given.tiles.claims_late is not expected
-
-
-def test_late_claims_are_refused_on_blackwell() -> None:
-    shapes = FwdShapes(1, 300, 300, 300, 300, 2, 2, 128, 128)
-    with pytest.raises(ValueError, match="claims_late=True is not supported on Blackwell"):
-        select_fwd_config(
-            AttentionProblem("bfloat16", 128, 128),
-            shapes,
-            override=FwdConfig(claims_late=True),
-            spec=SM100,
-        )
+@pytest.mark.parametrize("group", [3, 5, 7, 12, 64])
+def test_groups_of_any_size_are_packed(group: int) -> None:
+    heads = {"heads_q": 2 * group, "heads_kv": 2}
+    assert choose(**heads, pack_gqa=True).packed_heads == group
+    # rows of no head cost products, which only who waits for memory has to spare
+    by_itself = choose(**heads, seqlen_q=1).packed_heads
+    assert by_itself == (group if group == 64 else 1)
+    assert choose(**heads, seqlen_q=1, decode_rows=padded_group(group)).packed_heads == group

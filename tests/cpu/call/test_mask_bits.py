@@ -238,7 +238,7 @@ def test_what_the_backward_passes_on() -> None:
     assert left is right is None
     assert (tiles.shape[:3], states.shape) == ((1, 4, 2), (1, 4, 2))
     assert (query_chunk, logical[2:], len(aux)) == ((0, 4), (48, 80), 1)
-    ((*_, aux_tensors, _, _, _, logical_of_main, _, mask_bits_of_main),) = main
+    ((*_, aux_tensors, _, _, _, logical_of_main, _, mask_bits_of_main, _),) = main
     assert mask_bits_of_main[0] is tiles and mask_bits_of_main[1] is states
     assert (aux_tensors, logical_of_main) == (None, None)
 

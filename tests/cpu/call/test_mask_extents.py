@@ -185,13 +185,16 @@ def test_wrong_lengths_of_lists(seqlens: Any, error: type[Exception], text: str)
 @pytest.mark.parametrize(
     ("q_start", "error", "text"),
     [
-        (7, NotImplementedError, "q_start other than 0 or None is not supported yet, got 7"),
-        (-1, NotImplementedError, "q_start .* got -1"),
-        ("end", NotImplementedError, "q_start .* got 'end'"),
-        (int32(0), NotImplementedError, r"q_start .* got a torch.int32 tensor of shape \(1,\)"),
-        ("start", ValueError, "q_start must be 0 or None, got 'start'"),
-        (False, TypeError, r"q_start must be 0 or None, got False \(bool\)"),
-        (0.0, TypeError, r"q_start must be 0 or None, got 0\.0 \(float\)"),
+        (-1, ValueError, "q_start must be at least 0 and below .* as an int, got -1"),
+        (1 << 29, ValueError, "q_start must be at least 0 and below .* got 536870912"),
+        (int32(-2), ValueError, "q_start must be at least 0 .* in each element, got -2"),
+        (int32(0, 1), ValueError, r"q_start must have shape \(batch,\) = \(1,\), got \(2,\)"),
+        (int32(0).long(), TypeError, "q_start must have dtype int32, got torch.int64"),
+        (int32(0).to("meta"), ValueError, "q_start must be on the device of q"),
+        ("start", ValueError, "q_start must be an int >= 0, .* got 'start'"),
+        ("each", ValueError, "q_start must be an int >= 0, .* got 'each'"),
+        (False, TypeError, r"q_start must be an int >= 0, .* got False \(bool\)"),
+        (0.0, TypeError, r"q_start must be an int >= 0, .* got 0\.0 \(float\)"),
     ],
 )
 def test_refusals_of_q_start(q_start: Any, error: type[Exception], text: str) -> None:

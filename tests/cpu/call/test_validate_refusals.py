@@ -457,14 +457,11 @@ REFUSALS = {
         ValueError,
         ("startend_row_indices", "40 keys", "(1, 1, 41, 1)"),
     ),
-    # known, but not supported
     "page_table": Refusal(
-        "dense", {"page_table": int32(0)}, NotImplementedError, ("page_table", "int32")
+        "dense", {"page_table": int32(0)}, ValueError, ("page_table", "(batch, max_pages)", "(1,)")
     ),
-    "num_splits": Refusal("dense", {"num_splits": 4}, NotImplementedError, ("num_splits", "4")),
-    "num_splits_zero": Refusal(
-        "dense", {"num_splits": 0}, NotImplementedError, ("num_splits", "0")
-    ),
+    "num_splits": Refusal("dense", {"num_splits": -1}, ValueError, ("num_splits", "-1")),
+    "num_splits_many": Refusal("dense", {"num_splits": 257}, ValueError, ("num_splits", "257")),
     "num_splits_type": Refusal("dense", {"num_splits": True}, TypeError, ("num_splits", "True")),
 }
 

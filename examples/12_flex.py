@@ -1,6 +1,6 @@
 """FlexAttention code as it is: one import is changed, and it trains.
 
-    python examples/11_flex.py
+    python examples/12_flex.py
 
 The mods are written in torch, as for `torch.nn.attention.flex_attention`: documents under a causal
 mask, and a learned bias of distance and head that the score_mod captures. `mod_source` shows what
@@ -57,7 +57,7 @@ def main() -> None:
         visible = (row[:, None] >= row) & (ids[0, :, None] == ids[0])
         bias = table.detach()[distance].permute(2, 0, 1)
         o, q, k, v = (x.detach().transpose(1, 2) for x in (out, q, k, v))
-        check("11_flex", None, o, q, k, v, visible, bias)
+        check("12_flex", None, o, q, k, v, visible, bias)
 
 
 if __name__ == "__main__":

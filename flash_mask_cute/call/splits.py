@@ -1,0 +1,118 @@
+"""Whether a forward computes its work tiles in pieces, and where the pieces go.
+
+*By rows*: each work tile in as many pieces as the caller asks for (`num_splits` of 2 and more), as
+`BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
+(`core/shares.py`), which is what the library chooses where it decides (`num_splits` 0). One split
+is one pass, without a merge.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.limits import padded_group
+
+BY_ROWS, BY_SLOTS = "rows", "slots"
+MOST_SPLITS = 256
+# rows of a KV head that one warpgroup computes: those of decoding
+DECODE_ROWS = 64
+# keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
+# known yet
+_KEYS, _ROWS = 128, 128
+# walks of fewer blocks are not worth a merge
+_LEAST_BLOCKS = 4
+# work tiles of decoding, in units of SMs, from which on the last wave weighs little
+_MANY_WAVES = 8
+# Equal work tiles that fill so much of their waves are faster as a whole: of 512 on 132 SMs, 0.97
+# of the stream of a H100 against 0.94 (docs/serving.md).
+_FULL_WAVES = 0.95
+
+
+class Splits(NamedTuple):
+    """Scratch of a forward that computes work tiles in pieces.
+
+    kind: BY_ROWS or BY_SLOTS. number: pieces of each work tile, or shares. out_shape, lse_shape: of
+    what all pieces are written to, fp32.
+    """
+
+    kind: str
+    number: int
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+
+    @staticmethod
+    def of(problem: AttentionProblem, shapes: FwdShapes, number: int, tile_m: int) -> Splits | None:
+        """number: as in `Splits`. tile_m: query rows of a work tile."""
+        if problem.split is None:
+            return None
+        if problem.split == BY_SLOTS:
+            lse_shape: tuple[int, ...] = (2 * number, tile_m)
+        else:
+            rows = (1, shapes.total_q) if problem.varlen_q else (shapes.batch, shapes.seqlen_q)
+            lse_shape = (number, *rows, shapes.heads_q)
+        return Splits(problem.split, number, (*lse_shape, shapes.head_dim_v), lse_shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * (math.prod(self.out_shape) + math.prod(self.lse_shape))
+
+    def describe(self) -> str:
+        """In words."""
+        scratch = f"{self.num_bytes} bytes of scratch, and a launch that merges"
+        if self.kind == BY_SLOTS:
+            return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
+        return f"{self.number} of each work tile; {scratch}"
+
+
+def decode_rows(shapes: FwdShapes, may_pack: bool) -> int:
+    """Rows of a sequence that share keys: all heads of a group, where they can share a tile."""
+    return shapes.seqlen_q * (padded_group(shapes.heads_q // shapes.heads_kv) if may_pack else 1)
+
+
+def choose_split(
+    num_splits: int,
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    may_pack: bool,
+    window: int | None,
+    num_sms: int,
+) -> str | None:
+    """BY_ROWS, BY_SLOTS, or None: one pass.
+
+    num_splits: as the caller gave it, checked. may_pack: heads of a group can share a tile. window:
+    keys that a query sees at most, None: all.
+
+    Raises:
+        NotImplementedError: num_splits is asked for beside lse_low or max_scores.
+    """
+    if num_splits > 1:
+        for name in ("lse_low", "max_scores"):
+            if getattr(problem, f"needs_{name}"):
+                raise NotImplementedError(
+                    f"num_splits={num_splits} is not supported together with {name}: of pieces, "
+                    "out and lse are merged"
+                )
+        return BY_ROWS
+    if num_splits == 1:
+        return None
+    if problem.needs_lse_low or problem.needs_max_scores:
+        return None
+    keys = shapes.seqlen_k if window is None else min(shapes.seqlen_k, window + shapes.seqlen_q)
+    if keys < _LEAST_BLOCKS * _KEYS:
+        return None
+    rows = decode_rows(shapes, may_pack)
+    heads = shapes.heads_kv if may_pack else shapes.heads_q
+    is_decoding = rows <= DECODE_ROWS
+    tile_m, group = (DECODE_ROWS if is_decoding else _ROWS), rows // max(shapes.seqlen_q, 1)
+    tiles = math.ceil(rows / tile_m) * shapes.batch
+    if problem.varlen_q:
+        tiles = min(tiles, shapes.total_q * group // tile_m + shapes.batch)
+    tiles *= heads
+    most = num_sms * _MANY_WAVES if is_decoding else num_sms
+    if tiles >= most:
+        return None
+    are_equal = not (problem.varlen_q or problem.varlen_k or problem.has_seqused_k)
+    fills = tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)
+    return None if are_equal and fills else BY_SLOTS

@@ -1,0 +1,99 @@
+"""Keys and values that lie in pages of a pool, which a table names for each sequence.
+
+Page number j of a sequence holds its keys from j * page_size on. What the table says of pages
+behind a sequence's end is never looked at; a number that is none of a page's is taken for the
+nearest that is.
+"""
+
+from typing import NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+
+class PageRow(NamedTuple):
+    """Where keys lie: the page, the row in it, and how many rows of the page are in use."""
+
+    page: Int32
+    row: Int32
+    in_use: Int32
+
+
+# the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
+# swizzled in groups of so many
+LEAST_BOX = 8
+
+
+class BoxShape(Protocol):
+    """What a plan says: keys of a tile, columns of tiles and of tensors, blocks in flight."""
+
+    head_dim: int
+    head_dim_v: int
+    tile_d: int
+    tile_dv: int
+    tile_n: int
+    stages_kv: int
+
+
+def why_no_boxes(plan: BoxShape, page_box: int) -> str | None:
+    """Why a kernel cannot read pages by so many keys at a time, or None."""
+    if plan.tile_n % page_box:
+        return f"page_box must divide tile_n={plan.tile_n}, got {page_box}"
+    if page_box % LEAST_BOX == 0:
+        return None
+    if (plan.tile_d, plan.tile_dv) != (plan.head_dim, plan.head_dim_v):
+        return (
+            f"pages of a size that {LEAST_BOX} does not divide need head dimensions that tiles "
+            f"have, got {plan.head_dim} and {plan.head_dim_v} for tiles of {plan.tile_d} and "
+            f"{plan.tile_dv}"
+        )
+    if plan.stages_kv < 2:
+        return f"pages of a size that {LEAST_BOX} does not divide need two stages of keys"
+    return None
+
+
+class Pages(NamedTuple):
+    """table (batch, max_pages) int32; page_size: rows of a page; num_pages: of the pool. k, v: the
+    pools (num_pages, page_size, heads, d), where rows are copied one by one."""
+
+    table: cute.Tensor
+    page_size: Int32
+    num_pages: Int32
+    k: cute.Tensor | None = None
+    v: cute.Tensor | None = None
+
+    @staticmethod
+    def of(
+        table: cute.Tensor | None, k: cute.Tensor, v: cute.Tensor, page_box: int | None
+    ) -> "Pages | None":
+        """From the arguments of a launch, whose kernel has this `page_box`; k, v: the pools.
+
+        :raises ValueError: there is a table and no page_box, or the other way round
+        """
+        if (table is not None) != (page_box is not None):
+            raise ValueError(f"mPageTable must fit the kernel's page_box, {page_box}")
+        if table is None:
+            return None
+        pools = () if page_box % LEAST_BOX == 0 else (k, v)
+        return Pages(table, Int32(k.shape[1]), Int32(k.shape[0]), *pools)
+
+    @property
+    def capacity(self) -> Int32:
+        """Keys that a sequence may have."""
+        return self.table.shape[1] * self.page_size
+
+    def number(self, batch_idx: Int32, key: Int32) -> Int32:
+        """The page of a key of a sequence, which has one at least."""
+        column = cutlass.min(self._column(key), self.table.shape[1] - 1)
+        return cutlass.max(cutlass.min(self.table[batch_idx, column], self.num_pages - 1), 0)
+
+    def place(self, page: Int32, key: Int32, seqlen_k: Int32) -> PageRow:
+        """Of a key of a sequence of seqlen_k, in its page."""
+        first = self._column(key) * self.page_size
+        in_use = cutlass.max(cutlass.min(seqlen_k - first, self.page_size), 1)
+        return PageRow(page, key - first, in_use)
+
+    def _column(self, key: Int32) -> Int32:
+        # unsigned, which takes half as many instructions
+        return Int32(Uint32(key) // Uint32(self.page_size))

@@ -1,0 +1,125 @@
+"""Results of work tiles of which a launch computes the keys in pieces, until they are merged.
+
+`kernels/combine.py` merges them, and tells what they are and in which of two ways they lie: by
+rows, or by slots of the shares that key blocks were dealt out in (`core/shares.py`).
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from flash_mask_cute.core.work_ring import Work
+
+# words of a `Merge` in memory
+MERGE_WORDS = 8
+# how work tiles are computed in pieces, and where these lie
+BY_ROWS, BY_SLOTS = "rows", "slots"
+# `Work.place` of a work tile that is computed as a whole
+WHOLE = -1
+
+
+class Merge(NamedTuple):
+    """A work tile that begins in a share and ends behind it.
+
+    num_pieces: 0 where no tile does. batch_idx: 0 where queries are packed. offset_q: the row of
+    the output where its sequence begins; slot: how many rows that has. head_idx, block: as in
+    `Work`.
+    """
+
+    num_pieces: Int32
+    batch_idx: Int32
+    head_idx: Int32
+    block: Int32
+    offset_q: Int32
+    slot: Int32
+
+    @staticmethod
+    def of(work: Work, num_pieces: Int32, queries_are_packed: bool) -> "Merge":
+        batch_idx = Int32(0) if queries_are_packed else work.batch_idx
+        return Merge(num_pieces, batch_idx, work.head_idx, work.block, work.offset_q, work.slot)
+
+    @staticmethod
+    def read(merges: cute.Tensor, share: Int32) -> "Merge":
+        return Merge(*(merges[share, i] for i in range(len(Merge._fields))))
+
+    @cute.jit
+    def write(self, merges: cute.Tensor, share: Int32) -> None:
+        """Run by a whole warp."""
+        if cute.arch.lane_idx() == 0:
+            for i, word in enumerate(self):
+                merges[share, i] = word
+
+
+class Partials(NamedTuple):
+    """Where pieces go: fp32 outputs and LSE, and, by slots, who merges what.
+
+    By rows: o (pieces, batch, row, head, d), lse (pieces, batch, row, head), of packed queries one
+    batch entry, and the number of pieces that each work tile has. By slots: o (slots, tile_m, d),
+    lse (slots, tile_m), merges (shares, MERGE_WORDS) int32.
+    """
+
+    o: cute.Tensor
+    lse: cute.Tensor
+    merges: cute.Tensor | None
+    num_splits: Int32 | None
+
+    @staticmethod
+    def of(given: tuple | None, split: str | None) -> "Partials | None":
+        """From the argument of a launch, whose kernel has this `split`.
+
+        :raises ValueError: it is not what such a kernel takes
+        """
+        if (given is not None) != (split is not None):
+            raise ValueError(f"mPartials must fit the kernel's split, {split!r}")
+        if given is None:
+            return None
+        partials = Partials(*given)
+        is_of_slots = partials.merges is not None and partials.num_splits is None
+        is_of_rows = partials.merges is None and partials.num_splits is not None
+        if not (is_of_slots if split == BY_SLOTS else is_of_rows):
+            raise ValueError(f"mPartials must be for split={split!r}")
+        return partials
+
+    def grid(self, by_tiles: Int32) -> Int32:
+        """CTAs to launch: as many as there are shares, or as work tiles want."""
+        return by_tiles if self.merges is None else Int32(self.merges.shape[0])
+
+    @property
+    def by_slots(self) -> bool:
+        return self.merges is not None
+
+    def is_piece(self, work: Work) -> Boolean:
+        """Whether a work tile is not computed as a whole."""
+        return work.place != WHOLE if self.by_slots else Boolean(True)
+
+    def is_first(self, work: Work) -> Boolean:
+        """Whether this piece, or whole tile, is the one that adds the sink: the first one.
+
+        By slots the first one has an odd number, or WHOLE (`slot_of_first`).
+        """
+        return (work.place & 1) == 1 if self.by_slots else work.place == 0
+
+    def row(
+        self, work: Work, queries_are_packed: bool, head_idx: Int32, q_idx: Int32, tile_row: Int32
+    ) -> tuple:
+        """Where the result of a row lies, but for the column; q_idx: in its sequence."""
+        if self.by_slots:
+            return work.place, tile_row
+        if queries_are_packed:
+            return work.place, 0, work.offset_q + q_idx, head_idx
+        return work.place, work.batch_idx, q_idx, head_idx
+
+
+class OutputRows(NamedTuple):
+    """The output (batch, row, head, d), or (row, head, d) of packed queries, written row by row."""
+
+    o: cute.Tensor
+
+    def row(
+        self, work: Work, queries_are_packed: bool, head_idx: Int32, q_idx: Int32, tile_row: Int32
+    ) -> tuple:
+        """As `Partials.row`."""
+        if queries_are_packed:
+            return work.offset_q + q_idx, head_idx
+        return work.batch_idx, q_idx, head_idx

@@ -1,0 +1,62 @@
+"""New keys and values written behind those of a cache, on CPU tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.seqlen_info import SeqlenInfoQK, SeqlenInfoQKNewK
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding of x (rows, heads, d) at positions (rows,), in float32 or wider.
+
+    cos, sin (positions, pairs): of the first 2 * pairs elements, which are rotated as neighbours
+    (interleaved) or as halves; the others stay.
+    """
+    pairs = cos.shape[1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    turned, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
+    c, s = (t[positions.long().clamp(0, len(t) - 1), None].to(wide) for t in (cos, sin))
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
+    else:
+        a, b = turned[..., :pairs], turned[..., pairs:]
+        turned = torch.cat((a * c - b * s, a * s + b * c), dim=-1)
+    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+def lengths_with_new(
+    cache_seqlens: list[int],
+    seqlen_new: int,
+    cu_seqlens_k_new: Tensor | None,
+    leftpad: Tensor | None,
+) -> list[SeqlenInfoQKNewK]:
+    """Lengths of each sequence, as the kernel has them. seqlen_new: of rows that are not packed."""
+    return [
+        SeqlenInfoQKNewK.create(
+            b, SeqlenInfoQK(0, 0, 0, length), seqlen_new, cu_seqlens_k_new, leftpad
+        )
+        for b, length in enumerate(cache_seqlens)
+    ]
+
+
+def append_rows(
+    new: Tensor,
+    cache: Tensor,
+    infos: list[SeqlenInfoQKNewK],
+    batch_idx: Tensor | None,
+    page_table: Tensor | None,
+) -> None:
+    """Write new rows (batch, row, heads, d), or (row, heads, d) where packed, into a cache."""
+    for b, info in enumerate(infos):
+        rows = torch.arange(info.seqlen_k_new, device="cpu")
+        source = new[b] if new.dim() == 4 else new[info.offset_k_new + rows]
+        target = info.offset_k + info.seqlen_k_og + rows
+        if page_table is None:
+            entry = torch.full_like(target, b if batch_idx is None else int(batch_idx[b]))
+        else:
+            entry = page_table[b, target // cache.shape[1]].long()
+            target = target % cache.shape[1]
+        cache[entry, target] = source

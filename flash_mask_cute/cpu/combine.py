@@ -1,0 +1,50 @@
+"""Partial results of attention merged, by torch: on the CPU, and the gradients on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def combine_partials(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of pieces, the first dimension of both, in float32 or wider.
+
+    out_partial (pieces, ..., d), lse_partial (pieces, ...). Pieces that saw nothing have -inf
+    there, and may have anything in out_partial.
+    """
+    weights, lse = _weights(lse_partial)
+    out = torch.where(weights[..., None] > 0, out_partial.to(weights.dtype), 0.0)
+    return (weights[..., None] * out).sum(dim=0), lse
+
+
+def combine_gradients(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients by out_partial and lse_partial, in their dtypes.
+
+    A piece has the weight exp(lse_partial - lse): out is the weighted sum, and the derivative of
+    lse by each lse_partial the weight itself.
+    """
+    weights, _ = _weights(lse_partial)
+    by_lse = torch.zeros_like(weights)
+    by_out = torch.zeros_like(out_partial)
+    if dout is not None:
+        dout = dout.to(weights.dtype)
+        by_out = (weights[..., None] * dout).to(out_partial.dtype)
+        pieces = torch.where(weights[..., None] > 0, out_partial.to(weights.dtype), 0.0)
+        by_lse = weights * ((pieces - out.to(weights.dtype)) * dout).sum(dim=-1)
+    if dlse is not None:
+        by_lse = by_lse + weights * dlse
+    return by_out, by_lse.to(lse_partial.dtype)
+
+
+def _weights(lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each piece, 0 where nothing was seen; and lse of all."""
+    wide = lse_partial.to(torch.promote_types(lse_partial.dtype, torch.float32))
+    lse = torch.logsumexp(wide, dim=0) if len(wide) else wide.sum(dim=0) - torch.inf
+    reference = lse.masked_fill(lse == -torch.inf, 0.0)
+    return torch.exp(wide - reference), lse

@@ -1,0 +1,70 @@
+"""Where the key blocks of a work tile are cut into pieces on the CPU: as on a GPU, head by head.
+
+Attention goes on from block to block for all heads of a sequence together; a head at whose cut it
+arrives ends a piece there and begins the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.core.shares import LEAST_PLACES, TileOnLine, share_size
+from flash_mask_cute.cpu.tiles import SequenceWalk
+
+
+class Cuts(Protocol):
+    def of(self, sequence: int, m_block: int) -> Mapping[int, Tensor]:
+        """The key blocks at which pieces of a query block begin, but the first one, and which heads
+        have one there: Boolean (heads,)."""
+
+
+class RowCuts(NamedTuple):
+    """Each work tile in so many pieces (`BlockInfo`), the same for all heads."""
+
+    walks: Sequence[SequenceWalk]
+    num_heads: int
+    num_splits: int
+
+    def of(self, sequence: int, m_block: int) -> Mapping[int, Tensor]:
+        walk = self.walks[sequence]
+        info = replace(walk.block_info, is_split_kv=True)
+        first = walk.n_blocks(m_block).start
+        pieces = (
+            info.get_n_block_min_max(walk.seqlen_info, m_block, i, self.num_splits)
+            for i in range(self.num_splits)
+        )
+        every = torch.ones(self.num_heads, dtype=torch.bool)
+        return {begin: every for begin, end in pieces if begin < end and begin != first}
+
+
+class ShareCuts:
+    """Equal shares of all key blocks (`core/shares.py`)."""
+
+    def __init__(self, walks: Sequence[SequenceWalk], num_heads: int, num_shares: int) -> None:
+        self._walks, self._num_heads = walks, num_heads
+        self._tiles: dict[tuple[int, int, int], TileOnLine] = {}
+        place = 0
+        for sequence, walk in enumerate(walks):
+            for head_idx in range(num_heads):
+                for m_block in range(walk.num_m_blocks):
+                    tile = TileOnLine(place, max(len(walk.n_blocks(m_block)), 1))
+                    self._tiles[sequence, head_idx, m_block] = tile
+                    place = tile.end
+        self._size = share_size(place, num_shares, LEAST_PLACES)
+
+    def of(self, sequence: int, m_block: int) -> Mapping[int, Tensor]:
+        cuts: dict[int, Tensor] = {}
+        first_block = self._walks[sequence].n_blocks(m_block).start
+        for head_idx in range(self._num_heads):
+            tile = self._tiles[sequence, head_idx, m_block]
+            first = tile.first_share(self._size)
+            for share in range(first + 1, first + tile.num_pieces(self._size)):
+                begin, _ = tile.piece(share, self._size)
+                none = torch.zeros(self._num_heads, dtype=torch.bool)
+                cuts.setdefault(first_block + begin, none)[head_idx] = True
+        return cuts

@@ -1,0 +1,232 @@
+"""New keys and values written behind those of a cache, contiguous or in pages, before attention.
+
+A CTA takes a row: of the new keys and values, or, where positions are rotated, of the queries. The
+last CTAs write how many keys each sequence has afterwards, so that the host needs no launch for it.
+Rows and numbers of pages that lie outside of the cache are left out, and never a fault.
+
+Rotary embedding (RoFormer, Su et al., 2021) turns the pairs of the first `2 * rotary_pairs`
+elements of a key or query by the angles of its position, in fp32.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from flash_mask_cute.seqlen_info import SeqlenInfoQK, SeqlenInfoQKNewK
+
+NUM_THREADS = 128
+
+
+class NewRows(NamedTuple):
+    """Keys and values (batch, row, heads, d), or (row, heads, d) with cu_seqlens (batch + 1,)."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    cu_seqlens: cute.Tensor | None
+
+    def seqlen(self) -> Int32:
+        """Rows of each sequence where none are packed."""
+        return self.k.shape[1] if self.cu_seqlens is None else Int32(0)
+
+
+class Cache(NamedTuple):
+    """k and v (entries, rows, heads, d), seqlens (batch,) with the padding, total (batch,) to be
+    written. leftpad (batch,): rows before the first key. batch_idx (batch,): the entry of a
+    sequence; page_table (batch, max_pages): its entries, which are pages. Both None: entry b."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    seqlens: cute.Tensor
+    total: cute.Tensor
+    leftpad: cute.Tensor | None
+    batch_idx: cute.Tensor | None
+    page_table: cute.Tensor | None
+
+
+class Rotary(NamedTuple):
+    """cos and sin (positions, pairs); first (batch,): the position of new key 0, None: behind the
+    cached ones. q and q_out (batch, row, heads, d), or (row, heads, d) with cu_seqlens."""
+
+    cos: cute.Tensor
+    sin: cute.Tensor
+    first: cute.Tensor | None
+    q: cute.Tensor
+    q_out: cute.Tensor
+    cu_seqlens: cute.Tensor | None
+
+
+class Place(NamedTuple):
+    """A row of a sequence: of which one, and which of its rows. is_valid: there is one."""
+
+    batch_idx: Int32
+    row: Int32
+    is_valid: Boolean
+
+
+class AppendKV:
+    """Writes new rows into a cache; to be passed to `cute.compile`.
+
+    :param interleaved: the pairs that are rotated are neighbours, else halves of the elements
+    :param advances: query i is at the position of new key i, else all are at that of new key 0
+    """
+
+    def __init__(self, interleaved: bool = True, advances: bool = True):
+        self.interleaved = interleaved
+        self.advances = advances
+
+    @cute.jit
+    def __call__(self, new: tuple, cache: tuple, rotary: tuple | None, stream):
+        """Launch on `stream`; the arguments are the fields of `NewRows`, `Cache` and `Rotary`, any
+        strides."""
+        new, cache = NewRows(*new), Cache(*cache)
+        num_batch = cache.seqlens.shape[0]
+        rows_k, rows_q = _num_rows(new.k), Int32(0)
+        if const_expr(rotary is not None):
+            rotary = Rotary(*rotary)
+            rows_q = _num_rows(rotary.q)
+        grid = rows_k + rows_q + cute.ceil_div(num_batch, NUM_THREADS)
+        self.kernel(new, cache, rotary, rows_k, rows_q).launch(
+            grid=(grid, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self, new: NewRows, cache: Cache, rotary: Rotary | None, rows_k: Int32, rows_q: Int32
+    ):
+        cta, _, _ = cute.arch.block_idx()
+        if cta < rows_k:
+            self._append(new, cache, rotary, cta)
+        elif cta < rows_k + rows_q:
+            if const_expr(rotary is not None):
+                self._rotate_query(cache, rotary, cta - rows_k)
+        else:
+            thread, _, _ = cute.arch.thread_idx()
+            batch_idx = (cta - rows_k - rows_q) * NUM_THREADS + thread
+            if batch_idx < cache.seqlens.shape[0]:
+                cache.total[batch_idx] = Int32(_lengths(new, cache, batch_idx).seqlen_k)
+
+    @cute.jit
+    def _append(self, new: NewRows, cache: Cache, rotary: Rotary | None, row: Int32):
+        place = _place(new.cu_seqlens, new.seqlen(), row)
+        if place.is_valid:
+            info = _lengths(new, cache, place.batch_idx)
+            entry, target, exists = _slot(
+                cache, place.batch_idx, info.offset_k + info.seqlen_k_og + place.row
+            )
+            if exists:
+                of_k = _row(new.k, new.cu_seqlens, place, row)
+                of_v = _row(new.v, new.cu_seqlens, place, row)
+                if const_expr(rotary is None):
+                    _copy(of_k, cache.k[entry, target, None, None])
+                else:
+                    first = cache.seqlens if const_expr(rotary.first is None) else rotary.first
+                    position = first[place.batch_idx] + place.row
+                    self._rotate(rotary, position, of_k, cache.k[entry, target, None, None])
+                _copy(of_v, cache.v[entry, target, None, None])
+
+    @cute.jit
+    def _rotate_query(self, cache: Cache, rotary: Rotary, row: Int32):
+        seqlen = Int32(0)
+        if const_expr(rotary.cu_seqlens is None):
+            seqlen = rotary.q.shape[1]
+        place = _place(rotary.cu_seqlens, seqlen, row)
+        if place.is_valid:
+            first = cache.seqlens if const_expr(rotary.first is None) else rotary.first
+            position = first[place.batch_idx]
+            if const_expr(self.advances):
+                position += place.row
+            source = _row(rotary.q, rotary.cu_seqlens, place, row)
+            target = _row(rotary.q_out, rotary.cu_seqlens, place, row)
+            self._rotate(rotary, position, source, target)
+
+    @cute.jit
+    def _rotate(self, rotary: Rotary, position: Int32, source: cute.Tensor, target: cute.Tensor):
+        """A row (heads, d), its first elements turned, the others as they are."""
+        thread, _, _ = cute.arch.thread_idx()
+        heads, dim = source.shape
+        pairs = rotary.cos.shape[1]
+        at = cutlass.max(cutlass.min(position, rotary.cos.shape[0] - 1), 0)
+        for i in range(thread, heads * pairs, NUM_THREADS):
+            head_idx = i // pairs
+            pair = i - head_idx * pairs
+            a, b = pair, pair + pairs
+            if const_expr(self.interleaved):
+                a, b = 2 * pair, 2 * pair + 1
+            cos, sin = rotary.cos[at, pair].to(Float32), rotary.sin[at, pair].to(Float32)
+            x, y = source[head_idx, a].to(Float32), source[head_idx, b].to(Float32)
+            target[head_idx, a] = (x * cos - y * sin).to(target.element_type)
+            target[head_idx, b] = (x * sin + y * cos).to(target.element_type)
+        rest = dim - 2 * pairs
+        for i in range(thread, heads * rest, NUM_THREADS):
+            head_idx = i // rest
+            at_dim = 2 * pairs + i - head_idx * rest
+            target[head_idx, at_dim] = source[head_idx, at_dim]
+
+
+def _num_rows(tensor: cute.Tensor) -> Int32:
+    shape = tensor.shape
+    return shape[0] if cute.rank(tensor) == 3 else shape[0] * shape[1]
+
+
+@cute.jit
+def _place(cu_seqlens: cute.Tensor | None, seqlen: Int32, row: Int32) -> Place:
+    """Where a row of a tensor lies. seqlen: of each sequence where none are packed."""
+    batch_idx, first, is_valid = Int32(0), Int32(0), Boolean(True)
+    if const_expr(cu_seqlens is None):
+        batch_idx = row // seqlen
+        first = batch_idx * seqlen
+    else:
+        # the last sequence that begins at the row or before it
+        beyond = cu_seqlens.shape[0] - 1
+        while batch_idx + 1 < beyond:
+            middle = (batch_idx + beyond) // 2
+            if cu_seqlens[middle] <= row:
+                batch_idx = middle
+            else:
+                beyond = middle
+        first = cu_seqlens[batch_idx]
+        is_valid = row < cu_seqlens[batch_idx + 1]
+    return Place(batch_idx, row - first, is_valid)
+
+
+def _row(
+    tensor: cute.Tensor, cu_seqlens: cute.Tensor | None, place: Place, row: Int32
+) -> cute.Tensor:
+    """(heads, d) of a row, which is `row` of a packed tensor."""
+    if cu_seqlens is not None:
+        return tensor[row, None, None]
+    return tensor[place.batch_idx, place.row, None, None]
+
+
+def _lengths(new: NewRows, cache: Cache, batch_idx: Int32) -> SeqlenInfoQKNewK:
+    cached = SeqlenInfoQK(0, 0, 0, cache.seqlens[batch_idx])
+    return SeqlenInfoQKNewK.create(batch_idx, cached, new.seqlen(), new.cu_seqlens, cache.leftpad)
+
+
+@cute.jit
+def _slot(cache: Cache, batch_idx: Int32, row: Int32) -> tuple[Int32, Int32, Boolean]:
+    """Entry and row of the cache for a row of a sequence, and whether there is such a one."""
+    num_entries, entry_rows = cache.k.shape[0], cache.k.shape[1]
+    entry, exists = batch_idx, row >= 0
+    if const_expr(cache.page_table is not None):
+        page = row // entry_rows
+        row -= page * entry_rows
+        last = cache.page_table.shape[1] - 1
+        exists = exists & (page <= last)
+        entry = cache.page_table[batch_idx, cutlass.max(cutlass.min(page, last), 0)]
+    elif const_expr(cache.batch_idx is not None):
+        entry = cache.batch_idx[batch_idx]
+    exists = exists & (row < entry_rows) & (entry >= 0) & (entry < num_entries)
+    return entry, row, exists
+
+
+@cute.jit
+def _copy(source: cute.Tensor, target: cute.Tensor):
+    """A row (heads, d)."""
+    thread, _, _ = cute.arch.thread_idx()
+    heads, dim = source.shape
+    for i in range(thread, heads * dim, NUM_THREADS):
+        head_idx = i // dim
+        target[head_idx, i - head_idx * dim] = source[head_idx, i - head_idx * dim]

@@ -1,0 +1,160 @@
+"""The planning warp of a forward whose key blocks are dealt out evenly (`core/shares.py`).
+
+Each CTA has the share of its own number. Its planning warp measures the line of all key blocks from
+the lengths, which lie on the device, and walks along its share: no other CTA has to be asked, the
+host knows nothing, and a captured launch is right for every later length.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_mask_cute.core.lengths import Lengths, describe
+from flash_mask_cute.core.partials import WHOLE, Merge
+from flash_mask_cute.core.shares import (
+    LEAST_PLACES,
+    TileOnLine,
+    share_size,
+    slot_of_first,
+    slot_of_later,
+)
+from flash_mask_cute.core.tile_scheduler import WorkTile
+from flash_mask_cute.core.walk_ring import WalkRing
+from flash_mask_cute.core.warp_scan import WARP, running
+from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
+from flash_mask_cute.rules.forward_mask import ForwardMask
+
+
+class Window(NamedTuple):
+    """32 sequences of a search: the first one, and the place of the line where it begins."""
+
+    batch_start: Int32
+    place: Int32
+
+
+class Found(NamedTuple):
+    """A work tile and its place on the line."""
+
+    work: Work
+    start: Int32
+    num_blocks: Int32
+
+    @property
+    def tile(self) -> TileOnLine:
+        return TileOnLine(self.start, self.num_blocks)
+
+
+@dataclass(frozen=True)
+class KeyBlockLine:
+    """The line of all key blocks of a launch. heads: work tiles of a block of queries."""
+
+    rules: ForwardMask
+    lengths: Lengths
+    num_heads: Int32
+    num_batch: Int32
+
+    @cute.jit
+    def measure(self) -> Int32:
+        """Places of the line. Run by a whole warp, as all of this."""
+        places, batch_start = Int32(0), Int32(0)
+        while batch_start < self.num_batch:
+            places += self._places_of_head(batch_start + cute.arch.lane_idx())
+            batch_start += WARP
+        return Int32(cute.arch.warp_redux_sync(places, "add")) * self.num_heads
+
+    @cute.jit
+    def locate(self, window: Window, place: Int32) -> tuple:
+        """The work tile that has a place of the line, and the window moved up to it: places are
+        asked for in ascending order."""
+        batch_start, begin = window
+        lane = cute.arch.lane_idx()
+        of_head = self._places_of_head(batch_start + lane)
+        ends = running(of_head, operator.add) * self.num_heads
+        in_window = cute.arch.shuffle_sync(ends, WARP - 1)
+        while place >= begin + in_window and batch_start + WARP < self.num_batch:
+            batch_start += WARP
+            begin += in_window
+            of_head = self._places_of_head(batch_start + lane)
+            ends = running(of_head, operator.add) * self.num_heads
+            in_window = cute.arch.shuffle_sync(ends, WARP - 1)
+        passed = cute.arch.vote_ballot_sync(place - begin >= ends)
+        owner = cutlass.min(cute.arch.popc(passed), WARP - 1)
+        places = cutlass.max(cute.arch.shuffle_sync(of_head, owner), 1)
+        start = begin + cute.arch.shuffle_sync(ends, owner) - places * self.num_heads
+        head_idx = (place - start) // places
+        start += head_idx * places
+        work = self._work(batch_start + owner, head_idx)
+        block, num_blocks = Int32(0), self._num_blocks(work)
+        while place >= TileOnLine(start, num_blocks).end:
+            start = TileOnLine(start, num_blocks).end
+            block += 1
+            num_blocks = self._num_blocks(work._replace(block=block))
+        return Found(work._replace(block=block), start, num_blocks), Window(batch_start, begin)
+
+    @cute.jit
+    def _places_of_head(self, batch_idx: Int32) -> Int32:
+        """Places of a sequence, for one of its heads; each lane may ask for another sequence."""
+        places = Int32(0)
+        if batch_idx < self.num_batch:
+            work = self._work(batch_idx, Int32(0))
+            block, num_blocks = Int32(0), self.rules.num_query_blocks(work.slot)
+            while block < num_blocks:
+                places = TileOnLine(places, self._num_blocks(work._replace(block=block))).end
+                block += 1
+        return places
+
+    def _work(self, batch_idx: Int32, head_idx: Int32) -> Work:
+        return describe(WorkTile(Int32(0), head_idx, batch_idx, Boolean(True)), self.lengths, False)
+
+    def _num_blocks(self, work: Work) -> Int32:
+        """Key blocks of a work tile; one that sees nothing visits one."""
+        first, end = self.rules.key_blocks(work)
+        return cutlass.max(end - first, 1)
+
+
+@cute.jit
+def plan_shares(
+    line: KeyBlockLine,
+    ring: WorkRing,
+    walk: WalkRing,
+    merges: cute.Tensor,
+) -> None:
+    """One warp: go along this CTA's share, and announce its pieces of work tiles and their walks.
+
+    merges: (shares, MERGE_WORDS) int32.
+    """
+    rules, lengths = line.rules, line.lengths
+    share, _, _ = cute.arch.block_idx()
+    num_shares, _, _ = cute.arch.grid_dim()
+    places = line.measure()
+    size = share_size(places, num_shares, LEAST_PLACES)
+    place, end = share * size, cutlass.min((share + 1) * size, places)
+    nothing = Int32(0)
+    Merge(*[nothing] * len(Merge._fields)).write(merges, share)
+    tiles, chunks = Int32(0), Int32(0)
+    window = Window(Int32(0), Int32(0))
+    while place < end:
+        found, window = line.locate(window, place)
+        tile = found.tile
+        first, stop = tile.piece(share, size)
+        is_whole = (first == 0) & (stop == tile.num_blocks)
+        slot = cutlass.select_(first == 0, slot_of_first(share), slot_of_later(share))
+        n_block_min, _ = rules.key_blocks(found.work)
+        work = found.work._replace(
+            first_block=n_block_min + first,
+            end_block=n_block_min + stop,
+            place=cutlass.select_(is_whole, Int32(WHOLE), slot),
+        )
+        if first < stop:
+            ring.write(tiles, work)
+            chunks = rules.plan(walk, chunks, work)
+            tiles += 1
+            if (first == 0) & (stop < tile.num_blocks):
+                is_packed = const_expr(lengths.cu_seqlens_q is not None)
+                Merge.of(work, tile.num_pieces(size), is_packed).write(merges, share)
+        place = tile.end
+    ring.write(tiles, NO_WORK)

@@ -1,0 +1,48 @@
+"""Forwards in pieces on CPU tensors: the cases of the simulator, and that pieces are merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from inputs import make_inputs
+from split_cases import SPLIT_CASES, SplitCase
+from tolerances import assert_close_to_oracle
+
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
+from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.prepare import prepared_fwd
+from flash_mask_cute.cpu import forward
+from flash_mask_cute.runtime.target import Target
+
+
+@pytest.mark.parametrize("split", SPLIT_CASES, ids=lambda split: split.id)
+def test_against_oracle(split: SplitCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+    end = forward._Pieces.end
+    monkeypatch.setattr(
+        forward._Pieces, "end", lambda self, heads: (ended.append(heads), end(self, heads))
+    )
+    inputs = make_inputs(split.case)
+    keywords = inputs.keywords | {"num_splits": split.num_splits}
+    call = AttentionCall.of(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
+    monkeypatch.setattr(Target, "default", lambda: Target("sm_90a", num_sms=split.sms))
+    out, lse = prepared_fwd(plan(call))(
+        call.tensors, None if call.masks == NO_MASKS else call.masks
+    )
+    assert lse is not None
+    assert_close_to_oracle(out, lse, inputs)
+    assert ended, "all was computed in one pass"
+
+
+def test_pieces_of_float64_are_those_of_one_pass() -> None:
+    split = SPLIT_CASES[5]
+    inputs = make_inputs(replace(split.case, dtype=torch.float64))
+    results = []
+    for num_splits in (1, 4, 0):
+        keywords = inputs.keywords | {"num_splits": num_splits}
+        call = AttentionCall.of(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
+        results.append(prepared_fwd(plan(call))(call.tensors)[0])
+    for out in results[1:]:
+        torch.testing.assert_close(out, results[0], atol=1e-12, rtol=1e-12)

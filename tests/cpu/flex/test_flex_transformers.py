@@ -1,0 +1,89 @@
+"""transformers' `attn_implementation="flex_attention"` on our kernels, by `patch_flex_attention`.
+
+transformers takes torch's function by name when its module is imported, so the patch comes first.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from flash_mask_cute import flex_attention, patch_flex_attention
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "head_dim": 8,
+}  # fmt: skip
+WINDOWED = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[Any]:
+    if "transformers.integrations.flex_attention" in sys.modules:
+        pytest.skip("transformers has torch's flex_attention already: run this file by itself")
+    with patch_flex_attention():
+        found = pytest.importorskip(
+            "transformers", reason="transformers is not installed: extra `transformers`"
+        )
+        from transformers.integrations import flex_attention as integration
+    assert integration.flex_attention is flex_attention
+    assert torch_flex.flex_attention is not flex_attention
+    yield found
+
+
+def models(transformers: Any, name: str, **sizes: Any) -> tuple[Any, Any]:
+    """The same weights, eager and by flex_attention."""
+    config_name = {"Gemma3ForCausalLM": "Gemma3TextConfig"}.get(
+        name, name.replace("ForCausalLM", "Config")
+    )
+    config = getattr(transformers, config_name)(**SIZES, **sizes)
+    torch.manual_seed(0)
+    cls = getattr(transformers, name)
+    # a model writes into the config that it is given
+    eager, flex = (
+        cls._from_config(copy.deepcopy(config), attn_implementation=how)
+        for how in ("eager", "flex_attention")
+    )
+    flex.load_state_dict(eager.state_dict())
+    return eager, flex
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("Gemma3ForCausalLM", {**WINDOWED, "attn_logit_softcapping": 5.0}),
+    ],
+)
+def test_against_eager(transformers: Any, name: str, sizes: dict[str, Any]) -> None:
+    eager, flex = models(transformers, name, **sizes)
+    tokens = torch.randint(0, 128, (2, 37))
+    padding = torch.ones(2, 37, dtype=torch.long)
+    padding[0, :5] = 0
+    for mask in (None, padding):
+        with torch.no_grad():
+            wanted, found = (x.eval()(tokens, attention_mask=mask).logits for x in (eager, flex))
+        seen = padding.bool() if mask is not None else slice(None)
+        torch.testing.assert_close(found[seen], wanted[seen], rtol=1e-5, atol=2e-6)
+    for model in (eager, flex):
+        model.train()(tokens, labels=tokens).loss.backward()
+    for (_, wanted), (at, found) in zip(
+        eager.named_parameters(), flex.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-6, msg=at)
+
+
+def test_sinks(transformers: Any) -> None:
+    """transformers itself runs gpt-oss with flex_attention on CUDA only."""
+    _, flex = models(
+        transformers, "GptOssForCausalLM", **WINDOWED, num_local_experts=2, num_experts_per_tok=1
+    )
+    with pytest.raises(ValueError, match="sinks cannot be run on CPU"):
+        flex.eval()(torch.randint(0, 128, (1, 16)))

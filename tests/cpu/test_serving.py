@@ -1,0 +1,297 @@
+"""`flash_attn_with_kvcache` and `flash_attn_combine` on the CPU."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from cache_calls import draw_call
+from torch import Tensor
+
+from flash_mask_cute import (
+    builders,
+    explain,
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from flash_mask_cute.call import explain as explain_module
+
+INT = torch.int32
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=INT)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_calls(seed: int) -> None:
+    """Against dense attention, and against what the cache should hold afterwards."""
+    rng = random.Random(seed)
+    for _ in range(14):
+        call = draw_call(rng, torch.float64, 16, 90, (1, 3, 8, 16, 64))
+        out, lse = flash_attn_with_kvcache(call.q, **call.keywords, return_lse=True)
+        call.assert_close(out, lse)
+        call.assert_written(call.keywords["k_cache"], call.keywords["v_cache"], atol=1e-6)
+
+
+def cache(batch: int = 2, rows: int = 32, heads: int = 1, dim: int = 16) -> tuple[Tensor, Tensor]:
+    k, v = torch.randn(2, batch, rows, heads, dim, generator=torch.Generator().manual_seed(1))
+    return k.double(), v.double()
+
+
+def step(batch: int = 2, seqlen: int = 1, heads: int = 2, dim: int = 16) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(batch, seqlen, heads, dim, generator=generator).double()
+
+
+def test_positions_are_flash_attention_3s() -> None:
+    k_cache, v_cache = cache()
+    q, k, v = step(), *(step(heads=1) for _ in "kv")
+    by_name = flash_attn_with_kvcache(
+        q, k_cache.clone(), v_cache.clone(), k=k, v=v, cache_seqlens=7, causal=True,
+        softmax_scale=0.3, window_size=(5, -1), softcap=4.0, return_softmax_lse=True,
+    )  # fmt: skip
+    nothing = [None] * 6
+    by_position = flash_attn_with_kvcache(
+        q, k_cache.clone(), v_cache.clone(), k, v, None, None, None, 7, None, None, None, None,
+        None, None, None, None, None, None, 0.3, True, (5, -1), 0, 4.0, True, None, 0, None, 0,
+        True,
+    )  # fmt: skip
+    assert nothing and all(torch.equal(a, b) for a, b in zip(by_name, by_position, strict=True))
+
+
+def test_a_training_mask_in_decode() -> None:
+    """A step over a cache is the row of the mask at the end of the keys, padded and paged too."""
+    seqlen, mask = 24, builders.causal_document([10, 22])
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 32, 2, 16, generator=generator).double() for _ in "qkv")
+    expected = flash_attn_func(q, k, v, startend_row_indices=mask)[:, seqlen - 1 : seqlen]
+    q = q[:, seqlen - 1 : seqlen]
+    arguments: dict[str, Any] = {"cache_seqlens": seqlen, "startend_row_indices": mask}
+    assert torch.allclose(flash_attn_with_kvcache(q, k, v, **arguments), expected)
+    pool_k, pool_v = (x.view(4, 8, 2, 16)[[2, 0, 3, 1]] for x in (k, v))
+    pages = int32(1, 3, 0, 2)[None]
+    out = flash_attn_with_kvcache(q, pool_k, pool_v, page_table=pages, **arguments)
+    assert torch.allclose(out, expected)
+
+
+def test_prefill_and_decode_in_one_call() -> None:
+    """A sequence of 9 new tokens beside two of one, over pages that they share in part."""
+    pool_k, pool_v = (torch.randn(7, 8, 1, 16).double() for _ in "kv")
+    pages = int32(4, 1, 6, 4, 2, 0, 3, 5, 1).view(3, 3)
+    lengths, new = [20, 17, 8], [1, 9, 1]
+    q = torch.randn(11, 2, 16).double()
+    starts = int32(0, 1, 10, 11)
+    found = flash_attn_with_kvcache(
+        q, pool_k, pool_v, cache_seqlens=int32(*lengths), page_table=pages, cu_seqlens_q=starts,
+        max_seqlen_q=9, causal=True,
+    )  # fmt: skip
+    for b, rows in enumerate(found.split(new)):
+        k, v = (x[pages[b].long()].flatten(0, 1)[None, : lengths[b]] for x in (pool_k, pool_v))
+        expected = flash_attn_func(q.split(new)[b][None], k, v, causal=True)
+        assert torch.allclose(rows, expected[0])
+    same = flash_attn_varlen_func(
+        q, pool_k, pool_v, starts, seqused_k=int32(*lengths), page_table=pages, causal=True
+    )
+    assert torch.equal(same, found)
+
+
+def test_sinks_and_a_window_visit_two_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1024 blocks of keys one with the sinks, and those of the window."""
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
+    q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+    k = torch.zeros(1, 131072, 1, 64, dtype=torch.bfloat16)
+    mask = builders.sink_window(131072, 4, 128)
+    found = explain(q, k, k, startend_row_indices=mask, q_start="end", num_splits=0)
+    assert found.packed_heads == 8
+    assert found.full_key_tiles is not None and found.partial_key_tiles is not None
+    assert 2 <= found.full_key_tiles + found.partial_key_tiles <= 3
+    assert found.empty_key_tiles is not None and found.empty_key_tiles > 1000
+
+
+def test_gradients_of_a_contiguous_cache() -> None:
+    leaves = [x.requires_grad_() for x in (step(), *cache())]
+    out = flash_attn_with_kvcache(*leaves, cache_seqlens=int32(5, 9), causal=True)
+    found = torch.autograd.grad(out.sum(), leaves)
+    lengths = {"seqused_k": int32(5, 9)}
+    expected = torch.autograd.grad(
+        flash_attn_varlen_func(*leaves, **lengths, causal=True).sum(), leaves
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_compiled() -> None:
+    """The write is a mutation of the graph's inputs."""
+    compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (flash_attn_with_kvcache, compiled):
+        k_cache, v_cache = cache()
+        q, k, v = step(), *(step(heads=1) for _ in "kv")
+        with torch.no_grad():
+            out = call(q, k_cache, v_cache, k, v, cache_seqlens=int32(5, 9), causal=True)
+        results.append((out, k_cache, v_cache))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+NEW = {"k": step(heads=1), "v": step(heads=1), "cache_seqlens": int32(5, 9)}
+PAGES = {"page_table": int32(0, 1).view(2, 1)}
+COS = torch.ones(40, 8)
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "qv": ({"qv": step()}, NotImplementedError, "qv is not supported, it must be None"),
+    "attention_chunk": ({"attention_chunk": 4}, NotImplementedError, "attention_chunk .* got 4"),
+    "k_descale": ({"k_descale": torch.ones(2, 1)}, NotImplementedError, "k_descale is not"),
+    "sm_margin": ({"sm_margin": 8}, NotImplementedError, "sm_margin .* must be 0, got 8"),
+    "num_splits": ({"num_splits": -1}, ValueError, "num_splits must be .* got -1"),
+    "seqused_k": ({"seqused_k": int32(1, 1)}, TypeError, "seqused_k .* say cache_seqlens"),
+    "seqlens dtype": ({"cache_seqlens": torch.ones(2)}, TypeError, "cache_seqlens must have dtype"),
+    "seqlens length": ({"cache_seqlens": int32(1)}, ValueError, "cache_seqlens must have shape"),
+    "seqlens value": ({"cache_seqlens": 33}, ValueError, "cache_seqlens .* 32 rows .* got 33"),
+    "new without lengths": (
+        {"k": step(heads=1), "v": step(heads=1)}, ValueError, "k, v and cache_seqlens go together",
+    ),
+    "k alone": (
+        {"k": step(heads=1), "cache_seqlens": 3}, ValueError,
+        "go together, .* got a .*None",
+    ),
+    "rotary alone": ({"rotary_cos": COS, "rotary_sin": COS}, ValueError, "need new keys"),
+    "cos alone": (NEW | {"rotary_cos": COS}, ValueError, "rotary_cos and rotary_sin go together"),
+    "cos too wide": (
+        NEW | {"rotary_cos": torch.ones(4, 9), "rotary_sin": torch.ones(4, 9)}, ValueError,
+        r"rotary_cos must have shape .* at most 16, got \(4, 9\)",
+    ),
+    "new heads": (
+        NEW | {"k": step(heads=2)}, ValueError,
+        r"k must have shape .* got \(2, 1, 2, 16",
+    ),
+    "new dtype": (
+        NEW | {"v": step(heads=1).float()}, TypeError,
+        "v must have the dtype of v_cache",
+    ),
+    "no room": (
+        NEW | {"cache_seqlens": int32(5, 32)}, ValueError,
+        "room .* sequence 1 has 32 of 32 .* 1",
+    ),
+    "new cu_seqlens": (
+        NEW | {"k": step(1)[0], "v": step(1)[0], "cu_seqlens_k_new": int32(0, 1)},
+        ValueError, "k must have shape .total_new, 1, 16.",
+    ),
+    "table dtype": (
+        {"page_table": torch.zeros(2, 1)}, TypeError,
+        "page_table must have dtype int32",
+    ),
+    "table rank": (
+        {"page_table": int32(0, 1)}, ValueError,
+        r"page_table must have shape .* \(2,\)",
+    ),
+    "table batch": ({"page_table": int32(0)[None]}, ValueError, "batch of q and k must be equal"),
+    "table ids": (
+        {"page_table": int32(0, 2).view(2, 1)}, ValueError,
+        "page_table must lie in .* got 2",
+    ),
+    "too long for the table": (
+        PAGES | {"cache_seqlens": 33}, ValueError,
+        "cache_seqlens .* got 33",
+    ),
+    "table and entries": (
+        PAGES | {"cache_batch_idx": int32(0, 1)}, NotImplementedError,
+        "cache_batch_idx .* page_table",
+    ),
+    "padding and intervals": (
+        {"cache_leftpad": int32(0, 1), "startend_row_indices": torch.zeros(1, 1, 32, 2, dtype=INT)},
+        NotImplementedError, "cache_leftpad is not supported beside startend_row_indices",
+    ),
+    "entries": (
+        {"cache_batch_idx": int32(0, 2)}, ValueError,
+        r"cache_batch_idx must lie in \[0, 2",
+    ),
+    "padding": ({"cache_leftpad": int32(0, 33)}, ValueError, "cache_leftpad must lie between"),
+    "mask": (NEW | {"window_size": (-3, -1), "causal": 3}, TypeError, "causal must be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    """Before anything is written."""
+    keywords, error, text = REFUSED[name]
+    k_cache, v_cache = cache()
+    before = k_cache.clone()
+    with pytest.raises(error, match=text):
+        flash_attn_with_kvcache(step(), k_cache, v_cache, **keywords)
+    assert torch.equal(before, k_cache)
+
+
+def test_refusals_of_pools_and_pages() -> None:
+    k_cache, v_cache = cache(rows=300)
+    with pytest.raises(ValueError, match="pages of 1 to 256 keys .* got page_size 300"):
+        flash_attn_with_kvcache(step(), k_cache, v_cache, **PAGES)
+    with pytest.raises(ValueError, match="k_cache and v_cache must agree"):
+        flash_attn_with_kvcache(step(), k_cache, v_cache[:, :200])
+    with pytest.raises(ValueError, match="k_cache must have batch 2, as q has"):
+        flash_attn_with_kvcache(step(), k_cache[:1], v_cache[:1])
+
+
+@pytest.mark.parametrize("name", ["page_table", "k", "cache_batch_idx"])
+def test_refusals_of_gradients(name: str) -> None:
+    more = {"page_table": PAGES, "k": NEW, "cache_batch_idx": {"cache_batch_idx": int32(1, 0)}}[
+        name
+    ]
+    q = step().requires_grad_()
+    with pytest.raises(NotImplementedError, match="there are no gradients"):
+        flash_attn_with_kvcache(q, *cache(), **more)
+    with torch.no_grad():
+        flash_attn_with_kvcache(q, *cache(), **more)
+
+
+# -- parts --------------------------------------------------------------------------------------
+
+
+def test_parts_of_attention_make_all_of_it() -> None:
+    q, k, v = (torch.randn(2, n, 2, 16).double().requires_grad_() for n in (5, 40, 40))
+    cuts = (0, 7, 8, 40, 40)
+    parts = [
+        flash_attn_func(q, k[:, a:b], v[:, a:b], return_lse=True)
+        for a, b in zip(cuts, cuts[1:], strict=False)
+    ]
+    outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
+    out, lse = flash_attn_combine(outs, lses.mT)
+    expected, expected_lse = flash_attn_func(q, k, v, return_lse=True)
+    assert lse is not None and torch.allclose(out, expected, atol=1e-6)
+    assert torch.allclose(lse.mT, expected_lse, atol=1e-6)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad((out * dout).sum() + lse.sum(), (q, k, v))
+    wanted = torch.autograd.grad((expected * dout).sum() + expected_lse.sum(), (q, k, v))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+
+
+def test_gradients_of_parts() -> None:
+    generator = torch.Generator().manual_seed(1)
+    outs = torch.randn(3, 7, 2, 8, generator=generator).double()
+    lses = torch.randn(3, 7, 2, generator=generator).double()
+    lses[1, 3], lses[:, 4] = float("-inf"), float("-inf")
+    outs[1, 3], outs[:, 4] = float("nan"), float("nan")
+    out, lse = flash_attn_combine(outs, lses)
+    assert lse is not None and out.isfinite().all() and (out[4] == 0).all()
+    assert (lse[4] == float("-inf")).all() and lse[3].isfinite().all()
+    outs, lses = outs.nan_to_num(0.0).requires_grad_(), lses[:, :3].requires_grad_()
+    assert torch.autograd.gradcheck(lambda a, b: flash_attn_combine(a[:, :3], b), (outs, lses))
+
+
+def test_dtypes_of_parts() -> None:
+    outs, lses = torch.randn(2, 1, 4, 3, 16).bfloat16(), torch.randn(2, 1, 4, 3)
+    out, lse = flash_attn_combine(outs, lses, return_lse=False)
+    assert (out.dtype, lse) == (torch.bfloat16, None)
+    out, lse = flash_attn_combine(outs, lses, out_dtype=torch.float32)
+    assert out.dtype == torch.float32 and lse is not None and lse.shape == (1, 4, 3)
+    for arguments, error, text in (
+        ((outs, lses.double()), TypeError, "lse_partial must have dtype float32"),
+        ((outs, lses[:, :, :3]), ValueError, "lse_partial must have the shape of out_partial"),
+        ((outs[0, 0], lses[0, 0]), ValueError, "out_partial must have shape"),
+        ((outs.int(), lses), TypeError, "out_partial must have one of the dtypes"),
+        ((outs, lses, outs[0]), NotImplementedError, "out is not supported"),
+    ):
+        with pytest.raises(error, match=text):
+            flash_attn_combine(*arguments)

@@ -1,0 +1,277 @@
+"""Random calls whose queries begin at a position (`q_start`), and dense attention for them.
+
+The definition compares positions by itself: nothing here uses the package. Query i of a sequence
+that begins at s has the position s + i, which causal masking, a window, the rows of column
+intervals and of block lists, and callables count. What lies before position 0 is at 0 for lists and
+callables; an interval without a start begins before all rows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from mask_cases import MASK_MODS, SCORE_MODS
+from torch import Tensor
+
+NEG_INF = float("-inf")
+INT = torch.int32
+# relative error that float32 leaves in calls of float64
+FLOAT32 = 2.0**-18
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+class Sequence(NamedTuple):
+    """Where one lies in q and in k, and the position of its first query."""
+
+    queries: Any
+    keys: Any
+    seqlen_q: int
+    seqlen_k: int
+    start: int
+
+
+@dataclass
+class PlacedCall:
+    """`_flash_attn_fwd(x.q, x.k, x.v, **x.keywords)`. columns (heads, rows of k, n) of each batch
+    entry; states (q_blocks, k_blocks)."""
+
+    name: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keywords: dict[str, Any]
+    sequences: list[Sequence]
+    columns: list[Tensor] | None = None
+    states: Tensor | None = None
+    block_size: tuple[int, int] = (1, 1)
+    mods: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[-2] // self.k.shape[-2]
+
+    def visible(self, b: int, h: int) -> Tensor:
+        """Bool (seqlen_q, seqlen_k) of a sequence and query head."""
+        x, given = self.sequences[b], self.keywords
+        p = x.start + torch.arange(x.seqlen_q)[:, None]
+        j = torch.arange(x.seqlen_k)[None]
+        visible = torch.ones((x.seqlen_q, x.seqlen_k), dtype=torch.bool)
+        left, right = given.get("window_size_left"), given.get("window_size_right")
+        if given.get("causal"):
+            visible &= j <= p
+        if left is not None:
+            visible &= j >= p - left
+        if right is not None:
+            visible &= j <= p + right
+        if self.columns is not None:
+            visible &= ~self._hidden(b, h, p)
+        shown, counted = torch.ones_like(visible), p.clamp(min=0)
+        if self.states is not None:
+            rows = (counted // self.block_size[0]).clamp(max=self.states.shape[0] - 1)
+            states = self.states[rows, j // self.block_size[1]]
+            visible &= states != EMPTY
+            shown = states != FULL
+        if "mask_mod" in self.mods:
+            asked = self.mods["mask_mod"].dense(b, h, counted, j, given.get("aux_tensors"))
+            visible &= asked | ~shown
+        return visible
+
+    def _hidden(self, b: int, h: int, p: Tensor) -> Tensor:
+        assert self.columns is not None
+        columns = self.columns[b]
+        c = columns[h * len(columns) // self.q.shape[-2], : self.sequences[b].seqlen_k].T
+        if len(c) == 1:
+            return p >= c[0]
+        if len(c) == 2 and not self.keywords.get("causal"):
+            return (p >= c[0]) | (p < c[1])
+        hidden = (p >= c[0]) & (p < c[1])
+        return hidden | ((p >= c[2]) & (p < c[3])) if len(c) == 4 else hidden
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse) in the dtype of these; 0 and -inf where nothing is seen, or not in use."""
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        lse = torch.full(q.shape[:-1], NEG_INF, dtype=q.dtype)
+        for b, x in enumerate(self.sequences):
+            for h in range(q.shape[-2]):
+                kv = h // self.group
+                scores = q[x.queries][:, h] @ k[x.keys][:, kv].mT * q.shape[-1] ** -0.5
+                if "score_mod" in self.mods:
+                    p = (x.start + torch.arange(x.seqlen_q)[:, None]).clamp(min=0)
+                    j = torch.arange(x.seqlen_k)[None]
+                    modify, aux = self.mods["score_mod"].dense, self.keywords.get("aux_tensors")
+                    scores = modify(scores, b, h, p, j, aux).to(q.dtype)
+                visible = self.visible(b, h)
+                scores = scores.masked_fill(~visible, NEG_INF)
+                sees = visible.any(dim=1, keepdim=True)
+                weights = scores.masked_fill(~sees, 0.0).softmax(dim=1).masked_fill(~sees, 0.0)
+                out[x.queries][:, h] = weights @ v[x.keys][:, kv]
+                lse[x.queries][:, h] = scores.logsumexp(dim=1)
+        return out, lse.mT
+
+    def gradients(self, dtype: torch.dtype, dout: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (self.q, self.k, self.v)]
+        out, _ = self.attend(*leaves)
+        return torch.autograd.grad(out, leaves, dout.to(dtype))
+
+    def assert_output(self, out: Tensor, lse: Tensor) -> None:
+        exact_out, exact_lse = self.attend(self.q.double(), self.k.double(), self.v.double())
+        eager, _ = self.attend(self.q, self.k, self.v)
+        assert torch.equal(lse == NEG_INF, exact_lse == NEG_INF), self.name
+        seen = exact_lse > NEG_INF
+        assert ((lse.double() - exact_lse)[seen].abs() < 6e-4).all(), self.name
+        assert_as_good("out", out, exact_out, eager, self.name)
+
+    def assert_gradients(self, found: tuple[Tensor, ...], dout: Tensor) -> None:
+        exact, eager = self.gradients(torch.float64, dout), self.gradients(self.q.dtype, dout)
+        for name, *tensors in zip("qkv", found, exact, eager, strict=True):
+            assert_as_good(f"d{name}", *tensors, self.name)
+
+
+def assert_as_good(what: str, found: Tensor, exact: Tensor, eager: Tensor, name: str) -> None:
+    """At most twice the largest error of the same computation in its dtype, and an ulp; in float64,
+    what LSE and a score_mod leave of float32."""
+    assert found.isfinite().all(), f"{name}: {what} is not finite"
+    largest = exact.abs().amax().item() if exact.numel() else 0.0
+    error, of_eager = (
+        (x.double() - exact).abs().amax().item() if exact.numel() else 0.0 for x in (found, eager)
+    )
+    allowed = 2 * of_eager + torch.finfo(found.dtype).eps * largest
+    allowed = max(allowed, FLOAT32 * max(largest, 1e-6))
+    assert error <= allowed, f"{name}: {what} off by {error:.3g}, allowed {allowed:.3g}"
+
+
+class Draw:
+    """Draws one call after the other from a seed."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, head_dim: int, longest: int) -> None:
+        self.rng = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype, self.head_dim, self.longest = dtype, head_dim, longest
+
+    def calls(self, count: int) -> Iterator[PlacedCall]:
+        for number in range(count):
+            yield self.call(number)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def call(self, number: int) -> PlacedCall:
+        rng, dim = self.rng, self.head_dim
+        batch, heads_kv, group = rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((1, 2, 4))
+        heads_q = heads_kv * group
+        capacity = rng.randint(1, self.longest)
+        seqlen_q = rng.choice((1, 3, rng.randint(1, 70), rng.randint(1, self.longest)))
+        keywords: dict[str, Any] = {}
+        lengths_q = [seqlen_q] * batch
+        if rng.random() < 0.3:
+            lengths_q = [rng.randint(0, seqlen_q) for _ in range(batch)]
+            keywords["cu_seqlens_q"] = torch.tensor([0, *accumulate(lengths_q)], dtype=INT)
+            q = self.normal(sum(lengths_q), heads_q, dim)
+        else:
+            q = self.normal(batch, seqlen_q, heads_q, dim)
+        slots_k, used_k = [capacity] * batch, [capacity] * batch
+        if rng.random() < 0.25:
+            slots_k = [rng.randint(0, capacity) for _ in range(batch)]
+            keywords["cu_seqlens_k"] = torch.tensor([0, *accumulate(slots_k)], dtype=INT)
+            rows_k = (sum(slots_k),)
+            used_k = slots_k
+        else:
+            rows_k = (batch, capacity)
+            if rng.random() < 0.6:
+                used_k = [rng.randint(0, capacity) for _ in range(batch)]
+                keywords["seqused_k"] = torch.tensor(used_k, dtype=INT)
+        k, v = (self.normal(*rows_k, heads_kv, dim) for _ in range(2))
+        starts = self.starts(keywords, lengths_q, used_k)
+        sequences = list(self.places(keywords, lengths_q, slots_k, used_k, starts))
+        call = PlacedCall(f"call {number}", q, k, v, keywords, sequences)
+        self.add_masks(call, slots_k)
+        told = {name: x if isinstance(x, int | str) else "..." for name, x in keywords.items()}
+        call.name += f" of {lengths_q} queries, {used_k} keys, starts {starts}, {told}"
+        return call
+
+    def starts(self, keywords: dict[str, Any], lengths_q: list[int], used_k: list[int]) -> Any:
+        rng = self.rng
+        kind = rng.choice(("end", "end", "number", "each"))
+        if kind == "end":
+            keywords["q_start"] = "end"
+            return [n - m for n, m in zip(used_k, lengths_q, strict=True)]
+        if kind == "number":
+            keywords["q_start"] = rng.choice((0, rng.randint(0, self.longest)))
+            return [keywords["q_start"]] * len(lengths_q)
+        starts = [rng.randint(0, self.longest) for _ in lengths_q]
+        keywords["q_start"] = torch.tensor(starts, dtype=INT)
+        return starts
+
+    def places(
+        self,
+        keywords: dict[str, Any],
+        lengths_q: list[int],
+        slots_k: list[int],
+        used_k: list[int],
+        starts: list[int],
+    ) -> Iterator[Sequence]:
+        at_q = at_k = 0
+        for b, start in enumerate(starts):
+            queries: Any = (b, slice(lengths_q[b]))
+            keys: Any = (b, slice(used_k[b]))
+            if "cu_seqlens_q" in keywords:
+                queries = slice(at_q, at_q + lengths_q[b])
+            if "cu_seqlens_k" in keywords:
+                keys = slice(at_k, at_k + used_k[b])
+            yield Sequence(queries, keys, lengths_q[b], used_k[b], start)
+            at_q, at_k = at_q + lengths_q[b], at_k + slots_k[b]
+
+    def add_masks(self, call: PlacedCall, slots_k: list[int]) -> None:
+        rng, keywords = self.rng, call.keywords
+        keywords["causal"] = rng.random() < 0.6
+        if rng.random() < 0.3:
+            keywords["window_size_left"] = rng.randint(0, 60)
+        if rng.random() < 0.2:
+            keywords["window_size_right"] = rng.randint(0, 60)
+        rows = 2 * self.longest
+        if rng.random() < 0.4:
+            self.add_columns(call, slots_k, rows)
+        if rng.random() < 0.35:
+            self.add_lists(call, rows, max(*slots_k, 1))
+        if rng.random() < 0.3:
+            keywords["mask_mod"] = MASK_MODS["checks"].cute
+            call.mods["mask_mod"] = MASK_MODS["checks"]
+        if rng.random() < 0.3:
+            keywords["score_mod"] = SCORE_MODS["alibi"].cute
+            call.mods["score_mod"] = SCORE_MODS["alibi"]
+
+    def add_columns(self, call: PlacedCall, slots_k: list[int], rows: int) -> None:
+        rng, causal = self.rng, call.keywords["causal"]
+        n = rng.choice((1, 2, 4) if causal else (2, 4))
+        heads = rng.choice((1, call.k.shape[-2], call.q.shape[-2]))
+        # runs of equal keys, so that whole tiles are hidden
+        call.columns = []
+        for slot in slots_k:
+            runs = torch.randint(0, rows, (heads, slot // 40 + 1, n), generator=self.generator)
+            call.columns.append(runs.repeat_interleave(40, dim=1)[:, :slot].int())
+        packed = "cu_seqlens_k" in call.keywords
+        joined = torch.cat(call.columns, dim=1)[None] if packed else torch.stack(call.columns)
+        call.keywords["startend_row_indices"] = joined
+
+    def add_lists(self, call: PlacedCall, rows: int, seqlen_k: int) -> None:
+        from flash_mask_cute import BlockSparseTensorsTorch
+
+        block_q, block_k = call.block_size = self.rng.choice(((128, 128), (48, 80), (16, 32)))
+        shape = -(-rows // block_q), -(-seqlen_k // block_k)
+        states = torch.randint(0, 3, shape, generator=self.generator)
+        call.states = states
+        if "cu_seqlens_k" in call.keywords:
+            call.keywords["max_seqlen_k"] = seqlen_k
+        lists = []
+        for state in (PARTIAL, FULL):
+            is_listed = states == state
+            order = torch.argsort((~is_listed).int(), dim=1, stable=True).int()
+            lists += [is_listed.sum(1).int()[None, None], order[None, None]]
+        call.keywords["block_sparse_tensors_torch"] = BlockSparseTensorsTorch(
+            *lists, block_size=call.block_size
+        )

@@ -1,0 +1,68 @@
+"""Queries that begin at a position, on the software GPU of either architecture.
+
+A few calls by default; FLASH_MASK_SIM_SEED=N draws more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import simulated_backward
+import torch
+from conftest import ACTIVE_ARCH
+from placed_attention import Draw, PlacedCall
+
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
+from flash_mask_cute.call.prepare import prepare_fwd
+from flash_mask_cute.runtime.target import Target
+
+ARCH = ACTIVE_ARCH
+SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
+# Seed of `Draw` and number of calls with intervals and lists: "end" with a score_mod; a tensor; and
+# queries before position 0 with a mask_mod.
+DRAWN = (0, 8), (1, 11), (5, 3)
+
+pytestmark = pytest.mark.sim
+
+
+def calls(drawn: tuple[tuple[int, int], ...]) -> Iterator[PlacedCall]:
+    if SEED != "0":
+        rng = random.Random(f"q_start {SEED}")
+        drawn = tuple((rng.randrange(1 << 30), number) for number in range(12))
+    for seed, number in drawn:
+        *_, call = Draw(seed, torch.bfloat16, 64, 200).calls(number + 1)
+        yield call
+
+
+def run_forward(call: PlacedCall) -> tuple[torch.Tensor, torch.Tensor]:
+    made = AttentionCall.of(Direction.FORWARD, call.q, call.k, call.v, **call.keywords)
+    prepared = prepare_fwd(made, Target(ARCH, num_sms=simulated_backward.SMS))
+    out, lse = prepared(made.tensors, None if made.masks == NO_MASKS else made.masks)
+    assert lse is not None
+    return out, lse
+
+
+def test_forward(simulator: ModuleType) -> None:
+    for delay, call in enumerate(calls(DRAWN)):
+        simulator.OPTIONS["delay"] = delay
+        simulator.RESULTS.clear()
+        out, lse = run_forward(call)
+        assert simulator.RESULTS, call.name
+        assert not any(x["warnings"] for x in simulator.RESULTS), call.name
+        call.assert_output(out, lse)
+
+
+def test_backward(simulator: ModuleType) -> None:
+    for delay, call in enumerate(calls(DRAWN[1:])):
+        simulator.OPTIONS["delay"] = delay
+        simulator.RESULTS.clear()
+        out, lse = call.attend(call.q.double(), call.k.double(), call.v.double())
+        dout = torch.randn_like(out).bfloat16()
+        operands = call.q, call.k, call.v, out.bfloat16(), dout, lse.float()
+        found = simulated_backward.launch(operands, call.keywords, ARCH)
+        assert not any(x["warnings"] for x in simulator.RESULTS), call.name
+        call.assert_gradients(found, dout)

@@ -1,0 +1,50 @@
+"""A step over a cache on the software GPU: new rows into pages, then attention over them."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import ModuleType
+
+import pytest
+import torch
+from cache_calls import draw_call
+from conftest import ACTIVE_ARCH
+from test_append_sim import append_of
+
+from flash_mask_cute.call.append import append
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
+from flash_mask_cute.call.prepare import prepare_fwd
+from flash_mask_cute.runtime.target import Target
+
+ARCH = ACTIVE_ARCH
+SEED = int(os.environ.get("FLASH_MASK_SIM_SEED", "0").replace("all", "1"))
+SAME = "causal", "mask_mod", "learnable_sink", "page_table", "cu_seqlens_q"
+
+pytestmark = pytest.mark.sim
+
+
+def test_random_calls(simulator: ModuleType) -> None:
+    rng, found = random.Random(SEED), 0
+    while found < (2 if SEED == 0 else 8):
+        call = draw_call(rng, torch.bfloat16, 64, 300, (5, 16, 128))
+        x = call.keywords
+        if "k" not in x or "page_table" not in x:
+            continue
+        found += 1
+        target = Target(ARCH, num_sms=2)
+        simulator.OPTIONS["delay"] = found
+        simulator.RESULTS.clear()
+        given = append_of(call)
+        q, total = append(given, target)
+        left, right = (None if side < 0 else side for side in x["window_size"])
+        keywords = {name: x[name] for name in SAME if name in x}
+        made = AttentionCall.of(
+            Direction.FORWARD, q, given.k_cache, given.v_cache, **keywords, seqused_k=total,
+            window_size_left=left, window_size_right=right, q_start="end", num_splits=0,
+        )  # fmt: skip
+        prepared = prepare_fwd(made, target)
+        out, lse = prepared(made.tensors, None if made.masks == NO_MASKS else made.masks)
+        assert lse is not None
+        assert not any(y["warnings"] for y in simulator.RESULTS), call.name
+        call.assert_close(out, lse)
