@@ -9,7 +9,7 @@ import pytest
 import torch
 from example_modules import ROOT, load_example
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 def test_replays_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
