@@ -35,10 +35,14 @@ def test_backwards_are_those_of_the_forward_cases() -> None:
         assert case == same
         if name.startswith("bwd-mod"):
             assert case.form == ("mask_mod_alone" if name.endswith("-alone") else "mask_mod")
-        elif not name.startswith("bwd-cudnn"):
-            assert not case.form.startswith("mask_mod")
-    of_shapes, of_widths, of_cudnn = 41, 2 * 11, 112
-    assert len(names) == 8 + 1 + 2 + 2 * 3 * 12 + 2 + 2 * 3 + of_shapes + of_widths + of_cudnn
+        else:
+            is_by_mod = case.mask in masks.BEYOND_COLUMNS
+            assert case.form.startswith("mask_mod") == is_by_mod
+    of_shapes, of_widths = 41, 2 * 11
+    # three widths of 18 masks at two lengths; two of grouped heads, two of packed documents
+    of_cudnn = 3 * 18 * 2 + 4
+    of_masks = 8 + 1 + 2 + 2 * 3 * 12 + 2 + 2 * 3
+    assert len(names) == of_masks + of_shapes + of_widths + of_cudnn
     assert {name for name, case in CASES.items() if case.kind == "backward"} == set(names)
 
 
