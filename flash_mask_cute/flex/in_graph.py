@@ -34,7 +34,8 @@ OF_CUTE = "cute"
 def mods_in_graph(
     score_mod: Any, mask_mod: Any, aux_tensors: Sequence[Tensor] | None, device: str, must: bool
 ) -> CuteMods:
-    """As `as_cute_mods`, for what is traced: mods are names of `mod_names` then.
+    """As `as_cute_mods`, for what is traced: mods of torch become names of `mod_names`, and CuTe
+    mods stay what they are.
 
     must: mods are torch's whatever they take, as in `flex_attention`.
 
@@ -49,11 +50,11 @@ def mods_in_graph(
     told_mask = None if _is_made_inside(mask_mod, must) else mask_mod
     told = _told_of_mods(*_parts(told_score), *_parts(told_mask), given, device, must)
     score_name, mask_name, sources, functions, numbers = told
-    # named here, so that Dynamo guards which object it is
+    # named where operators take them, so that Dynamo guards which objects they are
     if told_score is None or score_name == OF_CUTE:
-        score_name = optional_name(score_mod)
+        score_name = score_mod
     if told_mask is None or mask_name == OF_CUTE:
-        mask_name = optional_name(mask_mod)
+        mask_name = mask_mod
     mods = score_mod, mask_mod
     for which, steps in functions:
         id(_reached(mods[which], steps).__code__)

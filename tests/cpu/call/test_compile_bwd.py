@@ -70,6 +70,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "aux": (("int32", 2),),
         "has_bits": True,
     },
+    "full-4k": {},
+    "d80-4k": {"head_dim": 80, "head_dim_v": 80},
     "d256-window-deterministic": {
         "head_dim": 256,
         "head_dim_v": 256,
@@ -78,8 +80,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "deterministic": True,
     },
 }
-# Keys of a sequence; 0 for the others.
-SEQLENS_K = {"causal-32k": 32768}
+# Keys of a sequence, for which sums of dQ are cleared; 8192 for the others.
+SEQLENS_K = {"causal-32k": 32768, "full-4k": 4096, "d80-4k": 4096}
 # Bytes; the others have none.
 # Mask warps, where values leave them 24 registers, once a block that is cut.
 SPILLS = {"columns-1-causal-bits": 16}
@@ -102,11 +104,11 @@ def test_compiles_well(name: str) -> None:
     problem, mods = problem_of(VARIANTS[name])
     choice = select_bwd_config(
         *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
-        seqlen_k=SEQLENS_K.get(name, 0),
+        seqlen_k=SEQLENS_K.get(name, 8192),
         deterministic=problem.deterministic,
         modifier=problem.score_modifier,
     )
-    in_pairs = problem.head_dim > 192 and not (problem.has_softcap or problem.deterministic)
+    in_pairs = problem.head_dim > 128 and not (problem.has_softcap or problem.deterministic)
     assert choice.tiles.cta_pair == in_pairs
     assert choice.tiles.clears_dq == (name in SEQLENS_K or in_pairs)
     with compile_lock():
@@ -120,7 +122,11 @@ def test_compiles_well(name: str) -> None:
 
 # what every Blackwell compiles, and what the second one does
 BLACKWELL = {
-    **{name: fields for name, fields in VARIANTS.items() if fields.get("head_dim", 128) <= 128},
+    **{
+        name: fields
+        for name, fields in VARIANTS.items()
+        if fields.get("head_dim", 128) <= 128 and name not in SEQLENS_K
+    },
     **{
         f"d{d}{name}": {"head_dim": d, "head_dim_v": d, **fields}
         for d in (64, 96)
@@ -193,14 +199,14 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
             planned.problem, planned.bwd_choice, TARGET, Mods(), *of_facts, cache=cache
         )
 
-    first = Case("first", 1, 60, 70, 4, 2, causal=True, window_left=20, sink=BF16)
+    first = Case("first", 1, 60, 70, 4, 4, causal=True, window_left=20, sink=BF16)
     before = compile_count()
     kernels = kernels_of(first)
     assert compile_count() == before + 3
     for other in (
         replace(first, id="lengths", seqlen_q=130, seqlen_k=300),
         replace(first, id="batch", batch=3),
-        replace(first, id="heads", heads_q=3, heads_kv=1),
+        replace(first, id="heads", heads_q=3, heads_kv=3),
         replace(first, id="window", window_left=5, softmax_scale=0.2),
         replace(first, id="equal tensors", strided="transposed"),
     ):
@@ -213,6 +219,11 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
     packed = replace(first, id="packed", lengths_q=(30, 7), lengths_k=(20, 50))
     assert kernels.zero_padding is None and kernels_of(packed).zero_padding is not None
     assert compile_count() == before + 8
+    # a group of heads that is split has a main kernel of its own, and one that adds the parts
+    split = kernels_of(replace(first, id="split", heads_kv=2))
+    assert kernels.add_parts is None and split.add_parts is not None
+    assert split.preprocess is kernels.preprocess and split.main is not kernels.main
+    assert compile_count() == before + 10
 
 
 def test_public_paths() -> None:
