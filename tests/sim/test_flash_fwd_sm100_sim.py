@@ -142,15 +142,12 @@ def test_pairs_against_oracle(simulator: ModuleType, case: Case) -> None:
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize(("num_sms", "seeds"), [(2, (None, 1, 2, 3, 4)), (7, (None, 1))])
 def test_pairs_take_turns(
-    simulator: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    num_sms: int,
-    seeds: tuple[int | None, ...],
+    simulator: ModuleType, num_sms: int, seeds: tuple[int | None, ...]
 ) -> None:
     """Four work tiles, two of which have one row, in the tiles that the table chooses; for one pair
     and for three, of which one has two tiles and an SM is left over."""
-    monkeypatch.setattr(simulated_forward, "SMS", num_sms)
-    run_sim(simulator, make_inputs(Case("pair", 1, 513, 257, 2, 1)), seeds=seeds)
+    inputs = make_inputs(Case("pair", 1, 513, 257, 2, 1))
+    run_sim(simulator, inputs, seeds=seeds, sms=num_sms)
     (launch,) = simulator.RESULTS[-1]["launches"]
     assert (launch["cluster"], launch["grid"]) == ((2, 1, 1), (num_sms // 2 * 2, 1, 1))
 

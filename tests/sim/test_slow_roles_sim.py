@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import simulated_backward
+import test_append_sim
 import test_block_scan_sim
 import test_bwd_prepost_sim as prepost
 import test_column_bounds_sim
@@ -77,7 +78,8 @@ BACKWARDS = {
         {"deterministic": True},
     ),
     "shared-keys": Slowed(
-        ISLANDS | {"batch": 1, "seqlen_q": 130, "seqlen_k": 300, "head_dim": 192}
+        ISLANDS | {"batch": 1, "seqlen_q": 130, "seqlen_k": 300, "head_dim": 192},
+        {"cta_pair": False, "clears_dq": False},
     ),
     "pairs-of-ctas": Slowed(
         ISLANDS | {"batch": 1, "seqlen_q": 70, "seqlen_k": 300, "head_dim": 256}
@@ -117,6 +119,26 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "postprocess": (
         lambda sim: prepost.check_postprocess(sim, prepost.PACKED, 72, 64),
         ("kernels.bwd_postprocess.kernel",),
+    ),
+    "add-parts": (
+        lambda sim: simulated_backward.run_sim(
+            sim,
+            make_inputs(Case("gqa2", 1, 65, 140, 2, 1, head_dim=64)),
+            (SEED,),
+            launches=4,
+            config={"group_splits": 2},
+        ),
+        ("kernels.bwd_add_parts.kernel",),
+    ),
+    "merge": (
+        lambda sim: run_sim(
+            sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), "sm_90a", (SEED,), num_splits=3
+        ),
+        ("kernels.combine.kernel",),
+    ),
+    "append": (
+        lambda sim: test_append_sim.test_random_calls(sim, 0),
+        ("kernels.append_kv.kernel",),
     ),
     "block-scan": (
         lambda sim: test_block_scan_sim.test_lists(sim, "causal", True),
