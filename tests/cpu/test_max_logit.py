@@ -87,6 +87,7 @@ def test_documents_packed_as_sequences(batch: int) -> None:
     torch.testing.assert_close(largest, expected)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_in_one_graph() -> None:
     q, k, v = _qkv(1, 20, 2, 16)
 

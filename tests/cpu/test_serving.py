@@ -124,6 +124,7 @@ def test_gradients_of_a_contiguous_cache() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled() -> None:
     """The write is a mutation of the graph's inputs."""
     compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)

@@ -46,6 +46,7 @@ def test_the_tiles_that_explain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.full_key_tiles <= full, call.name
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_decode_step_is_the_last_row() -> None:
     """Of a training mask, by a number, a tensor, "end", and by torch.compile."""
     generator = torch.Generator().manual_seed(3)

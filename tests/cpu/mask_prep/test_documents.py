@@ -446,7 +446,8 @@ def test_explain_tells_what_is_computed() -> None:
     assert packed.work_tiles == 2 * sum(-(-length // tile_m) for length in (700, 600))
     assert whole.work_tiles == 2 * -(-1300 // tile_m)
     assert "packed sequences" in packed.note and "packed sequences" not in whole.note
-    alone = [explain(*[q[:, :length]] * 3, causal=True) for length in (700, 600)]
+    config = {"tile_m": tile_m}
+    alone = [explain(*[q[:, :length]] * 3, causal=True, config=config) for length in (700, 600)]
     full, partial = (
         sum(getattr(x, f"{state}_key_tiles") for x in alone) for state in ("full", "partial")
     )
