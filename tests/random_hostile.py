@@ -520,7 +520,10 @@ class _Draw:
             keywords["startend_row_indices"] = indices
             if call.q.shape[: call.q.dim() - 2].numel() < call.k.shape[: call.k.dim() - 2].numel():
                 # a tensor does not tell its rows
-                keywords["q_start"] = 0
+                from flash_mask_cute import ColumnMask
+
+                causal = bool(keywords["causal"])
+                keywords["startend_row_indices"] = ColumnMask(indices, causal, seqlen_q="any")
         if frame.blocks is not None:
             self.add_lists(call, longest)
 

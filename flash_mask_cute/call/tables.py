@@ -374,6 +374,14 @@ SM90_BWD = (
     ),
     BwdRow(
         *(96, 96, 64, 2, 2, 1, 96),
+        "as for wider heads: in long walks sums that the first one stores cost more than clearing",
+        (TuningClass.CAUSAL,),
+        min_seqlen_k=32768,
+        above_dim=64,
+        clears_dq=True,
+    ),
+    BwdRow(
+        *(96, 96, 64, 2, 2, 1, 96),
         "registers for 64 queries and all values beside the sums of dK and dV",
         (TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER),
         above_dim=64,
