@@ -1,9 +1,9 @@
-"""Mods written in torch, in a region that torch.compile or torch.export traces.
+"""Mods written in torch, in a region traced by torch.compile or torch.export.
 
-Dynamo cannot follow how a mod is lowered. It calls `_told_of_mods` while it traces, keeps what that
-returns, and traces here how what the mod holds is reached: so tensors become inputs of the graph,
-with gradients, and numbers and the code of functions are guarded. Another function object with the
-same code, as a training loop makes one each step, compiles nothing new.
+Dynamo cannot follow the lowering of a mod. While it traces, it calls `_told_of_mods` and keeps the
+result. Then it traces the paths to what the mod holds. So tensors become inputs of the graph, with
+gradients, and numbers and the code of functions are guarded. Another function object with the same
+code, such as a training loop makes in each step, compiles nothing new.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ OF_CUTE = "cute"
 def mods_in_graph(
     score_mod: Any, mask_mod: Any, aux_tensors: Sequence[Tensor] | None, device: str, must: bool
 ) -> CuteMods:
-    """As `as_cute_mods`, for what is traced: mods are names of `mod_names` then.
+    """As `as_cute_mods`, for a traced call: mods then become names of `mod_names`.
 
-    must: mods are torch's whatever they take, as in `flex_attention`.
+    must: treat mods as torch's for any number of arguments, as `flex_attention` does.
 
     Raises:
-        TypeError, NotImplementedError: as `as_cute_mods`; what a mod computes of captured tensors
-            alone, what cannot be followed, and a function of torch that the traced region itself
-            defines are refused.
+        TypeError, NotImplementedError: as `as_cute_mods`. Values computed only from captured
+            tensors, paths that Dynamo cannot follow, and torch functions defined in the traced
+            region are refused.
     """
     given = 0 if aux_tensors is None else len(aux_tensors)
     # CuTe mods may be made inside
@@ -76,14 +76,15 @@ def mods_in_graph(
 
 
 def _parts(mod: Any) -> tuple[Any, Any]:
-    """A function and whose method it is, as Dynamo hands over the parts of a method only."""
+    """A function and the object that it is bound to; Dynamo hands over these parts for methods
+    only."""
     return (mod.__func__, mod.__self__) if isinstance(mod, types.MethodType) else (mod, None)
 
 
 def _is_made_inside(mod: Any, must: bool) -> bool:
-    """Whether the traced region defines a function; refused if it is torch's.
+    """Whether the traced region defines a function; a torch mod defined there is refused.
 
-    Dynamo has no function object of what it defines itself, and does not know its globals.
+    Dynamo has no function object for such a function, and does not know its globals.
     """
     if not isinstance(mod, types.FunctionType):
         return False
@@ -126,8 +127,12 @@ def _told_of_mods(
     device: str,
     must: bool,
 ) -> tuple[Any, ...]:
-    """Constants: names of both mods (None: there is none, or it changes nothing); where each aux
-    tensor comes from; where functions are whose code is guarded; numbers that are constants."""
+    """Facts about both mods, as constants for the trace.
+
+    They are the names of both mods (None: there is no mod, or it changes nothing), the source of
+    each aux tensor, the paths of functions whose code is guarded, and numbers that are
+    constants.
+    """
     # a mod is traced by itself, not as a part of what is traced around it
     if score_owner is not None:
         score_mod = types.MethodType(score_mod, score_owner)
@@ -213,7 +218,8 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _steps(mod: Any, path: Path) -> _Steps:
-    """A path of `find_captures` as Dynamo can follow it. Raises NotImplementedError where not."""
+    """A path of `find_captures` in steps that Dynamo can follow. Raises NotImplementedError if
+    there are none."""
     steps: list[tuple[str, Any]] = []
     value: Any = mod
     # the first step names the mod itself
