@@ -72,7 +72,7 @@ def _version_of(package: str) -> str:
 
 
 def _usable_device() -> torch.device:
-    """Tells what torch was built for and sees: the first GPU that has kernels, or the CPU."""
+    """Print what torch was built for and what it sees: the first GPU with kernels, or the CPU."""
     import torch
 
     from flash_mask_cute.runtime.target import ARCHS, Target
@@ -101,7 +101,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def _driver() -> str:
-    """The release of NVIDIA's driver, from the file by which its module for Linux tells it."""
+    """The release of NVIDIA's driver, read from the file of its Linux kernel module."""
     try:
         first = DRIVER.read_text().partition("\n")[0]
     except OSError:

@@ -1,13 +1,13 @@
 """Which tiles of the score matrix hold a visible element: the tile projections of a `Band`.
 
 A score tile (m_block, n_block) has `tile_m` rows and `tile_n` keys. With packed GQA
-(`qhead_per_kvhead_packgqa` = g) the g query heads of one KV head are interleaved as rows, so tile
-row r of m_block is query position (m_block * tile_m + r) // g, and there are seqlen_q * g rows.
-Rows past the last query and keys past `seqlen_k` do not count as visible.
+(`qhead_per_kvhead_packgqa` = g) the g query heads of one KV head are interleaved as rows. Row r of
+the tiles of m_block is then query position (m_block * tile_m + r) // g, and there are seqlen_q * g
+rows. Rows past the last query and keys past `seqlen_k` do not count as visible.
 
-All methods are undecorated arithmetic without a branch on a dynamic value: they run on Python
-ints and, traced, on `cutlass.Int32`, in any mixture. Build a `BlockInfo` where it is used (inside
-the kernel) from Python constants and, if they vary at run time, Int32 window sizes.
+All methods are undecorated arithmetic without a branch on a dynamic value. They run on Python ints
+and, traced, on `cutlass.Int32`, in any mixture. Build a `BlockInfo` inside the kernel, from Python
+constants and, for window sizes that vary at run time, Int32 values.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _is_positive(count: IntLike) -> IntLike:
 def _union(
     range_of: Callable[[IntLike], tuple[IntLike, IntLike]], first: IntLike, end: IntLike
 ) -> tuple[IntLike, IntLike]:
-    """[lo, hi) covered by the ranges of first, ..., end - 1; hi <= lo if there is no index.
+    """[lo, hi), the union of the ranges of first, ..., end - 1; hi <= lo if there is no index.
 
-    Both ends of a band's range advance by one per index, so neighbours touch and the union is one
-    interval, ends included when some of the ranges are empty.
+    Both ends of a band's range advance by one per index. So neighbouring ranges touch, and their
+    union is one interval with the right ends even if some of the ranges are empty.
     """
     lo, _ = range_of(first)
     _, hi = range_of(end - 1)
@@ -58,8 +58,8 @@ class BlockInfo:
     Every returned range is half-open and canonical: max >= min, so max - min is a count, and an
     empty range starts anywhere.
 
-    Raises ValueError if a window side is given without `is_local` (it would be dropped), if
-    both edges are ints and the left one lies right of the right one, or if a static size is not
+    Raises ValueError if a window side is given without `is_local` (it would be ignored), if both
+    edges are ints and the left edge lies right of the right edge, or if a static size is not
     positive.
     """
 
@@ -91,7 +91,7 @@ class BlockInfo:
             )
 
     def band(self, seqlen_info: SeqlenInfoQK | SeqlenInfoQKNewK) -> Band:
-        """The element rule of which the methods below are projections."""
+        """The rule for single elements; the methods below project it to tiles."""
         return Band(
             seqlen_q=seqlen_info.seqlen_q,
             seqlen_k=seqlen_info.seqlen_k,
@@ -109,11 +109,11 @@ class BlockInfo:
     ) -> tuple[IntLike, IntLike]:
         """Key blocks [n_block_min, n_block_max) in which a row of `m_block` sees a key.
 
-        Tight: each block in it has a visible element, each block outside has none. An `m_block`
-        past the last query gets an empty range. With `is_split_kv` the range of split `split_idx`
-        out of `num_splits` >= 1: the splits cut the whole range into consecutive pieces of
-        ceil(count / num_splits) blocks, of which the last may be shorter or empty. Without it
-        the split arguments have no effect.
+        The range is tight: each block in it has a visible element, each block outside has none. An
+        `m_block` past the last query gets an empty range. With `is_split_kv` the range is that of
+        split `split_idx` out of `num_splits` >= 1. Splits cut the whole range into consecutive
+        pieces of ceil(count / num_splits) blocks; the last pieces may be shorter or empty. Without
+        `is_split_kv` the split arguments have no effect.
         """
         first, end = self.query_range(seqlen_info, m_block)
         lo, hi = _union(self.band(seqlen_info).k_range, first, end)
@@ -129,8 +129,9 @@ class BlockInfo:
     ) -> tuple[IntLike, IntLike]:
         """Query blocks [m_block_min, m_block_max) in which a row sees a key of `n_block`.
 
-        Tight, and the transpose of `get_n_block_min_max` without splits. Under packed GQA these
-        are blocks of packed rows. An `n_block` past the last key gets an empty range.
+        The range is tight. It is the transpose of `get_n_block_min_max` without splits. Under
+        packed GQA these are blocks of packed rows. An `n_block` past the last key gets an empty
+        range.
         """
         first = n_block * self.tile_n
         end = imin(first + self.tile_n, seqlen_info.seqlen_k)
@@ -147,9 +148,9 @@ class BlockInfo:
     ) -> tuple[IntLike, IntLike]:
         """Blocks [min, max) of `tile_n` new keys that `m_block` (this split of it) reads.
 
-        Block 0 starts at the first new key, wherever that falls in its key tile. A block is in the
-        range when one of its keys lies in a key tile of `get_n_block_min_max`, visible or
-        not: a tile is loaded whole, and a hidden key must be finite memory as well.
+        Block 0 starts at the first new key, at any place in a key tile. A block is in the range if
+        one of its keys lies in a key tile of `get_n_block_min_max`, visible or not: tiles are
+        loaded whole, and even a hidden key must hold finite values.
         """
         n_block_min, n_block_max = self.get_n_block_min_max(
             seqlen_info, m_block, split_idx, num_splits
@@ -168,8 +169,8 @@ class BlockInfo:
 
         Blocks in [n_block_min, result) lie entirely left of the right edge of every valid row;
         `result` and the blocks after it do not. The end of the keys counts as a right edge, so a
-        block that straddles `seqlen_k` needs masking even if the right side is open. At most
-        the n_block_max of a whole, non-empty range; clamp it to that of a split.
+        block that straddles `seqlen_k` needs masking even if the right side is open. The result is
+        at most the n_block_max of a whole, non-empty range; clamp it to the n_block_max of a split.
         """
         first, _ = self.query_range(seqlen_info, m_block)
         _, hi = self.band(seqlen_info).k_range(first)
@@ -184,9 +185,9 @@ class BlockInfo:
         """First key block, at least `n_block_min`, that needs no left-edge masking.
 
         Blocks in [n_block_min, result) hold a key left of the left edge of some valid row; `result`
-        and the blocks after it hold none. At most the n_block_max of a whole, non-empty range;
-        clamp it to that of a split. It may exceed `get_n_block_min_causal_local_mask`: blocks
-        between the two are crossed by both edges.
+        and the blocks after it hold none. The result is at most the n_block_max of a whole,
+        non-empty range; clamp it to the n_block_max of a split. It may exceed
+        `get_n_block_min_causal_local_mask`: both edges cross the blocks between the two.
         """
         _, end = self.query_range(seqlen_info, m_block)
         lo, _ = self.band(seqlen_info).k_range(end - 1)

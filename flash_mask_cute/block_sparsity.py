@@ -1,19 +1,20 @@
 """Block lists: which blocks of the score matrix attention has to visit, and which without a mask.
 
 For every (batch, head, query block) there are two lists of key blocks. In a full block everything
-is visible; in a block of the other list, a partial one, `mask_mod` decides (without one, everything
-is visible); a block in no list is hidden. The format is that of FlexAttention in flash-attn-4:
+is visible. In a partial block, a block of the other list, `mask_mod` decides; without a mask_mod
+everything is visible. A block in no list is hidden. The format is that of FlexAttention in
+flash-attn-4:
 
     mask_block_cnt, full_block_cnt  int32 (B', H', num_q_blocks)
     mask_block_idx, full_block_idx  int32 (B', H', num_q_blocks, num_k_blocks)
 
-B' is the batch or 1, H' the number of query heads or 1. The first cnt entries of an index row are
-strictly increasing, and no block is in both lists. Entries behind the count are 0 in lists made
-here, and never read.
+B' is the batch or 1, H' is the number of query heads or 1. The first cnt entries of an index row
+are strictly increasing, and no block is in both lists. Entries past the count are 0 in lists made
+here, and are never read.
 
-Blocks have any size (`block_size`); kernels walk tiles of theirs. `retile_lists` fits one to the
-other with a few tensor operations on the lists' device, never waiting for it. Importing this module
-imports torch, not the compiler.
+Blocks may have any size (`block_size`), but kernels walk tiles of their own size. `retile_lists`
+converts block lists to tile lists with a few tensor operations on the lists' device, without
+waiting for it. Importing this module imports torch, not the compiler.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class TileState(IntEnum):
-    """What masks leave of a tile of scores, or of a block of block lists.
+    """The visibility of a tile of scores, or of a block of block lists.
 
     EMPTY: nothing is visible, and kernels skip it. PARTIAL: a mask decides. FULL: everything is
     visible, and no mask is applied.
@@ -66,9 +67,9 @@ class BlockSparseTensors(NamedTuple):
 class BlockSparseTensorsTorch(NamedTuple):
     """Block lists as torch tensors; see the module for shapes.
 
-    block_size: (queries, keys) of a block, or None, to be found from the number of blocks. Without
-    the full_* tensors all blocks are partial. seqlens: how many (queries, keys) the lists were made
-    for, as `create_block_mask` says it; a call with others is refused. None: not known.
+    block_size: (queries, keys) of a block; None: derived from the number of blocks. Without the
+    full_* tensors all blocks are partial. seqlens: the (queries, keys) that the lists were made
+    for; `create_block_mask` sets it, and a call with other lengths is refused. None: not known.
     """
 
     mask_block_cnt: Tensor
@@ -80,10 +81,11 @@ class BlockSparseTensorsTorch(NamedTuple):
 
 
 class ComputedLists(tuple[BlockSparseTensors, TorchLists]):
-    """What `compute_block_sparsity` returns: lists for kernels, and the same as torch tensors.
+    """What `compute_block_sparsity` returns: lists for kernels, and the same lists as torch
+    tensors.
 
-    A pair as in flash-attn-4, which every call accepts. torch_lists: the second of the two, with
-    the size of a block, which the pair lacks.
+    It is a pair as in flash-attn-4, which every call accepts. torch_lists: the second element with
+    the block size, which the pair lacks.
     """
 
     torch_lists: BlockSparseTensorsTorch
@@ -98,7 +100,7 @@ class ComputedLists(tuple[BlockSparseTensors, TorchLists]):
 
 
 class LogicalBits(NamedTuple):
-    """States of logical blocks as bits: bit kb % 32 of word kb // 32 is key block kb.
+    """States of logical blocks as bits: bit kb % 32 of word kb // 32 describes key block kb.
 
     visible (partial or full), full: int32 (B', H', num_q_blocks, ceil(num_k_blocks / 32)); bits
     behind the last block are 0. block_q, block_k: tokens of a block.
@@ -111,11 +113,11 @@ class LogicalBits(NamedTuple):
 
 
 class RetiledLists(NamedTuple):
-    """Lists for a kernel, and what they cannot say.
+    """Lists for a kernel, and the details that they cannot express.
 
-    bits None: `lists` are the caller's, in blocks made of whole tiles. Otherwise `lists` are in
-    tiles of the kernel, a partial tile may hold parts of several logical blocks, and `bits` tell
-    which of these are hidden, partial or full.
+    bits is None: `lists` are the caller's, and their blocks consist of whole tiles. Otherwise
+    `lists` are in tiles of the kernel; a partial tile may hold parts of several logical blocks, and
+    `bits` give the state of each.
     """
 
     lists: BlockSparseTensorsTorch
@@ -125,7 +127,7 @@ class RetiledLists(NamedTuple):
 def to_cute_block_sparse_tensors(lists: Any) -> BlockSparseTensors | None:
     """The same lists for a compiled kernel, sharing memory; None for None.
 
-    lists: what `from_block_mask` accepts. The tensors have dynamic layouts, so that a kernel
+    lists: anything that `from_block_mask` accepts. The tensors have dynamic layouts, so a kernel
     compiled with them takes lists of other extents.
     """
     if lists is None:
@@ -144,11 +146,12 @@ def to_cute_block_sparse_tensors(lists: Any) -> BlockSparseTensors | None:
 
 
 def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
-    """Block lists of a `BlockSparseTensorsTorch` (itself), of the pair that
-    `compute_block_sparsity` returned, or of a torch `BlockMask`.
+    """Convert block lists to a `BlockSparseTensorsTorch`.
 
-    Only the lists, the block size and the lengths of a `BlockMask` are taken. Its mask_mod is a
-    torch function, which no kernel can call, so pass a CuTe one with it.
+    It takes a `BlockSparseTensorsTorch` (returned as it is), the pair that `compute_block_sparsity`
+    returned, or a torch `BlockMask`. Only the lists, the block size and the lengths of a
+    `BlockMask` are taken. Its mask_mod is a torch function that no kernel can call, so pass a CuTe
+    mask_mod with it.
 
     Raises:
         TypeError: it is none of these.
@@ -197,14 +200,15 @@ def check_block_lists(
 ) -> BlockSparseTensorsTorch:
     """The lists with `block_size` filled in, after checks against a problem.
 
-    A missing block size is 128 x 128 if that gives the numbers of blocks, else on each side the
-    only multiple of 16 that does. CUDA tensors are not read; on the CPU the entries are checked.
-    seqlen_q None: the lists may have more rows than a call, which is told where it begins.
+    A missing block size is taken as 128 x 128 if that gives the numbers of blocks. Otherwise each
+    side takes the only multiple of 16 that gives its number. CUDA tensors are not read; on the CPU
+    the entries are checked. seqlen_q None: the lists may have more rows than the call has queries,
+    and the call then gives its q_start.
 
     Raises:
-        TypeError: an argument is no tensor, or of a subclass.
+        TypeError: an argument is no tensor, or is of a tensor subclass.
         ValueError: a dtype, shape, device, size or (on the CPU) entry is wrong, or the block size
-            cannot be told.
+            is ambiguous.
     """
     shape = _check_shapes(lists, batch, heads_q, device)
     counts = shape[2:]
@@ -229,7 +233,7 @@ def check_block_lists(
 
 
 def _rows_of_lists(lists: BlockSparseTensorsTorch, num_blocks: int) -> int:
-    """Rows that lists have, the last block of them perhaps in part."""
+    """Number of rows that lists cover; their last block may be cut."""
     if lists.seqlens is not None:
         return int(lists.seqlens[0])
     if lists.block_size is None:
@@ -243,7 +247,7 @@ def _rows_of_lists(lists: BlockSparseTensorsTorch, num_blocks: int) -> int:
 def _check_shapes(
     lists: BlockSparseTensorsTorch, batch: int, heads_q: int, device: torch.device
 ) -> tuple[int, int, int, int]:
-    """The shape of the index tensors."""
+    """Check shapes, and return the shape of the index tensors."""
     if (lists.full_block_cnt is None) != (lists.full_block_idx is None):
         given, missing = "full_block_cnt", "full_block_idx"
         if lists.full_block_cnt is None:
@@ -330,8 +334,10 @@ def _infer_block_size(counts: Sequence[int], seqlens: Sequence[int]) -> tuple[in
 
 
 def _fitting_blocks(count: int, seqlen: int) -> range:
-    """The multiples of 16 that cut a sequence into `count` blocks. One block is all there is, of
-    whatever size: a multiple of the default then stands for them."""
+    """The multiples of 16 that cut a sequence into `count` blocks.
+
+    A single block may have any size, so one multiple of the default stands for all of them.
+    """
     if count == 1 and seqlen > 0:
         block = ceil_div(seqlen, DEFAULT_BLOCK) * DEFAULT_BLOCK
         return range(block, block + 1)
@@ -348,7 +354,7 @@ def _ends(values: range) -> str:
 
 
 def as_block_size(value: Any, name: str) -> tuple[int, int]:
-    """One number for both sides, or a pair."""
+    """Block size as a pair: one number stands for both sides."""
     sides = (value, value) if isinstance(value, int) else value
     try:
         block_q, block_k = (operator.index(side) for side in sides)
@@ -390,7 +396,7 @@ def dense_states(lists: BlockSparseTensorsTorch) -> Tensor:
 
 
 def _is_listed(cnt: Tensor | None, idx: Tensor | None) -> Tensor | None:
-    """Boolean (B', H', num_q_blocks, num_k_blocks): which blocks a list holds."""
+    """Boolean (B', H', num_q_blocks, num_k_blocks): true for the blocks in a list."""
     if cnt is None or idx is None:
         return None
     used = torch.arange(idx.shape[-1], device=idx.device) < cnt[..., None]
@@ -413,8 +419,8 @@ def _to_lists(
 def _compact(is_listed: Tensor) -> tuple[Tensor, Tensor]:
     """(cnt, idx) of the marked blocks, ascending, zeros behind them.
 
-    Marked blocks move to the front and the others behind them, both in order: every entry is
-    written exactly once.
+    Marked blocks move to the front and the others behind them. Both keep their order, so every
+    entry is written exactly once.
     """
     column = torch.arange(is_listed.shape[-1], device=is_listed.device)
     marked_so_far = is_listed.cumsum(-1)
@@ -431,23 +437,24 @@ def _compact(is_listed: Tensor) -> tuple[Tensor, Tensor]:
 def retile_lists(
     lists: BlockSparseTensorsTorch, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int
 ) -> RetiledLists:
-    """Lists in units that a kernel with tiles of tile_m x tile_n can walk.
+    """Convert lists to units that a kernel with tiles of tile_m x tile_n can walk.
 
-    lists: with `block_size`, as `check_block_lists` returns them. Where a block is made of whole
-    tiles on both sides, the kernel maps blocks to tiles by itself and the lists come back as they
-    are. Otherwise a tile is absent if all logical blocks it touches inside the sequences are
-    absent, full if all are full, else partial.
+    lists: must have a `block_size`, as the result of `check_block_lists` has. If a block consists
+    of whole tiles on both sides, the lists are returned unchanged and the kernel maps blocks to
+    tiles itself. Otherwise a tile is absent if all logical blocks that it touches inside the
+    sequences are absent, full if all are full, and partial otherwise.
 
-    The result is kept as long as the tensors live. A model that passes the same lists in each layer
-    pays once. After an in-place change it is made anew. Nothing is kept for tensors created in
-    inference mode, whose changes cannot be seen, nor while a CUDA graph is captured. torch does not
-    notice the writes of a replayed graph.
+    The result is kept as long as the tensors live, so a model that passes the same lists in each
+    layer pays once. After an in-place change it is computed anew. Nothing is kept for tensors
+    created in inference mode, because their changes cannot be seen, nor during the capture of a
+    CUDA graph. torch does not notice writes by a replayed graph.
 
-    It is filled on the stream of the first call. Calls on another stream that find it do not wait:
-    order them after that one. A CUDA graph that finds lists retiled before its capture replays with
-    them, and needs them to live, whatever is written into the logical lists since. Blocks of whole
-    tiles have no such copy; for others, a change in place just before the capture
-    (`mask_block_cnt.add_(0)`) makes the capture retile them, and every replay again.
+    The result is computed on the stream of the first call. Later calls on other streams do not wait
+    for it: order them after that call. If lists were retiled before a CUDA graph is captured, each
+    replay reads that copy. The copy must stay alive, and later writes to the logical lists do not
+    change it. Blocks of whole tiles have no copy. For other blocks, an in-place change just before
+    the capture (`mask_block_cnt.add_(0)`) makes the capture retile the lists, and every replay does
+    so again.
 
     Raises:
         ValueError: `block_size` is None.
@@ -461,9 +468,9 @@ def retile_lists(
 
 
 def block_bits(lists: BlockSparseTensorsTorch) -> LogicalBits:
-    """The states of the blocks as bits, for a kernel that has no use for lists.
+    """The states of the blocks as bits, for a kernel that does not walk lists.
 
-    They are kept as `retile_lists` keeps its results, and shared with these.
+    They are cached as the results of `retile_lists` are, and shared with them.
 
     Raises:
         ValueError: `block_size` is None.
@@ -477,7 +484,8 @@ _Made = TypeVar("_Made")
 
 
 class _Kept(Generic[_Made]):
-    """What was made of lists and sizes, by the identity and version of the lists' tensors."""
+    """Cache of what was made from lists and sizes, by identity and version of the lists'
+    tensors."""
 
     def __init__(self, make: Callable[..., _Made]) -> None:
         self._make = make
@@ -544,7 +552,8 @@ _bits = _Kept(_make_bits)
 
 
 def _touched(tile: int, block: int, seqlen: int, device: torch.device) -> Tensor:
-    """int64 (tiles, n): the blocks that each tile touches inside the sequence, some repeated."""
+    """int64 (tiles, n): the blocks that each tile touches inside the sequence; some are
+    repeated."""
     first_token = torch.arange(ceil_div(seqlen, tile), device=device) * tile
     first = first_token // block
     last = ((first_token + tile).clamp(max=seqlen) - 1) // block
@@ -554,7 +563,7 @@ def _touched(tile: int, block: int, seqlen: int, device: torch.device) -> Tensor
 
 
 def _pack(bits: Tensor) -> Tensor:
-    """int32 words of 32 bits along the last dimension."""
+    """Pack the last dimension into int32 words of 32 bits."""
     padded = torch.nn.functional.pad(bits.int(), (0, -bits.shape[-1] % WORD))
     shift = torch.arange(WORD, dtype=torch.int32, device=bits.device)
     words = padded.unflatten(-1, (padded.shape[-1] // WORD, WORD))

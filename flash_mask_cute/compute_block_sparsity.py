@@ -2,10 +2,10 @@
 
 The callable is the one that attention calls, `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors)`,
 or one written in torch, `mask_mod(b, h, q_idx, kv_idx)`.
-The callable is evaluated once for every score inside the sequences, unless its block is known to be
-partial before that. The work grows as n^2, as in any such function, but the result serves all
-layers. On CUDA it is one launch without a sync. On the CPU the same scan is compiled for the host;
-if it takes longer than a second, a line on the terminal says how far it is.
+The callable is evaluated once for every score inside the sequences, except in blocks already known
+to be partial. The work grows as n^2, but the result serves all layers. On CUDA it is one launch
+without a sync. On the CPU the same scan is compiled for the host; if it takes longer than a second,
+it prints its progress on the terminal.
 """
 
 from __future__ import annotations
@@ -53,29 +53,31 @@ def compute_blocksparse_tensors(
     compute_full_blocks: bool = True,
     use_fast_sampling: bool = False,
 ) -> ComputedLists:
-    """Lists for blocks of tile_m queries and tile_n keys.
+    """Compute lists for blocks of tile_m queries and tile_n keys.
 
-    Returns them twice, sharing memory: as `cute.Tensor` (dynamic layouts), and as the torch tensors
-    (mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx), int32, counts (batch_size,
-    num_heads, ceil(seqlen_q / tile_m)), indices with ceil(seqlen_k / tile_n) entries more. The pair
-    is also what attention takes as its block_sparse_tensors, and tells it the size of the blocks.
+    The lists are returned twice, in shared memory: as `cute.Tensor` (dynamic layouts), and as the
+    torch tensors (mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx), all int32.
+    Counts are (batch_size, num_heads, ceil(seqlen_q / tile_m)). Indices have one more dimension, of
+    ceil(seqlen_k / tile_n). Attention accepts this pair as block_sparse_tensors, and reads the
+    block size from it.
 
     aux_tensors: torch or cute tensors on `device`, as the mod expects them.
-    compute_full_blocks: False leaves the last two None, and every block with anything visible is
-        partial.
+    compute_full_blocks: False leaves the last two tensors None, and every block with anything
+        visible is partial.
     use_fast_sampling: look only at the four corners and the centre of a block, cut at the ends of
-        the sequences. A block is wrongly absent if something in it is visible but none of the five,
-        and wrongly full if something is hidden but none of the five. It is right for masks of the
-        form k <= q + c and prefixes, at any size. It is wrong in general for windows, documents,
-        holes and dilations that are smaller than a block, and for random masks.
+        the sequences. A block with visible scores elsewhere is wrongly absent if all five are
+        hidden. A block with hidden scores elsewhere is wrongly full if all five are visible.
+        Sampling is right for prefixes and for masks of the form k <= q + c, at any size. It is
+        generally wrong for windows, documents, holes and dilations smaller than a block, and for
+        random masks.
 
     Raises:
-        TypeError: mask_mod is no callable or reaches a value without an identity (a tensor belongs
-            into aux_tensors); an aux tensor is no tensor, or of a subclass.
-        ValueError: a negative extent, an empty tile, a device that is not there, an aux tensor on
-            another device or of a dtype that mods do not read.
-        NotImplementedError: there are no kernels for this GPU; or, on the CPU, the mod uses an
-            instruction that only a GPU has.
+        TypeError: mask_mod is not callable, or reaches a value without an identity (pass tensors in
+            aux_tensors); an aux tensor is no tensor, or of a subclass.
+        ValueError: an extent is negative, a tile is empty, a device does not exist, or an aux
+            tensor is on another device or has a dtype that mods do not read.
+        NotImplementedError: there are no kernels for this GPU; or, on the CPU, the mod uses a
+            GPU-only instruction.
         IndexError: on the CPU, the mod reads outside an aux tensor.
     """
     lists = _scan(
@@ -148,7 +150,7 @@ def _scan(
     samples: bool = False,
     names: tuple[str, str] = ("batch_size", "num_heads"),
 ) -> BlockSparseTensorsTorch:
-    """names: what the caller calls batch_heads."""
+    """Run the scan. names: the caller's names for batch_heads."""
     if mask_mod is None:
         raise TypeError("mask_mod must be a callable, got None")
     mods = as_cute_mods(None, mask_mod, aux_tensors, device)
@@ -213,7 +215,8 @@ def run_scan(
 def _tells_lists_done(
     mask_mod: Callable[..., Any], cnt: Tensor
 ) -> contextlib.AbstractContextManager[None]:
-    """`tells_progress` of a scan on the CPU, which writes a list's count when the list is done."""
+    """The `tells_progress` callback of a CPU scan, which writes the count of a list when the list
+    is done."""
     cnt.fill_(-1)
     name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
     return tells_progress(
@@ -258,7 +261,7 @@ def _as_torch_tensors(aux_tensors: Any, device: torch.device) -> tuple[Tensor, .
 def _as_torch_tensor(tensor: Any, name: str, device: torch.device) -> Tensor:
     """A torch tensor as it is, or one that shares the memory of a cute tensor.
 
-    The caller's cute tensor owns that memory or knows who does; the result must not outlive it.
+    The caller's cute tensor, or its owner, owns the memory; the result must not outlive it.
     """
     if isinstance(tensor, Tensor):
         check_plain(name, tensor)
@@ -281,7 +284,7 @@ def _as_torch_tensor(tensor: Any, name: str, device: torch.device) -> Tensor:
 
 
 class _DeviceBytes:
-    """Device memory as what the CUDA array interface calls an array of bytes."""
+    """Device memory in the form that the CUDA array interface calls an array of bytes."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

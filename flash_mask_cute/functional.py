@@ -1,8 +1,8 @@
 """Attention for autograd, `torch.compile` and checkpointing: the public functions.
 
-Every call has the same two halves, `run_forward` and `run_backward` of autograd/passes.py. Eager
-calls on plain tensors reach them through an `autograd.Function` (autograd/eager.py). What traces or
-intercepts calls (torch.compile, torch.export, dispatch modes, tensor subclasses) gets operators
+Every call has the same two halves, `run_forward` and `run_backward` of autograd/passes.py. An eager
+call on plain tensors reaches them through an `autograd.Function` (autograd/eager.py). Under
+torch.compile, torch.export, a dispatch mode or with tensor subclasses, a call becomes operators
 instead (autograd/torch_ops.py).
 """
 
@@ -127,39 +127,42 @@ def flash_attn_func(
     return_max_logit: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
-    """softmax(mask(q k^T * softmax_scale)) v, differentiable by q, k, v, learnable_sink, and by
-    floating-point aux_tensors that score_mod reads.
+    """Compute softmax(mask(q k^T * softmax_scale)) v.
 
-    q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
-    with head_dim_v; bf16 or fp16 on CUDA, also fp32 and fp64 on the CPU. The arguments are those of
-    `interface._flash_attn_fwd`, which tells what they mean and how they combine, but for:
+    It has gradients for q, k, v, learnable_sink, and the floating-point aux_tensors that score_mod
+    reads.
+
+    q is (batch, seqlen_q, heads_q, head_dim), k is (batch, seqlen_k, heads_kv, head_dim), v is like
+    k with head_dim_v. They are bf16 or fp16 on CUDA, also fp32 and fp64 on the CPU. The arguments
+    and their combinations are described in `interface._flash_attn_fwd`. These differ:
 
     window_size: (left, right); None or -1 leaves a side open. A side below -1 shifts the band: with
-    right = -3 a token sees keys at least three before it.
+    right = -3 a token sees only keys at least three positions before it.
     softmax_scale: a number, or a 0-dim CPU tensor, which is read and has no gradient.
-    score_mod, mask_mod: CuTe callables, or functions of torch with the arguments of FlexAttention's
-    (score, b, h, q_idx, kv_idx) and (b, h, q_idx, kv_idx), which are lowered (docs/flex.md).
-    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
-    of the returned score, the gradient of the score that score_mod gets. Without it the derivative
-    of score_mod is taken from its trace.
+    score_mod, mask_mod: CuTe callables, or torch functions with FlexAttention's arguments, (score,
+    b, h, q_idx, kv_idx) and (b, h, q_idx, kv_idx). Torch functions are lowered (docs/flex.md).
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: takes the gradient
+    of the score that score_mod returns, and returns the gradient of the score that score_mod gets.
+    Without it score_mod is differentiated from its trace.
     block_sparse_tensors: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
     returned, or a torch `BlockMask` with its mask as mask_mod.
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
-    asks for the same. With warn_only, calls with aux tensors that require grad only warn.
-    config: a mapping of fields of both `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
-    for both directions; or a pair, (forward, backward), of what the two host calls take.
+    has the same effect. With its warn_only, calls with aux tensors that require grad only warn.
+    config: a mapping of fields of `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
+    which holds for both directions; or a pair (forward, backward) of configs for the two host
+    calls.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q; with return_lse (out, lse),
-        lse fp32 (batch, heads_q, seqlen_q), natural log, differentiable too; with return_max_logit
-        one more result, max_logit fp32 (heads_q,): the largest visible score of each head, scaled,
-        soft-capped and modified, without the sink; -inf where a head sees nothing. It has no
-        gradient. Muon's QK-clip (Kimi Team 2025) scales weights by it.
+        out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q. With return_lse, (out, lse):
+        lse is fp32 (batch, heads_q, seqlen_q), natural log, and differentiable too. With
+        return_max_logit, one more result, max_logit fp32 (heads_q,): the largest visible score of
+        each head, after scale, soft cap and score_mod, without the sink. It is -inf for a head that
+        sees nothing, and has no gradient. Muon's QK-clip (Kimi Team 2025) scales weights by it.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
-            A second differentiation is not supported, nor, where an aux tensor requires grad and
-            there is a score_mod, deterministic=True or a score_mod_bwd.
+        TypeError, ValueError, NotImplementedError: before any launch; the message names argument
+            and value. Second derivatives are not supported. If an aux tensor requires grad and
+            there is a score_mod, neither deterministic=True nor a score_mod_bwd is supported.
     """
     if unknown:
         refuse_keywords("flash_attn_func", unknown)
@@ -279,16 +282,16 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
 
-    With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim), with
-    cu_seqlens_k k and v are; a side without it is dense. seqused_* (int32, batch) count the used
-    rows of each slot. With page_table (int32, (batch, max_pages)) k and v are pools of pages
-    (pages, page_size, heads_kv, d): the keys of sequence b lie in pages page_table[b, 0],
-    page_table[b, 1] and so on, seqused_k of them. lse of packed queries is (heads_q, total_q),
-    max_logit (heads_q,). Gradients are 0 in rows that are not in use.
+    With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim). With
+    cu_seqlens_k k and v are packed. A side without cu_seqlens is dense. seqused_* (int32, batch)
+    count the used rows of each batch entry. With page_table (int32, (batch, max_pages)) k and v are
+    pools of pages (pages, page_size, heads_kv, d): the seqused_k keys of sequence b lie in pages
+    page_table[b, 0], page_table[b, 1] and so on. For packed queries lse is (heads_q, total_q).
+    max_logit is always (heads_q,). Gradients of unused rows are 0.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; there are no gradients by
-            pages.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls have no
+            gradients.
     """
     if unknown:
         refuse_keywords("flash_attn_varlen_func", unknown)
@@ -350,13 +353,14 @@ def flashmask_attention(
     q_start: QStart = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention under column intervals, called as PaddlePaddle's function of this name.
+    """Attention with column intervals, with the signature of PaddlePaddle's function of this name.
 
     q, k, v: as in `flash_attn_func`. startend_row_indices: int32 (batch or 1, heads, seqlen_k, n),
-    heads 1, heads_kv or heads_q; see `ColumnMask`. window_size: as in `flash_attn_func`, or an int
-    >= 0 for both sides; None or -1 leaves a side open. It and the intervals may be given together.
-    deterministic, q_start: as in `flash_attn_func`; with fewer queries than keys, q_start=0 says
-    that the first query is the intervals' row 0, and "end" that the last one is at the last key.
+    where heads is 1, heads_kv or heads_q; see `ColumnMask`. window_size: as in `flash_attn_func`,
+    or an int >= 0 for both sides; None or -1 leaves a side open. A window and intervals may be
+    given together. deterministic, q_start: as in `flash_attn_func`. With fewer queries than keys,
+    q_start=0 puts the first query at row 0 of the intervals, and q_start="end" puts the last query
+    at the last key.
 
     Returns:
         out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
@@ -395,7 +399,7 @@ def flashmask_attention(
 
 
 def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
-    """Their numbers; none where no graph is recorded."""
+    """Indices of the aux tensors that require grad; empty where autograd records nothing."""
     aux_tensors = call.aux_tensors
     if not isinstance(aux_tensors, list | tuple) or not torch.is_grad_enabled():
         return ()
@@ -403,7 +407,7 @@ def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
 
 
 def scale_number(softmax_scale: Any) -> Any:
-    """Read once, for the backward as well."""
+    """The scale as a Python number. It is read once and serves the backward too."""
     if (
         isinstance(softmax_scale, Tensor)
         and softmax_scale.requires_grad
@@ -417,14 +421,15 @@ def scale_number(softmax_scale: Any) -> Any:
 
 
 class Results(NamedTuple):
-    """What a call returns. lse, max_scores: like LSE, of each row; None unless requested."""
+    """The results of a call. lse and max_scores have a value for each row; None unless
+    requested."""
 
     out: Tensor
     lse: Any
     max_scores: Tensor | None
 
     def chosen(self, q: Tensor, return_lse: bool, return_max_logit: bool) -> Any:
-        """What a public function returns of it."""
+        """The results that the caller of a public function asked for."""
         if not return_max_logit:
             return (self.out, self.lse) if return_lse else self.out
         scores: Any = self.max_scores
@@ -444,7 +449,7 @@ def attend(
     return_lse: bool,
     return_max: bool,
 ) -> Results:
-    """Attention, differentiable. return_max: the largest score of each row is wanted."""
+    """Differentiable attention. return_max: also return the largest score of each row."""
     check_bool("return_lse", return_lse)
     check_bool("return_max_logit", return_max)
     if not (call.score_mod is call.mask_mod is None):
@@ -473,7 +478,7 @@ def attend(
 
 
 def _with_cute_mods(call: Call, q: Any) -> Call:
-    """The call with what is written in torch lowered, and what that captures as aux tensors."""
+    """The same call with torch mods lowered to CuTe and their captured tensors as aux tensors."""
     given = call.score_mod, call.mask_mod, call.aux_tensors
     if torch.compiler.is_compiling():
         if isinstance(call.score_mod, str) or isinstance(call.mask_mod, str):
@@ -489,7 +494,7 @@ def _with_cute_mods(call: Call, q: Any) -> Call:
 
 
 def _as_autocast_casts(q: Any, k: Any, v: Any) -> list[Any]:
-    """q, k and v as autocast hands them to torch's scaled_dot_product_attention."""
+    """q, k and v, cast as autocast casts them for torch's scaled_dot_product_attention."""
     if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
         return [q, k, v]
     dtype = torch.get_autocast_dtype(q.device.type)
@@ -511,7 +516,7 @@ def _attend_eagerly(
     return_lse: bool,
     return_max: bool,
 ) -> Results:
-    """On plain tensors. Raises NotPlainError for others, before anything is computed."""
+    """Attention on plain tensors. Raises NotPlainError for others, before anything is computed."""
     # now, and not when the backward runs
     check_mod("score_mod_bwd", call.score_mod_bwd)
     if call.config is not None:
@@ -534,7 +539,7 @@ def _attend_eagerly(
 def _attend_by_operators(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_max: bool
 ) -> Results:
-    """For what wants to see operators: a trace, a dispatch mode, a tensor subclass."""
+    """Attention by operators, for a trace, a dispatch mode or a tensor subclass."""
     refuse_transforms(but_functionalize=True)
     refuse_dual_level()
     others = (
@@ -551,10 +556,10 @@ def _attend_by_operators(
 
 
 def _recorded(call: Call) -> Call:
-    """The call where a graph is recorded.
+    """The call when autograd records a graph.
 
     Raises:
-        NotImplementedError: of pages, which have no gradients.
+        NotImplementedError: with pages, which have no gradients.
     """
     if call.page_table is not None:
         raise NotImplementedError(

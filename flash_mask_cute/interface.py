@@ -1,7 +1,7 @@
 """The public calls.
 
-A call is planned and compiled once (`call/plan.py`, `call/prepare.py`); what runs it is found again
-by the metadata of later calls (`call/lookup.py`).
+A call is planned and compiled once (`call/plan.py`, `call/prepare.py`). Later calls find the
+prepared launch by the metadata of their arguments (`call/lookup.py`).
 """
 
 from __future__ import annotations
@@ -66,64 +66,64 @@ def _flash_attn_fwd(
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
 
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
-    with head_dim_v. With cu_seqlens_q (int32, batch + 1, from 0 on) q is (total_q, heads_q,
-    head_dim), with cu_seqlens_k k and v are (total_k, ...); seqused_* (int32, batch) count the used
-    rows of each slot. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
+    with head_dim_v. With cu_seqlens_q (int32, batch + 1, starting at 0) q is (total_q, heads_q,
+    head_dim); with cu_seqlens_k k and v are (total_k, ...). seqused_* (int32, batch) count the used
+    rows of each batch entry. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
-    Key j is visible to query i when everything that was given lets it. With d = i + seqlen_k -
-    seqlen_q, or i + q_start: j <= d if causal, j >= d - window_size_left and j <= d +
-    window_size_right; None leaves a side open. A side below -1 shifts the band past the diagonal.
-    softcap > 0 makes a score s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any
-    floating dtype (float64 is read as float32), is one more logit per head, without a value.
-    softmax_scale, a number of any sign or a 0-dim CPU tensor, is head_dim ** -0.5 by default.
+    Key j is visible to query i if every given mask allows it. Let d = i + seqlen_k - seqlen_q, or i
+    + q_start. Causal: j <= d. Window: d - window_size_left <= j <= d + window_size_right; None
+    leaves a side open. A side below -1 shifts the band past the diagonal. softcap > 0 turns a score
+    s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (float64 is
+    read as float32), is one more logit per head, without a value. softmax_scale is a number of any
+    sign or a 0-dim CPU tensor, by default head_dim ** -0.5.
 
-    q, k and v may have any strides and start anywhere. On a GPU what kernels cannot read by TMA is
-    copied in each call, and q where softmax_scale is not positive; `explain` lists it.
+    q, k and v may have any strides and alignment. On a GPU each call copies what kernels cannot
+    read by TMA, and copies q if softmax_scale is not positive; `explain` lists the copies.
 
-    startend_row_indices: int32 (batch or 1, heads, seqlen_k, n) with heads 1, heads_kv or heads_q
-    and n 1, 2 or 4, the rows that each key hides (see `ColumnMask`); with cu_seqlens_k (1, heads,
-    total_k, n), rows counted inside their sequence. A tensor means `ColumnMask(tensor, causal)`. A
-    ColumnMask keeps what is computed of it between calls; its own `causal` says what its vectors
-    mean, and the call is causal if either of both is. A mask with documents=True may be computed as
-    packed sequences.
-    score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> score, after softcap, and
-    mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean: CuTe callables on one-element
-    `cute.TensorSSA`, positions inside the sequence and query heads, compiled into the kernel
-    (docs/mods.md). aux_tensors: tensors of 1 to 4 dimensions, any strides, bool, uint8, uint32,
-    int8, int16, int32, int64, float32, bfloat16 or float16, that both may index.
+    startend_row_indices: the query rows that each key hides, int32 (batch or 1, heads, seqlen_k,
+    n), heads 1, heads_kv or heads_q, n 1, 2 or 4 (see `ColumnMask`). With cu_seqlens_k it is (1,
+    heads, total_k, n), and rows count from the start of their sequence. A tensor means
+    `ColumnMask(tensor, causal)`. A ColumnMask keeps its derived data between calls. Its own
+    `causal` defines what its vectors mean; the call is causal if the mask or the call says so. A
+    mask with documents=True may be computed as packed sequences.
+    score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> score, applied after softcap, and
+    mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean are CuTe callables on one-element
+    `cute.TensorSSA`. They are compiled into the kernel (docs/mods.md). They get positions inside
+    the sequence and query heads. aux_tensors: tensors that both may index, of 1 to 4 dimensions and
+    any strides, bool, uint8, uint32, int8, int16, int32, int64, float32, bfloat16 or float16.
     block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
     returned, or a torch `BlockMask` together with its mask as mask_mod. A block in no list is
-    hidden, a full one visible without asking mask_mod; in the others mask_mod decides, and without
-    one they are visible. Blocks count from the start of a sequence; where lengths vary, the lists
-    cover max_seqlen_q and max_seqlen_k.
-    q_start: the position of query 0 of each sequence, for causal and window, the rows of intervals
-    and lists and the q_idx of mods: an int, an int32 tensor (batch,), or "end", which puts the last
-    query at the last key. None: causal and window are as with "end", and rows and mods count from
-    0; the mask has a row for each query, or the call is refused (docs/masks.md).
+    hidden. A full block is visible, and mask_mod is not called. In a partial block mask_mod
+    decides; without a mask_mod everything there is visible. Blocks count from the start of a
+    sequence. With varying lengths the lists cover max_seqlen_q and max_seqlen_k.
+    q_start: the position of query 0 of each sequence: an int, an int32 tensor (batch,), or "end",
+    which puts the last query at the last key. It applies to causal and window, to the rows of
+    intervals and lists, and to the q_idx of mods. With None, causal and window behave as with
+    "end", and rows and mods count from 0; a mask without a row for each query is then refused
+    (docs/masks.md).
 
-    out is like q with head_dim_v; lse, natural log, is fp32 (batch, heads_q, seqlen_q) or
-    (heads_q, total_q), and None if neither return_lse nor lse nor lse_low asks for it. A row that
-    sees nothing has out 0 and lse -inf (the sink, if there is one). No autograd graph is recorded.
-    A score_mod may return any finite number, such as the -1e30 of an additive mask. lse_low, like
-    lse and only with a score_mod, gets the rounding error of lse, for the backward. max_scores,
-    like lse, gets the largest visible score of each row, -inf without one. out, lse, lse_low and
-    max_scores must not share memory with q, k, v and each other; on a GPU rows of out start at
-    multiples of 16 bytes.
+    out is like q with head_dim_v. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
+    total_q). It is None unless return_lse, lse or lse_low asks for it. A row that sees nothing has
+    out 0 and lse -inf (with a sink, lse is the sink). No autograd graph is recorded. A score_mod
+    may return any finite number, such as the -1e30 of an additive mask. lse_low is shaped like lse,
+    needs a score_mod, and receives the rounding error of lse for the backward. max_scores, shaped
+    like lse, receives the largest visible score of each row, -inf if there is none. out, lse,
+    lse_low and max_scores must not share memory with q, k, v or each other. On a GPU rows of out
+    start at multiples of 16 bytes.
 
-    page_table: int32 (batch, max_pages); k and v are then pools (pages, page_size, heads_kv, ...),
-    of pages of 1 to 256 keys, of any strides but the last: page j of sequence b is number
-    page_table[b, j]. seqused_k says how many keys there are (None: all); what lies behind them is
-    never seen.
-    num_splits: 1 computes each output in one pass, with the same bits whatever the device. N
-    computes the keys of each work tile in N pieces, and merges them. 0 leaves it to the library:
-    few queries over many keys are computed in pieces, which are equal shares of all key blocks, one
-    for each SM (docs/serving.md).
+    page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
+    with pages of 1 to 256 keys and any strides but the last. Page j of sequence b is number
+    page_table[b, j]. seqused_k counts the keys (None: all); keys behind them are never seen.
+    num_splits: 1 computes each output in one pass, with the same bits on every device. N computes
+    the keys of each work tile in N parts and merges them. 0 lets the library choose: a call with
+    few queries and many keys is computed in parts, equal shares of all key blocks, one for each SM
+    (docs/serving.md).
 
-    pack_gqa: query heads of a KV head share tiles (None: if queries are few), except with block
-    lists or column intervals by query head. config: a `FwdConfig`, or some of its fields.
+    pack_gqa: query heads of a KV head share tiles; None packs if queries are few. Block lists or
+    column intervals by query head rule it out. config: a `FwdConfig`, or some of its fields.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
+        TypeError, ValueError, NotImplementedError: before any launch; names argument and value.
     """
     if unknown:
         refuse_keywords("_flash_attn_fwd", unknown)
@@ -152,7 +152,8 @@ def _flash_attn_fwd(
 
 
 def check_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> None:
-    """Raises what `_flash_attn_fwd` would for these arguments; nothing is compiled or launched."""
+    """Raise what `_flash_attn_fwd` would raise for these arguments; nothing is compiled or
+    launched."""
     call = AttentionCall.of(Direction.FORWARD, q, k, v, **keywords)
     masks = None if all(x is None for x in call.masks) else call.masks
     prepared, _ = find_fwd(_prepared_fwd, call.tensors, masks, call.options)
@@ -199,37 +200,38 @@ def _flash_attn_bwd(
     config: BwdConfig | Mapping[str, Any] | None = None,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention backward: (dq, dk, dv), the gradients of a loss by q, k and v.
+    """Attention backward: (dq, dk, dv), the gradients of a loss with respect to q, k and v.
 
-    out and lse are what `_flash_attn_fwd` returned for the same arguments, dout and dlse the loss's
-    gradients by them, of the same shapes and dtypes; without dlse the loss does not depend on lse.
-    out and dout may have any strides, as q, k and v: what kernels cannot read (an expanded or a
-    transposed tensor, as autograd makes them) is copied. lse and dlse may have any strides, too.
-    The arguments that both calls have mean the same; heads of a group are never packed here.
+    out and lse are the results of `_flash_attn_fwd` for the same arguments. dout and dlse are the
+    gradients of the loss with respect to them, of the same shapes and dtypes. Without dlse the loss
+    does not depend on lse. out and dout may have any strides, as q, k and v may: tensors that
+    kernels cannot read (expanded or transposed ones, as autograd makes them) are copied. lse and
+    dlse may have any strides, too. Arguments of both calls mean the same in both. The backward
+    never packs the heads of a group.
 
-    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: from the gradient
-    by the score that score_mod returns, the one by the score that it is given. Without it,
-    score_mod is differentiated.
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: takes the gradient
+    of the score that score_mod returns, and returns the gradient of the score that it gets. Without
+    it score_mod is differentiated.
 
-    lse_low, like lse and only beside a score_mod, is what the forward wrote there, as autograd has
-    it do. Probabilities are exp(score - lse), so that the rounding of lse, up to abs(lse) * 2^-24,
-    is a relative error of a row's probabilities, and of its gradients. Without lse_low that is all
-    there is to a row: beyond abs(lse) 2^13 the error is seen in bf16, and from 2^24 on, as for
-    queries that a table of -1e30 hides from all keys, the number of keys is lost from lse: each has
-    the probability 1. With lse_low the probabilities of a row sum to 1 whatever lse is.
+    lse_low, shaped like lse and allowed only with a score_mod, is what the forward wrote there, as
+    autograd requests it. Probabilities are exp(score - lse). So the rounding error of lse, up to
+    abs(lse) * 2^-24, is a relative error of a row's probabilities and gradients. Without lse_low
+    this error stays. Above abs(lse) = 2^13 it is visible in bf16. From 2^24 on, as for queries that
+    a table of -1e30 hides from all keys, lse no longer holds the number of keys: each key has the
+    probability 1. With lse_low the probabilities of a row sum to 1 for any lse.
 
-    dq, dk, dv are new contiguous tensors, or those that the caller gives: like q, k and v, in
-    memory of their own. They are 0 in rows that see nothing, for keys that nobody sees, and in rows
-    past seqused_*. Packed rows that belong to no sequence are 0 in new tensors, and stay as they
-    are in the caller's on a GPU. dsink (heads_q,), of learnable_sink's dtype, gets the gradient of
-    the sink, which is not computed otherwise. daux has an entry for each aux tensor: None, or a
-    tensor of its shape and dtype (floating point), which gets its gradient by way of score_mod, and
-    0 where score_mod does not read it; what mask_mod reads has no gradient. With a score_mod_bwd or
-    with deterministic=True that is not supported.
+    dq, dk, dv are new contiguous tensors, or the caller's: shaped like q, k and v, in memory of
+    their own. They are 0 in rows that see nothing, for keys that no query sees, and in rows past
+    seqused_*. Packed rows that belong to no sequence are 0 in new tensors; in the caller's tensors
+    a GPU leaves them unchanged. dsink (heads_q,), in learnable_sink's dtype, receives the gradient
+    of the sink, which is computed only on request. daux has an entry for each aux tensor: None, or
+    a floating-point tensor of the same shape and dtype. It receives the gradient through score_mod,
+    0 where score_mod does not read; reads by mask_mod have no gradient. daux is not supported with
+    a score_mod_bwd or deterministic=True.
 
-    config: a `BwdConfig`, or a mapping of some of its fields, instead of the table's.
-    deterministic: sum dq in a fixed order, so that equal calls give equal bits; otherwise, on a
-    GPU, its last bits differ from call to call.
+    config: a `BwdConfig`, or a mapping of some of its fields, which override the table.
+    deterministic: sum dq in a fixed order, so that equal calls give equal bits. Otherwise, on a
+    GPU, the last bits of dq differ from call to call.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
@@ -261,18 +263,20 @@ def _flash_attn_bwd(
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
 ) -> Explanation:
-    """What a forward with these arguments of `_flash_attn_fwd` would run, and why; for a mask with
-    documents, the packed sequences that are made of them. No attention is launched.
+    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why.
+
+    For a mask with documents, report the packed sequences that are made of them. No attention is
+    launched.
 
     `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
     mods may be written in torch, as there.
 
-    The kernel is compiled if need be: for the device of q, and for an H200 where q is on the CPU,
-    or for a target ("sm_90a", "sm_100a" or "sm_103a"), which need not be there.
+    The kernel is compiled if it is not yet: for the device of q, or for an H200 if q is on the CPU.
+    A target ("sm_90a", "sm_100a" or "sm_103a") overrides this; no such GPU needs to be there.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as the call would; ValueError also where there
-            is no kernel for the target, or where an argument is given by both of its names.
+        TypeError, ValueError, NotImplementedError: as the call would. ValueError also if there is
+            no kernel for the target, or if an argument is given by both of its names.
     """
     keywords = _in_host_names(keywords)
     if unknown := keywords.keys() - set(_FWD_KEYWORDS):
@@ -297,10 +301,10 @@ know_keywords("explain", ("q", "k", "v", "target", *_FWD_KEYWORDS, *_OF_FUNCTION
 
 
 def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of the public functions with the names of the host calls.
+    """Keywords of the public functions, translated to the names of the host calls.
 
     Raises:
-        ValueError: both names of one argument.
+        ValueError: both names of one argument are given.
     """
     found = dict(keywords)
     for name in _OF_FUNCTIONAL.keys() & keywords.keys():

@@ -1,4 +1,4 @@
-"""Limits of kernels and of the memory that they can read."""
+"""Limits of kernels, and of the memory that they can read."""
 
 # elements of 16 bits between TMA rows: 16 bytes
 STRIDE_STEP = 8
@@ -20,6 +20,8 @@ MAX_PACKED_ROWS = 1 << 31
 
 
 def padded_group(heads: int) -> int:
-    """Rows of a position in a tile that so many query heads share: a power of two, so that tiles
-    have whole positions."""
+    """Tile rows of one position when `heads` query heads share a tile.
+
+    A power of two, so that a tile holds whole positions.
+    """
     return 1 << (heads - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Pictures of masks, with the tiles that a kernel skips, masks and leaves alone.
+"""Pictures of masks, with the tiles that a kernel skips, masks or leaves unmasked.
 
-Needs matplotlib, which the extra `plot` installs; importing this module does not. Everything is
-computed on the CPU, from one byte or two for each pair of a query and a key.
+Plotting needs matplotlib (the extra `plot` installs it), but importing this module does not.
+Everything is computed on the CPU, with one or two bytes for each pair of a query and a key.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ DEFAULT_TILE = 128
 
 
 class _Scores(NamedTuple):
-    """What a mask says of each pair, bool (seqlen_q, seqlen_k) on the CPU.
+    """The visibility of each pair, bool (seqlen_q, seqlen_k) on the CPU.
 
-    visible: the key counts. whole: nothing has to be asked about it; a tile of such pairs alone is
-    full. tile: the sizes of tiles that suit the mask. columns: the mask, if it is a `ColumnMask`,
-    whose tiles are told by its bounds.
+    visible: the query sees the key. whole: the pair needs no check; a tile with only such pairs is
+    full. tile: tile sizes that suit the mask. columns: the mask, if it is a `ColumnMask`; its tiles
+    are classified by its bounds.
     """
 
     visible: Tensor
@@ -55,7 +55,7 @@ class _Scores(NamedTuple):
     columns: ColumnMask | None = None
 
     def classes(self, tile_m: int, tile_n: int) -> Tensor:
-        """As a kernel has them, for which a tile that reaches past the last key is partial."""
+        """Tile classes as a kernel sees them: a tile that reaches past the last key is partial."""
         num_q, num_k = self.visible.shape
         if self.columns is not None:
             return classes_of_columns(self.columns, num_q, tile_m, tile_n)
@@ -73,7 +73,8 @@ def classify_tiles(visible: Tensor, tile_m: int, tile_n: int) -> Tensor:
         count.
 
     Raises:
-        TypeError, ValueError: a mask of another kind, or without tokens, or an unusable tile.
+        TypeError, ValueError: the mask is of another kind or has no tokens, or the tile is
+        unusable.
     """
     _check_dense(visible)
     _check_tile(tile_m, tile_n)
@@ -90,35 +91,35 @@ def plot(
     seqlen_k: int | None = None,
     aux_tensors: Sequence[Tensor] | None = None,
 ) -> Any:
-    """Draw what is visible, queries from top to bottom, coloured by the class of its tile.
+    """Draw the visible pairs, queries from top to bottom, coloured by the class of their tile.
 
     Args:
         mask: one of
             a `ColumnMask`;
             a bool tensor (seqlen_q, seqlen_k) that is true where a query sees a key;
             a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity` returned, or a torch
-            `BlockMask`, of which the lists are drawn: what a `mask_mod` hides inside a partial
-            block is not known to them, and a tile that touches one is partial;
-            a `mask_mod`, which is compiled for the CPU and asked about every pair.
-            Of masks that differ between batch entries or heads, entry 0 and head 0 are drawn.
-        seqlen_q, seqlen_k: numbers of queries and keys. A mask_mod needs seqlen_q, and has as many
-            keys if nothing else is said. A `ColumnMask` has the queries that it was made for, or as
-            many as keys if it does not tell, and seqlen_k may leave its last keys out. Lists may
-            end inside their last blocks.
-        tile_m, tile_n: queries and keys of a tile; by default those of a block of lists, else 128.
+            `BlockMask`. Only the lists are drawn: they do not contain what a `mask_mod` hides
+            inside a partial block, and a tile that touches such a block is partial;
+            a `mask_mod`, which is compiled for the CPU and evaluated for every pair.
+            If a mask differs between batch entries or heads, batch entry 0 and head 0 are drawn.
+        seqlen_q, seqlen_k: numbers of queries and keys. A mask_mod needs seqlen_q; seqlen_k
+            defaults to seqlen_q. A `ColumnMask` has the queries that it was made for, or as many
+            queries as keys if it does not know them; seqlen_k may leave out its last keys. Lists
+            may end inside their last blocks.
+        tile_m, tile_n: queries and keys of a tile; by default the block size of lists, else 128.
         ax: matplotlib axes to draw into; by default those of a new figure.
-        aux_tensors: what a mask_mod reads.
+        aux_tensors: the tensors that a mask_mod reads.
 
     Returns:
-        the axes, whose title counts the tiles of each class. Tiles of a `ColumnMask` are classified
-        by its bounds, as kernels do and `explain` counts, for the tiles that `explain` names. A
-        tile that reaches past the last key is partial: kernels mask it.
+        The axes. Their title counts the tiles of each class. Tiles of a `ColumnMask` are classified
+        by its bounds, as kernels do; for the tile sizes that `explain` names, the counts agree with
+        it. A tile that reaches past the last key is partial, because kernels mask it.
 
     Raises:
-        ImportError: there is no matplotlib.
-        TypeError, ValueError: a mask of another kind, sizes that it does not have or that are
-            missing, no tokens, tiles without any, or aux tensors that nothing reads.
-        NotImplementedError: the mask_mod uses an instruction that only a GPU has.
+        ImportError: matplotlib is not installed.
+        TypeError, ValueError: the mask is of another kind, its sizes are missing or do not fit it,
+            there are no tokens, a tile is empty, or nothing reads the aux tensors.
+        NotImplementedError: the mask_mod uses a GPU-only instruction.
     """
     # before a mask_mod is asked, which takes longer
     _check_tile(*(DEFAULT_TILE if tile is None else tile for tile in (tile_m, tile_n)))
@@ -170,7 +171,7 @@ def _classify(scores: _Scores, tile_m: int, tile_n: int) -> Tensor:
 def _by_tiles(
     flags: Tensor, tile_m: int, tile_n: int, reduce: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
-    """uint8: the largest or smallest flag of each tile, the last of which may be cut."""
+    """uint8: the largest or smallest flag of each tile; the last tile may be cut."""
     folded = flags.cpu().view(torch.uint8)
     for dim, tile in enumerate((tile_m, tile_n)):
         extent = folded.shape[dim]
@@ -187,8 +188,8 @@ def _by_tiles(
 
 
 def _colour(visible: Tensor, classes: Tensor, tile_m: int, tile_n: int) -> Tensor:
-    """float32 (rows, columns, 3): a point for each pair, or for some of them where there are many,
-    evenly spaced."""
+    """float32 (rows, columns, 3): a point for each pair, or, for large masks, for evenly spaced
+    pairs."""
     queries, keys = (_sampled(extent) for extent in visible.shape)
     by_point = classes.index_select(0, queries // tile_m).index_select(1, keys // tile_n)
     is_visible = visible.index_select(0, queries).index_select(1, keys)

@@ -1,8 +1,8 @@
 """Lengths and offsets of one batch entry, for dense, packed (cu_seqlens) and append-KV inputs.
 
-Everything here is arithmetic on ints or `cutlass.Int32`; which tensors are present is decided at
-trace time. Make these objects where they are used (inside the kernel): as an argument of a kernel
-the DSL would turn their Python bools into run-time values.
+Everything here is arithmetic on ints or `cutlass.Int32`. The set of tensors that are present is
+fixed at trace time. Make these objects inside the kernel: if they were kernel arguments, the DSL
+would turn their Python bools into run-time values.
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ class SeqlenInfoQK:
     ) -> SeqlenInfoQK:
         """Read the entry `batch_idx`; each tensor is a list, a torch tensor or a cute tensor.
 
-        mCuSeqlens* (batch + 1,) int32: packed start of each entry. mSeqUsed* (batch,) int32:
-        valid tokens of each entry, which overrides the length that follows from mCuSeqlens* or
-        the static one. Elements of torch tensors are read as Python ints, which on an
-        accelerator would wait for it.
+        mCuSeqlens* (batch + 1,) int32: packed start of each entry. mSeqUsed* (batch,) int32: valid
+        tokens of each entry; it overrides the length from mCuSeqlens* or the static length.
+        Elements of torch tensors are read as Python ints, which on an accelerator synchronizes.
         """
         offset_q, seqlen_q = _slot(batch_idx, seqlen_q_static, mCuSeqlensQ, mSeqUsedQ)
         offset_k, seqlen_k = _slot(batch_idx, seqlen_k_static, mCuSeqlensK, mSeqUsedK)
@@ -98,8 +97,8 @@ class SeqlenInfoQKNewK:
     The cache slot holds `leftpad_k` tokens of padding, then `seqlen_k_og` keys; the
     `seqlen_k_new` new keys follow them. Logical key j of the `seqlen_k = seqlen_k_og +
     seqlen_k_new` keys lives at `offset_k + j` in the cache (`offset_k` is past the padding), and
-    new key j at `offset_k_new + j` of the packed new keys. Usable wherever a `SeqlenInfoQK` is
-    read: it has all its fields.
+    new key j at `offset_k_new + j` of the packed new keys. It has all fields of `SeqlenInfoQK`,
+    and can take its place.
     """
 
     offset_q: IntLike

@@ -1,7 +1,7 @@
 """Attention over a cache of keys and values, for decoding, and the merge of partial results.
 
-The argument order and the names of `flash_attn_with_kvcache` are FlashAttention-3's, and those of
-`flash_attn_combine` flash-attn-4's. docs/serving.md tells how they are used.
+`flash_attn_with_kvcache` has the argument order and the names of FlashAttention-3, and
+`flash_attn_combine` those of flash-attn-4. docs/serving.md shows their use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PARTIAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class NewRows(NamedTuple):
-    """The arguments of `flash_attn_with_kvcache` that tell of new keys and values."""
+    """The arguments of `flash_attn_with_kvcache` that describe new keys and values."""
 
     k: Tensor | None
     v: Tensor | None
@@ -56,10 +56,10 @@ class NewRows(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Whether there are any.
+        """Whether there are new rows.
 
         Raises:
-            ValueError: there are none, and others that need them.
+            ValueError: there are no new rows, but arguments that need them.
         """
         if not (self.k is self.v is None):
             return True
@@ -116,38 +116,39 @@ def flash_attn_with_kvcache(
     config: Any = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new queries over cached keys and values, to which new ones may be added.
+    """Attention of new queries over cached keys and values, optionally appending new ones first.
 
     q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with cu_seqlens_q
-    (int32, batch + 1), as of a batch that both prefills and decodes. k_cache: (batch, rows,
-    heads_kv, head_dim), v_cache alike with head_dim_v; with page_table (int32, (batch, max_pages))
-    pools of pages (pages, page_size, heads_kv, ...), page_size 1 to 256; with cache_batch_idx
-    (int32, batch) the entries of sequences, of more entries. cache_seqlens: rows in use, an int or
-    int32 (batch,); None: all. cache_leftpad (int32, batch): rows before the first key, counted in
-    cache_seqlens. Rows that are not in use may hold anything, NaN included.
+    (int32, batch + 1), for a batch that mixes prefill and decode. k_cache: (batch, rows, heads_kv,
+    head_dim); v_cache: the same with head_dim_v. With page_table (int32, (batch, max_pages)) they
+    are pools of pages (pages, page_size, heads_kv, ...), page_size 1 to 256. With cache_batch_idx
+    (int32, batch) a sequence uses that entry of a larger cache. cache_seqlens: rows in use, an int
+    or int32 (batch,); None: all. cache_leftpad (int32, batch): rows before the first key, counted
+    in cache_seqlens. Unused rows may hold anything, even NaN.
 
     k, v: (batch, seqlen_new, heads_kv, ...), or (total_new, heads_kv, ...) with cu_seqlens_k_new.
-    They are written into the cache behind the rows in use, and attended to. rotary_cos, rotary_sin
-    (positions, rotary_dim / 2), float32 or the dtype of q: k is rotated before it is written, row i
-    by position cache_seqlens + i, and q likewise under causal masking or a window, else all of it
-    by position cache_seqlens; rotary_seqlens (int32, batch) instead of cache_seqlens.
-    rotary_interleaved: pairs are neighbours, else the halves of rotary_dim.
+    They are written into the cache behind the rows in use, and attended to. rotary_cos, rotary_sin:
+    (positions, rotary_dim / 2), float32 or the dtype of q. Row i of k is rotated by position
+    cache_seqlens + i before it is written. Row i of q is rotated by the same position under causal
+    masking or a window, otherwise by position cache_seqlens. rotary_seqlens (int32, batch) replaces
+    cache_seqlens here. rotary_interleaved: pairs are neighbours; otherwise they span the halves of
+    rotary_dim.
 
     q_start: the position of the first query, for causal masking, windows, and all masks and mods;
-    "end": the last query is at the last key, the new ones included. The other arguments are those
-    of `flash_attn_varlen_func`, under which masks and mods see positions in the sequence; keys
-    count without padding. return_lse, return_softmax_lse: the same. num_splits: 0, the library
-    decides; 1, one pass; else so many pieces. qv, *_descale, attention_chunk, scheduler_metadata
-    and sm_margin are there for their positions.
+    "end": the last query is at the last key, new keys included. The other arguments are those of
+    `flash_attn_varlen_func`. Masks and mods see positions in the sequence; padding does not count.
+    return_lse and return_softmax_lse mean the same. num_splits: 0, the library decides; 1, one
+    pass; N, N parts. qv, *_descale, attention_chunk, scheduler_metadata and sm_margin only keep the
+    argument positions.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, ...), and with return_lse (out,
         lse), lse fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
-            Inputs that require grad have gradients only where nothing is written, in contiguous
-            caches without cache_batch_idx and cache_leftpad.
+        TypeError, ValueError, NotImplementedError: before any launch; names argument and value.
+            Inputs that require grad have gradients only if nothing is written and the caches are
+            contiguous, without cache_batch_idx and cache_leftpad.
 
     Example:
         >>> import torch
@@ -191,7 +192,7 @@ def _attend_over(
     call: Call,
     returns: tuple[bool, bool],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """returns: return_lse and return_softmax_lse. seqlens of the cache are not there yet."""
+    """returns: return_lse and return_softmax_lse. `call` does not hold the cache lengths yet."""
     check_num_splits(call.num_splits)
     for name, returns_lse in zip(("return_lse", "return_softmax_lse"), returns, strict=True):
         check_bool(name, returns_lse)
@@ -252,7 +253,7 @@ def _attend_to(
 
 
 def _over(call: Call, view: CacheView) -> Call:
-    """A call over a cache."""
+    """Run one call over a cache."""
     return call._replace(
         cu_seqlens_k=view.cu_seqlens_k,
         seqused_k=view.seqused_k,
@@ -276,14 +277,14 @@ def flash_attn_combine(
     """Merge attention over parts of the keys into attention over all of them.
 
     out_partial: (num_splits, batch, seqlen, heads, head_dim), or (num_splits, total, heads,
-    head_dim) of packed sequences; lse_partial: fp32, the same without head_dim, natural log.
-    out_dtype: that of out_partial if None. out, cu_seqlens and seqused are there for their names.
-    A part that saw nothing has the LSE -inf and may have anything as output; where all are so, out
-    is 0 and lse -inf. Differentiable by both.
+    head_dim) for packed sequences. lse_partial: fp32, the same shape without head_dim, natural log.
+    out_dtype: by default the dtype of out_partial. out, cu_seqlens and seqused only keep their
+    names. A part that saw nothing has the LSE -inf, and its output may hold anything. A row whose
+    parts all saw nothing has out 0 and lse -inf. Both inputs have gradients.
 
     Returns:
-        (out, lse), out (batch, seqlen, heads, head_dim) or (total, heads, head_dim), lse the same
-        without head_dim; None for lse without return_lse.
+        (out, lse): out (batch, seqlen, heads, head_dim) or (total, heads, head_dim), lse the same
+        shape without head_dim. lse is None without return_lse.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming argument and value.

@@ -1,4 +1,4 @@
-"""What user callables (`score_mod`, `mask_mod`) need beside the CuTe DSL itself."""
+"""Helpers for user callables (`score_mod`, `mask_mod`), beyond the CuTe DSL itself."""
 
 from __future__ import annotations
 

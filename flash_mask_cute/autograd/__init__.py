@@ -1,1 +1,1 @@
-"""Between the public functions and the host calls: autograd, operators, names of callables."""
+"""The layer between the public functions and the host calls: autograd, operators, mod names."""

@@ -1,4 +1,4 @@
-"""Writing into a cache as an operator that says what it changes, for what traces calls."""
+"""Cache writes as an operator that declares its mutations, for tracing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _library.define(
 
 @torch.library.impl(_library, "append_kv", "CompositeExplicitAutograd")
 def _append_kv(*arguments: Tensor | bool | None) -> tuple[Tensor, Tensor]:
-    """q has no elements where nothing is rotated: an operator's result must be none of its
+    """The result q has no elements if nothing is rotated: an operator must not return its
     arguments."""
     given = Append(*(own_memory(x) if isinstance(x, Tensor) else x for x in arguments))  # type: ignore[arg-type]
     check_append(given)

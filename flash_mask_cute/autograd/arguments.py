@@ -24,7 +24,7 @@ class Configs(NamedTuple):
 
     @staticmethod
     def of(config: Any) -> Configs:
-        """What the argument `config` means.
+        """The configurations that the argument `config` stands for.
 
         Raises:
             TypeError, ValueError: as `FwdConfig.of` and `BwdConfig.of`, or it is a tuple of another
@@ -41,7 +41,7 @@ NO_CONFIGS = Configs(None, None)
 
 
 class Call(NamedTuple):
-    """The arguments of a call but q, k, v and the sink, in the names of the host path."""
+    """The arguments of a call except q, k, v and the sink, with the names of the host path."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None

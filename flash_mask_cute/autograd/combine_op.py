@@ -19,7 +19,7 @@ _library.define(
 
 
 def _empty(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """lse is (..., row, head) as lse_partial is, in the memory of (..., head, row)."""
+    """lse is (..., row, head) like lse_partial, with the memory order of (..., head, row)."""
     *batch, rows, heads = lse_partial.shape[1:]
     lse = lse_partial.new_empty((*batch, heads, rows)).mT
     return out_partial.new_empty(out_partial.shape[1:], dtype=dtype), lse
@@ -56,7 +56,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
 def run_combine(
     out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """out in dtype, and lse, of the pieces that the first dimension counts."""
+    """out in dtype, and lse, from the pieces in the first dimension."""
     out, lse = torch.ops.flash_mask_cute.combine(out_partial, lse_partial, dtype)
     return out, lse
 

@@ -1,4 +1,4 @@
-"""Attention of eager calls on plain tensors, as a function that autograd knows."""
+"""Attention of eager calls on plain tensors, as an autograd.Function."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class Attention(torch.autograd.Function):
         wants_max: bool,
         *_wanted: Tensor,
     ) -> tuple[Tensor, ...]:
-        """out and lse, and the largest score of each row where wants_max.
+        """out and lse, and the largest score of each row if wants_max.
 
-        _wanted: the aux tensors of call that wants_aux numbers, for autograd to see."""
+        _wanted: the aux tensors of `call` with indices in wants_aux, visible to autograd.
+        """
         lse_low = new_lse_low(q, call)
         max_scores = new_max_scores(q) if wants_max else None
         out, lse = run_forward(q, k, v, sink, call, lse_low=lse_low, max_scores=max_scores)
@@ -61,7 +62,7 @@ class Attention(torch.autograd.Function):
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """Makes gradients that know that they cannot be differentiated."""
+    """Computes gradients that refuse a second differentiation."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -73,7 +74,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def _run_backward_of_any(*arguments: Any) -> tuple[Tensor | None, ...]:
-    """`run_backward`, also where a gradient by an output is of a tensor subclass."""
+    """`run_backward`, even if an output gradient is of a tensor subclass."""
     try:
         return run_backward(*arguments)
     except NotPlainError as error:

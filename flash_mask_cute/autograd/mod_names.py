@@ -1,4 +1,4 @@
-"""Callables of the user as strings, which operators take in their place."""
+"""User callables as strings, which operators take in their place."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def optional_name(mod: Mod | str | None) -> str | None:
 def _name_of(mod: Mod, owner: object) -> str:
     """A name that stands for this object, in its present state, for as long as the process lives.
 
-    Equal callables of two objects have two names, as one of the objects may change later. owner:
-    of a method, or None.
+    Equal callables of two objects have two names, because one of the objects may change later.
+    owner: the object of a method, or None.
     """
     if owner is not None:
         mod = types.MethodType(mod, owner)
@@ -52,7 +52,7 @@ def optional_mod(name: str | None) -> Mod | None:
     """The callable of that name.
 
     Raises:
-        RuntimeError: no callable has got that name in this process.
+        RuntimeError: no callable has that name in this process.
     """
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""Forward and backward of a public call, and what is kept between them."""
+"""Forward and backward of a public call, and the values saved between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
 
 
 def refuse_dual_level() -> None:
-    """Operators would drop tangents, and cannot see them where they run below autograd."""
+    """Refuse forward-mode tangents: operators would drop them, and cannot see them below
+    autograd."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(NO_FORWARD_MODE)
 
@@ -45,7 +46,7 @@ def run_forward(
 def check_forward_call(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_lse: bool
 ) -> None:
-    """Raises what `run_forward` would, without running anything."""
+    """Raise what `run_forward` would raise, without running anything."""
     check_forward(q, k, v, **_forward_keywords(sink, call, return_lse))
 
 
@@ -78,16 +79,19 @@ def _forward_keywords(sink: Tensor | None, call: Call, return_lse: bool) -> dict
 
 
 def new_lse_low(q: Tensor, call: Call) -> Tensor | None:
-    """Where the forward is to write what rounding takes from LSE; None where scores are products,
-    which are too small for that to matter, and where the call will be refused."""
+    """A new tensor for the rounding error of LSE.
+
+    None if scores are plain products, too small for that error to matter, or if the call will be
+    refused.
+    """
     if call.score_mod is None or q.dim() not in (3, 4):
         return None
     return q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
 def new_max_scores(q: Tensor) -> Tensor | None:
-    """Where the forward is to write the largest score of each row, -inf in rows of no sequence;
-    None where the call will be refused."""
+    """A new tensor for the largest score of each row, -inf in rows of no sequence; None if the call
+    will be refused."""
     if q.dim() not in (3, 4):
         return None
     return q.new_full(_lse_shape(q), -torch.inf, dtype=torch.float32)
@@ -110,7 +114,7 @@ def run_backward(
     wants_aux: Sequence[int],
     call: Call,
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, dsink, and the gradients of the aux tensors that wants_aux numbers."""
+    """dq, dk, dv, dsink, and the gradients of the aux tensors with indices in wants_aux."""
     dsink = None if sink is None else torch.empty_like(sink)
     daux: list[Tensor | None] | None = None
     if wants_aux and call.aux_tensors is not None:
@@ -166,7 +170,7 @@ def save(
 ) -> None:
     """Everything goes through `save_for_backward`, so that torch notices a change in place.
 
-    Masks are kept as they are, too: what was computed of them is found by the identity of their
+    Masks are kept as they are, too: data derived from them is found by the identity of their
     tensors, which hooks on saved tensors change.
     """
     plain = (q, k, v, sink, out, lse, lse_low)
@@ -223,10 +227,11 @@ def gradients_of(
     run: Callable[..., Any],
     wants_aux: Sequence[int],
 ) -> tuple[list[Tensor | None], dict[int, Tensor | None]]:
-    """dq, dk, dv and dsink (None where nobody asks), and the gradients of wanted aux tensors by
-    number, from the gradients by out and lse.
+    """Input gradients from the gradients of out and lse.
 
-    run: `run_backward`, or another way to it.
+    They are dq, dk, dv and dsink (None unless requested), and those of wanted aux tensors by index.
+
+    run: `run_backward`, or a wrapper of it.
     """
     dout, dlse, *_ = grads
     if dout is None and dlse is None:

@@ -1,4 +1,4 @@
-"""Attention as operators of torch, for what traces or intercepts calls.
+"""Attention as torch operators, for calls that are traced or intercepted.
 
 torch.compile, torch.export, dispatch modes and tensor subclasses see operators of the namespace
 flash_mask_cute, whose arguments are tensors, numbers and strings only.
@@ -65,7 +65,7 @@ _ANY_SEQLEN = _END_POSITION = -1
 
 class OperatorCall(NamedTuple):
     """The arguments of an operator by `_CALL_SCHEMA`, in its order. Callables are names of
-    `mod_names`, config is text. Those without a default stand in `Call` as well."""
+    `mod_names`, config is text. Arguments without a default are in `Call` as well."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -127,9 +127,9 @@ _library.define(
 
 
 class _BoundedMask(ColumnMask):
-    """A mask of one call whose bounds for `_TILE_N` operators have computed, and its documents.
+    """A mask of one call with its bounds for `_TILE_N`, computed by operators, and its documents.
 
-    seqlen_q: as an operator has it (`_operator_seqlen`).
+    seqlen_q: in the form of an operator (`_operator_seqlen`).
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class _BoundedMask(ColumnMask):
         return given
 
     def operator_documents(self) -> dict[str, Tensor]:
-        """Starts of the documents, their rows and the bounds of these, if there are any."""
+        """Starts of the documents, their rows and the bounds of the rows, if there are any."""
         documents: Documents | None = vars(self)["given_documents"]
         if documents is None:
             return {}
@@ -174,8 +174,8 @@ def _operator_seqlen(seqlen_q: Any) -> int | None:
 def to_operator(call: Call, batch: int | None = None, wants_max: bool = False) -> OperatorCall:
     """A call as the arguments of an operator.
 
-    batch: of sequences, where the operator is to pack the documents of its mask. wants_max: a
-    forward is to tell the largest score of each row.
+    batch: number of sequences, if the operator packs the documents of its mask. wants_max: the
+    forward also returns the largest score of each row.
     """
     return OperatorCall(
         cu_seqlens_q=call.cu_seqlens_q,
@@ -206,7 +206,7 @@ def to_operator(call: Call, batch: int | None = None, wants_max: bool = False) -
 
 
 def _operator_start(q_start: Any) -> dict[str, Any]:
-    """The argument q_start, of which an operator takes numbers and tensors.
+    """The argument q_start for an operator, which takes numbers and tensors.
 
     Raises:
         TypeError, ValueError: it is neither, nor `END`.
@@ -339,10 +339,10 @@ def _text_of(pair: tuple[Any, ...]) -> str:
 
 
 def _without_identity(call: Call) -> Call:
-    """With block lists that nothing is remembered for.
+    """The call with block lists for which nothing is cached.
 
-    Retiled lists are found by the identity and version of tensors. A compiled graph writes new
-    contents into a tensor that it no longer needs, and torch does not count that.
+    Retiled lists are cached by the identity and version of tensors. A compiled graph reuses the
+    memory of tensors, and torch does not count these writes.
     """
     lists = call.block_sparse_tensors_torch
     if lists is None:
@@ -352,7 +352,7 @@ def _without_identity(call: Call) -> Call:
 
 
 def _own_memory(arguments: Iterable[Any]) -> list[Any]:
-    """Of an operator, with plain tensors for subclasses that did not take it apart."""
+    """The arguments of an operator, with plain tensors for subclasses that did not unwrap it."""
     found = []
     for x in arguments:
         if isinstance(x, list):
@@ -390,7 +390,7 @@ def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
 def _attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """lse_low has no elements where there is no score_mod, max_scores where nobody asks."""
+    """lse_low has no elements without a score_mod, max_scores has none unless requested."""
     q, k, v, sink, *call_args = _own_memory((q, k, v, sink, *arguments))
     # a compiled graph runs on what it is given
     refuse_dual_level()
@@ -451,7 +451,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> 
 
 @torch.library.impl(_library, "attention_bwd", "Batched")
 def _refuse_batches(*arguments: Any) -> Any:
-    """Of `torch.autograd.grad(is_grads_batched=True)`; the vmap of torch.func asks for each."""
+    """Refuse `torch.autograd.grad(is_grads_batched=True)`; the vmap of torch.func calls once for
+    each."""
     names = "q", "k", "v", "learnable_sink", "out", "lse", "lse_low", "dout", "dlse"
     for name, x in zip(names, arguments, strict=False):
         if x is not None:

@@ -1,4 +1,4 @@
-"""New keys and values behind those of a cache: checked, and written by a kernel or by torch."""
+"""New keys and values appended to a cache: checked, and written by a kernel or by torch."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ KERNEL_NAME = "append_kv"
 
 
 class Append(NamedTuple):
-    """What is written, and where.
+    """The data to write, and its destination.
 
     k_cache, v_cache: (entries, rows, heads_kv, d), or pools of pages. k, v: the new rows (batch,
     row, heads_kv, d), or (row, heads_kv, d) with cu_seqlens_k_new. cache_seqlens: (batch,) int32,
     the rows in use of each sequence, of which the first leftpad are padding. batch_idx: (batch,)
-    int32, entries of the cache, or page_table (batch, max_pages).
-    cos, sin: (positions, pairs), by which the new keys, and q, are rotated; q (batch, seqlen_q,
-    heads_q, d), or packed with cu_seqlens_q. rotary_seqlens: (batch,) int32, the position of the
-    first new key, if that is not cache_seqlens. interleaved, advances: see `AppendKV`.
+    int32, entries of the cache; or page_table (batch, max_pages).
+    cos, sin: (positions, pairs), which rotate the new keys, and q; q (batch, seqlen_q, heads_q, d),
+    or packed with cu_seqlens_q. rotary_seqlens: (batch,) int32, the position of the first new key,
+    if that is not cache_seqlens. interleaved, advances: see `AppendKV`.
     """
 
     k_cache: Tensor
@@ -67,7 +67,7 @@ class Append(NamedTuple):
 
 
 class AppendFacts(NamedTuple):
-    """What decides the code of the kernel: names of dtypes, and what there is."""
+    """Facts that determine the kernel's code: names of dtypes, and the tensors that are present."""
 
     dtype: str
     is_packed: bool
@@ -98,10 +98,11 @@ class AppendFacts(NamedTuple):
 
 
 def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
-    """Write the new rows; q, rotated if there is cos, and the keys of each sequence afterwards,
-    int32 (batch,). Both are new tensors, but q where there is no cos.
+    """Write the new rows. Returns q, rotated if there is cos, and the number of keys of each
+    sequence afterwards, int32 (batch,). Both are new tensors, except q without cos.
 
-    x: checked by `check_append`. target: whose kernel is to run, for tensors on the CPU; None: the
+    x: checked by `check_append`. target: the target of the kernel, for tensors on the CPU; None:
+    the
     CPU path for these.
     """
     if target is None and not x.k_cache.is_cuda:
@@ -149,7 +150,7 @@ def _rotated(
     interleaved: bool,
     advances: bool,
 ) -> Tensor:
-    """A copy of x, each sequence of which begins at a position."""
+    """A rotated copy of x; each sequence begins at a position."""
     out = x.clone()
     for b, start in enumerate(starts):
         rows: Any = b
@@ -172,7 +173,7 @@ def _lengths(x: Append) -> list[Any]:
 
 
 def check_append(x: Append) -> None:
-    """Refuse new rows that do not go into the cache, and what does not fit them.
+    """Refuse new rows that do not fit into the cache, and arguments that do not fit the rows.
 
     Contents of lengths are checked on the CPU only.
 
@@ -264,8 +265,8 @@ def _check_room(x: Append) -> None:
 
 
 def compile_append(facts: AppendFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
-    """The compiled kernel. `function` takes what `NewRows`, `Cache` and `Rotary` (or None) have, a
-    tuple each."""
+    """The compiled kernel. `function` takes three tuples: the fields of `NewRows`, `Cache` and
+    `Rotary` (or None)."""
     return cache.get(
         KERNEL_NAME,
         facts._asdict,

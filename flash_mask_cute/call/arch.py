@@ -1,4 +1,4 @@
-"""What each architecture has. The only module of the host that tells architectures apart."""
+"""The kernels of each architecture. The only host module that distinguishes architectures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class AttentionKernel:
     """The attention kernel of one direction.
 
     class_name, cache_name: its names for readers and in the compile cache. load_class, load_plan:
-    its class, and that of its plan (`FwdPlan`, `BwdPlan`); they import device code, so they are
-    called when a kernel or a configuration is needed.
+    load its class, and that of its plan (`FwdPlan`, `BwdPlan`). They import device code, so they
+    are called only when a kernel or a configuration is needed.
     """
 
     class_name: str
@@ -30,8 +30,8 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class ForwardKernel(AttentionKernel):
-    """rows: of tiles. packed_rows: query rows that leave together, which packed heads must fill
-    evenly: a warpgroup's or a warp's."""
+    """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
+    or a warp's; packed heads must divide them."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -39,7 +39,7 @@ class ForwardKernel(AttentionKernel):
 
 @dataclass(frozen=True)
 class BackwardKernel(AttentionKernel):
-    """rows: of tiles. dq_order: in which order it leaves the sums of dQ (`BwdPostprocess`).
+    """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
     splits_groups: several CTAs may share the query heads of a group."""
 
     rows: tuple[BwdRow, ...]
@@ -49,10 +49,10 @@ class BackwardKernel(AttentionKernel):
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """What runs on an architecture.
+    """The kernels of an architecture.
 
-    name: of its family, for messages. reads_mask_bits: its kernels
-    read the bits of a mask_mod that was evaluated before attention.
+    name: name of its family, for messages. reads_mask_bits: its kernels read the bits of a mask_mod
+    that was evaluated before attention.
     """
 
     name: str
@@ -163,5 +163,5 @@ _SPECS = {"sm_90a": SM90, "sm_100a": SM100, "sm_103a": SM103}
 
 
 def arch_spec(target: Target) -> ArchSpec:
-    """What runs on a target."""
+    """The kernels of a target."""
     return _SPECS[target.arch]

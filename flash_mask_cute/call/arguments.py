@@ -1,4 +1,4 @@
-"""The arguments of a host call, by name, in the bundles in which they travel."""
+"""The arguments of a host call, by name, in bundles."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Direction(Enum):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call of either direction, but those of its masks; None: not there.
+    """The tensors of a call of either direction, without those of its masks; None: not there.
 
-    out, lse, lse_low: what a forward writes, new tensors if None, and what a backward reads.
-    dq, dk, dv, dsink, daux: what a backward writes; dq, dk and dv are new tensors if None.
-    max_scores: what a forward writes only if it is given.
-    q_starts: the argument q_start, where that is a tensor (`split_q_start`).
+    out, lse, lse_low: outputs of a forward, new tensors if None, and inputs of a backward.
+    dq, dk, dv, dsink, daux: outputs of a backward; dq, dk and dv are new tensors if None.
+    max_scores: an output of a forward, written only if given.
+    q_starts: the argument q_start, if that is a tensor (`split_q_start`).
     """
 
     q: Tensor
@@ -52,7 +52,7 @@ class Tensors(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """What says who sees whom beyond causal and window, or changes scores."""
+    """Masks beyond causal and window, and arguments that change scores."""
 
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
@@ -97,7 +97,7 @@ QStart: TypeAlias = int | str | Tensor | None
 
 
 def split_q_start(q_start: Any) -> tuple[Tensor | None, Any]:
-    """The argument q_start as `Tensors.q_starts` and `Options.q_start` have it."""
+    """Split the argument q_start into `Tensors.q_starts` and `Options.q_start`."""
     return (q_start, EACH) if isinstance(q_start, Tensor) else (None, q_start)
 
 
@@ -120,7 +120,8 @@ PreparedBwd: TypeAlias = Callable[[Tensors, Masks | None], tuple[Tensor, Tensor,
 
 
 class AttentionCall(NamedTuple):
-    """A call of either direction. Made on the way to a prepared call, not where one is found."""
+    """A call of either direction. Made when a call is prepared, not when a prepared call is
+    found."""
 
     direction: Direction
     tensors: Tensors
@@ -129,10 +130,10 @@ class AttentionCall(NamedTuple):
 
     @staticmethod
     def of(direction: Direction, *operands: Tensor, **keywords: Any) -> AttentionCall:
-        """From the arguments of `_flash_attn_fwd` or `_flash_attn_bwd`.
+        """Made from the arguments of `_flash_attn_fwd` or `_flash_attn_bwd`.
 
         Raises:
-            TypeError: a keyword is none of the call's, or config is no configuration.
+            TypeError: the call has no such keyword, or config is no configuration.
         """
         positions: tuple[str, ...] = ("q", "k", "v")
         if direction is Direction.BACKWARD:
@@ -157,7 +158,7 @@ class AttentionCall(NamedTuple):
     def made(
         direction: Direction, tensors: Tensors, masks: Masks | None, options: tuple[Any, ...]
     ) -> AttentionCall:
-        """From what the public calls look prepared calls up by; options: fields of `Options`."""
+        """Made from the arguments of a look-up of prepared calls; options: fields of `Options`."""
         return AttentionCall(direction, tensors, masks or NO_MASKS, Options._make(options))
 
     def arguments(self) -> dict[str, Any]:
@@ -176,7 +177,7 @@ class AttentionCall(NamedTuple):
 
 
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:
-    """Left and right, as the host calls take them, of a pair in which -1 may stand for None.
+    """Left and right sides, as the host calls take them, of a pair in which -1 may stand for None.
 
     Raises:
         ValueError: it is no pair.

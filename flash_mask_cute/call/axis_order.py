@@ -1,6 +1,6 @@
 """Tensors that look like (batch, heads, seqlen, head_dim), the order of torch's own attention.
 
-Both orders are shapes of a valid call, and only the extents tell which was meant.
+Both orders are valid shapes of a call; only the extents show which one was meant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _has_warned = False
 
 
 def hint(name: str, shape: tuple[int, ...]) -> str:
-    """What to do about q, k or v of this shape, if it looks transposed; else an empty string.
+    """Advice about q, k or v of this shape, if it looks transposed; else an empty string.
 
     shape: (batch, seqlen, heads, head_dim) or, packed, (total, heads, head_dim).
     """
@@ -35,7 +35,7 @@ def hint(name: str, shape: tuple[int, ...]) -> str:
 
 
 def warn_once(**shapes: tuple[int, ...]) -> None:
-    """UserWarning where one of q, k and v looks transposed, once in a process."""
+    """Emit a UserWarning if q, k or v looks transposed, once per process."""
     global _has_warned
     if _has_warned:
         return
@@ -46,7 +46,7 @@ def warn_once(**shapes: tuple[int, ...]) -> None:
 
 
 def _levels_to_caller() -> int:
-    """From the function that asks to the first one outside this package."""
+    """Stack levels from the calling function to the first one outside this package."""
     package = __name__.partition(".")[0]
     frame, levels = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:

@@ -23,7 +23,7 @@ _MERGE_WORDS = 8
 
 
 class CombineFacts(NamedTuple):
-    """What decides the code of the kernel that merges.
+    """Facts that determine the code of the merge kernel.
 
     partial_dtype, dtype: names of torch dtypes, of the pieces' outputs and of the output. tile_m:
     rows of a slot; None: pieces lie by rows. packed_heads, group: by slots, see `Combine`.
@@ -40,7 +40,7 @@ class CombineFacts(NamedTuple):
 
 def compile_combine(facts: CombineFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
     """The compiled kernel. `function` takes, by position: partial outputs, partial LSE, merges or
-    None, out, lse or None (`kernels/combine.py` tells their shapes)."""
+    None, out, lse or None (shapes: `kernels/combine.py`)."""
     return cache.get(
         COMBINE_NAME,
         facts._asdict,
@@ -69,7 +69,7 @@ def build_combine(facts: CombineFacts, target: Target) -> Compiled:
 
 
 class MergedForward:
-    """What a forward in pieces has beside the attention kernel: scratch memory, and the merge."""
+    """Additions of a forward in pieces to the attention kernel: scratch memory, and the merge."""
 
     __slots__ = ("_by_slots", "_function", "_is_packed", "_splits")
 
@@ -94,7 +94,7 @@ class MergedForward:
 
     @property
     def counts(self) -> bool:
-        """Whether CTAs of the attention kernel count work tiles that they take."""
+        """Whether CTAs of the attention kernel take work tiles from a counter."""
         return not self._by_slots
 
     def new_partials(self, like: Tensor) -> tuple[Any, ...]:
@@ -107,7 +107,7 @@ class MergedForward:
         return out, lse, like.new_empty((splits.number, _MERGE_WORDS), dtype=torch.int32), None
 
     def __call__(self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None) -> None:
-        """Merge what was left in the scratch memory."""
+        """Merge the pieces in the scratch memory."""
         of_out, of_lse, merges, _ = partials
         if self._is_packed:
             out = out.unsqueeze(0)
@@ -128,7 +128,7 @@ def merge_partials(
     Shapes: out_partial (pieces, batch, row, head, d) or (pieces, row, head, d), lse_partial the
     same without d, out and lse the same without the pieces; lse and lse_partial fp32 of any
     strides, the others fp32, bf16 or fp16. A row whose pieces are all empty, LSE -inf, gets 0 and
-    -inf. target: whose kernel, if not that of the device of out.
+    -inf. target: the kernel's target, if not that of the device of out.
     """
     if out.numel() == 0:
         return
@@ -147,7 +147,7 @@ def merge_partials(
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, if rows of it do not start on 16 bytes."""
+    """The tensor, or a copy if its rows do not start on 16 bytes."""
     steps = all(x % fake_tensors.STRIDE_STEP == 0 for x in tensor.stride()[:-1])
     if tensor.stride(-1) == 1 and steps and tensor.data_ptr() % fake_tensors.BASE_ALIGNMENT == 0:
         return tensor

@@ -1,4 +1,4 @@
-"""Which tiles a kernel uses: a row of the table, made to fit, under the caller's override."""
+"""Choice of a kernel's tiles: a row of the table, adjusted to fit, under the caller's override."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ BOOLEANS = ("share_qo", "cta_pair", "skip_blocks", "clears_dq")
 class FwdConfig:
     """Tile shape of a forward kernel; None lets the library choose that field.
 
-    tile_m, tile_n: query rows (64, 128, 192 or 256) and keys (a multiple of 16) of a tile; on
-    Blackwell 256 and 128, of wider heads than 192/128 128 and 128.
+    tile_m, tile_n: query rows (64, 128, 192 or 256) and keys (a multiple of 16) of a tile. On
+    Blackwell they are 256 and 128, and for heads wider than 192/128 they are 128 and 128.
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
-    cta_pair: on Blackwell, two CTAs with neighbouring tiles walk over the keys together.
-    skip_blocks: leave out hidden key blocks and the masking of those that nothing cuts. False
-    visits and masks every block, to the same result bit for bit.
+    cta_pair: on Blackwell, two CTAs with adjacent query tiles walk over the keys together.
+    skip_blocks: skip hidden key blocks, and skip the masking of blocks that no mask edge cuts.
+    False visits and masks every block, with the same result bit for bit.
 
     Raises:
-        TypeError, ValueError: a value's type is wrong, or a number is not positive.
+        TypeError, ValueError: a value has the wrong type, or a number is not positive.
     """
 
     tile_m: int | None = None
@@ -57,12 +57,11 @@ class FwdConfig:
 
     @staticmethod
     def of(value: FwdConfig | Mapping[str, Any] | None) -> FwdConfig | None:
-        """What the argument `config` of the public call means.
+        """The config that the argument `config` of the public call stands for.
 
         Raises:
-            TypeError: it is neither a FwdConfig, nor a mapping, nor None, or a value's type is
-                wrong.
-            ValueError: a mapping has a key that is no field, or a number is not positive.
+            TypeError: it is no FwdConfig, mapping or None, or a value has the wrong type.
+            ValueError: a mapping has a key that is not a field, or a number is not positive.
         """
         return _config_of(FwdConfig, value)
 
@@ -71,14 +70,16 @@ class FwdConfig:
 class BwdConfig:
     """Tile shape of a backward kernel; None lets the library choose that field.
 
-    tile_m: query rows of a block, 64 or 128. stages_q, stages_do: blocks of queries and of their
-    output gradients in flight. stages_kv: key tiles in flight. All stages are 1 or 2.
+    tile_m: query rows of a block, 64 or 128. stages_q, stages_do: blocks of queries and of output
+    gradients in flight. stages_kv: key tiles in flight. All stages are 1 or 2.
     value_cols: columns of the values that stay in registers, a multiple of 16, or 0.
-    skip_blocks: as in `FwdConfig`. clears_dq: the sums of dQ are cleared before, and all add to
-    them; otherwise who comes first stores (docs/backward_sm90.md). cta_pair: two CTAs with
-    neighbouring keys sum dQ together, with cleared sums; for head_dim above 128, where scores are
-    neither modified nor capped. group_splits: CTAs that share the query heads of a group, each with
-    as many of them; a divisor of the group, 1 for head dimensions above 128.
+    skip_blocks: as in `FwdConfig`.
+    clears_dq: the sums of dQ are set to 0 first, and every CTA adds to them. Otherwise the first
+    CTA to reach a sum stores it (docs/backward_sm90.md).
+    cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, head_dim above
+    128, and scores that are neither modified nor capped.
+    group_splits: CTAs that share the query heads of a group, each with an equal number of them. It
+    divides the group size, and is 1 for head dimensions above 128.
 
     Raises:
         TypeError, ValueError: as by `FwdConfig`; value_cols may be 0.
@@ -99,7 +100,8 @@ class BwdConfig:
 
     @staticmethod
     def of(value: BwdConfig | Mapping[str, Any] | None) -> BwdConfig | None:
-        """What the argument `config` of the public backward means; errors as in `FwdConfig.of`."""
+        """The config that `config` of the public backward stands for; errors as in
+        `FwdConfig.of`."""
         return _config_of(BwdConfig, value)
 
 
@@ -139,7 +141,7 @@ def given_fields(config: FwdConfig | BwdConfig | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FwdTiles:
-    """A complete configuration that can run: no field is open."""
+    """A complete configuration that can run: every field is set."""
 
     tile_m: int
     tile_n: int
@@ -151,22 +153,22 @@ class FwdTiles:
 
     @property
     def cluster_tile_m(self) -> int:
-        """Query rows that walk over the keys together: those of a work tile."""
+        """Query rows of a work tile, which walk over the keys together."""
         return self.tile_m * self.ctas_per_tile
 
     @property
     def ctas_per_tile(self) -> int:
-        """CTAs that take a work tile together."""
+        """CTAs that process a work tile together."""
         return 2 if self.cta_pair else 1
 
     def nest_in(self, block_size: tuple[int, int]) -> bool:
-        """Whether blocks of (queries, keys) are made of whole tiles. Heads must not be packed."""
+        """Whether blocks of (queries, keys) consist of whole tiles. Heads must not be packed."""
         return block_size[0] % self.cluster_tile_m == 0 and block_size[1] % self.tile_n == 0
 
 
 @dataclass(frozen=True)
 class FwdChoice:
-    """The tiles of a problem, the query heads packed into them, and why."""
+    """The tiles of a problem, the query heads packed into them, and the reason for the choice."""
 
     tiles: FwdTiles
     packed_heads: int
@@ -186,16 +188,17 @@ def select_fwd_config(
     decode_rows: int | None = None,
     num_sms: int = H200_SMS,
 ) -> FwdChoice:
-    """Choose tiles for the problem, and whether to pack heads for its shapes. window: the keys
-    that a query sees at most, if the mask has both a left and a right edge. block_size: that of
-    block lists. unpackable: an argument under which the heads of a group cannot share a tile.
-    spec: of the architecture whose kernel is to run. decode_rows: see `CallFacts`. num_sms: CTAs
-    that run at once.
+    """Choose tiles for the problem, and whether to pack heads.
+
+    window: the most keys that a query sees, if the mask has both a left and a right edge.
+    block_size: that of block lists. unpackable: an argument that prevents the heads of a group from
+    sharing a tile. spec: the architecture of the kernel. decode_rows: see `CallFacts`. num_sms:
+    CTAs that run at once.
 
     Raises:
-        ValueError: the override asks for what cannot run.
-        NotImplementedError: pack_gqa is True for a group of more heads than `packed_rows`, or that
-            `unpackable` keeps apart.
+        ValueError: the override asks for a configuration that cannot run.
+        NotImplementedError: pack_gqa is True for a group of more heads than `packed_rows`, or
+            together with the argument `unpackable`.
     """
     kernel = spec.forward
     call = CallFacts(
@@ -272,7 +275,7 @@ def _fit(
 
 
 def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
-    """The row under the override, then what is left when the fields not given are made smaller."""
+    """The row under the override, then smaller configurations: fields not given are reduced."""
     wanted = replace(_of_row(row), **given)
     queries = [(wanted.stages_q, wanted.share_qo), (1, False), (1, True)]
     for tile_n in range(wanted.tile_n, 0, -_TILE_N_STEP):
@@ -311,7 +314,8 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
 def check_feasible(
     head_dim: int, head_dim_v: int, tiles: FwdTiles, kernel: ForwardKernel = SM90.forward
 ) -> tuple[int, str | None]:
-    """Shared memory in bytes, and why these tiles cannot run, if they cannot: the kernel's plan."""
+    """Shared memory in bytes, and the reason if these tiles cannot run: the kernel's plan
+    decides."""
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
     plan = kernel.load_plan()(
@@ -334,8 +338,10 @@ def check_feasible(
 
 @dataclass(frozen=True)
 class BwdTiles:
-    """A complete configuration of the backward: no field is open. splits_group: several CTAs share
-    the query heads of a group."""
+    """A complete configuration of the backward: every field is set.
+
+    splits_group: several CTAs share the query heads of a group.
+    """
 
     tile_m: int
     stages_q: int
@@ -350,11 +356,11 @@ class BwdTiles:
 
 @dataclass(frozen=True)
 class BwdChoice:
-    """The tiles of a problem, what the kernel's plan says about them, and why they were chosen.
+    """The tiles of a problem, the kernel's plan for them, and the reason for the choice.
 
-    tile_n: keys of a CTA's tile. cluster_tile_n: keys of a whole cluster's tiles. tile_d, tile_dv:
-    columns of a tile of Q and K, and of V, which are those of the scratch memory that their
-    gradients are summed in. group_splits: CTAs that share the query heads of a group
+    tile_n: keys of a CTA's tile. cluster_tile_n: keys of all tiles of a cluster. tile_d, tile_dv:
+    columns of a tile of Q and K, and of V. The scratch memory in which their gradients are summed
+    has the same columns. group_splits: CTAs that share the query heads of a group
     (`call/group_splits.py`).
     """
 
@@ -380,16 +386,17 @@ def select_bwd_config(
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
 ) -> BwdChoice:
-    """Choose tiles: the first row for these head dimensions, this `tuning_class` and so many keys.
+    """Choose tiles: the first row for these head dimensions, this `tuning_class` and number of
+    keys.
 
-    It gets fewer stages, or no pairs of CTAs, where it does not fit beside the override.
+    If it does not fit beside the override, it gets fewer stages, or no pairs of CTAs.
 
-    modifier: `AttentionProblem.score_modifier`. kernel: the one that is to run. How a group of
-    heads is split is not decided here.
+    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. The split of a group of
+    heads is not decided here.
 
     Raises:
         ValueError: the override asks for what cannot run.
-        NotImplementedError: the kernel does not have these head dimensions.
+        NotImplementedError: the kernel does not support these head dimensions.
     """
     given = given_fields(override)
     given.pop("group_splits", None)
@@ -433,7 +440,7 @@ def select_bwd_config(
 def _why_alone(
     given: dict[str, Any], deterministic: bool, modifier: str | None, num_sms: int
 ) -> str | None:
-    """What keeps CTAs from summing dQ in pairs, whatever the table says, or None."""
+    """The reason why CTAs cannot sum dQ in pairs, regardless of the table, or None."""
     stores_first = given.get("clears_dq") is False
     reasons = {
         "config cta_pair=False": given.get("cta_pair") is False,
@@ -452,8 +459,10 @@ def _of_bwd_row(row: BwdRow) -> BwdTiles:
 
 
 def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
-    """The row under the override, then with less in the fields that were not given: no values in
-    registers, fewer stages."""
+    """The row under the override, then smaller configurations.
+
+    Fields not given are reduced: no values in registers, fewer stages.
+    """
     wanted = replace(_of_bwd_row(row), **given)
     # the last ones are given up first
     free = [x for x in ("stages_q", "stages_do", "stages_kv") if x not in given]

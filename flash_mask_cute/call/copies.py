@@ -1,11 +1,11 @@
-"""What a launch makes of the caller's tensors before kernels see them: mostly nothing.
+"""Conversions of the caller's tensors before kernels see them: usually none.
 
-Kernels read q, k, v, out and dout by TMA: elements of a row side by side, other strides positive
-multiples of 16 bytes, data on 16 bytes. What does not fit is copied by each launch. Kernels
-multiply scores by a positive scale: where softmax_scale is not positive, q is copied and takes the
-sign. A sink is read as a contiguous vector of 16 or 32 bits.
+Kernels read q, k, v, out and dout by TMA. It needs contiguous rows, other strides that are positive
+multiples of 16 bytes, and data aligned to 16 bytes. Each launch copies tensors that do not comply.
+Kernels multiply scores by a positive scale: if softmax_scale is not positive, q is copied and takes
+the sign. A sink is read as a contiguous vector of 16 or 32 bits.
 
-Which tensors are copied is decided when a launch is made, by metadata and by where data start
+The tensors to copy are determined when a launch is made, by metadata and by the addresses of data
 modulo 16 bytes; both are in its key. A copy lives as long as the call. Autograd keeps the caller's
 tensors, and the backward copies again.
 """
@@ -29,9 +29,9 @@ _SIGNS = {-1.0: "times -1 for a negative softmax_scale", 0.0: "times 0 for a sof
 
 
 class Copy(NamedTuple):
-    """A contiguous copy of a tensor, times a factor, of its dtype or of another one.
+    """A contiguous copy of a tensor, times a factor, in its dtype or another.
 
-    why: it is needed, in words.
+    why: the reason for the copy, in words.
     """
 
     why: str
@@ -69,13 +69,14 @@ def split_scale(softmax_scale: float) -> tuple[float, float]:
 
 
 def input_conversion(tensor: Tensor, factor: float = 1.0) -> Conversion | None:
-    """Of a tensor of 16-bit elements that kernels read by TMA, times a factor of `split_scale`."""
+    """The conversion of a 16-bit tensor that kernels read by TMA, times a factor of
+    `split_scale`."""
     why = ", ".join(filter(None, (_unreadable(tensor), _SIGNS.get(factor))))
     return Copy(why, factor) if why else output_conversion(tensor)
 
 
 def _unreadable(tensor: Tensor) -> str | None:
-    """Why TMA cannot read a tensor, but for strides of extents of 1; None if it can."""
+    """The reason why TMA cannot read a tensor, ignoring strides of extents of 1; None if it can."""
     *strides, last = tensor.stride()
     if last != 1:
         return f"its last stride is {last}"
@@ -87,15 +88,15 @@ def _unreadable(tensor: Tensor) -> str | None:
 
 
 def output_conversion(tensor: Tensor | None) -> Conversion | None:
-    """Of a tensor that TMA can read or write, but for strides of extents of 1."""
+    """The conversion of a tensor that TMA can read or write, except for strides of extents of 1."""
     strides = None if tensor is None else tma_strides(tensor)
     return None if strides is None else Restrided(strides)
 
 
 def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Strides that TMA takes, where an extent of 1 has one that it refuses; None: as they are.
+    """Strides that TMA accepts, if an extent of 1 has one that it refuses; None: unchanged.
 
-    PyTorch leaves the stride of such an extent to chance.
+    PyTorch does not define the stride of such an extent.
     """
     strides = tuple(
         stride if size != 1 or (stride and stride % STRIDE_STEP == 0) else tensor.shape[-1]
@@ -105,7 +106,7 @@ def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def sink_conversion(sink: Tensor | None) -> Conversion | None:
-    """Of a learnable_sink, which kernels read with the dtype of `sink_dtype`."""
+    """The conversion of a learnable_sink, which kernels read with the dtype of `sink_dtype`."""
     if sink is None:
         return None
     reasons, dtype = [], sink_dtype(sink)
@@ -117,7 +118,7 @@ def sink_conversion(sink: Tensor | None) -> Conversion | None:
 
 
 def any_or_none(*conversions: Conversion | None) -> tuple[Conversion | None, ...] | None:
-    """None where no tensor needs one."""
+    """The conversions, or None if no tensor needs one."""
     return conversions if any(x is not None for x in conversions) else None
 
 
@@ -128,12 +129,12 @@ def convert(
 
 
 def misplaced(*tensors: Tensor) -> tuple[bool, ...]:
-    """Of each tensor, whether its data do not start at a multiple of 16 bytes."""
+    """For each tensor, whether its data are not aligned to 16 bytes."""
     return tuple(x.data_ptr() & ADDRESS_MASK != 0 for x in tensors)
 
 
 def describe_copies(**conversions: Conversion | None) -> str:
-    """Which tensors are copied, by name, and why; empty if none is."""
+    """The copied tensors by name, with reasons; empty if none is."""
     copies = {name: to for name, to in conversions.items() if isinstance(to, Copy)}
     return "; ".join(f"{name} ({copy.why})" for name, copy in copies.items())
 

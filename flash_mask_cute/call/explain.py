@@ -1,4 +1,4 @@
-"""What a call runs, in words and numbers."""
+"""Description of what a call runs, in words and numbers."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a forward call runs. None stands for what is not known, `note` says why.
+    """Description of a forward call. None stands for an unknown value; `note` says why.
 
-    where: device that computes. kernel: what runs there or would run on `arch`. packed_heads: query
-    heads that share a tile, 1 for none. grid: CTAs. masks: those beyond causal and window, in
-    words. work_tiles: query tiles over all heads (groups of packed heads) and sequences.
-    full_key_tiles, partial_key_tiles, empty_key_tiles: over all work tiles, the key tiles that are
-    visited without a mask, visited and masked, and skipped; `plot` counts the same of a mask. Where
-    the documents of a mask are packed sequences, these are tiles of the dense call, and tiles
-    between documents are empty; `note` counts the tiles of the sequences. registers: per thread at
-    launch. copies: the tensors that each launch copies for the kernel, and why, empty if it copies
-    none; the CPU path takes them as they are. splits: the pieces in which work tiles are computed,
-    and the scratch memory of that, empty if there are none.
+    where: the device that computes. kernel: the kernel that runs there or would run on `arch`.
+    packed_heads: query heads that share a tile, 1 for none. grid: CTAs. masks: those beyond causal
+    and window, in words. work_tiles: query tiles over all heads (groups of packed heads) and
+    sequences. full_key_tiles, partial_key_tiles, empty_key_tiles: over all work tiles, the key
+    tiles that are visited without a mask, visited and masked, and skipped; `plot` counts the same
+    for a mask. If the documents of a mask are packed sequences, these are tiles of the dense call,
+    and tiles between documents are empty; `note` counts the tiles of the sequences. registers: per
+    thread at launch. copies: the tensors that each launch copies for the kernel, with reasons,
+    empty if there are none; the CPU path takes them as they are. splits: the pieces of work tiles,
+    and their scratch memory, empty if there are none.
     """
 
     where: str
@@ -104,7 +104,7 @@ def _known(value: int | None, unit: str = "") -> str:
 
 
 def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation:
-    """Explain a forward, compiling its kernel if need be. named: whose kernel, instead of that for
+    """Explain a forward, compiling its kernel if necessary. named: the target, instead of that of
     q's device.
 
     Raises:
@@ -160,7 +160,7 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
 
 
 def _describe_split_backward(run: ExecutionPlan) -> str | None:
-    """Over how many CTAs a backward of this call splits groups of heads, if it does."""
+    """The number of CTAs over which a backward of this call splits groups of heads, in words."""
     kernel, problem, shapes = arch_spec(run.target).backward, run.problem, run.shapes
     group = shapes.heads_q // shapes.heads_kv
     if not kernel.splits_groups or group == 1:
@@ -186,7 +186,7 @@ def _describe_split_backward(run: ExecutionPlan) -> str | None:
 
 
 def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[str, Any]:
-    """What the compiler says of the kernel; adds what a reader has to know to `notes`."""
+    """The compiler's facts about the kernel; adds remarks for the reader to `notes`."""
     if run.backend is Backend.CPU:
         notes.append(f"no kernel takes {run.problem.dtype}: such tensors run on the CPU only")
         return {}
@@ -199,7 +199,8 @@ def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[s
 
 
 def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | None:
-    """What lies on a device and would have to be read to count tiles, with its verb."""
+    """The values on a device that counting tiles would have to read, with a verb for the
+    message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
     lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.q_starts
     if any(y is not None and y.is_cuda for y in lengths):
@@ -212,8 +213,8 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
 
 
 def _to_count(run: ExecutionPlan) -> ExecutionPlan:
-    """The plan whose sequences are counted, under the tiles of the kernel: found documents are not
-    known to the host."""
+    """The plan whose sequences are counted, with the tiles of the kernel. The host does not know
+    documents found on the device."""
     if run.without_bits is None or not isinstance(run.mask_bits, DocumentBitsPlan):
         return run
     return replace(run.without_bits, choice=run.choice)

@@ -1,10 +1,10 @@
-"""Over how many CTAs the backward splits a group of query heads.
+"""The number of CTAs over which the backward splits a group of query heads.
 
-A CTA takes some keys of a KV head, and the query heads of its group pass by one after the other.
-Few KV heads and short sequences are then few work tiles, too few for the SMs of a device, or too
-unequal. Split, several CTAs take the same keys, each with some of the heads, and leave partial sums
-of dK and dV in scratch memory, which a kernel adds in a fixed order. What that costs and what it
-saves is estimated here.
+A CTA processes some keys of a KV head, and walks over the query heads of its group in turn. With
+few KV heads and short sequences there are few work tiles: too few for the SMs of a device, or too
+unequal. After a split, several CTAs process the same keys, each for some of the heads. They leave
+partial sums of dK and dV in scratch memory, which a kernel adds in a fixed order. Cost and gain of
+a split are estimated here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def split_group(
     num_sms: int,
     wanted: int | None,
 ) -> BwdChoice:
-    """The choice with `group_splits`, the caller's or the one with the shortest estimate.
+    """The choice with `group_splits` filled in: the caller's, or the one with the shortest
+    estimate.
 
     window: sides as `fold_window` returned them.
 
@@ -64,7 +65,7 @@ def split_group(
 
 
 def partial_sums_bytes(choice: BwdChoice, shapes: FwdShapes, num_key_blocks: int) -> int:
-    """Scratch memory for partial sums. num_key_blocks: of a head, of all sequences together."""
+    """Bytes of scratch for partial sums. num_key_blocks: of a head, over all sequences."""
     if choice.group_splits == 1:
         return 0
     parts = shapes.heads_kv * choice.group_splits
@@ -82,7 +83,7 @@ def _walks(
     window: tuple[int | None, int | None],
 ) -> Iterator[int]:
     """Query blocks that the key blocks of a sequence visit, by what the host knows: causal masking
-    and windows. Packed sequences are taken for equally long ones."""
+    and windows. Packed sequences are assumed to be equally long."""
     tile_m, tile_n = choice.tiles.tile_m, choice.tile_n
     seqlen_q, seqlen_k = shapes.seqlen_q, shapes.seqlen_k
     if problem.varlen_q:
@@ -101,7 +102,7 @@ def _walks(
 
 
 def _estimate(walks: list[int], shapes: FwdShapes, group: int, splits: int, num_sms: int) -> float:
-    """Query blocks that the busiest SM computes, in the order in which CTAs take work tiles."""
+    """Query blocks of the busiest SM, in the order in which CTAs take work tiles."""
     heads = shapes.batch * shapes.heads_kv * splits
     beside = TILE if splits == 1 else TILE + PARTIAL
     tiles = [walk * group / splits + beside for walk in walks]

@@ -1,4 +1,4 @@
-"""Compile a forward kernel from its problem, without ever seeing a real tensor."""
+"""Compile a forward kernel from its problem, without real tensors."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def compile_fwd(
     seqused_q, seqused_k, page_table, window_left, window_right, learnable_sink, block lists (four
     tensors, the last two may be None), aux_tensors (a tuple), softcap, tile_counter, column tensors
     (indices, bounds), block size (a pair), block bits (visible, full, block_q, block_k), stored
-    bits, what part of the call these are of (a pair), lse_low, max_scores, q_start (a tensor, or a
-    number, of which -1 is the end), where pieces go (partial outputs, partial LSE, merges, number
-    of splits); None for what the problem does not have.
+    bits, the part of the call that these cover (a pair), lse_low, max_scores, q_start (a tensor, or
+    a number, where -1 is the end), destination of pieces (partial outputs, partial LSE, merges,
+    number of splits); None for what the problem does not have.
     """
     name = arch_spec(target).forward.cache_name
     return cached_attention(
@@ -94,7 +94,7 @@ def build_fwd(
 
 
 def ranks(problem: AttentionProblem) -> tuple[int, int]:
-    """Dimensions of tensors with queries and of those with keys: one less where packed."""
+    """Numbers of dimensions of query tensors and of key tensors: one less if packed."""
     return 3 if problem.varlen_q else 4, 3 if problem.varlen_k else 4
 
 
@@ -121,7 +121,7 @@ def columns(problem: AttentionProblem) -> tuple[Any, Any] | None:
 
 
 def mask_bit_tensors(problem: AttentionProblem, tiles: BitTiles) -> tuple[Any, ...] | None:
-    """Stored answers that a kernel reads."""
+    """Stored results of a mask_mod that a kernel reads."""
     return fake_mask_bits(tiles, has_places=problem.varlen_q) if problem.reads_mask_bits else None
 
 
@@ -174,7 +174,7 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
 
 
 def _partials(problem: AttentionProblem) -> tuple[Any, ...] | None:
-    """Where the pieces of work tiles go."""
+    """Destination of the pieces of work tiles."""
     import cutlass
 
     if problem.split is None:

@@ -1,4 +1,4 @@
-"""Compile the kernels of a backward from its problem, without ever seeing a real tensor."""
+"""Compile the kernels of a backward from its problem, without real tensors."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class BwdKernels(NamedTuple):
     tile_counter, column tensors (indices, bounds), block bits (visible, full, block_q, block_k),
     sums of the gradients of aux tensors (a tuple), mask bits, q_start (as in `compile_fwd`).
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
-    add_parts, where a group's heads are split (dk and dv of main are then partial sums): partial
-    sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
-    zero_padding, where there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
+    add_parts, if a group's heads are split (dk and dv of main are then partial sums): partial sums
+    of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
+    zero_padding, if there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
 
     preprocess: Callable[..., Any]
@@ -55,7 +55,8 @@ class BwdKernels(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """Which gradients may have rows behind their last sequence, to be zeroed: new packed ones."""
+    """Gradients that may have rows behind their last sequence, which must be zeroed: new packed
+    ones."""
 
     dq: bool = False
     dk: bool = False
@@ -63,7 +64,7 @@ class Padding(NamedTuple):
 
 
 class PaddingFacts(NamedTuple):
-    """What decides the code of the kernel that zeroes tails."""
+    """Facts that determine the code of the kernel that zeroes tails."""
 
     dtype: str
     head_dim: int
@@ -75,12 +76,12 @@ NO_PADDING = Padding()
 
 
 class RowFacts(NamedTuple):
-    """What decides the code of the kernels before and after the main one.
+    """Facts that determine the code of the kernels before and after the main one.
 
-    dim: head_dim_v before, head_dim after. The fields from has_dlse on matter before only;
-    marked_dim: head_dim, where rows of queries that see nothing are marked. num_stats: statistics
-    of a row (`BwdPlan`). order: of the sums of dQ, and num_ctas that summed a row block; they
-    matter after only.
+    dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
+    marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
+    row (`BwdPlan`). order: order of the sums of dQ, and num_ctas: CTAs that summed a row block;
+    both matter only after.
     """
 
     dtype: str
@@ -100,7 +101,7 @@ class RowFacts(NamedTuple):
 
 
 class PartFacts(NamedTuple):
-    """What decides the code of the kernel that adds partial sums of dK and dV."""
+    """Facts that determine the code of the kernel that adds partial sums of dK and dV."""
 
     dtype: str
     head_dim: int
@@ -115,7 +116,7 @@ _Facts = TypeVar("_Facts", RowFacts, PartFacts, PaddingFacts)
 
 
 def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
-    """Row blocks of a head in scratch tensors; rows: seqlen_q, or total_q where it is packed."""
+    """Row blocks of a head in scratch tensors; rows: seqlen_q, or total_q if packed."""
     from flash_mask_cute.core import row_blocks
 
     return row_blocks.num_row_blocks(rows, batch, is_packed, tile_m)
@@ -146,7 +147,7 @@ def compile_bwd(
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys.
 
-    sink_dtype: that of the sink, if the kernel before is to know it (`ResolvedBwd`).
+    sink_dtype: dtype of the sink, if the preprocess kernel needs it (`ResolvedBwd`).
     """
     rows = (
         *(choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q),

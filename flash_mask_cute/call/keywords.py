@@ -1,4 +1,4 @@
-"""Keywords that a public call does not have: those of other libraries, and misspelt ones.
+"""Unknown keywords of a public call: those of other libraries, and misspelt ones.
 
 A public call ends in `**unknown` and asks `if unknown:`, which costs some 20 ns. A wrapper that
 catches the TypeError of binding costs ten times that, and cannot tell it from one raised inside.
@@ -106,8 +106,8 @@ _WHAT_TO_DO = {name: advice for names, advice in _ADVICE.items() for name in nam
 
 
 def public_call(call: _Call) -> _Call:
-    """Decorator of a function that ends in `**unknown`, which it returns: `refuse_keywords` knows
-    its keywords, and readers of its signature do not see `**unknown`."""
+    """Decorator of a function that ends in `**unknown`; it returns the function. `refuse_keywords`
+    then knows its keywords, and its visible signature lacks `**unknown`."""
     signature = inspect.signature(call)
     named = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
     know_keywords(call.__name__, [x.name for x in named])
@@ -116,12 +116,12 @@ def public_call(call: _Call) -> _Call:
 
 
 def know_keywords(call: str, names: Iterable[str]) -> None:
-    """What a public call of that name takes, where its signature does not tell."""
+    """Register the keywords of a public call, if its signature does not show them."""
     _parameters[call] = tuple(names)
 
 
 def refuse_keywords(call: str, unknown: Mapping[str, object]) -> NoReturn:
-    """Raises TypeError that names each keyword, its value, and what to write instead.
+    """Raise a TypeError that names each keyword, its value, and what to write instead.
 
     call: the name of a public call.
     """
@@ -150,7 +150,7 @@ def _instead(call: str, name: str) -> str:
 
 
 def brief(value: object) -> str:
-    """Of a tensor no element is read."""
+    """A short form of a value; no element of a tensor is read."""
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     return f"a {type(value).__name__}"

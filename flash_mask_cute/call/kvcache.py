@@ -1,6 +1,6 @@
-"""A cache of keys and values as attention takes it: checked, and viewed.
+"""A cache of keys and values: checked, and viewed as attention takes it.
 
-Dynamo cannot trace the checks. A compiled graph is checked by the operators that run in it.
+Dynamo cannot trace the checks. In a compiled graph the operators run them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flash_mask_cute.runtime.checks import brief, check_int, check_tensor
 
 
 class Cache(NamedTuple):
-    """The arguments of `flash_attn_with_kvcache` that tell of the cache.
+    """The arguments of `flash_attn_with_kvcache` that describe the cache.
 
     k, v: (entries, rows, heads_kv, d), or pools of pages with page_table (batch, max_pages).
     seqlens: (batch,) int32, rows in use with padding, or None: all. leftpad: (batch,) int32, rows
@@ -40,7 +40,7 @@ class Cache(NamedTuple):
 
 
 class CacheView(NamedTuple):
-    """What attention is given for a cache: keys (batch, row, ...), or packed, or in pages."""
+    """The form in which attention gets a cache: keys (batch, row, ...), or packed, or in pages."""
 
     k: Tensor
     v: Tensor
@@ -51,7 +51,7 @@ class CacheView(NamedTuple):
 
 
 def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
-    """Sequences of a call; what q is wrong in is told by the checks of attention."""
+    """Number of sequences of a call; attention's own checks report errors in q."""
     if not torch.compiler.is_compiling():
         check_tensor("q", q)
         if cu_seqlens_q is not None:
@@ -63,9 +63,9 @@ def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
 
 
 def refuse_given(defaults: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
-    """Refuse arguments that are known, and have no use here but at their defaults.
+    """Refuse known arguments that are supported only at their defaults.
 
-    defaults: what was given, and the values that say nothing, by name.
+    defaults: by name, the given value and the values that mean nothing.
 
     Raises:
         NotImplementedError: naming argument and value.
@@ -109,7 +109,8 @@ def _check_length(length: int, capacity: int) -> None:
 
 
 def check_cache(cache: Cache, startend_row_indices: object) -> None:
-    """Refuse what does not go together, and what attention's own checks would not name.
+    """Refuse arguments that contradict each other, and errors that attention's checks would not
+    name.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming argument and value.
@@ -174,7 +175,7 @@ def check_contents(cache: Cache) -> None:
 
 
 def refuse_gradients(reason: str, **tensors: Tensor | None) -> None:
-    """Raises NotImplementedError if a graph would be recorded. reason: why that cannot be."""
+    """Raise NotImplementedError if autograd would record. reason: why gradients are unsupported."""
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
@@ -185,8 +186,8 @@ def refuse_gradients(reason: str, **tensors: Tensor | None) -> None:
 
 
 def view_of(cache: Cache, total: Tensor | None) -> CacheView:
-    """total: keys of each sequence without padding, where new ones were written; None: as the cache
-    has them."""
+    """The view of a cache. total: keys of each sequence without padding, if new ones were written;
+    None: as the cache has them."""
     used = cache.seqlens if total is None else total
     if cache.leftpad is None and cache.batch_idx is None:
         return CacheView(cache.k, cache.v, None, used, None, cache.page_table)

@@ -1,4 +1,4 @@
-"""What a call says about the lengths of its queries and of its keys, checked.
+"""The lengths of a call's queries and keys, checked.
 
 Contents of `cu_seqlens_*` and `seqused_*` are checked when they are CPU tensors; a CUDA tensor is
 never read, so no check waits for the device. Errors are those of `validate.py`.
@@ -16,7 +16,8 @@ from flash_mask_cute.runtime.checks import brief, check_device, check_int, check
 
 
 class Side(NamedTuple):
-    """What a call says of its queries, or of its keys. name: "q" or "k"; shape: of that tensor."""
+    """A call's arguments about its queries, or its keys. name: "q" or "k"; shape: of that
+    tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +40,7 @@ class Side(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Entries and tokens of an entry, of a tensor with this layout."""
+        """Batch entries, and tokens per entry, of a tensor with this layout."""
         return (1, self.shape[0]) if self.is_packed else (self.shape[0], self.shape[1])
 
     @property
@@ -91,7 +92,8 @@ def check_lengths(queries: Side, keys: Side, head_dim_v: int) -> FwdShapes:
 
 
 def _check_index_vector(name: str, value: object, device: torch.device) -> None:
-    """Check what cu_seqlens and seqused have in common: int32, 1-D, contiguous, on `device`."""
+    """Check the common properties of cu_seqlens and seqused: int32, 1-D, contiguous, on
+    `device`."""
     check_tensor(name, value)
     assert isinstance(value, torch.Tensor)
     if value.dtype != torch.int32:
@@ -104,7 +106,7 @@ def _check_index_vector(name: str, value: object, device: torch.device) -> None:
 
 
 def check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Check an int32 vector of where packed sequences begin, but for its contents.
+    """Check an int32 vector of the starts of packed sequences, without its contents.
 
     Raises:
         TypeError, ValueError: naming what it is.
@@ -115,7 +117,7 @@ def check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> No
 
 
 def check_batch_vector(name: str, value: torch.Tensor, batch: int, device: torch.device) -> None:
-    """Check an int32 vector of a number for each sequence.
+    """Check an int32 vector with one number for each sequence.
 
     Raises:
         TypeError, ValueError: naming what it is.

@@ -1,4 +1,4 @@
-"""The key of a call: what a prepared call is found by."""
+"""The key by which a prepared call is found."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from flash_mask_cute.runtime.plain_tensors import are_plain
 
 
 def mask_key(masks: Masks) -> tuple[Any, ...]:
-    """Equal for two calls only if one launch serves both, as far as these arguments go.
+    """A key that is equal for two calls only if one launch serves both, by these arguments.
 
-    Of tensors, what decides the code and the checks: extents, but of aux tensors only their number.
-    Strides are run-time values. Of callables, everything they reach, looked up afresh.
+    For tensors it holds what determines the code and the checks: extents, but only the number of
+    dimensions of aux tensors. Strides are run-time values. For callables it holds everything they
+    reach, looked up anew each time.
 
     Raises:
         AttributeError, TypeError, ValueError: no valid call has such arguments.
@@ -77,10 +78,10 @@ def find_fwd(
 ) -> tuple[PreparedFwd | None, Any]:
     """The prepared forward for these arguments, if there is one, and its key.
 
-    options: the fields of `Options`. Calls have equal keys only if one prepared call serves them:
-    the same metadata of all tensors, the same of q, k and v starting on 16-byte boundaries, and the
-    same other arguments. The key is None where out does not start on one, which is refused, or
-    where an argument is of no kind that a valid call has: a wrapper has the metadata of the tensor
+    options: the fields of `Options`. Calls have equal keys only if one prepared call serves them.
+    They have the same metadata of all tensors, the same tensors among q, k and v aligned to 16
+    bytes, and the same other arguments. The key is None if out is not aligned, which is refused, or
+    if an argument is of a kind that no valid call has: a wrapper has the metadata of the tensor
     that it wraps.
     """
     (
@@ -126,13 +127,13 @@ def find_fwd(
 
 
 def metadata(tensor: Tensor) -> tuple[Any, ...]:
-    """Of an argument beside q. q tells that it is on CUDA, as all are whose launch is kept; where
-    something else has the number of a GPU, the kernel refuses it."""
+    """Metadata of an argument other than q. q shows that the call is on CUDA, like every call whose
+    launch is kept. If another device has the same index as the GPU, the kernel refuses it."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, ...]:
-    """Of gradients and, as those are added to by the coordinates of these, of their aux tensors."""
+    """Key of gradients and of their aux tensors, by whose coordinates gradients are added."""
     aux_tensors = () if masks is None or masks.aux_tensors is None else masks.aux_tensors
     pairs = zip(daux, aux_tensors, strict=True)
     return tuple(None if x is None else (metadata(x), aux.shape) for x, aux in pairs)

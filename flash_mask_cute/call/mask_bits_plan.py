@@ -1,9 +1,9 @@
 """Whether a call's `mask_mod` is evaluated once for all heads, and how.
 
-That is so if its values do not depend on the head and there is room for them. The room is a bit for
-each pair of a query and a key, and a word for each tile. It is for one batch entry only if the
-callable and the lists are the same for all entries. For large inputs, documents that are found in
-the bits are computed as packed sequences.
+It is if its values do not depend on the head and there is room for them. They take a bit for each
+pair of a query and a key, and a word for each tile. One batch entry is enough only if the callable
+and the lists are the same for all entries. For large inputs, documents that are found in the bits
+are computed as packed sequences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ QUERY_BLOCK, MIN_TILES_PACKED = 128, 32
 
 
 def reading_mask_bits(problem: AttentionProblem) -> AttentionProblem:
-    """The problem of a kernel that reads what the callable and block lists say."""
+    """The problem of a kernel that reads stored results of the callable and block lists."""
     return replace(
         problem,
         mask_mod=None,
@@ -54,7 +54,7 @@ def reading_mask_bits(problem: AttentionProblem) -> AttentionProblem:
 def packed_sequences(
     shapes: FwdShapes, problem: AttentionProblem
 ) -> tuple[FwdShapes, AttentionProblem]:
-    """The same, where documents are sequences."""
+    """The same, if documents are sequences."""
     sequences, rows = shapes.batch * max_documents(shapes.seqlen_q), shapes.batch * shapes.seqlen_q
     shapes = shapes._replace(batch=sequences, total_q=rows, total_k=rows)
     return shapes, replace(problem, varlen_q=True, varlen_k=True)
@@ -63,7 +63,7 @@ def packed_sequences(
 def shares_mask_bits(
     problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks, target: Target
 ) -> bool:
-    """Whether all heads of a call may read the same mask bits, if there is room for these."""
+    """Whether all heads of a call may read the same mask bits, if memory suffices."""
     lists = masks.block_lists
     return (
         masks.mask_mod is not None
@@ -87,7 +87,7 @@ def choose_mask_bits(
     target: Target,
     can_pack: bool,
 ) -> MaskBitsPlan | None:
-    """How the bits that all heads share are made; None if there is no room for them."""
+    """The plan for the bits that all heads share; None if there is no room for them."""
     mask_mod, lists = masks.mask_mod, masks.block_lists
     assert mask_mod is not None
     bits_problem = MaskBitsProblem(
@@ -125,7 +125,7 @@ def choose_mask_bits(
 def _choose_for_sequences(
     shapes: FwdShapes, bits_problem: MaskBitsProblem, window: Window
 ) -> SequenceBitsPlan | None:
-    """Where queries and keys are packed."""
+    """The choice for packed queries and keys."""
     tiles, pairs = bits_problem.tiles, shapes.total_q * shapes.seqlen_k
     most = most_tiles(tiles, pairs, shapes.total_q, shapes.total_k, shapes.batch)
     # short sequences leave most of a tile empty
@@ -137,8 +137,8 @@ def _choose_for_sequences(
 
 
 def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Target) -> bool:
-    """Whether a call is large enough to look for documents, and has nothing that needs its position
-    in them."""
+    """Whether a call is large enough to search for documents, and nothing in it needs positions
+    inside them."""
     work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // QUERY_BLOCK)
     return (
         shapes.seqlen_q == shapes.seqlen_k > DOCUMENT_STRIDE
@@ -155,10 +155,10 @@ def _num_blocks(shapes: FwdShapes, tiles: BitTiles) -> int:
 def _blocks_per_launch(
     entries: int, shapes: FwdShapes, tiles: BitTiles, target: Target
 ) -> int | None:
-    """How many blocks of queries a launch computes; None where there is no room for bits.
+    """Number of query blocks that a launch computes; None if there is no room for bits.
 
-    A forward with more pairs than there is room for computes some rows of all heads after the
-    others, a backward does not.
+    A forward with more pairs than fit computes some rows of all heads at a time; a backward does
+    not.
     """
     blocks = _num_blocks(shapes, tiles)
     if entries * shapes.seqlen_q * shapes.seqlen_k <= MAX_PAIRS:

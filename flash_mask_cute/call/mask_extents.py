@@ -1,9 +1,9 @@
-"""Whether a mask has a row for each query of a call, and which one.
+"""Check that a mask has a row for each query of a call, and find that row.
 
-Column intervals and block lists count rows: of the mask, whose row 0 need not be the first query of
-the call. A decode step has one query, which is the last row of the mask that a model was trained
-with. So a call is refused unless its rows are known: the mask was made for as many queries as the
-call has, or nothing could come before the first query, or `q_start` says where it stands.
+Column intervals and block lists count rows of the mask. Row 0 need not be the first query of the
+call. For example, a decode step has one query, which is the last row of the mask that a model was
+trained with. So a call is refused unless its rows are known: the mask was made for the call's
+number of queries, or nothing could come before the first query, or `q_start` gives its position.
 
 Shapes alone decide. Contents of `cu_seqlens_*` and `seqused_*` are not read.
 """
@@ -34,8 +34,8 @@ def check_q_start(q_start: object, batch: int, device: torch.device) -> None:
 
     Raises:
         TypeError: no int, None, "end" or int32 tensor.
-        ValueError: another word than "end", a position that is negative or too large, or a tensor
-            that is not (batch,) or lies elsewhere than q.
+        ValueError: a string other than "end", a position that is negative or too large, or a tensor
+            that is not (batch,) or is on another device than q.
     """
     if q_start is None:
         return
@@ -71,9 +71,9 @@ def _check_range(position: int, where: str) -> None:
 
 
 class CallExtents(NamedTuple):
-    """What a call says about its lengths: the fields of `FwdShapes`, and `q_start`.
+    """A call's lengths: the fields of `FwdShapes`, and `q_start`.
 
-    packs_q, packs_k: whether sequences lie one after the other (cu_seqlens).
+    packs_q, packs_k: whether sequences are packed (cu_seqlens).
     """
 
     batch: int
@@ -88,10 +88,10 @@ class CallExtents(NamedTuple):
     def check_columns(self, value: Tensor | ColumnMask) -> None:
         """Refuse column intervals whose rows are not, or may not be, the call's queries.
 
-        value: with the call's number of keys.
+        value: a mask with the call's number of keys.
 
         Raises:
-            ValueError: naming the extents of the mask and those of the call.
+            ValueError: names the extents of the mask and of the call.
         """
         rows = value.seqlen_q if isinstance(value, ColumnMask) else None
         if rows == ANY or not self.total_q:
@@ -122,8 +122,8 @@ class CallExtents(NamedTuple):
     def check_lists(self, seqlens: Any) -> None:
         """Refuse block lists whose rows are not, or may not be, the call's queries.
 
-        seqlens: the (queries, keys) that they were made for; None: for the number of blocks to
-        tell. That number is looked at elsewhere, so they differ by less than a block.
+        seqlens: the (queries, keys) that they were made for; None: given by the number of blocks.
+        That number is checked elsewhere, so they differ by less than a block.
 
         Raises:
             TypeError, ValueError: seqlens is no pair of lengths; else as `check_columns`.
@@ -150,8 +150,8 @@ class CallExtents(NamedTuple):
         )
 
     def _known_end(self, packed_end: int | None) -> int:
-        """One past the last row of the mask that a sequence surely reaches, by shapes; 0 if they do
-        not tell. packed_end: the queries of a packed sequence, if they are known."""
+        """One past the last mask row that a sequence certainly reaches, by shapes; 0 if shapes do
+        not show it. packed_end: the queries of a packed sequence, if known."""
         if not isinstance(self.q_start, Integral):
             return 0
         seqlen_q = packed_end if self.packs_q else self.seqlen_q

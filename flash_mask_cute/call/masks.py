@@ -1,4 +1,4 @@
-"""The arguments of a call that say who sees whom, beyond causal and window, or change scores."""
+"""The mask arguments of a call beyond causal and window, and arguments that change scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flash_mask_cute.runtime.dtypes import dtype_name
 
 
 class ResolvedMasks(NamedTuple):
-    """What a call's masks are, after validation.
+    """A call's masks after validation.
 
     column_mask, block_lists: in the form of the library, the lists with their block size.
     """
@@ -39,10 +39,10 @@ class ResolvedMasks(NamedTuple):
     def of(
         masks: Masks, causal: bool, shapes: FwdShapes, device: torch.device, has_start: bool
     ) -> ResolvedMasks:
-        """From arguments that `check_fwd_inputs` has passed. has_start: q_start is among them.
+        """Made from arguments that passed `check_fwd_inputs`. has_start: q_start is among them.
 
         Raises:
-            TypeError, ValueError: block lists that do not fit the problem.
+            TypeError, ValueError: block lists do not fit the problem.
         """
         lists = None
         if masks.block_sparse_tensors_torch is not None:
@@ -76,7 +76,7 @@ class ResolvedMasks(NamedTuple):
         return self.column_mask is not None and self.column_mask.causal
 
     def problem_fields(self) -> dict[str, Any]:
-        """The fields of an `AttentionProblem` that say what masks there are."""
+        """The fields of an `AttentionProblem` that describe masks."""
         columns, lists = self.column_mask, self.block_lists
         return {
             "intervals": None if columns is None else (columns.num_vectors, columns.causal),
@@ -88,10 +88,9 @@ class ResolvedMasks(NamedTuple):
         }
 
     def describe(self, tiles: FwdTiles, are_bits: bool) -> str:
-        """In words, empty if there is nothing.
+        """The masks in words; empty if there are none.
 
-        are_bits: block lists are taken as bits, by the kernel that makes mask bits before
-        attention.
+        are_bits: block lists are read as bits by the kernel that makes mask bits before attention.
         """
         parts = []
         if self.column_mask is not None:
@@ -115,15 +114,15 @@ class ResolvedMasks(NamedTuple):
         return "; ".join(parts)
 
     def rows_fit(self, seqlen_q: int) -> bool:
-        """Whether block lists, if there are any, have as many rows of blocks as a call."""
+        """Whether block lists, if any, have as many block rows as a call."""
         if self.block_lists is None or self.block_size is None:
             return True
         return self.block_lists.mask_block_cnt.shape[2] == -(-seqlen_q // self.block_size[0])
 
     def unpackable(self, shapes: FwdShapes, lists_are_bits: bool) -> str | None:
-        """The argument, if there is one, under which query heads of a group cannot share a tile.
+        """The argument, if any, that prevents query heads of a group from sharing a tile.
 
-        lists_are_bits: block lists are read by position, whatever the head.
+        lists_are_bits: block lists are read by position, for any head.
         """
         lists = self.block_lists
         if lists is not None and not (lists_are_bits and lists.mask_block_cnt.shape[1] == 1):
@@ -142,9 +141,9 @@ def _column_mask(value: Tensor | ColumnMask | None, causal: bool) -> ColumnMask 
 
 
 class KernelArguments(NamedTuple):
-    """What kernels take of a call's masks. block_lists: four tensors, the last two may be None.
-    columns: indices and bounds. block_size: of the lists, which are not given together with
-    block_bits (visible, full, block_q, block_k)."""
+    """The kernel arguments for a call's masks. block_lists: four tensors, the last two may be None.
+    columns: indices and bounds. block_size: of the lists; not given together with block_bits
+    (visible, full, block_q, block_k)."""
 
     block_lists: tuple[Any, ...] | None = None
     aux_tensors: tuple[Tensor, ...] | None = None
@@ -154,11 +153,11 @@ class KernelArguments(NamedTuple):
 
 
 class MaskArguments:
-    """Makes the last arguments of a kernel from those of a call.
+    """Makes the last arguments of a kernel from the arguments of a call.
 
-    reads_lists: the kernel reads block lists; others take them as bits, as does what stores the
-    answers of a mask_mod. tile: query rows and keys of a tile of the walk. Nothing is computed for
-    a `ColumnMask` or for lists that were seen before.
+    reads_lists: the kernel reads block lists; other kernels, and the one that stores results of a
+    mask_mod, take them as bits. tile: query rows and keys of a tile of the walk. Nothing is
+    computed for a `ColumnMask` or for lists that were seen before.
     """
 
     __slots__ = ("_block_size", "_causal_form", "_reads_lists", "_seqlens", "_tile")
@@ -201,7 +200,7 @@ class MaskArguments:
 
 
 def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:
-    """A call's block lists, whose block size was resolved before."""
+    """A call's block lists, with a block size resolved before."""
     return from_block_mask(given)._replace(block_size=block_size)
 
 

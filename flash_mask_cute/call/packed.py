@@ -1,7 +1,7 @@
-"""Dense calls whose mask holds documents, computed as packed sequences.
+"""Dense calls with documents in their mask, computed as packed sequences.
 
-`mask_prep/documents.py` says why. Eligibility is decided here where a `ColumnMask` has the
-documents, and in `plan.py` where they are found in a mask_mod.
+`mask_prep/documents.py` gives the reasons. Eligibility is decided here if a `ColumnMask` has the
+documents, and in `plan.py` if they are found in a mask_mod.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 def holds_documents(
     q: Any, k: Any, v: Any, mask: Any, causal: bool, others: Iterable[object]
 ) -> bool:
-    """Whether a mask is said to hold documents, and this call can be packed by them.
+    """Whether a mask is declared to hold documents, and this call can be packed by them.
 
-    Other operands, wrong ones included, go to the call with the dense mask. causal: of the call,
-    which must not hide more than the mask does. others: lengths, mods, block lists and q_start
-    (`start_that_counts`) of the call, which packed sequences do not have as they are.
+    Calls with other operands, even wrong ones, use the dense mask. causal: of the call; it must not
+    hide more than the mask does. others: lengths, mods, block lists and q_start
+    (`start_that_counts`) of the call, which packed sequences cannot take unchanged.
     """
     if not isinstance(mask, ColumnMask) or not mask.documents:
         return False
@@ -55,13 +55,13 @@ def holds_documents(
 
 
 def start_that_counts(q_start: Any) -> Any:
-    """An argument q_start, None where it says nothing of as many queries as keys."""
+    """An argument q_start; None if it means nothing for equal numbers of queries and keys."""
     is_first = isinstance(q_start, Integral | str) and q_start in (0, END)
     return None if is_first else q_start
 
 
 def rows_follow(*tensors: Tensor | None) -> bool:
-    """Whether the rows of all batch entries of a tensor (batch, row, ...) follow each other."""
+    """Whether the rows of all batch entries of a tensor (batch, row, ...) are contiguous."""
     return all(
         x is None or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors
     )
@@ -71,7 +71,7 @@ def rows_follow(*tensors: Tensor | None) -> bool:
 
 
 def packs_documents(call: AttentionCall) -> bool:
-    """Whether the documents of a call's mask are to be packed sequences."""
+    """Whether the documents of a call's mask become packed sequences."""
     x, masks, options = call.tensors, call.masks, call.options
     lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table
     others = (
@@ -83,7 +83,7 @@ def packs_documents(call: AttentionCall) -> bool:
 
 
 def can_pack(call: AttentionCall) -> bool:
-    """Whether the rows follow each other of all that is not copied for a packed batch."""
+    """Whether all tensors that a packed batch does not copy have contiguous rows."""
     x = call.tensors
     return rows_follow(x.q, x.k, x.v, x.out, x.dq, x.dk, x.dv)
 
@@ -104,7 +104,7 @@ def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
 
 
 def by_documents(tensors: Tensors, masks: Masks | None, batch: int) -> tuple[Tensors, Masks]:
-    """With the documents of the mask, which has some, as sequences."""
+    """The call with the documents of its mask as sequences."""
     assert masks is not None and isinstance(masks.startend_row_indices, ColumnMask)
     mask = masks.startend_row_indices
     starts, row_indices = mask.split(batch)
@@ -113,9 +113,10 @@ def by_documents(tensors: Tensors, masks: Masks | None, batch: int) -> tuple[Ten
 
 
 def with_gradients(tensors: Tensors) -> Tensors:
-    """With new tensors for the gradients that are not given.
+    """The call with new tensors for missing gradients.
 
-    Of a launch's own, the rows behind the last sequence would be cleared, and here there are none.
+    A launch would clear the rows behind the last sequence in its own tensors; here there are no
+    such rows.
     """
     x = tensors
     return x._replace(
@@ -126,15 +127,15 @@ def with_gradients(tensors: Tensors) -> Tensors:
 
 
 def as_rows(tensors: Tensors) -> Tensors:
-    """The tensors of a forward, but lse, as one of a packed batch takes them."""
+    """The tensors of a forward, without lse, in the form of a packed batch."""
     x = tensors
     return x._replace(q=rows_of(x.q), k=rows_of(x.k), v=rows_of(x.v), out=rows_of(x.out))
 
 
 def as_rows_bwd(tensors: Tensors) -> Tensors:
-    """The tensors of a backward, as one of a packed batch takes them.
+    """The tensors of a backward, in the form of a packed batch.
 
-    Copied: lse and dlse of several sequences, and dout if its rows do not follow each other.
+    lse and dlse of several sequences are copied, and dout if its rows are not contiguous.
     """
     x = as_rows(tensors)
     return x._replace(
@@ -156,10 +157,10 @@ def rows_of(tensor: None) -> None: ...
 
 
 def rows_of(tensor: Tensor | None) -> Tensor | None:
-    """(batch * rows, ...) of (batch, rows, ...), a copy if they do not follow each other."""
+    """(batch * rows, ...) from (batch, rows, ...); a copy if rows are not contiguous."""
     return None if tensor is None else tensor.flatten(0, 1)
 
 
 def lse_by_heads(lse: Tensor | None) -> Tensor | None:
-    """(heads, batch * seqlen) of (batch, heads, seqlen): a copy for several sequences."""
+    """(heads, batch * seqlen) from (batch, heads, seqlen); a copy for several sequences."""
     return None if lse is None else lse.transpose(0, 1).flatten(1)

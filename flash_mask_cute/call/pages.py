@@ -1,4 +1,4 @@
-"""Checks of paged keys and values, and what a page table says of their extents.
+"""Checks of paged keys and values, and the extents that follow from a page table.
 
 Errors are those of `validate.py`. A CUDA tensor is never read; on the CPU the numbers of the pages
 that are in use are checked by value.
@@ -22,13 +22,15 @@ def paged_shape(k: torch.Tensor, page_table: torch.Tensor) -> tuple[int, ...]:
 
 
 def page_box_of(page_size: int, tile_n: int) -> int:
-    """Keys that kernels with so many keys a tile read at a time of such pages: as many as lie side
-    by side in each page wherever a tile begins."""
+    """Keys that kernels with tile_n keys per tile read from such pages at a time.
+
+    These are the keys that lie side by side in each page, wherever a tile begins.
+    """
     return math.gcd(page_size, tile_n)
 
 
 def check_page_table(k: torch.Tensor, page_table: object) -> None:
-    """Check what a page table is, but for its contents, and the pages of a pool of 4 dimensions.
+    """Check a page table, without its contents, and the pages of a pool of 4 dimensions.
 
     Raises:
         TypeError, ValueError: naming argument and value.
@@ -56,7 +58,7 @@ def check_pages(
     cu_seqlens_k: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
 ) -> None:
-    """Check a page table against the pools of k and v, which are known to be alike.
+    """Check a page table against the pools of k and v, whose equal shapes are known.
 
     Raises:
         TypeError, ValueError: naming argument and value.
@@ -76,8 +78,8 @@ def check_pages(
 def _check_numbers(
     page_table: torch.Tensor, seqused_k: torch.Tensor | None, num_pages: int, page_size: int
 ) -> None:
-    """Check the numbers of the pages that are in use. Lengths that are too long are refused with
-    the other lengths."""
+    """Check the numbers of the pages in use. Too large lengths are refused with the other
+    lengths."""
     used = page_table
     if isinstance(seqused_k, torch.Tensor) and seqused_k.shape == page_table.shape[:1]:
         columns = torch.arange(page_table.shape[1], device="cpu")

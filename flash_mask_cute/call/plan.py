@@ -1,4 +1,4 @@
-"""`plan`: everything about a call that its metadata decide, before anything is compiled."""
+"""`plan`: all decisions about a call that follow from metadata, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Backend(Enum):
-    """What runs a call. EMPTY: there are no queries or no keys, so that nothing is launched."""
+    """What runs a call. EMPTY: there are no queries or no keys, so nothing is launched."""
 
     CPU = "cpu"
     EMPTY = "empty"
@@ -69,10 +69,10 @@ class Backend(Enum):
 
 
 class GradientFacts(NamedTuple):
-    """What decides the kernels of a backward beside its problem.
+    """Facts that determine the kernels of a backward, besides its problem.
 
-    sink_dtype: of a sink whose gradient is asked for, or by which queries that see nothing are
-    told, as kernels read it, a name of a torch dtype. padding: see `Padding`.
+    sink_dtype: dtype, as kernels read it, of a sink whose gradient is requested, or that identifies
+    queries that see nothing; a name of a torch dtype. padding: see `Padding`.
     """
 
     has_dlse: bool
@@ -87,19 +87,19 @@ Choose: TypeAlias = Callable[[AttentionProblem], FwdChoice | BwdChoice]
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """What runs a call of either direction, and how.
+    """The plan of a call of either direction.
 
-    target: whose kernels run, or, on the CPU, whose tiles are walked over. problem: as the kernel
-    sees it. softmax_scale may have any sign; window sides are None where they are open; q_start is
-    None where it says nothing.
-    conversions: of the caller's tensors that a kernel cannot take as they are, by name.
+    target: the target of the kernels or, on the CPU, of the tiles. problem: as the kernel sees it.
+    softmax_scale may have any sign. Window sides are None if open. q_start is None if it has no
+    effect.
+    conversions: by name, of the caller's tensors that a kernel cannot read as they are.
     is_out_like_q: a forward's new out may be made like q.
 
-    mask_bits: how a mask_mod is evaluated once for all heads before attention; problem and shapes
-    are then those of the kernel that reads the bits, and without_bits is the plan of a kernel that
-    evaluates the callable itself. packed: the plan of the packed sequences that are computed
-    instead, for a mask that is said to hold documents. splits: the pieces in which a forward
-    computes its work tiles, None: it has one pass.
+    mask_bits: the plan for evaluating a mask_mod once for all heads before attention. problem and
+    shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
+    kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
+    computed instead, for a mask that is declared to hold documents. splits: the pieces in which a
+    forward computes its work tiles; None: one pass.
     """
 
     direction: Direction
@@ -135,7 +135,7 @@ class ExecutionPlan:
 
     @property
     def bit_tiles(self) -> BitTiles:
-        """The tiles of mask bits that the kernel reads if it reads any."""
+        """The mask bit tiles that the kernel reads, if it reads any."""
         if isinstance(self.choice, BwdChoice):
             return BitTiles.for_backward(self.choice.tiles.tile_m, self.choice.tile_n)
         return BitTiles.for_forward(self.choice.tiles.tile_m, self.choice.tiles.tile_n)
@@ -160,24 +160,25 @@ class ExecutionPlan:
 
     @property
     def reads_lists(self) -> bool:
-        """Whether the kernel reads block lists; otherwise it takes them as bits, as does what
-        evaluates a mask_mod before attention."""
+        """Whether the kernel reads block lists. Otherwise it takes them as bits, as does the kernel
+        that evaluates a mask_mod before attention."""
         problem = self.problem
         is_read = not problem.reads_mask_bits and problem.q_start is None
         return self.direction is Direction.FORWARD and is_read
 
     @property
     def kernel_q_start(self) -> int | str | None:
-        """What a kernel takes as q_start, `EACH` for a tensor of the call."""
+        """The q_start argument of a kernel, `EACH` for a tensor of the call."""
         return -1 if self.q_start == END else self.q_start
 
     def q_start_of(self, tensors: Tensors) -> torch.Tensor | int | None:
-        """The same of a call."""
+        """The same for a call."""
         start: Any = self.kernel_q_start
         return tensors.q_starts if start == EACH else start
 
     def with_choice(self, choice: FwdChoice | BwdChoice) -> ExecutionPlan:
-        """The plan with these tiles, which decide on packing and on how it takes block lists."""
+        """The plan with these tiles; they determine packing, and the form in which it takes block
+        lists."""
         problem = self.problem
         if isinstance(choice, FwdChoice):
             block_size = self.masks.block_size
@@ -189,14 +190,14 @@ class ExecutionPlan:
 
 
 def target_of(q: torch.Tensor) -> Target:
-    """Whose kernel a call runs, or, on the CPU, whose tiles it walks."""
+    """The target of a call's kernels or, on the CPU, of its tiles."""
     return Target.of(q.device) if q.is_cuda else Target.default()
 
 
 def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
-    """Check a call, and decide how it runs.
+    """Check a call, and plan its execution.
 
-    target: whose kernels are to run. None: those of q's device, and the CPU path for a CPU tensor.
+    target: the target of the kernels. None: that of q's device, and the CPU path for a CPU tensor.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming argument and value.
@@ -231,7 +232,7 @@ _FoldedWindow: TypeAlias = tuple[bool, int | None, int | None]
 
 
 def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:
-    """The part of a call's problem that both directions have, not packed."""
+    """The part of a call's problem that both directions share, without packing."""
     x, (is_causal, window_left, window_right) = call.tensors, window
     problem = AttentionProblem(
         dtype=dtype_name(x.q.dtype),
@@ -293,7 +294,7 @@ def _bwd_problem(
 def _first_position(
     call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, window: _FoldedWindow
 ) -> int | str | None:
-    """The argument q_start where it says something."""
+    """The argument q_start if it has an effect."""
     start = call.options.q_start
     if isinstance(start, Integral):
         start = int(start)
@@ -310,8 +311,8 @@ def _first_position(
 
 
 def _with_start(problem: AttentionProblem, start: int | str | None) -> AttentionProblem:
-    """The problem of calls that begin at some position. Their block lists are read as bits, as
-    tiles of queries need not begin where blocks do."""
+    """The problem of calls that begin at some position. Their block lists are read as bits, because
+    query tiles need not begin where blocks do."""
     if start is None:
         return problem
     kind = "each" if start == EACH else "number"
@@ -326,8 +327,8 @@ def _choose_tiles(
     problem: AttentionProblem,
     target: Target | None,
 ) -> tuple[ExecutionPlan, Choose]:
-    """The plan of a kernel that evaluates all masks itself, and what chooses tiles for other
-    problems with the same arguments."""
+    """The plan of a kernel that evaluates all masks itself, and a function that chooses tiles for
+    other problems with the same arguments."""
     q, scale = call.tensors.q, call.options.softmax_scale
     backend = Backend.EMPTY if shapes.is_empty else Backend.KERNEL
     if not q.is_cuda and (target is None or q.dtype not in KERNEL_DTYPES):
@@ -384,9 +385,9 @@ def _with_split(
     window: _FoldedWindow,
     target: Target,
 ) -> AttentionProblem:
-    """The problem with the way in which work tiles are computed in pieces, if they are.
+    """The problem with its way of computing work tiles in pieces, if any.
 
-    One query sees what it sees without causal masking, and kernels without masks do least.
+    A single query sees the same without causal masking, and kernels without masks do least work.
     """
     may_pack = _may_pack(call, shapes, masks, target)
     split = choose_split(
@@ -413,7 +414,7 @@ def _unpackable(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks) ->
 
 
 def _visible(window: _FoldedWindow) -> int | None:
-    """Keys that a query sees at most, where both sides are closed."""
+    """The most keys that a query sees, if both sides are closed."""
     is_causal, left, right = window
     if left is None or not (is_causal or right is not None):
         return None
@@ -491,7 +492,7 @@ def _gradient_facts(
 
 
 def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) -> ExecutionPlan:
-    """The plan with what evaluates its mask_mod before attention, if anything does.
+    """The plan with the evaluation of its mask_mod before attention, if there is one.
 
     A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
@@ -533,7 +534,7 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool) -> MaskBitsPlan | None:
 
 
 def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
-    """The plan with what is done to the caller's tensors before the kernel sees them."""
+    """The plan with the conversions of the caller's tensors before the kernel sees them."""
     x, (factor, _) = tensors, split_scale(chosen.softmax_scale)
     conversions = {
         "q": input_conversion(x.q, factor),

@@ -1,4 +1,4 @@
-"""From a call to what runs it: planned and compiled once, found again by its key."""
+"""From a call to its prepared form: planned and compiled once, found again by its key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flash_mask_cute.runtime.target import Target
 
 
 def prepare_fwd(call: AttentionCall, target: Target | None = None) -> PreparedFwd:
-    """What runs a forward. target: whose kernels it is to run, instead of those for q's device.
+    """The prepared forward. target: the target of its kernels, instead of that of q's device.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming argument and value.
@@ -30,7 +30,7 @@ def prepare_fwd(call: AttentionCall, target: Target | None = None) -> PreparedFw
 
 
 def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
-    """What runs a planned forward, its kernels compiled or from the cache."""
+    """The prepared form of a planned forward, with kernels compiled or from the cache."""
     if plan.packed is not None:
         return PackedForward(prepared_fwd(plan.packed), plan.problem.needs_lse, by_mask=True)
     if plan.backend is Backend.CPU:
@@ -92,7 +92,7 @@ def _kernel_mods(plan: ExecutionPlan) -> Mods:
 
 
 def _compiled_store(plan: ExecutionPlan) -> MakeMaskBits | None:
-    """What stores the bits of a mask_mod before attention."""
+    """The kernel that stores the bits of a mask_mod before attention."""
     if plan.mask_bits is None:
         return None
     mask_mod, mask_bits = plan.masks.mask_mod, plan.mask_bits
@@ -102,8 +102,8 @@ def _compiled_store(plan: ExecutionPlan) -> MakeMaskBits | None:
 
 
 def may_be_kept(prepared: PreparedFwd | PreparedBwd) -> bool:
-    """Whether a prepared call may run later calls: on the CPU the contents of cu_seqlens and
-    seqused are checked in every call."""
+    """Whether a prepared call may run later calls. On the CPU it may not with cu_seqlens and
+    seqused: their contents are checked in every call."""
     if isinstance(prepared, PackedForward | PackedBackward):
         return may_be_kept(prepared.inner)
     return not isinstance(prepared, CpuForward | CpuBackward)

@@ -1,6 +1,7 @@
-"""A forward with everything decided that metadata decide; running it costs as little as can be.
+"""A forward with all decisions that follow from metadata made; running it costs as little as
+possible.
 
-A prepared call is made once for a combination of shapes, strides, dtypes and options, and run with
+A prepared call is made once for a combination of shapes, strides, dtypes and options, and runs on
 the tensors of every later call that has the same.
 """
 
@@ -31,8 +32,8 @@ _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 
 
 class KernelForward:
-    """Runs a compiled kernel on the current stream, after what stores mask bits for it if anything
-    does."""
+    """Runs a compiled kernel on the current stream, after the kernel that stores mask bits, if
+    any."""
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
@@ -209,7 +210,7 @@ class CpuForward:
 
 
 class NewOutputs:
-    """The caller's out and lse, or new ones that hold anything."""
+    """The caller's out and lse, or new uninitialised tensors."""
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self.out_shape = plan.out_shape
@@ -230,8 +231,8 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 
 def tile_counter(q: Tensor, index: int) -> Tensor:
-    """Two zeros on q's device, the current one, which the kernel leaves as zeros; launches that may
-    overlap get their own."""
+    """Two zeros on q's device, the current device. The kernel leaves them as zeros. Launches that
+    may overlap get their own."""
     # A captured launch may overlap any other when its graph is replayed.
     if index < 0 or _is_capturing():
         return q.new_zeros((2,), dtype=torch.int32)
@@ -243,10 +244,10 @@ def tile_counter(q: Tensor, index: int) -> Tensor:
 
 
 def _to_keep(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
-    """A tensor that outlives the call, made in a thread of its own.
+    """A tensor that outlives the call, made in a separate thread.
 
-    torch.compile runs a graph once before it captures it, takes what the caller's thread allocates
-    meanwhile for the graph's, and refuses to see any of it kept.
+    torch.compile runs a graph once before it captures it. It treats the caller thread's allocations
+    in that run as the graph's, and refuses to let any of them be kept.
     """
     with ThreadPoolExecutor(max_workers=1) as other:
         return other.submit(make, device).result()
@@ -265,13 +266,13 @@ def _new_counter(device: torch.device) -> Tensor:
 
 
 def count_writing(*tensors: Tensor) -> None:
-    """Tell torch, which sees nothing of what a kernel writes, that tensors of the caller change: so
-    that a backward which saved them finds out."""
+    """Tell torch that tensors of the caller change, because it does not see writes by a kernel. So
+    a backward that saved them notices."""
     torch._C._increment_version(tensors)
 
 
 def unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor) -> Tensor:
-    """Boolean, (batch, seqlen_q) or (total_q,): which rows lie past seqused_q."""
+    """Boolean, (batch, seqlen_q) or (total_q,): true for rows past seqused_q."""
     row = torch.arange(lse_by_row.shape[-2], device=lse_by_row.device)
     if cu_seqlens_q is None:
         return row >= seqused_q[:, None]

@@ -1,8 +1,8 @@
-"""A backward with everything decided that metadata decide, as `prepared` for the forward.
+"""A backward with all decisions that follow from metadata made, as `prepared` for the forward.
 
-On a GPU it is three kernels: statistics of the query rows, the main one, and the conversion of dQ;
-and a fourth one where new gradients are packed. What they share lies in scratch memory that each
-call allocates.
+On a GPU it runs three kernels: statistics of the query rows, the main kernel, and the conversion of
+dQ. A fourth one runs if new gradients are packed. The kernels share scratch memory that each call
+allocates.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CONVERTED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "learnable_sink")
 
 
 class KernelBackward:
-    """Runs the compiled kernels on the current stream, after what stores mask bits for them if
-    anything does."""
+    """Runs the compiled kernels on the current stream, after the kernel that stores mask bits, if
+    any."""
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
@@ -169,7 +169,7 @@ class KernelBackward:
 
 
 def _partial_shapes(plan: ExecutionPlan) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Of the partial sums of dK and dV: parts of groups, key blocks, sums."""
+    """Shapes of the partial sums of dK and dV: parts of groups, key blocks, sums."""
     choice, problem, shapes = plan.bwd_choice, plan.problem, plan.shapes
     blocks = num_row_blocks(
         shapes.total_k if problem.varlen_k else shapes.seqlen_k,
@@ -202,7 +202,7 @@ class EmptyBackward:
         return _zeros(x.q, x.dq), _zeros(x.k, x.dk), _zeros(x.v, x.dv)
 
     def _sink_gradient(self, tensors: Tensors) -> Tensor:
-        """Without keys the sink is all there is: out is 0, and lse the sink."""
+        """The gradient of the sink without keys: out is then 0, and lse is the sink."""
         x = tensors
         assert x.lse is not None
         lse_by_row = x.lse.transpose(-1, -2)
@@ -275,20 +275,21 @@ def _zeros(like: Tensor, given: Tensor | None) -> Tensor:
 
 
 def _written(new: Tensor, given: Tensor | None) -> Tensor:
-    """The new gradient, or the caller's tensor with it."""
+    """The new gradient, or the caller's tensor filled with it."""
     return new if given is None else given.copy_(new)
 
 
 def _aux_sums(
     daux: Sequence[Tensor | None], wants_aux: tuple[int, ...], dtype: torch.dtype
 ) -> dict[int, Tensor]:
-    """Zeros to add the gradients of aux tensors to, by number."""
+    """Zeros for the sums of aux tensor gradients, by index."""
     wanted = ((i, daux[i]) for i in wants_aux)
     return {i: x.new_zeros(x.shape, dtype=dtype) for i, x in wanted if x is not None}
 
 
 def _write_aux_gradients(daux: Sequence[Tensor | None], sums: Mapping[int, Tensor]) -> None:
-    """Round the sums into their tensors; what has none, as no score_mod can read it, becomes 0."""
+    """Round the sums into their tensors; a tensor without sums, which no score_mod reads, becomes
+    0."""
     for i, gradient in enumerate(daux):
         if gradient is not None:
             gradient.copy_(sums[i]) if i in sums else gradient.zero_()

@@ -12,10 +12,10 @@ from flash_mask_cute.call.packed import as_rows, as_rows_bwd, by_documents, rows
 
 
 class PackedForward:
-    """Runs the prepared call of a packed batch on tensors of a dense one.
+    """Runs the prepared call of a packed batch on dense tensors.
 
-    needs_lse: whether that makes LSE. by_mask: the documents of the mask are the sequences;
-    otherwise the packed call finds out itself where they begin.
+    needs_lse: whether the packed call computes LSE. by_mask: the documents of the mask are the
+    sequences; otherwise the packed call itself finds where they begin.
     """
 
     __slots__ = ("_by_mask", "_needs_lse", "inner")

@@ -1,4 +1,4 @@
-"""What the generated code depends on, and nothing else."""
+"""The facts on which the generated code depends, and no others."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class FwdShapes(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries or no keys, so that there is nothing to launch."""
+        """Whether there are no queries or no keys, so there is nothing to launch."""
         return not (self.batch and self.total_q and self.total_k)
 
 
 class Mods(NamedTuple):
-    """The user's callables, which a kernel is compiled with. A problem holds their keys."""
+    """The user's callables that a kernel is compiled with. A problem holds their keys."""
 
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
@@ -48,9 +48,9 @@ class Mods(NamedTuple):
 
 
 class TuningClass(str, Enum):
-    """What masks or modifies the scores, as far as the choice of tiles depends on it.
+    """What masks or modifies the scores, as far as tiles depend on it.
 
-    FULL, CAUSAL: that and nothing else, except block lists given as bits. SCORE_MOD: without a
+    FULL, CAUSAL: only that, except for block lists given as bits. SCORE_MOD: a score_mod without a
     mask_mod. EDGES: column intervals of two vectors and more, or beside block lists.
     """
 
@@ -68,25 +68,24 @@ class AttentionProblem:
 
     dtype and sink_dtype are names of torch dtypes ("bfloat16"); sink_dtype None means no sink.
     packed_heads: query heads of a KV head that share a tile's rows, 1 for no packing. Lengths,
-    batch, number of heads, strides and values are run-time arguments and not here. needs_lse_low:
-    with a score_mod, what rounding takes from LSE is written, too. needs_max_scores: the largest
-    score of each row is.
+    batch, number of heads, strides and values are run-time arguments, and not here. needs_lse_low:
+    with a score_mod, the rounding error of LSE is written, too. needs_max_scores: the largest score
+    of each row is written.
 
     intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
-    tensor. wants_aux: numbers of those whose gradients a backward sums. has_lists: block lists are
+    tensor. wants_aux: indices of those whose gradients a backward sums. has_lists: block lists are
     given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
     whose states are given as bits. score_functions: score_mod computes functions of scores
-    (`traits.py`), which tiles of the forward depend on. reads_mask_bits: what a mask_mod and block
-    lists say was stored (`plan.py`), and neither is here. deterministic, and
-    may_empty_rows, that masks may leave queries which see nothing: only backwards differ by these.
-    q_start: whether the position of the first query is given, "number" for all sequences or "each"
-    of them.
+    (`traits.py`), on which tiles of the forward depend. reads_mask_bits: the results of a mask_mod
+    and block lists were stored (`plan.py`), and neither is here. deterministic, may_empty_rows
+    (masks may leave queries that see nothing): only backwards differ by these. q_start: how the
+    position of the first query is given, "number" for all sequences or "each" of them.
     split: how a forward computes work tiles in pieces (`splits.py`), None: it does not. page_box:
-    of keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
+    for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
 
-    The kernels of the backward do not pack heads, know no sink, write no LSE, and take block lists
-    as bits only.
+    The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
+    bits.
     """
 
     dtype: str
@@ -128,7 +127,7 @@ class AttentionProblem:
 
     @property
     def score_modifier(self) -> str | None:
-        """What changes scores before masks do, as an argument's name: "score_mod", "softcap"."""
+        """The argument that changes scores before masks apply, by name: "score_mod", "softcap"."""
         if self.score_mod is not None:
             return "score_mod"
         return "softcap" if self.has_softcap else None
@@ -155,8 +154,8 @@ class AttentionProblem:
 
     @property
     def functions_under_causal(self) -> bool:
-        """Whether a soft cap or a score_mod computes functions of scores, and causal masking is all
-        that hides any."""
+        """Whether a soft cap or a score_mod computes functions of scores, and causal masking is the
+        only mask."""
         masks = replace(self, score_mod=None).tuning_class
         return (self.has_softcap or self.score_functions) and masks is TuningClass.CAUSAL
 
@@ -166,8 +165,9 @@ def may_empty_rows(
     seqlens: tuple[int, int],
     window: tuple[int | None, int | None],
 ) -> bool:
-    """Whether masks may leave queries that see nothing, of a sequence that has keys; by what the
-    host knows, which is not what a mask or a tensor of lengths holds.
+    """Whether masks may leave queries that see nothing, in a sequence that has keys.
+
+    Decided by what the host knows, which excludes the contents of masks and of length tensors.
 
     seqlens: bounds of queries and keys of a sequence. window: sides as `fold_window` returned them.
     """
@@ -191,11 +191,13 @@ def may_empty_rows(
 def fold_window(
     causal: bool, window_left: int | None, window_right: int | None
 ) -> tuple[bool, int | None, int | None]:
-    """Causal and window sides that say something: no side is as wide as any sequence, and of two
-    right edges, causal's and window_right, the nearer one is left.
+    """Causal and window sides that have an effect.
 
-    A band without a diagonal, in which nobody sees anything, is a right side that no sequence
-    reaches: kernels rely on left + right >= 0 where there are both.
+    No side is as wide as any sequence. Of two right edges, causal's and window_right, the nearer
+    one remains.
+
+    An empty band, in which no query sees a key, becomes a right side that no sequence reaches:
+    kernels rely on left + right >= 0 if both are given.
     """
     left = None if window_left is None or window_left >= OPEN_WINDOW else int(window_left)
     right = None if window_right is None or window_right >= OPEN_WINDOW else int(window_right)
@@ -211,11 +213,11 @@ def fold_window(
 def fold_q_start(
     q_start: int | str | None, is_banded: bool, counts_rows: bool, is_square: bool
 ) -> int | str | None:
-    """The position of the first query where it says something that None does not.
+    """The position of the first query if it differs in effect from None.
 
     is_banded: there is causal masking or a window, which None aligns with the last key.
-    counts_rows: masks or callables count rows, which None does from 0. is_square: all sequences
-    have as many queries as keys, and are known to.
+    counts_rows: masks or callables count rows, which start at 0 with None. is_square: all sequences
+    are known to have equal numbers of queries and keys.
     """
     if is_square and q_start in (0, END):
         return None
@@ -225,5 +227,5 @@ def fold_q_start(
 
 
 def sink_dtype(sink: torch.Tensor) -> torch.dtype:
-    """Of the vector that kernels read for a learnable_sink: they compute in float32."""
+    """The dtype of the vector that kernels read for a learnable_sink: they compute in float32."""
     return torch.float32 if sink.dtype == torch.float64 else sink.dtype

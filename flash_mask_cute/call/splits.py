@@ -1,9 +1,9 @@
-"""Whether a forward computes its work tiles in pieces, and where the pieces go.
+"""The choice whether a forward computes its work tiles in pieces, and the destination of pieces.
 
-*By rows*: each work tile in as many pieces as the caller asks for (`num_splits` of 2 and more), as
-`BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
-(`core/shares.py`), which is what the library chooses where it decides (`num_splits` 0). One split
-is one pass, without a merge.
+*By rows*: each work tile in the number of pieces that the caller requests (`num_splits` of 2 and
+more), as `BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
+(`core/shares.py`); the library chooses this if the choice is its own (`num_splits` 0). One split is
+one pass, without a merge.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _FULL_WAVES = 0.95
 class Splits(NamedTuple):
     """Scratch of a forward that computes work tiles in pieces.
 
-    kind: BY_ROWS or BY_SLOTS. number: pieces of each work tile, or shares. out_shape, lse_shape: of
-    what all pieces are written to, fp32.
+    kind: BY_ROWS or BY_SLOTS. number: pieces of each work tile, or shares. out_shape, lse_shape:
+    shapes of the fp32 tensors that all pieces are written to.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Splits(NamedTuple):
         return 4 * (math.prod(self.out_shape) + math.prod(self.lse_shape))
 
     def describe(self) -> str:
-        """In words."""
+        """The splits in words."""
         scratch = f"{self.num_bytes} bytes of scratch, and a launch that merges"
         if self.kind == BY_SLOTS:
             return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
@@ -67,7 +67,7 @@ class Splits(NamedTuple):
 
 
 def decode_rows(shapes: FwdShapes, may_pack: bool) -> int:
-    """Rows of a sequence that share keys: all heads of a group, where they can share a tile."""
+    """Rows of a sequence that share keys: all heads of a group if they can share a tile."""
     return shapes.seqlen_q * (padded_group(shapes.heads_q // shapes.heads_kv) if may_pack else 1)
 
 
@@ -81,11 +81,11 @@ def choose_split(
 ) -> str | None:
     """BY_ROWS, BY_SLOTS, or None: one pass.
 
-    num_splits: as the caller gave it, checked. may_pack: heads of a group can share a tile. window:
-    keys that a query sees at most, None: all.
+    num_splits: the caller's, checked. may_pack: heads of a group can share a tile. window: the most
+    keys that a query sees, None: all.
 
     Raises:
-        NotImplementedError: num_splits is asked for beside lse_low or max_scores.
+        NotImplementedError: num_splits is requested together with lse_low or max_scores.
     """
     if num_splits > 1:
         for name in ("lse_low", "max_scores"):

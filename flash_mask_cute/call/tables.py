@@ -13,14 +13,14 @@ from flash_mask_cute.call.problem import TuningClass
 
 
 class CallFacts(NamedTuple):
-    """What conditions of rows are about.
+    """The facts about a call that conditions of rows use.
 
-    tuning_class: of the `AttentionProblem`. window: keys that a query sees at most, if the window
-    is closed on both sides. decode_rows: query rows that share keys, of a forward in pieces or over
-    pages, else None. functions_under_causal: see the problem. block_size: of block lists
-    that the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums
-    have an order (deterministic). sequences: of `seqlen_q` queries and one head each; num_sms: CTAs
-    that run at once.
+    tuning_class: of the `AttentionProblem`. window: the most keys that a query sees, if the window
+    is closed on both sides. decode_rows: query rows that share keys, for a forward in pieces or
+    over pages, else None. functions_under_causal: see the problem. block_size: of block lists that
+    the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
+    order (deterministic). sequences: the number of sequences of `seqlen_q` queries and one head
+    each; num_sms: CTAs that run at once.
     """
 
     head_dim: int
@@ -39,38 +39,38 @@ class CallFacts(NamedTuple):
 
     @property
     def splits_sectors(self) -> bool:
-        """Whether rows of queries and keys begin inside sectors of L2, which are 32 bytes."""
+        """Whether rows of queries and keys begin inside L2 sectors, which have 32 bytes."""
         return self.head_dim % 16 != 0
 
     def fill(self, tile_m: int) -> float:
-        """How full a launch's waves of CTAs are of queries, with a tile of tile_m rows in each."""
+        """The fill of a launch's CTA waves with queries, with a tile of tile_m rows in each."""
         tiles = self.sequences * -(-self.seqlen_q // tile_m)
         waves = -(-tiles // self.num_sms)
         return self.sequences * self.seqlen_q / max(waves * self.num_sms * tile_m, 1)
 
 
 class Condition(NamedTuple):
-    """What a row asks of a call, in words and as a test."""
+    """A row's condition on a call, in words and as a test."""
 
     text: str
     holds: Callable[[CallFacts], bool]
 
 
 class FwdRow(NamedTuple):
-    """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, and why these.
+    """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, with the reasons.
 
-    masks: the tuning classes of problems that it is for, all if empty. max_window: for windows,
-    closed on both sides, of at most so many keys. min_seqlen_q, min_seqlen_k: for at least so many
-    queries and keys, max_seqlen_q: for at most so many queries. above_dim: head_dim is greater.
-    splits_sectors: only where rows begin inside a sector of L2. gain: how much faster full
-    attention is than with tiles of 128 rows, if as many SMs are busy; where the last wave of CTAs
-    costs more than that, the row is not for it. cta_pair: a pair of CTAs, with a tile each, walks
-    over the keys together. native_block_lists: only beside block lists whose blocks are made of
-    whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
-    only by its own mask. It is not for problems that read mask bits, which exist for tiles of any
-    size. needs_sfu: only where functions of scores are computed under causal masking alone, which
-    keeps the special function units busy. for_decode: only of forwards in pieces or over pages,
-    whose rows that share keys fit a tile.
+    masks: the tuning classes of problems that it is for, all if empty. max_window: for windows that
+    are closed on both sides and have at most this many keys. min_seqlen_q, min_seqlen_k: for at
+    least this many queries and keys; max_seqlen_q: for at most this many queries. above_dim:
+    head_dim is greater. splits_sectors: only if rows begin inside an L2 sector. gain: the speedup
+    of full attention over tiles of 128 rows, if equally many SMs are busy; if the last wave of CTAs
+    costs more than that, the row does not apply. cta_pair: a pair of CTAs, with a tile each, walks
+    over the keys together. native_block_lists: only with block lists whose blocks consist of whole
+    tiles of this row. The kernel then reads the lists as they are, and a block is partial only by
+    its own mask. It does not apply to problems that read mask bits, which exist for tiles of any
+    size. needs_sfu: only if functions of scores are computed under causal masking alone, which
+    keeps the special function units busy. for_decode: only for forwards in pieces or over pages, if
+    the rows that share keys fit a tile.
     """
 
     max_dim: int
@@ -144,13 +144,14 @@ class FwdRow(NamedTuple):
 
 
 class BwdRow(NamedTuple):
-    """Query rows of a block and buffers of the backward, and why these; for head_dim <= max_dim and
-    head_dim_v <= max_dim_v.
+    """Query rows of a block and buffers of the backward, with the reasons.
+
+    For head_dim <= max_dim and head_dim_v <= max_dim_v.
 
     masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
     max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
-    cta_pair: see `BwdConfig`; rows with clears_dq are for sums without an order, those with
-    cta_pair also for scores that nothing modifies, and devices with two SMs.
+    cta_pair: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with cta_pair are
+    also only for unmodified scores and for devices with two SMs.
     """
 
     max_dim: int
@@ -201,12 +202,12 @@ Row = TypeVar("Row", FwdRow, BwdRow)
 
 
 def rows_for(rows: tuple[Row, ...], call: CallFacts) -> Iterator[Row]:
-    """The rows that a call may use, the best one first."""
+    """The rows that a call may use, best first."""
     return (row for row in rows if all(condition.holds(call) for condition in row.conditions()))
 
 
 def describe_conditions(row: FwdRow | BwdRow) -> str:
-    """What a row is for, in words."""
+    """The conditions of a row, in words."""
     return ", ".join(condition.text for condition in row.conditions())
 
 

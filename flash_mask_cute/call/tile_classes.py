@@ -1,8 +1,9 @@
-"""Which key tiles of a call are skipped, masked and left alone: a kernel's verdicts, on the host.
+"""The key tiles of a call that are skipped, masked or left unmasked: a kernel's verdicts, on the
+host.
 
-`explain` counts them, and `plot` colours and counts those of a `ColumnMask`. They are what a kernel
-decides by the bounds of key blocks, which may err on the side of more work, and so are not always
-what the single scores would say.
+`explain` counts them, and `plot` colours and counts those of a `ColumnMask`. A kernel decides by
+the bounds of key blocks, which may err on the side of more work. So the verdicts can differ from
+those by single scores.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class ColumnVerdicts:
 class ListVerdicts:
     """Block lists, read by tile: states (batch | 1, heads_q | 1, m_blocks, n_blocks).
 
-    needs_mask_mod: whether a mask_mod decides about the scores of a tile that is not full."""
+    needs_mask_mod: whether a mask_mod decides about the scores of a tile that is not full.
+    """
 
     states: Tensor
     needs_mask_mod: bool
@@ -87,8 +89,8 @@ class ListVerdicts:
 
 @dataclass(frozen=True)
 class PlacedLists:
-    """Block lists, read by position, of calls whose rows begin at some: states (batch | 1,
-    heads_q | 1, q_blocks, k_blocks) of blocks of block_size."""
+    """Block lists, read by position, for calls with a q_start: states (batch | 1, heads_q | 1,
+    q_blocks, k_blocks) of blocks of block_size."""
 
     states: Tensor
     block_size: tuple[int, int]
@@ -140,7 +142,7 @@ def judge_row(
     seqlen: SeqlenInfoQK,
     m_block: int,
 ) -> RowOfTiles:
-    """asks: whether a mask_mod is asked about every tile."""
+    """asks: whether a mask_mod is evaluated for every tile."""
     first, end = block_info.get_n_block_min_max(seqlen, m_block)
     n_blocks = torch.arange(first, end, device="cpu")
     is_cut = n_blocks >= block_info.get_n_block_min_causal_local_mask(seqlen, m_block, 0)

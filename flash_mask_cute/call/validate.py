@@ -1,4 +1,4 @@
-"""Argument checks of the public calls, but for those of lengths (`lengths`), and of block lists
+"""Argument checks of the public calls, except those of lengths (`lengths`) and of block lists
 (`block_sparsity`).
 
 The checks look at metadata only.
@@ -171,7 +171,8 @@ def check_bwd_inputs(
 ) -> FwdShapes:
     """Check the arguments of `_flash_attn_bwd` and return the extents of the problem.
 
-    forward: those that `check_fwd_inputs` knows. Shapes: out and dout like q with head_dim_v; lse,
+    forward: the arguments that `check_fwd_inputs` knows. Shapes: out and dout like q with
+    head_dim_v; lse,
     lse_low and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any
     strides; dq, dk, dv like q, k, v; dsink like learnable_sink; daux an entry for each aux tensor,
     None or a tensor like it.
@@ -214,8 +215,8 @@ def check_bwd_inputs(
 
 
 def refuse_transforms(but_functionalize: bool = False) -> None:
-    """Raises NotImplementedError within a transform of torch.func, which would see nothing of what
-    a kernel does. but_functionalize: that one is fine with operators."""
+    """Raise NotImplementedError within a transform of torch.func, which would not see a kernel's
+    work. but_functionalize: except functionalize, which works with operators."""
     if not torch._C._are_functorch_transforms_active():
         return
     if but_functionalize and not torch.compiler.is_compiling():
@@ -226,7 +227,7 @@ def refuse_transforms(but_functionalize: bool = False) -> None:
 
 
 def check_num_splits(num_splits: int) -> None:
-    """Check in how many pieces work is to be computed.
+    """Check the number of pieces in which work is computed.
 
     Raises:
         TypeError: num_splits is no int.
@@ -244,8 +245,8 @@ def check_num_splits(num_splits: int) -> None:
 def check_gradient_settings(
     deterministic: bool, score_mod_bwd: Callable[..., Any] | None, score_mod: object
 ) -> None:
-    """Refuse what a backward cannot be told. Cheap, because every call of a public function asks;
-    whether a kernel can be made of score_mod_bwd is for `check_mod`.
+    """Refuse invalid settings of a backward. It is cheap, because every call of a public function
+    runs it. `check_mod` checks whether a kernel can be made of score_mod_bwd.
 
     Raises:
         TypeError: deterministic is no bool, or score_mod_bwd neither None nor callable.
@@ -265,7 +266,7 @@ def check_gradient_settings(
 def check_differentiable_by_aux(
     reason: str, score_mod_bwd: Callable[..., Any] | None, deterministic: bool
 ) -> None:
-    """Refuse what has no gradients of aux tensors. reason: why these are wanted.
+    """Refuse settings without gradients of aux tensors. reason: why these are wanted.
 
     Raises:
         NotImplementedError: a score_mod_bwd, or a fixed order of sums.
@@ -286,11 +287,11 @@ def check_differentiable_by_aux(
 def settle_order(
     reason: str | None, score_mod_bwd: Callable[..., Any] | None, deterministic: bool
 ) -> bool:
-    """Whether sums have a fixed order: where `deterministic` or the setting of torch asks for it.
+    """Whether sums have a fixed order: if `deterministic` or torch's setting asks for it.
 
-    reason: why gradients of aux tensors are wanted, which have none; None if they are not. Then the
-    setting means what it means for torch's own functions: an error, or with warn_only a warning and
-    any order. `deterministic` is always an error.
+    reason: why gradients of aux tensors are wanted, which have no fixed order; None if they are not
+    wanted. With them torch's setting acts as for torch's own functions: an error, or with warn_only
+    a warning and any order. `deterministic` is always an error.
 
     Raises:
         NotImplementedError: as `check_differentiable_by_aux`.
@@ -306,7 +307,7 @@ def settle_order(
 
 @assume_constant_result
 def _only_warns(reason: str) -> bool:
-    """Whether torch's setting is warn_only; if so, warns. Dynamo can trace neither: it warns once,
+    """Whether torch's setting is warn_only; if so, warn. Dynamo can trace neither: it warns once,
     and guards the answer together with the setting."""
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
@@ -326,7 +327,7 @@ def _check_operands(
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
 ) -> None:
-    """Check what q, k and v are, and that their heads and head dimensions go together."""
+    """Check q, k and v, and that their heads and head dimensions match."""
     check_tensor("q", q)
     check_tensor("k", k)
     check_tensor("v", v)
@@ -355,7 +356,7 @@ def _check_outputs(
     max_scores: torch.Tensor | None,
     score_mod: object,
 ) -> None:
-    """Check what the caller wants written, and that none of it overlaps what is read."""
+    """Check the caller's output tensors, and that none overlaps an input."""
     others = {"q": q, "k": k, "v": v}
     if out is not None:
         out_shape = (*q.shape[:-1], shapes.head_dim_v)
@@ -491,7 +492,7 @@ def _check_aux_tensors(
 
 
 def _check_block_lists(value: object, mask_mod: object) -> None:
-    """What can be said without the extents of the problem; `check_block_lists` says the rest."""
+    """Checks that need no extents of the problem; `check_block_lists` does the rest."""
     from_block_mask(value)
     if mask_mod is None and not isinstance(value, BlockSparseTensorsTorch | ComputedLists):
         raise ValueError(
@@ -540,7 +541,7 @@ def _check_output(
 
 
 def _check_gradients_apart(gradients: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse gradients that surely overlap; slices of one tensor lie between each other."""
+    """Refuse gradients that certainly overlap; slices of one tensor may interleave."""
     given = [(name, x) for name, x in gradients.items() if x is not None and x.numel()]
     for (name, tensor), (later, other) in combinations(given, 2):
         is_same = tensor.data_ptr() == other.data_ptr()

@@ -1,1 +1,1 @@
-"""Device code that knows neither an architecture nor a mask: softmax, scheduling, pipelines."""
+"""Device code independent of architecture and masks: softmax, scheduling, pipelines."""

@@ -1,11 +1,11 @@
 """Full and empty mbarriers of a buffer with stages, shared by every pipeline of the kernels.
 
-A fill is numbered from 0; stage and phase follow from the number (`Cursor`). Whoever fills a stage
-acquires it and then arrives, as a thread or by the bytes that TMA delivers; whoever reads it waits
+Fills are numbered from 0; stage and phase follow from the number (`Cursor`). A producer acquires a
+stage, fills it, and then arrives, as a thread or by the bytes that TMA delivers. A consumer waits
 for the fill and releases the stage. All methods are run by whole, converged warps.
 
-A channel may cross a cluster. Each CTA has mbarriers to wait on, and threads of all of them arrive
-on those of one (`home`), which waits on behalf of all.
+A channel may cross a cluster. Each CTA has mbarriers to wait on. Threads of all CTAs arrive on the
+mbarriers of one CTA (`home`), which waits on behalf of all.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from flash_mask_cute.core.cursor import Cursor
 class Channel:
     """One full and one empty mbarrier per stage.
 
-    home: rank in the cluster of the CTA on whose mbarriers threads arrive; None: their own CTA.
+    home: cluster rank of the CTA on whose mbarriers threads arrive; None: their own CTA.
     """
 
     full: cute.Pointer
@@ -39,8 +39,8 @@ class Channel:
     ) -> "Channel":
         """A channel over 2 * stages mbarriers, which warp 0 initialises.
 
-        producers, consumers: warps that arrive for each fill and for each release, of all CTAs
-        where there is a `home`.
+        producers, consumers: warps that arrive for each fill and for each release, counted over all
+        CTAs if there is a `home`.
         """
         channel = Channel(barriers, barriers + stages, stages, home)
         channel._init(producers, consumers)
@@ -68,18 +68,18 @@ class Channel:
         return self.full + self.index(number)
 
     def vacancy(self, number: Int32) -> cute.Pointer:
-        """The mbarrier that who reads fill `number` asynchronously completes on."""
+        """The mbarrier on which asynchronous readers of fill `number` complete."""
         return self.empty + self.index(number)
 
     @cute.jit
     def expect(self, number: Int32, num_bytes: int | Int32) -> None:
-        """Arrive for fill `number`, which is full when so many bytes have come as well."""
+        """Arrive for fill `number`, which is full when `num_bytes` bytes have also arrived."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(number), num_bytes, self.home)
 
     @cute.jit
     def publish(self, number: Int32) -> None:
-        """This warp has written its part of fill `number`."""
+        """Signal that this warp has written its part of fill `number`."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.barrier(number), self.home)
@@ -90,19 +90,20 @@ class Channel:
         cute.arch.mbarrier_wait(self.full + at.index, at.phase)
 
     def is_full(self, number: Int32) -> Boolean:
-        """Whether fill `number` is complete; asked after the fill before it in its stage was."""
+        """Whether fill `number` is complete; call it only after the previous fill of the stage
+        completed."""
         at = Cursor(number, self.stages)
         return Boolean(cute.arch.mbarrier_test_wait(self.full + at.index, at.phase))
 
     @cute.jit
     def wait_unless(self, is_known: Boolean, number: Int32) -> None:
-        """`wait`, where `is_full` has not said early that there is no need."""
+        """`wait`, unless an early `is_full` has shown that it is unnecessary."""
         if not is_known:
             self.wait(number)
 
     @cute.jit
     def release(self, number: Int32) -> None:
-        """This warp, all lanes of it, has read fill `number` for the last time."""
+        """Signal that all lanes of this warp have read fill `number` for the last time."""
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.vacancy(number), self.home)
 

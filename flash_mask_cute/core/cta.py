@@ -1,4 +1,4 @@
-"""What an SM gives a CTA, on every architecture, and the rings that its planning warp writes."""
+"""Resources of a CTA on every architecture, and the rings that its planning warp writes."""
 
 from typing import Any
 
@@ -27,20 +27,21 @@ def thread_in_warpgroup() -> Int32:
 def swizzled(
     memory: Any, layout: cute.ComposedLayout, dtype: type[cutlass.Numeric] | None = None
 ) -> cute.Tensor:
-    """The tensor of a layout in a member of a CTA's storage; dtype: if not the member's own."""
+    """The tensor with a layout in a member of a CTA's storage; dtype: if it differs from the
+    member's."""
     return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
 
 
 def launch_registers(num_warpgroups: int) -> int:
-    """Registers that a thread of a CTA that has an SM for itself is launched with."""
+    """Registers per thread at launch, for a CTA that has an SM to itself."""
     return REGISTER_FILE // (THREADS_PER_WARPGROUP * num_warpgroups) // 8 * 8
 
 
 def registers_left(num_warpgroups: int, taken: int) -> int:
-    """Registers of a thread of the one warpgroup that gives to the others.
+    """Registers per thread of the warpgroup that gives registers to the others.
 
-    :param taken: what the others have together. Asking for more than the launch gave the CTA would
-        block for ever.
+    :param taken: registers of the other warpgroups together. A request for more registers than the
+        launch gave the CTA would block forever.
     """
     return launch_registers(num_warpgroups) * num_warpgroups - taken
 
@@ -54,10 +55,10 @@ def planning_rings(
     predecessors: cute.Tensor | None = None,
     fields: tuple[str, ...] = WORK_FIELDS,
 ) -> tuple[WorkRing, WalkRing]:
-    """What the planning warp writes: work tiles, for all others, and walks, for some of them.
+    """The rings that the planning warp writes: work tiles for all other warps, walks for some.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
-    :param num_walkers: warps that go through walks; num_others: those that only know work tiles
+    :param num_walkers: warps that read walks; num_others: warps that read only work tiles
     :param ascending, uncut_first, predecessors: see `WalkRing`; fields: see `WorkRing`
     """
     work = Ring.create(

@@ -1,9 +1,8 @@
 """A position in a pipeline, kept as one counter.
 
 The pipelines of the kernels number their fills from 0; stage and phase follow from the number. One
-number serves every pipeline that is filled in step (a key block and its value block, a query tile
-and its ring entry), which saves registers and makes it impossible to advance one of them and forget
-the other.
+number serves all pipelines that are filled in step (a key block and its value block, a query tile
+and its ring entry). This saves registers, and no pipeline can be advanced without the others.
 """
 
 from typing import NamedTuple
@@ -13,9 +12,9 @@ from cutlass import Int32
 
 
 class Cursor(NamedTuple):
-    """The fill number `count` of a pipeline of `stages` stages, seen by a producer or a consumer.
+    """The fill number `count` of a pipeline of `stages` stages, for a producer or a consumer.
 
-    `index` is the stage of the fill, `phase` the parity its mbarriers are waited for with.
+    `index` is the stage of the fill, `phase` the parity for waits on its mbarriers.
     """
 
     count: Int32

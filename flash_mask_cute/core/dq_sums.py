@@ -1,7 +1,7 @@
-"""Sums of dQ on their way from a CTA to scratch memory, to which all CTAs add theirs.
+"""Transfer of a CTA's sums of dQ to scratch memory, where all CTAs add theirs.
 
-Who sums writes the parts of a block's dQ to staging memory, one after the other; one warp sends
-each to its row block. Sums have no order, or a fixed one.
+The summing warps write the parts of a block's dQ to staging memory in turn; one warp sends each
+part to its row block. The order of additions is free or fixed.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Scratch(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A row block that this CTA has sums of dQ for.
+    """A row block for which this CTA has sums of dQ.
 
     row_block: its number; NOTHING: there is none; UNSENT: sums over no keys, which are not sent.
     predecessor: 0 if no CTA adds before this one. In a fixed order, it is 1 + the key block that
@@ -51,12 +51,12 @@ class Summed(NamedTuple):
 
 @dataclass(frozen=True)
 class DqSums:
-    """What the warp that sends dQ knows.
+    """State of the warp that sends dQ.
 
-    staged: shared memory of a part, whose fills of `channel` are numbered over all parts of all
-    blocks. part_sizes: values of each part of a block, which follow each other in scratch memory;
-    first: tells where they begin in a row block, if not with it. deterministic: in a fixed order.
-    clears_dq: there are zeros to add to, so that nobody has to come first.
+    staged: shared memory of a part; fills of `channel` are numbered over all parts of all blocks.
+    part_sizes: values of each part of a block; the parts follow each other in scratch memory.
+    first: gives their start in a row block, if it is not the row block's. deterministic: a fixed
+    order. clears_dq: the scratch memory starts as zeros, so no CTA has to be first.
     """
 
     part_sizes: cutlass.Constexpr[tuple[int, ...]]
@@ -70,7 +70,7 @@ class DqSums:
 
     @cute.jit
     def with_predecessor(self, summed: Summed) -> Summed:
-        """With the predecessor: without a fixed order, or if there is nothing to send."""
+        """Set the predecessor: 0 without a fixed order, or if there is nothing to send."""
         predecessor = summed.predecessor
         if const_expr(self.clears_dq):
             predecessor = Int32(1)
@@ -92,9 +92,9 @@ class DqSums:
     def send(self, own_number: Int32, number: Int32, sent: Summed, summed: Summed):
         """Start adding the dQ of query block `number`, if it is one, to the scratch memory.
 
-        Its last part is then still in the staging memory (`free_staging`). Where dQ is summed in a
-        fixed order, this waits for the key block that `predecessor` names. It also releases the
-        semaphore of `sent`, the block before: that addition is complete by now, without a wait.
+        Its last part then stays in the staging memory (`free_staging`). In a fixed order this waits
+        for the key block named by `predecessor`. It also releases the semaphore of `sent`, the
+        previous block, whose addition is complete by now without a wait.
         """
         channel, sizes = self.channel, self.part_sizes
         if self._is_block(summed):
@@ -123,8 +123,8 @@ class DqSums:
 
     @cute.jit
     def free_staging(self, number: Int32, sent: Summed):
-        """Wait until the last part of the dQ of block `number`, if it is one, has left; without an
-        order, let others add if it was the first."""
+        """Wait until the last part of the dQ of block `number`, if it exists, has left. Without a
+        fixed order, let others add if this CTA was the first."""
         if self._is_block(sent):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.channel.release((number + 1) * len(self.part_sizes) - 1)
@@ -135,7 +135,7 @@ class DqSums:
 
     @cute.jit
     def release(self, own_number: Int32, sent: Summed):
-        """Let the next one add to a row block, if it is one to which this work tile has added."""
+        """Let the next CTA add to a row block, if this work tile has added to it."""
         if (sent.row_block >= 0) & (sent.predecessor != NO_PREDECESSOR):
             semaphore.release(self._semaphore_of(sent), own_number)
 

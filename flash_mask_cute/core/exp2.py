@@ -1,9 +1,9 @@
-"""Exponentials on the multiply-add pipes, for kernels that ask too many of the pipe for functions.
+"""Exponentials on the multiply-add pipes, for kernels limited by the special function unit.
 
-An SM computes 16 exponentials a clock, and its multiply-add pipes have room for others (the idea of
-FlashAttention-4). 2^x is 2^n 2^f with n the floor of x (Cody and Waite): n is found by adding a
-number so large that its last bit is worth 1, rounding down, and joins the result as a sum of
-exponents; 2^f for 0 <= f < 1 is a polynomial that is 1 at 0, so that powers of two are exact.
+An SM computes 16 exponentials a clock, and its multiply-add pipes have room for more (the idea of
+FlashAttention-4). 2^x is 2^n 2^f with n the floor of x (Cody and Waite). n is found by adding,
+rounding down, a number so large that its last bit is worth 1. It joins the result by adding
+exponents. 2^f for 0 <= f < 1 is a polynomial that is 1 at 0, so powers of two are exact.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Arithmetic(Protocol):
 
 
 class Single:
-    """One number an instruction."""
+    """One number per instruction."""
 
     def floor_add(self, a: Numbers, b: float) -> Numbers:
         down = cute.math.RoundingMode.DOWN
@@ -59,7 +59,7 @@ class Single:
 
 
 class Packed:
-    """Two numbers an instruction, which GPUs have from Blackwell on."""
+    """Two numbers per instruction, from Blackwell on."""
 
     def floor_add(self, a: Numbers, b: float) -> Numbers:
         return cute.arch.add_packed_f32x2(a, (b, b), rnd="rm")
@@ -77,7 +77,7 @@ SINGLE, PACKED = Single(), Packed()
 def exp2_polynomial(
     exponents: Numbers, coefficients: Sequence[float], arithmetic: Arithmetic
 ) -> Numbers:
-    """2 ** x of a few exponents; exactly 0 for -inf, huge for what is too large, and for NaN."""
+    """2 ** x of a few exponents; exactly 0 for -inf, a huge number for overflow and for NaN."""
 
     def each(constant: float) -> Numbers:
         return tuple(Float32(constant) for _ in exponents)

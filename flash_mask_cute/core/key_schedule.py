@@ -1,4 +1,4 @@
-"""How the keys of a launch are cut into work tiles, from its tensors on the host side."""
+"""Work tiles over the keys of a launch, computed from its tensors on the host."""
 
 from typing import NamedTuple
 
@@ -33,10 +33,10 @@ class KeySchedule(NamedTuple):
     ) -> "KeySchedule":
         """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
 
-        tiles: query rows of a block, and keys of a work tile. num_groups: CTAs, or groups of them
-        with a work tile each, that run at a time at most. is_short: where sums have an order,
-        whether masks may make walks shorter than sequences; None: they have none. group_splits:
-        work tiles of the same keys, with as many of the group's heads each; these count as heads.
+        tiles: query rows of a block, and keys of a work tile. num_groups: the most CTAs, or groups
+        of CTAs with a work tile each, that run at a time. is_short: for ordered sums, whether masks
+        may make walks shorter than sequences; None: sums are not ordered. group_splits: work tiles
+        with the same keys that share the heads of a group equally; these count as heads.
         """
         tile_m, cluster_tile_n = tiles
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)

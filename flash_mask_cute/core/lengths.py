@@ -1,4 +1,4 @@
-"""Where the sequences of a launch start and how long they are, as kernels get to know it."""
+"""Starts and lengths of the sequences of a launch, as kernels receive them."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 
 class Lengths(NamedTuple):
-    """Where sequences start and how long they are; any of the tensors may be absent.
+    """Starts and lengths of sequences; any of the tensors may be absent.
 
-    q_start: the position of each sequence's first query, (batch,) int32 or a number for all, of
-    which a negative one stands for the number of keys less that of queries. None: not given.
+    q_start: the position of each sequence's first query, (batch,) int32 or one number for all. A
+    negative number stands for the number of keys minus that of queries. None: not given.
     """
 
     cu_seqlens_q: cute.Tensor | None
@@ -28,7 +28,7 @@ class Lengths(NamedTuple):
 
     @property
     def keys_may_be_absent(self) -> bool:
-        """Whether a sequence may have no key, though there are some."""
+        """Whether a single sequence may have no key, although there are some."""
         return self.cu_seqlens_k is not None or self.seqused_k is not None
 
     @staticmethod
@@ -41,7 +41,7 @@ class Lengths(NamedTuple):
         seqused_k: cute.Tensor | None,
         q_start: cute.Tensor | Int32 | None = None,
     ) -> "Lengths":
-        """Of tensors (batch, row, ...), or (row, ...) where sequences are packed."""
+        """Made from tensors (batch, row, ...), or (row, ...) if sequences are packed."""
         seqlen_q, seqlen_k = (
             t.shape[1] if cu_seqlens is None else t.shape[0]
             for t, cu_seqlens in ((mQ, cu_seqlens_q), (mK, cu_seqlens_k))
@@ -51,11 +51,11 @@ class Lengths(NamedTuple):
 
     @property
     def work_fields(self) -> tuple[str, ...]:
-        """What ring entries carry of a `Work`."""
+        """The fields of a `Work` that ring entries carry."""
         return WORK_FIELDS if self.q_start is None else (*WORK_FIELDS, "q_start")
 
     def first_position(self, batch_idx: Int32, used: SeqlenInfoQK) -> Int32 | None:
-        """Of the queries of a sequence; used: its lengths."""
+        """The position of a sequence's first query; used: its lengths."""
         if self.q_start is None:
             return None
         if not isinstance(self.q_start, cutlass.Numeric):
@@ -93,10 +93,10 @@ def describe(tile: WorkTile, lengths: Lengths, blocks_are_keys: cutlass.Constexp
 
 
 class LseTensors(NamedTuple):
-    """Where a forward writes LSE, what rounding has taken from it, and the largest score of a row;
-    the others may be absent, or all three.
+    """The tensors for LSE, its rounding error, and the largest score of a row. The last two, or all
+    three, may be absent.
 
-    Each (batch, head, row), or (head, row) where sequences are packed.
+    Each is (batch, head, row), or (head, row) if sequences are packed.
     """
 
     lse: cute.Tensor | None
@@ -131,7 +131,7 @@ class LseTensors(NamedTuple):
 
 
 def _place(lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32) -> tuple:
-    """Of a row in a tensor like LSE."""
+    """The place of a row in a tensor like LSE."""
     if lengths.cu_seqlens_q is None:
         return work.batch_idx, head_idx, q_idx
     return head_idx, work.offset_q + q_idx

@@ -1,4 +1,4 @@
-"""Rows of Q and dO that probabilities of 0 would not keep from sums (`row_blocks.marks_of`)."""
+"""Rows of Q and dO that would reach sums in spite of probabilities of 0 (`row_blocks.marks_of`)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -23,7 +23,7 @@ def is_marked(marks: cute.Tensor, row: Int32) -> Boolean:
 
 @cute.jit
 def clear_row(row: cute.Tensor) -> None:
-    """Put 0 in place of a row in shared memory, by a warp."""
+    """Overwrite a row in shared memory with 0, by a warp."""
     for first in cutlass.range_constexpr(0, cute.size(row), WARP):
         col = first + cute.arch.lane_idx()
         if col < cute.size(row):

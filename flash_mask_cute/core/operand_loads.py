@@ -1,4 +1,4 @@
-"""The load warp of the forward: streams queries, keys and values of every walk by TMA."""
+"""The load warp of the forward: loads queries, keys and values of every walk by TMA."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -24,14 +24,13 @@ STEPS_IN_FLIGHT = 1
 
 
 class LoadShape(Protocol):
-    """What a plan says about loads.
+    """A plan's facts about loads.
 
-    row_tile: the (packed heads, positions) of a box of query rows. group_size: how many of the rows
-    of a position are heads. q_fills, q_boxes: fills of the
-    query channel for a work tile, and boxes of a fill. box_k (keys, d) and box_v ((1, keys), d_v):
-    what this CTA fetches of a key and of a value block, all or its part. bytes_q, bytes_k, bytes_v:
-    of a fill, by this CTA. overlaps_tiles: the next tile's query may be fetched before this tile's
-    last values.
+    row_tile: the (packed heads, positions) of a box of query rows. group_size: number of rows of a
+    position that are heads. q_fills: fills of the query channel for a work tile; q_boxes: boxes of
+    a fill. box_k (keys, d) and box_v ((1, keys), d_v): the part of a key and of a value block that
+    this CTA loads, all of it or a share. bytes_q, bytes_k, bytes_v: bytes that this CTA loads for a
+    fill. overlaps_tiles: the next tile's query may be loaded before this tile's last values.
     """
 
     tile_m: int
@@ -53,7 +52,7 @@ class LoadShape(Protocol):
 
 
 class Buffer(NamedTuple):
-    """Shared memory of an operand, its last mode the stages, and their channel."""
+    """Shared memory of an operand, with the stages as its last mode, and its channel."""
 
     smem: cute.Tensor
     channel: Channel
@@ -69,11 +68,11 @@ class Place(NamedTuple):
 
 
 class LoadState(NamedTuple):
-    """Key blocks fetched so far, and the value block that is to follow the last of them.
+    """Number of key blocks loaded so far, and the value block to load next.
 
-    v_pages, next_pages: of pages, those that this lane looks up of the value block and of the block
-    before it, which a walk mostly visits next: box after box of a block, a lane each, or
-    `BlockRows`. k_ready, v_ready: of those, blocks that were handed over.
+    v_pages, next_pages: this lane's looked-up pages for the value block and for the block before
+    it, which a walk usually visits next. Each lane has one box of a block, or there are
+    `BlockRows`. k_ready, v_ready: number of those blocks that were handed over.
     """
 
     blocks: Int32
@@ -87,12 +86,12 @@ class LoadState(NamedTuple):
 
 @dataclass(frozen=True)
 class OperandLoads:
-    """The operands of a forward, where they go, and how heads and rows are numbered.
+    """The operands of a forward, their destinations, and the numbering of heads and rows.
 
-    smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words: a
-    word for each key stage, for readers that do not go through walks themselves: the flags of its
-    block (`walk_ring`), and from bit N_BLOCK_SHIFT on its number. part: which of the parts of a
-    block is this CTA's. pages: where keys and values lie in pages.
+    smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words:
+    one word for each key stage, for readers that do not follow walks themselves. It holds the flags
+    of the block (`walk_ring`) and, from bit N_BLOCK_SHIFT on, its number. part: the index of this
+    CTA's part of a block. pages: for keys and values in pages.
     """
 
     operands: tma.Operands
@@ -108,8 +107,8 @@ class OperandLoads:
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
-        """Values lag one block behind keys, as their consumers do, across work tiles too: the next
-        tile's query and first keys go out before this tile's last values."""
+        """Values lag one block behind keys, as in their consumers. This also holds across work
+        tiles: the next tile's query and first keys are loaded before this tile's last values."""
         tile, chunk = Int32(0), Int32(0)
         state = LoadState(Int32(0), Int32(-1), Place(*[Int32(0)] * len(Place._fields)))
         if const_expr(self.pages is not None):
@@ -146,7 +145,7 @@ class OperandLoads:
 
     @cute.jit
     def _load_block(self, place: Place, state: LoadState, block: Block) -> LoadState:
-        """Fetch the keys of a block, and the values of the one before it."""
+        """Load the keys of a block, and the values of the block before it."""
         shape, number = self.shape, state.blocks
         if const_expr(self.lengths.cu_seqlens_k is None):
             gK = self.operands.k[None, None, place.head, place.batch_idx]
@@ -168,7 +167,7 @@ class OperandLoads:
 
     @cute.jit
     def _begin_block(self, number: Int32, block: Block) -> Channel:
-        """Wait for a stage of keys, and say which block comes there."""
+        """Wait for a stage of keys, and announce the block that is loaded into it."""
         # all that can be known before the stage is free, since from then on time counts
         word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.index << N_BLOCK_SHIFT)
         channel = self.k.channel
@@ -182,7 +181,7 @@ class OperandLoads:
 
     @cute.jit
     def _load_paged_block(self, place: Place, state: LoadState, block: Block) -> LoadState:
-        """Fetch the keys of a block, and the values of the one before it."""
+        """Load the keys of a block, and the values of the block before it."""
         number, pages = state.blocks, state.next_pages
         is_next = (block.index == state.v_block - 1) & (place.batch_idx == state.v_place.batch_idx)
         if is_next == Boolean(False):
@@ -219,7 +218,7 @@ class OperandLoads:
 
     @cute.jit
     def _load_paged_values(self, state: LoadState) -> None:
-        """Fetch the value block that is due, if there is one: no row that is not in use."""
+        """Load the pending value block, if any, without unused rows."""
         if state.v_block >= 0:
             shape, place, channel = self.shape, state.v_place, self.v.channel
             number = state.blocks - 1
@@ -251,7 +250,7 @@ class OperandLoads:
         number: Int32,
         channel: Channel,
     ) -> None:
-        """Fetch the first rows of gmem into a box of a stage."""
+        """Load the first rows of gmem into a box of a stage."""
         rows_and_columns = self.shape.page_box, cute.size(smem, mode=[1])
         of_box = cute.local_tile(smem, rows_and_columns, (box, 0, None))
         src, dst = tma.blocks_of(atom, cute.local_tile(gmem, tile, (0, 0)), of_box)
@@ -259,13 +258,13 @@ class OperandLoads:
         cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
 
     def _key(self, place: Place, block: Int32, box: Int32) -> Int32:
-        """The first key of a box of a block; of a box behind the sequence's end its last one, whose
-        row is there to be read."""
+        """The first key of a box of a block. A box behind the sequence's end gets its last key,
+        whose row can be read."""
         key = block * self.shape.tile_n + box * self.shape.page_box
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
     def _look_up(self, place: Place, block: Int32) -> Int32 | BlockRows:
-        """The page of a box of a block, this lane's, or where its rows lie."""
+        """The page of this lane's box of a block, or the places of its rows."""
         if self._by_rows:
             return self._copies.look_up(place.batch_idx, cutlass.max(block, 0), place.length)
         last = self.shape.tile_n // self.shape.page_box - 1
@@ -274,7 +273,7 @@ class OperandLoads:
         return self.pages.number(place.batch_idx, key)
 
     def _page_row(self, place: Place, block: Int32, box: Int32, pages: Int32) -> PageRow:
-        """Where a box of a block lies; pages: what the lanes have looked up."""
+        """The place of a box of a block; pages: the pages that the lanes have looked up."""
         page = cute.arch.shuffle_sync(pages, box)
         return self.pages.place(page, self._key(place, block, box), place.length)
 
@@ -290,10 +289,10 @@ class OperandLoads:
 
     @cute.jit
     def _hand_over_rows(self, state: LoadState, in_flight: cutlass.Constexpr[int]) -> LoadState:
-        """End a step of copies, of a block of keys and of the values before it, and hand over what
-        all steps have copied but the last ones.
+        """End a copy step (a block of keys and the values before it), and hand over the blocks of
+        all steps but the last ones.
 
-        Who copied rows waits for them, because products read them by another proxy.
+        The copying threads wait for their rows, because products read them through another proxy.
         """
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(in_flight)
@@ -312,7 +311,7 @@ class OperandLoads:
 
     @cute.jit
     def _load_values(self, state: LoadState) -> None:
-        """Fetch the value block that is due, if there is one."""
+        """Load the pending value block, if any."""
         if const_expr(self.pages is not None):
             self._load_paged_values(state)
         elif state.v_block >= 0:
@@ -352,7 +351,7 @@ class OperandLoads:
 
     @cute.jit
     def _load_query(self, tile: Int32, work: Work) -> None:
-        """Fetch the query rows of work tile `tile`."""
+        """Load the query rows of work tile `tile`."""
         shape, channel = self.shape, self.q.channel
         gQ = self.operands.q
         if const_expr(self.lengths.cu_seqlens_q is None):

@@ -1,8 +1,7 @@
-"""Keys and values that lie in pages of a pool, which a table names for each sequence.
+"""Keys and values in pages of a pool; a table gives the pages of each sequence.
 
-Page number j of a sequence holds its keys from j * page_size on. What the table says of pages
-behind a sequence's end is never looked at; a number that is none of a page's is taken for the
-nearest that is.
+Page number j of a sequence holds its keys from j * page_size on. Table entries behind a sequence's
+end are never used. A number that is not a page is clamped to the nearest page.
 """
 
 from typing import NamedTuple, Protocol
@@ -13,7 +12,7 @@ from cutlass import Int32, Uint32
 
 
 class PageRow(NamedTuple):
-    """Where keys lie: the page, the row in it, and how many rows of the page are in use."""
+    """The place of keys: the page, the row in it, and the number of rows of the page in use."""
 
     page: Int32
     row: Int32
@@ -26,7 +25,7 @@ LEAST_BOX = 8
 
 
 class BoxShape(Protocol):
-    """What a plan says: keys of a tile, columns of tiles and of tensors, blocks in flight."""
+    """A plan's facts: keys of a tile, columns of tiles and of tensors, blocks in flight."""
 
     head_dim: int
     head_dim_v: int
@@ -37,7 +36,7 @@ class BoxShape(Protocol):
 
 
 def why_no_boxes(plan: BoxShape, page_box: int) -> str | None:
-    """Why a kernel cannot read pages by so many keys at a time, or None."""
+    """The reason why a kernel cannot read pages by boxes of this many keys, or None."""
     if plan.tile_n % page_box:
         return f"page_box must divide tile_n={plan.tile_n}, got {page_box}"
     if page_box % LEAST_BOX == 0:
@@ -55,7 +54,7 @@ def why_no_boxes(plan: BoxShape, page_box: int) -> str | None:
 
 class Pages(NamedTuple):
     """table (batch, max_pages) int32; page_size: rows of a page; num_pages: of the pool. k, v: the
-    pools (num_pages, page_size, heads, d), where rows are copied one by one."""
+    pools (num_pages, page_size, heads, d), if rows are copied one by one."""
 
     table: cute.Tensor
     page_size: Int32
@@ -67,9 +66,9 @@ class Pages(NamedTuple):
     def of(
         table: cute.Tensor | None, k: cute.Tensor, v: cute.Tensor, page_box: int | None
     ) -> "Pages | None":
-        """From the arguments of a launch, whose kernel has this `page_box`; k, v: the pools.
+        """Made from the arguments of a launch of a kernel with this `page_box`; k, v: the pools.
 
-        :raises ValueError: there is a table and no page_box, or the other way round
+        :raises ValueError: there is a table without page_box, or page_box without a table
         """
         if (table is not None) != (page_box is not None):
             raise ValueError(f"mPageTable must fit the kernel's page_box, {page_box}")
@@ -80,16 +79,16 @@ class Pages(NamedTuple):
 
     @property
     def capacity(self) -> Int32:
-        """Keys that a sequence may have."""
+        """The most keys of a sequence."""
         return self.table.shape[1] * self.page_size
 
     def number(self, batch_idx: Int32, key: Int32) -> Int32:
-        """The page of a key of a sequence, which has one at least."""
+        """The page of a key of a sequence with at least one key."""
         column = cutlass.min(self._column(key), self.table.shape[1] - 1)
         return cutlass.max(cutlass.min(self.table[batch_idx, column], self.num_pages - 1), 0)
 
     def place(self, page: Int32, key: Int32, seqlen_k: Int32) -> PageRow:
-        """Of a key of a sequence of seqlen_k, in its page."""
+        """The place of a key, in its page, of a sequence of seqlen_k keys."""
         first = self._column(key) * self.page_size
         in_use = cutlass.max(cutlass.min(seqlen_k - first, self.page_size), 1)
         return PageRow(page, key - first, in_use)

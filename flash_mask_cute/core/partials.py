@@ -1,7 +1,7 @@
-"""Results of work tiles of which a launch computes the keys in pieces, until they are merged.
+"""Results of work tiles whose keys a launch computes in pieces, until they are merged.
 
-`kernels/combine.py` merges them, and tells what they are and in which of two ways they lie: by
-rows, or by slots of the shares that key blocks were dealt out in (`core/shares.py`).
+`kernels/combine.py` merges them. It describes the pieces and their two layouts: by rows, or by
+slots of the shares into which key blocks were divided (`core/shares.py`).
 """
 
 from typing import NamedTuple
@@ -22,9 +22,9 @@ WHOLE = -1
 class Merge(NamedTuple):
     """A work tile that begins in a share and ends behind it.
 
-    num_pieces: 0 where no tile does. batch_idx: 0 where queries are packed. offset_q: the row of
-    the output where its sequence begins; slot: how many rows that has. head_idx, block: as in
-    `Work`.
+    num_pieces: 0 if there is no such tile. batch_idx: 0 if queries are packed. offset_q: the output
+    row at which its sequence begins; slot: the number of rows of that sequence. head_idx, block: as
+    in `Work`.
     """
 
     num_pieces: Int32
@@ -52,10 +52,10 @@ class Merge(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Where pieces go: fp32 outputs and LSE, and, by slots, who merges what.
+    """Destination of pieces: fp32 outputs and LSE and, by slots, the merges.
 
-    By rows: o (pieces, batch, row, head, d), lse (pieces, batch, row, head), of packed queries one
-    batch entry, and the number of pieces that each work tile has. By slots: o (slots, tile_m, d),
+    By rows: o (pieces, batch, row, head, d), lse (pieces, batch, row, head), with one batch entry
+    for packed queries, and the number of pieces of each work tile. By slots: o (slots, tile_m, d),
     lse (slots, tile_m), merges (shares, MERGE_WORDS) int32.
     """
 
@@ -66,9 +66,9 @@ class Partials(NamedTuple):
 
     @staticmethod
     def of(given: tuple | None, split: str | None) -> "Partials | None":
-        """From the argument of a launch, whose kernel has this `split`.
+        """Made from the argument of a launch of a kernel with this `split`.
 
-        :raises ValueError: it is not what such a kernel takes
+        :raises ValueError: such a kernel does not take this argument
         """
         if (given is not None) != (split is not None):
             raise ValueError(f"mPartials must fit the kernel's split, {split!r}")
@@ -82,7 +82,7 @@ class Partials(NamedTuple):
         return partials
 
     def grid(self, by_tiles: Int32) -> Int32:
-        """CTAs to launch: as many as there are shares, or as work tiles want."""
+        """CTAs to launch: the number of shares, or the number that work tiles need."""
         return by_tiles if self.merges is None else Int32(self.merges.shape[0])
 
     @property
@@ -90,20 +90,20 @@ class Partials(NamedTuple):
         return self.merges is not None
 
     def is_piece(self, work: Work) -> Boolean:
-        """Whether a work tile is not computed as a whole."""
+        """Whether a work tile is only a piece."""
         return work.place != WHOLE if self.by_slots else Boolean(True)
 
     def is_first(self, work: Work) -> Boolean:
-        """Whether this piece, or whole tile, is the one that adds the sink: the first one.
+        """Whether this piece, or whole tile, is the first one, which adds the sink.
 
-        By slots the first one has an odd number, or WHOLE (`slot_of_first`).
+        By slots the first piece has an odd number, or WHOLE (`slot_of_first`).
         """
         return (work.place & 1) == 1 if self.by_slots else work.place == 0
 
     def row(
         self, work: Work, queries_are_packed: bool, head_idx: Int32, q_idx: Int32, tile_row: Int32
     ) -> tuple:
-        """Where the result of a row lies, but for the column; q_idx: in its sequence."""
+        """The place of a row's result, without the column; q_idx: in its sequence."""
         if self.by_slots:
             return work.place, tile_row
         if queries_are_packed:

@@ -1,6 +1,7 @@
-"""TMA of the backward's operands: queries, their output gradients and statistics, block by block.
+"""TMA loads of the backward: queries, output gradients and statistics, block by block.
 
-Keys and values of a work tile come with its first query block: their bytes complete its Q and dO.
+Keys and values of a work tile come with its first query block: their bytes complete the fills of
+its Q and dO.
 """
 
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ QUERY_WORDS = 4
 class BwdOperands(NamedTuple):
     """TMA atoms with their coordinate tensors.
 
-    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...); the last mode is the batch, and
-    where lengths vary there is that of `tma.ragged_rows`. peer_k: k by half of its columns.
+    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...). The last mode is the batch, or that
+    of `tma.ragged_rows` if lengths vary. peer_k: k in halves of its columns.
     """
 
     q_atom: cute.CopyAtom
@@ -45,7 +46,7 @@ class BwdOperands(NamedTuple):
         tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
         lengths: Lengths,
     ) -> "BwdOperands":
-        """Of Q, dO, K and V, with the layouts of a plan."""
+        """Made from Q, dO, K and V, with the layouts of a plan."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         queries = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None
         keys = lengths.cu_seqlens_k is not None, lengths.seqused_k is not None
@@ -60,11 +61,11 @@ class BwdOperands(NamedTuple):
 
 
 class QueryShape(Protocol):
-    """What a plan says about loads.
+    """A plan's facts about loads.
 
-    boxes: of Q, dO, K, V, and where there are such the peer's K, the layout with stages in shared
-    memory, and rows and columns of a box. bytes_with_q, bytes_with_do: what comes besides with the
-    Q and dO of a work tile's first block.
+    boxes: for Q, dO, K, V, and the peer's K if there is one: the layout with stages in shared
+    memory, and rows and columns of a box. bytes_with_q, bytes_with_do: additional bytes that come
+    with the Q and dO of a work tile's first block.
     """
 
     tile_m: int
@@ -81,7 +82,7 @@ class QueryShape(Protocol):
 
 class QueryTiles(Protocol):
     """Shared memory with stages. stats: statistics of a query block; words: `QUERY_WORDS`, for
-    readers that do not go through walks themselves, or None."""
+    readers that do not follow walks themselves, or None."""
 
     q: cute.Tensor
     do: cute.Tensor
@@ -106,7 +107,7 @@ class Visited(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryLoads:
-    """What a warp that fetches query blocks knows. stats (heads_q, row_blocks, -1)."""
+    """State of a warp that loads query blocks. stats (heads_q, row_blocks, -1)."""
 
     plan: cutlass.Constexpr[QueryShape]
     operands: BwdOperands
@@ -117,7 +118,7 @@ class QueryLoads:
 
     @cute.jit
     def load_query(self, at: Visited):
-        """Fetch Q of a block with its statistics, and say which block it is."""
+        """Load Q of a block with its statistics, and announce the block."""
         plan, operands, tiles, channel = self.plan, self.operands, self.tiles, self.channels.q
         block = at.block
         flags = block.follower | (block.kind << OWN_KIND_SHIFT)
@@ -140,7 +141,7 @@ class QueryLoads:
 
     @cute.jit
     def load_do(self, at: Visited):
-        """Fetch dO of a block."""
+        """Load dO of a block."""
         plan, operands, channel = self.plan, self.operands, self.channels.do
         tile = ((1, plan.tile_m), plan.tile_dv)
         gmem, row = self._query_rows(operands.do, at)
@@ -153,7 +154,7 @@ class QueryLoads:
         cute.copy(operands.do_atom, src, dst[None, stage], tma_bar_ptr=barrier)
 
     def _query_rows(self, tensor: cute.Tensor, at: Visited) -> tuple[cute.Tensor, Int32]:
-        """The ((head, row), d) tensor of a sequence of Q or dO, and the row to read from."""
+        """The ((head, row), d) tensor of a sequence of Q or dO, and its first row to read."""
         work, side = at.work, tma.Side.of_queries(self.lengths)
         place = work.batch_idx, work.offset_q, work.seqlen_q
         return tma.readable_rows(tensor, side, *place, at.block.index * self.plan.tile_m)

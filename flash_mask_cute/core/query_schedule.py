@@ -1,4 +1,4 @@
-"""How the queries of a launch are cut into work tiles, from its tensors on the host side."""
+"""Work tiles over the queries of a launch, computed from its tensors on the host."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,10 @@ from flash_mask_cute.core.tile_scheduler import ScheduleParams
 
 
 class QuerySchedule(NamedTuple):
-    """Work tiles, heads (packed ones count once) for each KV head, and CTAs to launch. num_splits:
-    pieces of each work tile, which count as heads of the work tiles; None: they have none."""
+    """Work tiles, heads for each KV head (packed heads count once), and CTAs to launch.
+
+    num_splits: pieces of each work tile, which count as heads; None: work tiles have no pieces.
+    """
 
     params: ScheduleParams
     heads_per_kv: Int32
@@ -35,10 +37,10 @@ class QuerySchedule(NamedTuple):
     ) -> "QuerySchedule":
         """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
 
-        packed_heads: rows of a position; group_size: the heads among them. group_bytes: dense,
-        heads whose keys and values have so many bytes together come in a group, so that they stay
-        in the L2 cache while all their query blocks pass; None: the heads of one KV head are a
-        group. blocks: of each dense sequence only these, the first one and how many.
+        packed_heads: rows of a position; group_size: the heads among them. group_bytes: for dense
+        calls, the size of keys and values whose heads form a group, so that they stay in the L2
+        cache while all their query blocks pass; None: the heads of one KV head form a group.
+        blocks: only these blocks of each dense sequence, the first one and their number.
         num_splits: pieces of each work tile, which count as heads.
         """
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)

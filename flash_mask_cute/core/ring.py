@@ -1,4 +1,4 @@
-"""Entries of a few words in shared memory that one warp writes and others read, in order."""
+"""Entries of a few words in shared memory; one warp writes them, others read them in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,12 +40,13 @@ class Ring:
         self.channel.publish(number)
 
     def read(self, number: Int32, num_words: int) -> list[Int32]:
-        """The first words of entry `number`, between waiting for it and releasing it."""
+        """The first words of entry `number`; call it between waiting for the entry and releasing
+        it."""
         index = self.channel.index(number)
         return [self.entries[i, index] for i in range(num_words)]
 
     @cute.jit
     def release(self, number: Int32) -> None:
-        """This warp has read entry `number` for the last time."""
+        """Signal that this warp has read entry `number` for the last time."""
         cute.arch.sync_warp()
         self.channel.release(number)

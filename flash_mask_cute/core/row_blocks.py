@@ -1,9 +1,9 @@
 """Numbering of whole tiles of query rows over all sequences of a launch.
 
-The backward keeps a few things per query row in scratch tensors whose last mode is a whole tile, so
-that any tile of them can be copied in one piece. Packed sequences start anywhere; each of them gets
-row blocks of its own by counting from cu_seqlens_q[b] // tile_m + b, which leaves at most one block
-per sequence unused and needs no prefix sum.
+The backward keeps a few values per query row in scratch tensors. Their last mode is a whole tile,
+so any tile can be copied in one piece. Packed sequences start anywhere. Each of them gets its own
+row blocks by counting from cu_seqlens_q[b] // tile_m + b. This leaves at most one block per
+sequence unused, and needs no prefix sum.
 """
 
 from typing import NamedTuple
@@ -28,9 +28,9 @@ class RowBlocks(NamedTuple):
 
 
 def num_row_blocks(rows: int, num_sequences: int, is_packed: bool, tile_m: int) -> int:
-    """How many row blocks a head has.
+    """Number of row blocks of a head.
 
-    :param rows: seqlen_q, or, where sequences are packed, total_q
+    :param rows: seqlen_q, or total_q if sequences are packed
     """
     if is_packed:
         return rows // tile_m + num_sequences
@@ -42,21 +42,21 @@ MARKS_PER_WORD, WORDS_PER_COPY = 32, 4
 
 
 def mark_words(tile_m: int) -> int:
-    """int32 words with a bit for each row of a row block, in whole copies."""
+    """int32 words with a bit for each row of a row block, rounded up to whole copies."""
     return -(-tile_m // (MARKS_PER_WORD * WORDS_PER_COPY)) * WORDS_PER_COPY
 
 
 def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
-    """fp32 words of a row block's statistics: LSE of each row, delta of each row, where num_stats
-    is 3 the reference of each row, and, where there are marks, `mark_words`."""
+    """fp32 words of a row block's statistics: LSE and delta of each row, the reference of each row
+    if num_stats is 3, and `mark_words` if there are marks."""
     return num_stats * tile_m + (mark_words(tile_m) if has_marks else 0)
 
 
 def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int) -> cute.Tensor:
     """The words of the marks in a row block's statistics: bit r % 32 of word r // 32 is row r's.
 
-    A marked row is one of a query that sees nothing, of which Q or dO are not finite: the zeros
-    that they are multiplied with would not keep them from being seen.
+    A marked row belongs to a query that sees nothing, and its Q or dO is not finite. Multiplication
+    by zeros would not remove such values.
     """
     marks = stats.iterator + num_stats * tile_m
     words = cute.make_tensor(marks, cute.make_layout(mark_words(tile_m)))
@@ -64,11 +64,11 @@ def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int) -> cute.Tensor:
 
 
 def column_parts(cols: int) -> tuple[int, ...]:
-    """How two warpgroups share the columns of a tile: the widths of the parts of each.
+    """The split of a tile's columns between two warpgroups: the widths of the parts of each.
 
-    Both have a part of the same width side by side, then both the next one. Shared memory is
-    swizzled in blocks of 64 columns, or of 32 where 64 do not divide the tile's; a part is made of
-    whole blocks, or lies in one.
+    Two parts of the same width, one for each warpgroup, lie side by side, followed by the next two.
+    Shared memory is swizzled in blocks of 64 columns, or of 32 if 64 do not divide the tile's
+    columns. A part consists of whole blocks, or lies in one.
 
     :param cols: a multiple of 32
     """
@@ -77,18 +77,17 @@ def column_parts(cols: int) -> tuple[int, ...]:
 
 
 class ColumnPart(NamedTuple):
-    """Columns that two warpgroups share: `width` of each, the first one's from `first` on."""
+    """Columns that two warpgroups share: `width` for each; the first one's start at `first`."""
 
     first: int
     width: int
 
 
 def dq_parts(cols: int, num_ctas: int) -> tuple[ColumnPart, ...]:
-    """How the columns of dQ are shared where a block has 64 rows, in the order in which their sums
-    lie in scratch memory.
+    """The split of dQ's columns if a block has 64 rows, in the order of the sums in scratch memory.
 
     :param cols: a multiple of 32, for two CTAs 192 or 256
-    :param num_ctas: CTAs that sum dQ together. The second one's parts mirror the first one's.
+    :param num_ctas: CTAs that sum dQ together. The parts of the second CTA mirror the first's.
     """
     parts, first = [], 0
     for width in column_parts(cols // num_ctas):

@@ -1,9 +1,9 @@
 """Keys and values of small pages, copied row by row by the threads of the load warp.
 
-Pages of fewer keys than shared memory is swizzled by, or of a number that has no divisor of that
-size, cannot come by TMA. Each lane looks up where some rows of a block lie, and all copy 16 bytes
-at a time (cp.async). A row behind the sequence's end is its last row once more: its probabilities
-are 0, and its values are finite, whatever lies behind the end.
+TMA cannot load pages with fewer keys than a swizzle atom of shared memory, or with a number of keys
+that has no divisor of that size. Each lane looks up the places of some rows of a block, and all
+lanes copy 16 bytes at a time (cp.async). A row behind the sequence's end is replaced by its last
+row: its probabilities are 0, and its values are finite, regardless of the memory behind the end.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ UNROLL = 4
 
 
 class BlockRows(NamedTuple):
-    """Where the rows of a block lie: of rows lane, lane + 32, ... the page, and the row in it."""
+    """The places of a block's rows lane, lane + 32, ...: the page, and the row in it."""
 
     pages: tuple
     rows: tuple
@@ -47,7 +47,7 @@ class RowCopies:
         return BlockRows(zeros, zeros)
 
     def look_up(self, batch_idx: Int32, block: Int32, seqlen_k: Int32) -> BlockRows:
-        """Where the rows of a block of a sequence lie."""
+        """The places of the rows of a block of a sequence."""
         pages, rows = [], []
         for group in range(self.num_groups):
             key = block * self.tile_n + group * WARP + cute.arch.lane_idx()
@@ -59,8 +59,8 @@ class RowCopies:
 
     @cute.jit
     def copy(self, pool: cute.Tensor, head: Int32, at: BlockRows, smem: cute.Tensor) -> None:
-        """Start copying the rows of a block into smem (rows, columns), which has as many columns as
-        the pool."""
+        """Start copying the rows of a block into smem (rows, columns), with as many columns as the
+        pool."""
         per_row = cute.size(smem, mode=[1]) // VECTOR
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL),

@@ -1,11 +1,11 @@
-"""The backward between its products, in any arrangement of scores: P from S, dS from dP.
+"""The backward between its products, for any layout of scores: P from S, dS from dP.
 
-Rows are keys and columns queries. No pipelines here: everything works in registers, and reads the
-statistics of the columns from shared memory.
+Rows are keys and columns are queries. There are no pipelines here: everything works in registers,
+and reads the statistics of the columns from shared memory.
 
-Scores of a score_mod may be of any size, and their LSE with them. An exponent is one multiply-add
-with LSE as long as that is near 0; otherwise the query has a reference, which is subtracted from
-its scores first. Blocks without such a query, nearly all, take no instruction more.
+The scores of a score_mod, and so their LSE, may have any magnitude. An exponent is one multiply-add
+with LSE if LSE is near 0. Otherwise the query has a reference, which is subtracted from its scores
+first. Blocks without such a query, nearly all, execute no additional instruction.
 """
 
 from typing import NamedTuple
@@ -18,10 +18,12 @@ from flash_mask_cute.core.softmax import any_in_warp
 
 
 class Statistics(NamedTuple):
-    """What is known of queries, in shared memory: LSE by base 2 and delta of a thread's columns,
-    and where scores may be of any size the reference, which is subtracted from them; 0 for none.
+    """Statistics of queries in shared memory, for a thread's columns: LSE to base 2, delta, and a
+    reference.
 
-    has_reference: whether some query of the block has one, a warp-uniform value; None: not asked.
+    The reference is subtracted from scores of any magnitude; 0 for none.
+
+    has_reference: whether some query of the block has one, a warp-uniform value; None: not checked.
     """
 
     lse: cute.Tensor
@@ -31,8 +33,8 @@ class Statistics(NamedTuple):
 
 
 def has_reference(references: cute.Tensor) -> Boolean:
-    """Whether a query of a block has a reference, of all queries' in shared memory; the same value
-    in all lanes of a warp."""
+    """Whether any query of a block has a reference, by all queries' references in shared memory;
+    the same value in all lanes of a warp."""
     size = cute.size(references) // cute.arch.WARP_SIZE
     share = cute.make_rmem_tensor(size, Float32)
     cute.autovec_copy(cute.local_tile(references, (size,), (cute.arch.lane_idx(),)), share)
@@ -52,7 +54,7 @@ def probabilities(scores: cute.Tensor, sLSE: cute.Tensor, scale_log2: Float32) -
 
 @cute.jit
 def score_gradients(grads: cute.Tensor, factors: cute.Tensor, sDelta: cute.Tensor) -> None:
-    """dS = factor * (dP - delta) in place of dP. A factor is P, or what `ScoreChain` made of it."""
+    """dS = factor * (dP - delta) in place of dP. A factor is P, or the result of `ScoreChain`."""
     delta = cute.make_rmem_tensor(sDelta.layout.shape, Float32)
     cute.autovec_copy(sDelta, delta)
     for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):

@@ -1,8 +1,8 @@
-"""Global-memory semaphores: either only the first CTA to add is singled out, or all are ordered.
+"""Global-memory semaphores that either single out the first CTA to add, or order all CTAs.
 
-Each place that CTAs add to has a word, which is 0 at first. In a fixed order, it names the CTA that
-added last. Otherwise it says whether the first CTA, which stores instead of adding, has written. A
-whole warp runs each function. They are for bulk copies.
+Each place that CTAs add to has a word, initially 0. In a fixed order, it names the CTA that added
+last. Otherwise it says whether the first CTA has written; that CTA stores instead of adding. A
+whole warp runs each function. The functions are for bulk copies.
 """
 
 import cutlass.cute as cute
@@ -16,8 +16,11 @@ NO_PREDECESSOR = -1
 
 @cute.jit
 def is_first(place: cute.Pointer) -> Boolean:
-    """Whether this warp is the first to come. It then stores, calls `release`, and waits for no
-    other warp meanwhile. The others may add when this returns."""
+    """Whether this warp is the first to arrive.
+
+    The first warp stores, calls `release`, and waits for no other warp before that. The others may
+    add when this returns.
+    """
     before = Int32(0)
     if cute.arch.lane_idx() == 0:
         before = cute.arch.atomic_cas(
@@ -34,7 +37,7 @@ def is_first(place: cute.Pointer) -> Boolean:
 
 @cute.jit
 def wait(place: cute.Pointer, value: Int32) -> None:
-    """Wait until the word at `place` is `value`; what its writer added is complete then."""
+    """Wait until the word at `place` is `value`; the additions of its writer are complete then."""
     is_mine = Boolean(False)
     while not is_mine:
         is_mine = cute.arch.load(place, Int32, sem="relaxed", scope="gpu") == value

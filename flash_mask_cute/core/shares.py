@@ -1,16 +1,17 @@
-"""How the key blocks of a launch are dealt out evenly to its CTAs.
+"""Even distribution of a launch's key blocks over its CTAs.
 
-All key blocks that a launch visits form a line: sequence by sequence, in each the heads, in each
-the work tiles, in each the blocks of its walk. A work tile takes TILE_COST places before its
-blocks, for its query and its output. The line is cut into shares of one length, one for each CTA,
-so a work tile may lie in several: its *pieces*, whose results are merged afterwards. (Stream-K,
+All key blocks that a launch visits form a line, ordered by sequence, head, work tile, and the
+blocks of its walk. A work tile takes TILE_COST places before its blocks, for its query and its
+output. The line is cut into shares of one length, one for each CTA. So a work tile may lie in
+several shares; its parts are its *pieces*, and their results are merged afterwards. (Stream-K,
 Osama et al. 2023, for attention as in Lean Attention, Sanovar et al. 2024; FlashMLA plans alike.)
 
-A share has at most two pieces of work tiles that it does not hold as a whole: one of a tile that
-began before it, and one of a tile that ends behind it. So results of pieces need two slots for each
-share, however long sequences are.
+A share has at most two pieces of incomplete work tiles: one of a tile that began before it, and one
+of a tile that ends behind it. So results of pieces need two slots for each share, for sequences of
+any length.
 
-Arithmetic without a branch on a value: on ints and, traced, on `cutlass.Int32`, in any mixture.
+Everything is arithmetic without a branch on a value, on ints and, traced, on `cutlass.Int32`, in
+any mixture.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ LEAST_PLACES = 2
 
 
 def share_size(places: IntLike, num_shares: IntLike, least: IntLike = 1) -> IntLike:
-    """Places of a share, at least `least`, of a line with so many; some shares may be empty."""
+    """Places of a share of a line with `places` places, at least `least`; some shares may be
+    empty."""
     return imax((places + (num_shares - 1)) // num_shares, least)
 
 
 class TileOnLine(NamedTuple):
-    """A work tile: the place where it begins, and its blocks, 1 at least."""
+    """A work tile: its first place on the line, and its number of blocks, at least 1."""
 
     start: IntLike
     num_blocks: IntLike
@@ -48,17 +50,17 @@ class TileOnLine(NamedTuple):
 
     def piece(self, share: IntLike, size: IntLike) -> tuple[IntLike, IntLike]:
         """The blocks [first, end) of this tile, counted from its first one, that lie in a share;
-        first == end if none does. size: of a share."""
+        first == end if there are none. size: places of a share."""
         begin = share * size - self.first_block
         first = imin(imax(begin, 0), self.num_blocks)
         return first, imax(imin(begin + size, self.num_blocks), first)
 
     def first_share(self, size: IntLike) -> IntLike:
-        """The share that its first block lies in."""
+        """The share that contains its first block."""
         return self.first_block // size
 
     def num_pieces(self, size: IntLike) -> IntLike:
-        """In how many shares its blocks lie: they follow each other from `first_share` on."""
+        """Number of shares that contain its blocks: consecutive shares from `first_share` on."""
         return (self.end - 1) // size - self.first_share(size) + 1
 
 

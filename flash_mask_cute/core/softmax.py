@@ -1,27 +1,26 @@
 """Online softmax over score tiles held in registers.
 
-Value domains: scores arrive as the raw product Q K^T (or after soft-capping, already scaled);
-`scale_log2` turns them into exponents of two. `row_max` is kept in the units of the scores,
-`row_sum` is the sum of exp2(score * scale_log2 - max * scale_log2) over the columns this thread
-owns. How a row is spread over threads, and how exponentials are computed, is the architecture's
+Value domains: scores arrive as the raw product Q K^T (or, after soft-capping, already scaled).
+`scale_log2` turns them into exponents of two. `row_max` is in the units of the scores. `row_sum` is
+the sum of exp2(score * scale_log2 - max * scale_log2) over the columns of this thread. The
+architecture defines how a row is spread over threads, and how exponentials are computed
 (`RowArithmetic`).
 
-Method: Milakov and Gimelshein 2018 (online normaliser), in the base-2 form of FlashAttention-2
-(Dao 2023). The maximum is allowed to lag: as long as it grew by less than `RESCALE_THRESHOLD` in
-the exponent, the old one stays in use and the accumulator needs no rescaling (the idea of
-FlashAttention-4). Where registers suffice to keep the scores, not even the search for a tile's
-maximum comes before its exponentials: they are taken by the old one, and their sum tells whether it
-was too old (`exponentials`, `overflowed`). Probabilities are then at most 2**RESCALE_THRESHOLD, or
-their dtype's of SUM_LIMITS, which it and the fp32 sums hold with the same relative precision.
+Method: Milakov and Gimelshein 2018 (online normaliser), in the base-2 form of FlashAttention-2 (Dao
+2023). The maximum may lag: while it has grown by less than `RESCALE_THRESHOLD` in the exponent, the
+old maximum stays in use and the accumulator needs no rescaling (the idea of FlashAttention-4). If
+registers suffice to keep the scores, exponentials do not even wait for the search for the tile's
+maximum. They use the old maximum, and their sum shows whether it was too old (`exponentials`,
+`overflowed`). Probabilities are then at most 2**RESCALE_THRESHOLD, or the SUM_LIMITS of their
+dtype. The dtype and the fp32 sums hold such values with the same relative precision.
 
-The exponent of a score is one multiply-add, whose addend, the row's bias, is a rounded product. A
-score_mod may return numbers of any size, as additive masks with -1e30 do; what rounding takes from
-the bias of such a maximum is more than the exponents themselves (`takes_any_size`). The bias of a
-row whose maximum is too far from 0 is therefore NaN. The sums of such a row are NaN, too, which
-`overflowed` takes for an overflow, and what is done then subtracts the maximum first, which is
-exact (`exponentials` with `exactly`). So scores that are not far cost no instruction more. Of
-other maxima it is known how much rounding has added to all exponents of the row (`_residue`), and
-the LSE is freed of it.
+The exponent of a score is one multiply-add. Its addend, the bias of the row, is a rounded product.
+A score_mod may return numbers of any magnitude, such as the -1e30 of additive masks; the rounding
+error of such a bias is larger than the exponents themselves (`takes_any_size`). So the bias of a
+row whose maximum is too far from 0 is NaN. The sums of the row are then NaN, too, and `overflowed`
+treats them as an overflow. The second pass subtracts the maximum first, which is exact
+(`exponentials` with `exactly`). So scores near 0 cost no additional instruction. For other maxima
+the rounding error in all exponents of the row is known (`_residue`), and is removed from the LSE.
 """
 
 import math
@@ -57,10 +56,10 @@ CHAINS = 4
 
 
 class ScoreScales(NamedTuple):
-    """What turns raw products Q K^T into exponents of two, by way of soft cap and score_mod.
+    """Factors that turn raw products Q K^T into exponents of two, through soft cap and score_mod.
 
-    scale_in multiplies the raw product where something else than the softmax is to see it, None
-    where nothing does; cap is the soft cap; scale_log2 multiplies what the softmax sees.
+    scale_in multiplies the raw product before a soft cap or score_mod, None without these. cap is
+    the soft cap. scale_log2 multiplies the input of the softmax.
     """
 
     scale_log2: Float32
@@ -81,12 +80,12 @@ class ScoreScales(NamedTuple):
         return ScoreScales(scale_log2, scale_in, softcap)
 
     def bounded(self, product: Float32 | cute.TensorSSA) -> Float32 | cute.TensorSSA:
-        """A raw product, a number or a vector of them, as a share of the cap, from -1 to 1."""
+        """A raw product (a number or a vector) as a fraction of the cap, from -1 to 1."""
         return cute.math.tanh(product * self.scale_in, fastmath=True)
 
     @property
     def scale_mod(self) -> Float32:
-        """Turns a raw product, or what `bounded` made of it, into the score that score_mod sees."""
+        """Turns a raw product, or the result of `bounded`, into the score that score_mod gets."""
         return self.scale_in if self.cap is None else self.cap
 
 
@@ -94,13 +93,13 @@ BinaryOp = Callable[[Float32, Float32], Float32]
 
 
 class ScoreArgs(NamedTuple):
-    """What happens to the scores of a forward; sink logits (heads_q,)."""
+    """Processing of the scores of a forward; sink: logits (heads_q,)."""
 
     scales: ScoreScales
     sink: cute.Tensor | None
 
     def multiplied(self, factor: float) -> "ScoreArgs":
-        """The softmax multiplies scores by a factor besides."""
+        """The same scales with an additional factor in the softmax."""
         if factor == 1.0:
             return self
         scale_log2 = self.scales.scale_log2 * factor
@@ -132,8 +131,8 @@ def _add(a: Float32, b: Float32) -> Float32:
 
 
 class RowResult(NamedTuple):
-    """A row at its end: the factor for its accumulator, its natural-log LSE, and what rounding has
-    taken from that (None where scores are not of any size)."""
+    """Final values of a row: the factor for its accumulator, its natural-log LSE, and the rounding
+    error of the LSE (None unless scores may have any magnitude)."""
 
     factor: Float32
     lse: Float32
@@ -141,7 +140,7 @@ class RowResult(NamedTuple):
 
 
 class RowArithmetic(Protocol):
-    """What the softmax of a row depends on besides its scores."""
+    """The architecture's part of a row's softmax."""
 
     def across(self, value: Float32, op: BinaryOp) -> Float32:
         """Combine a value over the threads that share a row."""
@@ -150,7 +149,7 @@ class RowArithmetic(Protocol):
     def exponentials(
         self, scores: Sequence[Float32], scale_log2: Float32, bias: Float32
     ) -> list[Float32]:
-        """exp2(score * scale_log2 + bias); an exponent too large gives more than SUM_LIMITS."""
+        """exp2(score * scale_log2 + bias); too large an exponent gives more than SUM_LIMITS."""
         ...
 
     def total(self, values: Sequence[Float32]) -> Float32:
@@ -159,11 +158,11 @@ class RowArithmetic(Protocol):
 
 
 class QuadRows:
-    """`RowArithmetic` of WGMMA's accumulators, a row of which is spread over four lanes.
+    """`RowArithmetic` of WGMMA's accumulators, which spread a row over four lanes.
 
     by_polynomial: how many of PERIOD exponentials are computed by `exp2_polynomial`, a divisor of
-        it, or 0. That pays where the pipe that computes them has as much to do for the scores
-        themselves, and costs energy. coefficients: of that polynomial.
+        PERIOD, or 0. This pays if the special function unit has as much work with the scores
+        themselves, and it costs energy. coefficients: of that polynomial.
     """
 
     def __init__(self, by_polynomial: int = 0, coefficients: tuple[float, ...] = ()):
@@ -190,10 +189,10 @@ class QuadRows:
 
 
 def rounded_difference(a: Float32, b: Float32) -> Float32:
-    """a - b of numbers that have been rounded.
+    """a - b of two rounded numbers.
 
-    The assembler makes one multiply-add of a product and a plain difference, and the product is
-    not rounded then: far from 0 that is off by more than the difference.
+    The assembler merges a product and a plain difference into one multiply-add, so the product is
+    not rounded. Far from 0 the resulting error is larger than the difference.
     """
     return cute.math.add(a, -b, rounding=NEAREST)
 
@@ -209,11 +208,11 @@ QUAD_ROWS = QuadRows()
 class OnlineSoftmax:
     """Running maximum and sum of the accumulator rows a thread owns.
 
-    row_max: the maximum in use (-inf while a row has seen nothing), row_limit: the score above
-    which it is too old, row_bias: what turns score * scale_log2 into the exponent, row_sum: this
-    thread's share of the sum. factor: what makes scores, in natural units, of the numbers that the
-    softmax sees, where these may be of any size; None: they are products that were scaled.
-    row_largest: this thread's largest score, which `row_max` may lag behind; None: nobody asks.
+    row_max: the maximum in use (-inf while a row has seen nothing). row_limit: scores above it make
+    row_max too old. row_bias: the addend that turns score * scale_log2 into the exponent. row_sum:
+    this thread's share of the sum. factor: turns the numbers that the softmax gets into scores in
+    natural units, if these may have any magnitude; None: the numbers are scaled products.
+    row_largest: this thread's largest score, which may exceed `row_max`; None: not wanted.
     """
 
     scale_log2: Float32
@@ -250,7 +249,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def start(self, scores: cute.Tensor) -> None:
-        """Begin rows anew with their first tile of scores (rows, cols).
+        """Restart rows with their first tile of scores (rows, cols).
 
         Sets the maximum, empties the sum.
         """
@@ -263,7 +262,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def clear(self) -> None:
-        """Begin rows anew that have seen nothing; `renew` takes the maximum of their first tile."""
+        """Restart rows that have seen nothing; `renew` takes the maximum of their first tile."""
         for r in cutlass.range_constexpr(self.num_rows):
             self._adopt(r, Float32(-Float32.inf))
             self.row_sum[r] = Float32(0.0)
@@ -272,7 +271,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def see(self, scores: cute.Tensor) -> None:
-        """Note the largest of scores (rows, cols), where that is wanted; twice does no harm."""
+        """Record the largest of scores (rows, cols), if wanted; calling it twice does no harm."""
         if const_expr(self.row_largest is not None):
             for r in cutlass.range_constexpr(self.num_rows):
                 largest = _chained_reduce(_row(scores, r), cute.arch.fmax)
@@ -300,10 +299,10 @@ class OnlineSoftmax:
         keep: cutlass.Constexpr,
         exactly: cutlass.Constexpr[bool] = False,
     ) -> tuple:
-        """This thread's sum of probabilities per row, by the maximum in use; scores stay.
+        """This thread's sum of probabilities per row, with the maximum in use; scores stay.
 
-        keep(r, c, p, q): takes the probabilities of columns c and c + 1 of row r. exactly: also of
-        rows whose maximum is far, where scores may be of any size.
+        keep(r, c, p, q): receives the probabilities of columns c and c + 1 of row r. exactly: also
+        for rows with a maximum far from 0, if scores may have any magnitude.
         """
         sums = []
         for r in cutlass.range_constexpr(self.num_rows):
@@ -314,10 +313,11 @@ class OnlineSoftmax:
         return tuple(sums)
 
     def overflowed(self, sums: tuple) -> tuple:
-        """Per row, whether `exponentials` used too old a maximum, or none where there is one, or
-        one that is far.
+        """Per row, whether `exponentials` used an unusable maximum: too old, none where there is
+        one, or one far from 0.
 
-        Not whether a row that has seen nothing sees scores far below 0 now, which `is_empty` finds.
+        A row that has seen nothing and now sees scores far below 0 is not found here but by
+        `is_empty`.
         """
         return tuple((total < self.sum_limit) == Boolean(False) for total in sums)
 
@@ -340,11 +340,11 @@ class OnlineSoftmax:
 
     @cute.jit
     def renew(self, tile_max: tuple, is_old: tuple) -> tuple:
-        """Take newer maxima where a thread of the row found the old one too old.
+        """Take newer maxima for rows in which a thread found the old one too old.
 
-        Returns the factor per row for what the old ones accumulated, 1 where that is nothing. A
-        row's numbers depend on its own scores only, so that it does not matter which rows share a
-        warp.
+        Returns the factor per row for the sums accumulated with the old maximum, 1 if there are
+        none. The numbers of a row depend only on its own scores, so it does not matter which rows
+        share a warp.
         """
         factors = []
         for r in cutlass.range_constexpr(self.num_rows):
@@ -409,8 +409,8 @@ class OnlineSoftmax:
     # -- scores of any size ---------------------------------------------------------------------
 
     def _score(self, value: Float32) -> Float32:
-        """The score, in natural units, of what the softmax sees: rounded, as a score_mod rounds,
-        and perhaps to -inf.
+        """The score, in natural units, of an input of the softmax: rounded as a score_mod rounds
+        it, perhaps to -inf.
         """
         if self.factor == 1.0:
             return value
@@ -418,11 +418,11 @@ class OnlineSoftmax:
         return cute.math.mul(value, Float32(self.factor), rounding=NEAREST)
 
     def far(self) -> tuple:
-        """Per row, whether its maximum is too far from 0 for `exponentials` but exactly."""
+        """Per row, whether its maximum is so far from 0 that `exponentials` must be exact."""
         return tuple(self._is_far(self.row_max[r]) for r in range(self.num_rows))
 
     def _is_near(self, row_max: Float32) -> Boolean:
-        """Whether a rounded bias is good enough; not of -inf."""
+        """Whether a rounded bias is accurate enough; false for -inf."""
         # a power of two multiplies exactly
         is_exact = math.frexp(self.factor)[0] == 0.5
         exponent = cute.math.abs(row_max * self.scale_log2)
@@ -432,22 +432,22 @@ class OnlineSoftmax:
         return (self._is_near(row_max) == Boolean(False)) & (row_max != -Float32.inf)
 
     def _residue(self, row_max: Float32) -> Float32:
-        """What rounding the bias has added to the exponents of a row with this maximum, by base 2.
+        """The rounding error of the bias in the exponents of a row with this maximum, to base 2.
 
-        Exponents that subtract the maximum first get as much, so that they go together with others.
+        Exponents that subtract the maximum first get the same error, so they agree with the others.
         """
         residue = cute.math.fma(row_max, self.scale_log2, -(row_max * self.scale_log2))
         return cutlass.select_(self._is_near(row_max), residue, Float32(0.0))
 
     def _factor_between(self, old_max: Float32, new_max: Float32) -> Float32:
-        """The factor for what the old maximum has accumulated, exactly 1 if it stays; that may be
-        anything if it was -inf."""
+        """The factor for sums accumulated with the old maximum, exactly 1 if the maximum stays; it
+        may be anything if the old maximum was -inf."""
         residue = self._residue(new_max) - self._residue(old_max)
         difference = self._score(old_max) - self._score(new_max)
         return cute.math.exp2(cute.math.fma(difference, Float32(LOG2_E), residue), fastmath=True)
 
     def _finalize_any_size(self, r: int, sinks: tuple | None) -> RowResult:
-        """As `finalize`, by natural units: LSE is right to its own last bit."""
+        """As `finalize`, in natural units: LSE is accurate to its last bit."""
         total = self.arithmetic.across(self.row_sum[r], _add)
         largest, residue = self._score(self.row_max[r]), self._residue(self.row_max[r])
         empty, shift = largest == -Float32.inf, Float32(1.0)
@@ -502,8 +502,8 @@ class OnlineSoftmax:
 def round_pair(p: Float32, q: Float32, dtype: type[cutlass.Numeric]) -> Int32:
     """Two 16-bit values in a word, the first in its lower half.
 
-    As PTX, because the compiler would move a conversion of its own behind the next join, and keep
-    the unrounded values, twice the registers, until then.
+    Written as PTX: the compiler would move its own conversion behind the next join, and keep the
+    unrounded values, which take twice the registers, until then.
     """
     name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     return cute.arch.inline_ptx(
@@ -514,12 +514,12 @@ def round_pair(p: Float32, q: Float32, dtype: type[cutlass.Numeric]) -> Int32:
 
 
 def either(flags: tuple, others: tuple) -> tuple:
-    """Per row, whether one of both is set."""
+    """Per row, whether either flag is set."""
     return tuple(a | b for a, b in zip(flags, others, strict=True))
 
 
 def any_in_warp(flags: tuple) -> Boolean:
-    """Whether a flag is set in some thread of this warp; a warp-uniform value."""
+    """Whether a flag is set in any thread of this warp; a warp-uniform value."""
     found = Boolean(False)
     for flag in flags:
         found = found | flag
@@ -527,7 +527,7 @@ def any_in_warp(flags: tuple) -> Boolean:
 
 
 def differ_from_one(factors: tuple) -> Boolean:
-    """Whether some row of this warp has a factor other than 1; a warp-uniform value."""
+    """Whether any row of this warp has a factor other than 1; a warp-uniform value."""
     return any_in_warp(tuple(factor != 1.0 for factor in factors))
 
 

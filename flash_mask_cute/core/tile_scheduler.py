@@ -1,14 +1,15 @@
-"""Which work tile a persistent CTA computes next.
+"""Selection of the next work tile of a persistent CTA.
 
 A work tile is one block of one head of one sequence: tile_m query rows in the forward, tile_n keys
-in the backward. Tiles have a fixed linear
-order; a CTA starts with the tile of its own number and takes the next free one when it is done (an
-atomic counter), or, without a counter, every grid-th one.
+in the backward. Tiles have a fixed linear order. A CTA starts with the tile of its own number. When
+it is done, it takes the next free tile (an atomic counter), or, without a counter, every grid-th
+tile.
 
-Linear order: heads in groups, in the forward those whose keys and values fit the L2 cache together;
-inside a group the blocks, from the last one where the launch wants that; inside a block the heads.
-Dense, the heads are those of all sequences; varlen, sequence by sequence, those of one. Only the
-planning warp runs this; everyone else reads its decision from the ring (`work_ring`).
+Linear order: first groups of heads, then the blocks of a group, then its heads. In the forward the
+keys and values of a group fit the L2 cache together. Blocks start from the last one if the launch
+asks for it. In a dense launch groups are formed over the heads of all sequences; in a varlen
+launch, sequence by sequence, over the heads of one. Only the planning warp runs this; the other
+warps read its decision from the ring (`work_ring`).
 """
 
 import operator
@@ -24,8 +25,10 @@ from flash_mask_cute.core.warp_scan import WARP, running
 
 
 class WorkTile(NamedTuple):
-    """Coordinates of a work tile; head_idx counts KV heads in the backward, and where query heads
-    are packed."""
+    """Coordinates of a work tile.
+
+    head_idx counts KV heads in the backward, and in the forward if query heads are packed.
+    """
 
     block: Int32
     head_idx: Int32
@@ -36,7 +39,7 @@ class WorkTile(NamedTuple):
 class ScheduleParams(NamedTuple):
     """Run-time extents of the schedule, made on the host side of the launch.
 
-    first_block: where the blocks of this launch begin in each head, or None where it has all.
+    first_block: the first block of this launch in each head, or None if it has all.
     """
 
     num_blocks: Int32
@@ -47,9 +50,9 @@ class ScheduleParams(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Linear index of the tile at hand, and where the varlen search stands.
+    """Linear index of the current tile, and the state of the varlen search.
 
-    That is the first sequence of its window and the number of tiles before it.
+    The state is the first sequence of its window and the number of tiles before it.
     """
 
     index: Int32
@@ -58,13 +61,13 @@ class Search(NamedTuple):
 
 
 class Claims(Protocol):
-    """How a CTA of several claims work tiles for all of them."""
+    """How one CTA claims work tiles for several CTAs."""
 
     def is_leader(self) -> Boolean:
         """Whether this CTA claims."""
 
     def share(self, number: Int32, claimed: Int32) -> Int32:
-        """Claim `number` of the leader, in all CTAs."""
+        """Give claim `number` of the leader to all CTAs."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ class TileScheduler:
     """Hands out the work tiles of a launch.
 
     counter: (2,) int32 tiles handed out and CTAs finished, both 0 between launches, or None.
-    last_first: start with the last blocks, because their walks are the longest or the others have
-    to wait for them.
+    last_first: start with the last blocks, because their walks are the longest or other blocks must
+    wait for them.
     varlen: blocks per sequence differ.
-    ctas_per_tile: neighbouring CTAs that take tiles together: a tile is as many blocks for them,
-    one for each. claims: how one of them claims for all; without, such CTAs have no counter.
+    ctas_per_tile: number of neighbouring CTAs that take tiles together; a tile then has one block
+    for each of them. claims: how one of them claims for all; without it, such CTAs have no counter.
     """
 
     params: ScheduleParams
@@ -90,14 +93,14 @@ class TileScheduler:
         return Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
 
     def own_block(self, block: Int32) -> Int32:
-        """The block of this CTA in a work tile's."""
+        """The block of this CTA among those of a work tile."""
         return block * self.ctas_per_tile + cute.arch.block_idx()[0] % self.ctas_per_tile
 
     @cute.jit
     def advance(self, search: Search, number: Int32) -> Search:
         """Claim the next tile; call it early, its index arrives later. Run by a whole warp.
 
-        number: how many tiles were claimed so before.
+        number: tiles claimed this way before.
         """
         ctas, _, _ = cute.arch.grid_dim()
         step = ctas // self.ctas_per_tile
@@ -114,7 +117,7 @@ class TileScheduler:
         return search._replace(index=index)
 
     def finish(self) -> None:
-        """To be called once by each CTA after its last claim: the last one clears the counter."""
+        """Each CTA calls this once after its last claim; the last CTA clears the counter."""
         if const_expr(self.counter is not None):
             self._finish_counter()
 
@@ -133,10 +136,10 @@ class TileScheduler:
         num_blocks_of: Callable[[Int32], Int32],
         first_block_of: Callable[[Int32], Int32] | None = None,
     ) -> tuple[WorkTile, Search]:
-        """The tile at hand, and the search moved up to it. Run by a whole warp.
+        """The current tile, and the search moved up to it. Run by a whole warp.
 
-        num_blocks_of(batch_idx): blocks of a sequence, used where they differ; first_block_of: the
-        first of them, None where a launch has all.
+        num_blocks_of(batch_idx): blocks of a sequence, used if these differ; first_block_of: the
+        first block of a sequence in the launch, None if it has all.
         """
         if const_expr(self.varlen):
             work, search = self._locate_varlen(search, num_blocks_of)
@@ -170,9 +173,9 @@ class TileScheduler:
 
     @cute.jit
     def _locate_varlen(self, search: Search, num_blocks_of: cutlass.Constexpr) -> tuple:
-        """`locate` where sequences differ in their number of blocks.
+        """`locate` for sequences with different numbers of blocks.
 
-        32 sequences are looked at together, a lane each; indices only grow, so the search never
+        32 sequences are examined together, one by each lane; indices only grow, so the search never
         goes back.
         """
         params = self.params

@@ -12,18 +12,18 @@ PARTIAL = FULL | EMPTY
 
 
 def has_visible(state: Int32) -> Boolean:
-    """Whether something in the tile is visible."""
+    """Whether any score of the tile is visible."""
     return (state & FULL) != 0
 
 
 def has_hidden(state: Int32) -> Boolean:
-    """Whether something in the tile is hidden."""
+    """Whether any score of the tile is hidden."""
     return (state & EMPTY) != 0
 
 
 @cute.jit
 def state_of_warp(sees_visible: Boolean, sees_hidden: Boolean) -> Int32:
-    """The state of what the lanes of a warp have looked at."""
+    """The state of the scores that the lanes of a warp have examined."""
     state = Int32(0)
     if cute.arch.vote_any_sync(sees_visible):
         state = state | FULL

@@ -1,8 +1,8 @@
-"""TMA of the attention kernels: atoms with their coordinate tensors, and tiles of them.
+"""TMA of the attention kernels: atoms with coordinate tensors, and their tiles.
 
-Query heads that share keys may share a tile's rows, so rows are (head, position) pairs; packed
-sequences are views in which TMA clips a tile at the end of its sequence, and so are those of which
-not all rows are in use.
+Query heads that share keys may share a tile's rows, so rows are (head, position) pairs. Packed
+sequences, and sequences with unused rows, are views in which TMA clips a tile at the end of its
+sequence.
 """
 
 from typing import NamedTuple
@@ -24,9 +24,9 @@ class Operands(NamedTuple):
     """TMA atoms with their coordinate tensors.
 
     q, o, v: ((head, row), head_dim, ...); k: (row, head_dim, head, ...). The last mode is the
-    batch; where sequences are packed, q and k have none, and o and v that of `ragged_rows`. v has
-    both where the batch is dense and lengths vary. Of pages, k and v have these for the batch, and
-    are None where rows are copied one by one.
+    batch. If sequences are packed, q and k have no batch mode, and o and v have the mode of
+    `ragged_rows`. v has both modes if the batch is dense and lengths vary. For pages, the batch
+    mode of k and v counts pages; both are None if rows are copied one by one.
     """
 
     q_atom: cute.CopyAtom
@@ -45,9 +45,10 @@ class Operands(NamedTuple):
 
     @staticmethod
     def of_forward(plan, mQ, mK, mV, mO, lengths: Lengths, load=None) -> "Operands":
-        """Those of a forward with the layouts of its plan, (rows, columns, stages), V's
-        transposed; its boxes of query rows (`row_tile`), keys and values (`box_k`, `box_v`) and of
-        the output (`box_o`). load: the operation, if not that of a single CTA."""
+        """The operands of a forward with the layouts of its plan, (rows, columns, stages), with V's
+        transposed. The plan also has the boxes of query rows (`row_tile`), of keys and values
+        (`box_k`, `box_v`) and of the output (`box_o`). load: the operation, if not that of a single
+        CTA."""
         packed_q, packed_k = lengths.cu_seqlens_q is not None, lengths.cu_seqlens_k is not None
         ends_early = lengths.seqused_k is not None or plan.page_box is not None
         load = cpasync.CopyBulkTensorTileG2SOp() if load is None else load
@@ -86,15 +87,16 @@ def head_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
 
 
 def sequence_rows(tensor: cute.Tensor, is_packed: bool, has_used: bool = False) -> cute.Tensor:
-    """The `head_rows` of which `of_sequence` and `readable_rows` take those of one sequence, and
-    TMA no others. has_used: a dense sequence may end before its slot does."""
+    """A view of `head_rows` from which `of_sequence` and `readable_rows` take the rows of one
+    sequence, so that TMA accesses no others. has_used: a dense sequence may have unused rows at its
+    end."""
     view = head_rows(tensor, is_packed)
     return ragged_rows(view) if is_packed or has_used else view
 
 
 def key_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     """View (batch, row, head, d), or (row, head, d) if sequences are packed, as (row, d, head,
-    batch), or (row, d, head): rows behind a sequence's end are the neighbour's."""
+    batch), or (row, d, head): rows behind a packed sequence's end belong to the next one."""
     modes = [0, 2, 1] if is_packed else [1, 3, 2, 0]
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, modes))
 
@@ -112,9 +114,9 @@ def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
     """View ((heads, rows), d) as ((heads, RAGGED_BOUND), d, rows), or ((heads, rows), d, batch) as
     ((heads, rows), d, rows, batch).
 
-    The sum of both row coordinates addresses a row, and the first one ends where the sequence ends,
-    so TMA clips a tile there (the ragged tensors of Triton, in the form with a shifted base pointer
-    that quack uses for stores).
+    The sum of both row coordinates addresses a row. The first coordinate ends where the sequence
+    ends, so TMA clips a tile there (the ragged tensors of Triton, in the form with a shifted base
+    pointer that quack uses for stores).
     """
     (heads, rows), dim, *batch = tensor.shape
     (stride_h, stride_row), stride_d, *stride_batch = tensor.stride
@@ -135,8 +137,11 @@ def at_ragged_sequence(
 
 
 class Side(NamedTuple):
-    """The sequences of the queries or of the keys: whether they are packed, whether rows at their
-    ends may be out of use, and how many rows there are, in a slot or in all."""
+    """The sequences of the queries or of the keys.
+
+    Whether they are packed, whether they may have unused rows at their ends, and the number of
+    rows, in a batch entry or in all.
+    """
 
     is_packed: bool
     has_used: bool
@@ -156,12 +161,13 @@ class Side(NamedTuple):
 def readable_rows(
     tensor: cute.Tensor, side: Side, batch_idx: Int32, offset: Int32, length: Int32, row: Int32
 ) -> tuple[cute.Tensor, Int32]:
-    """The rows of one sequence of `sequence_rows`, and the row from which to read a tile: zeros
-    follow the last row in use, whatever lies there.
+    """The rows of one sequence of `sequence_rows`, and the first row of a tile to read.
 
-    Where TMA clips at `length`, a tile that begins past the end begins at the last row instead, and
-    one of an empty sequence at a row that is not its own: TMA clips a tile that is read, but faults
-    on one that lies outside as a whole.
+    Zeros follow the last row in use, regardless of the memory there.
+
+    If TMA clips at `length`, a tile that begins past the end is moved to the last row, and a tile
+    of an empty sequence to a row of another sequence. TMA clips a tile that is read, but faults on
+    a tile that lies outside as a whole.
     """
     if side.is_packed:
         length = cutlass.max(length, 1)
@@ -186,8 +192,8 @@ def one_stage(layout):
 
 
 def tile_of(atom: cute.CopyAtom, tensor: cute.Tensor, first, tile, smem: cute.Tensor, column=0):
-    """TMA partitions (global, shared with stages) of the tile of rows from (head, row) `first`, and
-    of columns from `column`."""
+    """TMA partitions (global, shared with stages) of the tile that begins at row (head, row)
+    `first` and at `column`."""
     gmem = cute.local_tile(cute.domain_offset((first, column), tensor), tile, (0, 0))
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)

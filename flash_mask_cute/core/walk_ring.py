@@ -24,7 +24,7 @@ KIND_MASK, OWN_KIND_SHIFT = 3, 2
 
 
 class Kind(IntEnum):
-    """What a walk goes on with: nothing, a full block, or a partial one."""
+    """How a walk continues: with nothing, a full block, or a partial one."""
 
     END = 0
     FULL = 1
@@ -32,7 +32,8 @@ class Kind(IntEnum):
 
 
 class Block(NamedTuple):
-    """A visited block: number, query head, what makes it partial, its kind and the next one's.
+    """A visited block: number, query head, the causes that make it partial, its kind and the next
+    one's.
 
     predecessor: see `WalkRing.predecessors`, 0 where there are none.
     """
@@ -51,7 +52,8 @@ class Block(NamedTuple):
 class Chunk(NamedTuple):
     """Words with one bit for each block, and the head of their scores. Bit 0 is block `base`.
 
-    visible: blocks to visit. The next four say why a block is partial: hidden (nothing of it is
+    visible: blocks to visit. The next four give the cause of a partial block: hidden (nothing of it
+    is
     visible), band (an edge of the band or the end of the keys), columns (an edge of an interval),
     needs_mask_mod (mask_mod decides). uncut: fully visible blocks; it does not depend on
     skip_blocks, because it fixes the visiting order. follower: the `Kind` of the first block of the
@@ -79,14 +81,14 @@ class Chunk(NamedTuple):
         base: Int32, head_idx: Int32, visible: Int32, is_band: Boolean, is_columns: Boolean,
         needs_mask_mod: Int32,
     ) -> "Chunk":  # fmt: skip
-        """The last chunk of a walk, from what each lane of a warp says about its block."""
+        """The last chunk of a walk, from each lane's votes about its block."""
         band, columns = (cute.arch.vote_ballot_sync(x) for x in (is_band, is_columns))
         cuts = Int32(0), band, columns, needs_mask_mod
         uncut = visible & ((band | columns | needs_mask_mod) ^ -1)
         return Chunk(base, head_idx, Int32(Kind.END), visible, *cuts, uncut)
 
     def without_skipping(self, exists: Boolean, has_columns: bool) -> "Chunk":
-        """The chunk that visits all existing blocks as partial ones. Each lane says whether its
+        """The chunk that visits all existing blocks as partial ones; each lane votes whether its
         block exists."""
         every = Int32(-1)
         return self._replace(
@@ -135,7 +137,8 @@ class WalkRing:
     def write(self, number: Int32, chunk: Chunk, predecessor: Int32 | None = None) -> None:
         """Write chunk `number`, counted from 0 over all walks.
 
-        predecessor: of each lane's block."""
+        predecessor: the predecessor of each lane's block.
+        """
         if const_expr(self.predecessors is not None):
             self.ring.channel.acquire(number)
             self.predecessors[cute.arch.lane_idx(), self.ring.channel.index(number)] = predecessor
@@ -146,7 +149,8 @@ class WalkRing:
         self.ring.channel.acquire(number - 1 + self.ring.channel.stages)
 
     def next_bit(self, chunk: Chunk, remaining: Int32) -> Int32:
-        """The bit of a chunk's remaining blocks, one at least, that a walk visits first."""
+        """The bit that a walk visits first of a chunk's remaining blocks, of which there is at
+        least one."""
         if self.uncut_first:
             uncut = remaining & chunk.uncut
             remaining = Int32(cutlass.select_(uncut != 0, uncut, remaining))
@@ -163,7 +167,7 @@ class WalkRing:
         """Fold `state = step(state, block)` over a walk that starts with chunk `number`.
 
         Returns the number of the next walk's first chunk, and the state. With `only_cut` full
-        blocks are passed over.
+        blocks are skipped.
         """
         is_last = Boolean(False)
         while not is_last:
@@ -195,5 +199,5 @@ class WalkRing:
 
 
 def highest_bit(word: Int32) -> Int32:
-    """Number of the highest bit that is set in a word that is not 0."""
+    """Index of the highest set bit of a nonzero word."""
     return CHUNK - 1 - Int32(cute.arch.clz(word))

@@ -1,4 +1,4 @@
-"""A ring in shared memory through which the planning warp tells all others what to do next.
+"""A ring in shared memory through which the planning warp assigns work to all other warps.
 
 Each entry holds the coordinates of a work tile and the lengths of its sequence, so that only one
 warp decides, and only that warp waits for `cu_seqlens` to arrive from global memory. An entry with
@@ -18,13 +18,13 @@ from flash_mask_cute.seqlen_info import SeqlenInfoQK
 class Work(NamedTuple):
     """A work tile and its sequence.
 
-    block: of queries in the forward, of keys in the backward; head_idx counts KV heads in the
-    backward, and where query heads are packed.
-    slot: rows that the sequence occupies on the block's side, in use or not.
-    q_start: the position of its first query, in launches that are given one. first_block,
-    end_block: the key blocks that this CTA's piece of it may visit, and place, where that goes
-    (`core/partials.py`), in launches that compute work tiles in pieces. Fields that may be None are
-    in ring entries only where a launch has them (`WorkRing.fields`).
+    block: a query block in the forward, a key block in the backward. head_idx counts KV heads in
+    the backward, and in the forward if query heads are packed.
+    slot: rows that the sequence occupies on the block's side, used or not.
+    q_start: the position of its first query, in launches that get one. first_block, end_block: the
+    key blocks that this CTA's piece may visit, and place, the destination of the piece
+    (`core/partials.py`), in launches with pieces. Ring entries hold a field that may be None only
+    if the launch has it (`WorkRing.fields`).
     """
 
     block: Int32
@@ -50,8 +50,8 @@ class Work(NamedTuple):
         return SeqlenInfoQK(*lengths, q_start=self.q_start)
 
     def position(self, q_idx: Int32) -> Int32:
-        """Of a query of the call, as masks and callables count it. What lies before position 0 is
-        at 0, as tensors are indexed with it."""
+        """The position of a query of the call, as masks and callables count it. A position before 0
+        becomes 0, because tensors are indexed with it."""
         return q_idx if self.q_start is None else cutlass.max(q_idx + self.q_start, 0)
 
 
@@ -63,7 +63,7 @@ NO_WORK = Work(-1, *[0] * (len(Work._fields) - 1))
 
 @dataclass(frozen=True)
 class WorkRing:
-    """A ring of `Work`. fields: those that an entry carries."""
+    """A ring of `Work`. fields: the fields that an entry carries."""
 
     ring: Ring
     fields: cutlass.Constexpr[tuple[str, ...]] = WORK_FIELDS
@@ -77,18 +77,18 @@ class WorkRing:
         self.ring.write(number, [getattr(work, name) for name in self.fields])
 
     def wait(self, number: Int32) -> Boolean:
-        """Wait for entry `number`; whether it holds work (False: there is no more)."""
+        """Wait for entry `number`; returns whether it holds work (False: there is no more)."""
         self.ring.channel.wait(number)
         return self.read(number).block >= 0
 
     def read(self, number: Int32) -> Work:
         """Entry `number`, between `wait` and `release`.
 
-        Read it where it is used instead of keeping it: its loads are cheap, registers are not.
+        Read it at the place of use instead of keeping it: its loads are cheap, registers are not.
         """
         words = self.ring.read(number, len(self.fields))
         return Work(**dict(zip(self.fields, words, strict=True)))
 
     def release(self, number: Int32) -> None:
-        """This warp has read entry `number` for the last time."""
+        """Signal that this warp has read entry `number` for the last time."""
         self.ring.release(number)

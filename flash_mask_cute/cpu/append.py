@@ -1,4 +1,4 @@
-"""New keys and values written behind those of a cache, on CPU tensors."""
+"""Writes new keys and values behind those of a cache, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lengths_with_new(
     cu_seqlens_k_new: Tensor | None,
     leftpad: Tensor | None,
 ) -> list[SeqlenInfoQKNewK]:
-    """Lengths of each sequence, as the kernel has them. seqlen_new: of rows that are not packed."""
+    """Lengths of each sequence, as in the kernel. seqlen_new: of rows that are not packed."""
     return [
         SeqlenInfoQKNewK.create(
             b, SeqlenInfoQK(0, 0, 0, length), seqlen_new, cu_seqlens_k_new, leftpad

@@ -1,8 +1,8 @@
 """Backward attention on CPU tensors: the tiles that a kernel walks, one by one, in float64.
 
-Key blocks outside, query blocks inside: the transpose of the forward's walk (`tiles.py`), which
-also says which scores count. As there, a tile that the walk leaves out is not looked at, so a wrong
-walk or a wrong classification gives wrong gradients without a GPU.
+The outer loop is over key blocks, the inner one over query blocks: the transpose of the forward's
+walk (`tiles.py`), which also decides which scores count. As there, tiles that the walk leaves out
+are not computed. So a wrong walk or a wrong classification gives wrong gradients without a GPU.
 """
 
 from __future__ import annotations
@@ -76,27 +76,27 @@ def flash_attn_bwd_cpu(
     """(dq, dk, dv, dsink) from arguments that the caller has validated; dsink is None without a
     learnable_sink.
 
-    out, lse: what `flash_attn_fwd_cpu` wrote for the same arguments, or the same of higher
-    precision; they are used, not recomputed. lse_low: what rounding has taken from lse, if that is
-    known. dout, dlse: gradients of a loss by out and by lse, laid out like these.
-    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: the gradient by
-    the score that score_mod sees, from the one by the score that it returns; without it the
-    derivative of score_mod is taken. aux_sums: float64 tensors by number of the aux
-    tensor, to which the gradients of these are added. The other arguments are those of
+    out, lse: the results of `flash_attn_fwd_cpu` for the same arguments, or results of higher
+    precision; they are used, not recomputed. lse_low: the rounding error of lse, if known. dout,
+    dlse: gradients of a loss with respect to out and lse, with their layouts.
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: takes the gradient
+    of the score that score_mod returns, and returns the gradient of the score that it gets. Without
+    it the derivative of score_mod is used. aux_sums: float64 tensors by index of the aux tensor, to
+    which their gradients are added. The other arguments are those of
     `flash_attn_fwd_cpu`.
 
     Gradients are new contiguous tensors of the shapes and dtypes of q, k, v and the sink, summed in
     float64. They are 0 in rows that see nothing, in rows and keys past seqused_*, and in rows of a
-    packed tensor that belong to no sequence; what q, out, dout, lse and dlse hold in rows that
-    belong to none or are not in use is not read, and what q and dout hold in rows that see nothing
-    does not matter, nor what dlse does without a sink.
+    packed tensor that belong to no sequence. q, out, dout, lse and dlse are not read in unused rows
+    and in rows of no sequence. In rows that see nothing the values of q and dout do not matter, nor
+    does dlse without a sink.
 
-    Probabilities are computed from lse and lse_low. Without lse_low they share the rounding of lse:
-    one of float32 gives gradients a relative error of up to abs(lse) * 2^-24.
+    Probabilities are computed from lse and lse_low. Without lse_low they have the rounding error of
+    lse: a float32 lse gives gradients a relative error of up to abs(lse) * 2^-24.
 
     Raises:
-        NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
-            on the CPU, see `eval_mask_mod`; or a score_mod without a derivative.
+        NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on
+            the CPU, see `eval_mask_mod`; or a score_mod has no derivative.
     """
     walks = sequence_walks(
         q,
@@ -151,13 +151,14 @@ def flash_attn_bwd_cpu(
 
 
 class _Rows(NamedTuple):
-    """What the backward reads of the queries of a sequence: q, dout (heads_kv, lanes, rows, .),
-    lse, lse_low and delta (heads_kv, lanes, rows).
+    """Inputs of the backward for the queries of a sequence.
 
-    In rows that see nothing, lse is inf, so that exponentials of scores minus lse are 0, or with a
-    sink as it was; lse_low is 0; delta is 0 but for dlse of that; and q and dout are 0 where they
-    would not be finite, because 0 * NaN is NaN. lse_low is subtracted by itself, as float64 loses
-    what it adds to an lse of 1e17.
+    q, dout (heads_kv, lanes, rows, .), lse, lse_low and delta (heads_kv, lanes, rows).
+
+    In rows that see nothing, lse is inf, so exponentials of scores minus lse are 0; with a sink lse
+    is unchanged. There lse_low is 0, and delta is 0 except for dlse with a sink. q and dout are 0
+    where they would not be finite, because 0 * NaN is NaN. lse_low is subtracted separately,
+    because float64 loses it in a sum with an lse of 1e17.
     """
 
     q: Tensor
@@ -190,7 +191,8 @@ class _Rows(NamedTuple):
         return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), low, delta.masked_fill(empty, 0.0))
 
     def sink_gradient(self, sink: Tensor) -> Tensor:
-        """What each row adds to the gradient of its head's sink, (heads_kv, lanes, rows) both."""
+        """The contribution of each row to the gradient of its head's sink, (heads_kv, lanes, rows)
+        both."""
         return -torch.exp((sink - self.lse) - self.lse_low) * self.delta
 
 
@@ -236,7 +238,7 @@ def _chain_of(
     score_mod_bwd: Callable[..., Any] | None,
     aux_sums: Mapping[int, Tensor] | None,
 ) -> Callable[..., tuple[Tensor, _PullBack]]:
-    """Modified scores of one head and the way back, by the user's derivative or by our own."""
+    """Modified scores of one head and their derivative, by the user's function or by our own."""
     if score_mod_bwd is not None:
         return partial(_modify_and_ask, score_mod, score_mod_bwd)
     return partial(_modify_and_differentiate, score_mod, aux_sums)
@@ -250,8 +252,10 @@ def _chain_tile(
     tile: Tile,
     heads: Tensor,
 ) -> tuple[Tensor, _PullBack]:
-    """Modified scores (heads_kv, lanes, rows, keys) of the given heads, and the way back. The
-    callables see float32. Other heads get their scores, and gradients, back."""
+    """Modified scores (heads_kv, lanes, rows, keys) of the given heads, and their derivative.
+
+    The callables get float32. Scores and gradients of other heads are returned unchanged.
+    """
     modified = scores.clone()
     parts = []
     for head in heads_in_tile(tile, heads):

@@ -1,4 +1,4 @@
-"""Partial results of attention merged, by torch: on the CPU, and the gradients on any device."""
+"""Merge of partial attention results by torch: on the CPU, and the gradients on any device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def combine_partials(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of pieces, the first dimension of both, in float32 or wider.
+    """(out, lse) of pieces in the first dimension of both inputs, in float32 or wider.
 
-    out_partial (pieces, ..., d), lse_partial (pieces, ...). Pieces that saw nothing have -inf
-    there, and may have anything in out_partial.
+    out_partial (pieces, ..., d), lse_partial (pieces, ...). Pieces that saw nothing have
+    lse_partial -inf, and may have anything in out_partial.
     """
     weights, lse = _weights(lse_partial)
     out = torch.where(weights[..., None] > 0, out_partial.to(weights.dtype), 0.0)
@@ -24,10 +24,10 @@ def combine_gradients(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by out_partial and lse_partial, in their dtypes.
+    """Gradients of out_partial and lse_partial, in their dtypes.
 
-    A piece has the weight exp(lse_partial - lse): out is the weighted sum, and the derivative of
-    lse by each lse_partial the weight itself.
+    A piece has the weight exp(lse_partial - lse). out is the weighted sum, and the weight is also
+    the derivative of lse with respect to the piece's lse_partial.
     """
     weights, _ = _weights(lse_partial)
     by_lse = torch.zeros_like(weights)
@@ -43,7 +43,7 @@ def combine_gradients(
 
 
 def _weights(lse_partial: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each piece, 0 where nothing was seen; and lse of all."""
+    """Weights of the pieces, 0 where nothing was seen; and lse of all pieces."""
     wide = lse_partial.to(torch.promote_types(lse_partial.dtype, torch.float32))
     lse = torch.logsumexp(wide, dim=0) if len(wide) else wide.sum(dim=0) - torch.inf
     reference = lse.masked_fill(lse == -torch.inf, 0.0)

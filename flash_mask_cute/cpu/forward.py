@@ -1,8 +1,8 @@
 """Forward attention on CPU tensors: the tiles that the GPU kernel walks, one by one, in float64.
 
-`tiles.py` says which tiles these are and which of their scores count. `score_mod` is the user's
-own, compiled for the host. All heads of a batch entry take a step together, but for those that the
-tile is hidden from.
+`tiles.py` defines these tiles and which of their scores count. `score_mod` is the user's own,
+compiled for the host. All heads of a batch entry take a step together, except heads that see
+nothing of the tile.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ def flash_attn_fwd_cpu(
 
     q, k, v: (batch, seqlen, heads, d), or (total, heads, d) with the cu_seqlens of that side; any
     floating dtype. window_*: tokens, None for an open side, causal already in window_right (that of
-    column_mask is added here). pack_gqa: how many query heads of a KV head share a tile; row r of
-    such a tile's heads is then query r // pack_gqa of head r % pack_gqa. seqlen_*: the length of a
-    dense side. q_start: as in `core.lengths.Lengths`.
+    column_mask is added here). pack_gqa: number of query heads of a KV head that share a tile; row
+    r of such heads is query r // pack_gqa of head r % pack_gqa. seqlen_*: the length of a dense
+    side. q_start: as in `core.lengths.Lengths`.
 
-    score_mod, mask_mod: CuTe callables, aux_tensors what they index (`mods/on_cpu.py`); the
-    score that score_mod sees is scaled and soft-capped. column_mask: startend_row_indices
+    score_mod, mask_mod: CuTe callables; aux_tensors: the tensors that they index
+    (`mods/on_cpu.py`). score_mod gets scaled and soft-capped scores. column_mask:
+    startend_row_indices
     (batch | 1, 1 | heads_kv | heads_q, seqlen_k, n), with cu_seqlens_k (1, ..., total_k, n).
     block_lists: with block_size; blocks count from the start of a sequence. All masks apply
     together. skip_blocks False visits every tile of a sequence and applies every mask to it, to
@@ -82,12 +83,12 @@ def flash_attn_fwd_cpu(
     largest visible score of each row. A row that sees nothing gets 0 and -inf (the sink, if there
     is one). Rows past seqused_q are not written.
 
-    split: "rows", each work tile is computed in num_pieces pieces, which are merged, or "slots",
-    all key blocks are dealt out in num_pieces equal shares; None: in one pass.
+    split: "rows": each work tile is computed in num_pieces pieces, which are merged. "slots": all
+    key blocks are divided into num_pieces equal shares. None: one pass.
 
     Raises:
-        NotImplementedError, TypeError, ValueError: a callable or an aux tensor that cannot be used
-            on the CPU, see `eval_mask_mod`.
+        NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on
+            the CPU, see `eval_mask_mod`.
     """
     found = sequence_walks(
         q,
@@ -145,7 +146,7 @@ def _attend_sequence(
     cuts: Callable[[int], Mapping[int, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One batch entry: q (heads_kv, lanes, rows, d), k and v (heads_kv, 1, seqlen_k, .), sink
-    (heads_kv, lanes, rows). Returns out and, of q's rows, lse, what float32 takes from it, and the
+    (heads_kv, lanes, rows). Returns out and, for q's rows, lse, its float32 rounding error, and the
     largest score.
     modify(scores, tile, heads) works in place. cuts: `Cuts.of` of the sequence."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -212,8 +213,8 @@ def _modify(
 
 
 class _Pieces:
-    """What the rows of a query tile have seen, piece by piece. sink: of its rows, which the first
-    piece of each head adds."""
+    """State of the rows of a query tile, piece by piece. sink: for its rows; the first piece of
+    each head adds it."""
 
     def __init__(self, softmax: _OnlineSoftmax, sink: Tensor | None) -> None:
         self._softmax = softmax
@@ -241,7 +242,7 @@ class _Pieces:
 
 
 class _OnlineSoftmax:
-    """Maximum, sum and output so far of the rows of a query tile. Hidden scores are -inf."""
+    """Running maximum, sum and output of the rows of a query tile. Hidden scores are -inf."""
 
     def __init__(self, out: Tensor) -> None:
         self.acc = torch.zeros_like(out)
@@ -259,16 +260,16 @@ class _OnlineSoftmax:
         self.acc = self.acc * rescale[..., None] + probabilities @ v
 
     def clear(self, heads: Tensor) -> None:
-        """Forget what some heads have seen."""
+        """Reset some heads."""
         self.acc[heads] = 0.0
         self.row_max[heads] = NEG_INF
         self.row_sum[heads] = 0.0
 
     def finalize(self, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse, low), low what float32 takes from lse, 0 where that is -inf.
+        """(out, lse, low); low is the float32 rounding error of lse, 0 where lse is -inf.
 
-        A sink is one more term of the denominator, without a value row. Beside a maximum of 1e17
-        and more nothing of the sum's logarithm is left in lse, so no factor comes from that.
+        A sink is one more term of the denominator, without a value row. With a maximum of 1e17 and
+        more the logarithm of the sum is lost in lse, so no factor is derived from lse.
         """
         largest, total, factor = self.row_max, self.row_sum, torch.ones_like(self.row_sum)
         if sink is not None:

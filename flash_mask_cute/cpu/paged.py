@@ -1,4 +1,4 @@
-"""Paged keys and values on the CPU: brought together before attention."""
+"""Paged keys and values on the CPU: gathered before attention."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def gather_pages(pool: Tensor, page_table: Tensor) -> Tensor:
-    """(batch, max_pages * page_size, heads, d) of a pool (pages, page_size, heads, d).
+    """(batch, max_pages * page_size, heads, d) from a pool (pages, page_size, heads, d).
 
-    page_table: int32 (batch, max_pages). What it says of pages that are not in use may be anything.
+    page_table: int32 (batch, max_pages). Entries of unused pages may be anything.
     """
     if not pool.shape[0]:
         batch, max_pages = page_table.shape

@@ -1,7 +1,7 @@
-"""Where the key blocks of a work tile are cut into pieces on the CPU: as on a GPU, head by head.
+"""Cuts of a work tile's key blocks into pieces on the CPU: as on a GPU, head by head.
 
-Attention goes on from block to block for all heads of a sequence together; a head at whose cut it
-arrives ends a piece there and begins the next one.
+Attention proceeds from block to block for all heads of a sequence together. At a head's cut, the
+head ends a piece and begins the next one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from flash_mask_cute.cpu.tiles import SequenceWalk
 
 class Cuts(Protocol):
     def of(self, sequence: int, m_block: int) -> Mapping[int, Tensor]:
-        """The key blocks at which pieces of a query block begin, but the first one, and which heads
-        have one there: Boolean (heads,)."""
+        """The key blocks at which pieces of a query block begin, except the first piece, and the
+        heads that have a cut there: Boolean (heads,)."""
 
 
 class RowCuts(NamedTuple):
-    """Each work tile in so many pieces (`BlockInfo`), the same for all heads."""
+    """Each work tile in `num_pieces` pieces (`BlockInfo`), the same for all heads."""
 
     walks: Sequence[SequenceWalk]
     num_heads: int

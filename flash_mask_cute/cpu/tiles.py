@@ -1,9 +1,10 @@
-"""The tiles of attention on CPU tensors: which ones a kernel visits, and which scores count there.
+"""The tiles of attention on CPU tensors: the tiles that a kernel visits, and the scores that count.
 
 The walk is the kernel's own: `BlockInfo`, the classification of column intervals by their smallest
-and largest values, the block lists. A tile that these leave out is not looked at here either, and
-one that a mask is said not to cut is not masked by it, so a wrong walk or a wrong classification
-gives a wrong answer without a GPU. A `mask_mod` is the user's own, compiled for the host.
+and largest values, and the block lists. Tiles that these leave out are not computed here either,
+and a mask is not applied to tiles that it is said not to cut. So a wrong walk or a wrong
+classification gives a wrong result without a GPU. A `mask_mod` is the user's own, compiled for the
+host.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ NEG_INF = float("-inf")
 
 
 class Tile(NamedTuple):
-    """One score tile, its ranges cut off where the sequence ends.
+    """One score tile, with ranges clipped at the end of the sequence.
 
-    rows are those of `pack` interleaved heads, queries those of the call that they touch. q_start:
-    the position of the first one of these, as masks and callables count.
+    rows: of `pack` interleaved heads. queries: the queries of the call that these rows touch.
+    q_start: the position of the first query, as masks and callables count.
     """
 
     m_block: int
@@ -49,7 +50,7 @@ class Tile(NamedTuple):
     q_start: int = 0
 
     def positions(self, queries: range) -> Tensor:
-        """Of some queries, int32; what lies before position 0 is at 0."""
+        """Positions of some queries, int32; positions before 0 become 0."""
         return (_int32(queries) + self.q_start).clamp(min=0)
 
 
@@ -60,16 +61,16 @@ class _Mask(Protocol):
     """
 
     def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """(hidden, cut), bool (heads | 1,): whether it hides all of the tile, or some of it."""
+        """(hidden, cut), bool (heads | 1,): whether it hides all of the tile, or part of it."""
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
-        """Bool (heads | 1, queries, keys). What it says of a head that `heads`, bool (heads_q,),
-        does not have is not used."""
+        """Bool (heads | 1, queries, keys). The values of heads that are not in `heads`, bool
+        (heads_q,), are not used."""
 
 
 @dataclass(frozen=True)
 class SequenceWalk:
-    """The tiles of one batch entry: in which order, which scores they hold, which of these count.
+    """The tiles of one batch entry: their order, their scores, and which scores count.
 
     slot_*: index of the used tokens in a tensor of q's or k's layout. Rows of a head group are laid
     out as (heads_kv, lanes, rows), see `to_rows`.
@@ -131,11 +132,11 @@ class SequenceWalk:
         )
 
     def rows_of_q(self, x: Tensor) -> Tensor:
-        """Of a tensor laid out like q, with or without its last mode: float64, by rows."""
+        """Rows of a tensor laid out like q, with or without its last mode, as float64."""
         return to_rows(x[self.slot_q].double(), self.heads_kv, self.pack)
 
     def rows_of_k(self, x: Tensor) -> Tensor:
-        """Of a tensor laid out like k: float64 (heads_kv, 1, seqlen_k, .)."""
+        """Rows of a tensor laid out like k: float64 (heads_kv, 1, seqlen_k, .)."""
         return to_rows(x[self.slot_k].double(), self.heads_kv, 1)
 
     def rows_of_sink(self, sink: Tensor | None) -> Tensor | None:
@@ -151,10 +152,10 @@ class SequenceWalk:
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
 
     def visible(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Which heads have anything to see in a tile, bool (heads_q,), and what they see, bool
-        (heads_kv, lanes, rows, keys).
+        """The heads that see anything in a tile, bool (heads_q,), and the scores that they see,
+        bool (heads_kv, lanes, rows, keys).
 
-        A mask is evaluated only for the heads that it cuts the tile for.
+        A mask is evaluated only for heads whose tile it cuts.
         """
         heads = torch.ones(self.heads_q, dtype=torch.bool, device="cpu")
         cuts = [heads for _ in self.masks]
@@ -257,7 +258,7 @@ def start_of(q_start: Tensor | int | None, batch_idx: int, used: SeqlenInfoQK) -
 
 
 class HeadInTile(NamedTuple):
-    """Where the scores of one query head lie in a tile, and their positions, int32."""
+    """The place of one query head's scores in a tile, and their positions, int32."""
 
     head_idx: int
     lane: int
@@ -272,7 +273,7 @@ class HeadInTile(NamedTuple):
 
 
 def heads_in_tile(tile: Tile, heads: Tensor) -> Iterator[HeadInTile]:
-    """Of the query heads that `heads`, bool (heads_q,), has."""
+    """The `HeadInTile` of each query head in `heads`, bool (heads_q,)."""
     k_idx = _int32(tile.keys)
     for head_idx in heads.nonzero().flatten().tolist():
         lane, head_in_lane = divmod(head_idx, tile.pack)
@@ -285,7 +286,7 @@ def heads_in_tile(tile: Tile, heads: Tensor) -> Iterator[HeadInTile]:
 
 @dataclass(frozen=True)
 class _BandMask:
-    """Causal and window. Which tiles they hide is the walk's own range."""
+    """Causal and window. The walk's range already excludes the tiles that they hide."""
 
     block_info: BlockInfo
     seqlen_info: SeqlenInfoQK
@@ -349,7 +350,7 @@ class _ColumnIntervals:
 
 @dataclass(frozen=True)
 class _ListsAndMod:
-    """Block lists and mask_mod, at least one of them, which together say what a block shows.
+    """Block lists and mask_mod, at least one of them; together they define what a block shows.
 
     states (heads | 1, num_q_blocks, num_k_blocks) is that of `dense_states` for one batch entry, in
     blocks of block_size scores; None: all are partial.
@@ -388,13 +389,13 @@ class _ListsAndMod:
         return visible
 
     def _q_blocks(self, q_idx: Tensor) -> Tensor:
-        """Of positions; those behind the lists are in their last block."""
+        """Query blocks of positions; positions behind the lists are in the last block."""
         assert self.states is not None and self.block_size is not None
         return (q_idx // self.block_size[0]).clamp(max=self.states.shape[1] - 1)
 
 
 def _of_batch(x: Tensor, batch_idx: int) -> Tensor:
-    """Of a tensor that may have one batch entry for all."""
+    """One batch entry of a tensor that may have a single entry for all."""
     return x[min(batch_idx, x.shape[0] - 1)]
 
 

@@ -1,4 +1,4 @@
-"""FlexAttention code as it is: mods written in torch, compiled into kernels of this package."""
+"""Support for unchanged FlexAttention code: torch mods, compiled into kernels of this package."""
 
 from __future__ import annotations
 

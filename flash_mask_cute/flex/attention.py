@@ -89,22 +89,24 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """torch's function of this name, `torch.nn.attention.flex_attention.flex_attention`.
+    """Drop-in for `torch.nn.attention.flex_attention.flex_attention`.
 
     query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev): bf16 or fp16 on CUDA, also fp32
     and fp64 on the CPU, forward and backward. They are not copied. score_mod and the mask_mod of
-    block_mask are functions of torch, which are traced once and compiled into the kernel; tensors
-    that a score_mod captures have gradients. kernel_options: hints for torch's kernels are ignored.
+    block_mask are torch functions. They are traced once and compiled into the kernel. Tensors
+    captured by a score_mod have gradients. kernel_options are hints for torch's kernels, and are
+    ignored.
 
     Returns:
-        out (B, Hq, L, Ev), with strides in the order of the query's; with return_lse (out, lse),
-        lse fp32 (B, Hq, L), natural log, -inf where nothing is visible; with return_aux (out,
-        AuxOutput), whose max_scores fp32 (B, Hq, L) are the largest score of each query, scaled and
-        modified, -inf where nothing is visible, without gradient.
+        out (B, Hq, L, Ev), with its strides in the order of the query's strides. With return_lse,
+        (out, lse): lse is fp32 (B, Hq, L), natural log, -inf for queries that see nothing. With
+        return_aux, (out, AuxOutput): max_scores is fp32 (B, Hq, L), the largest score of each query
+        after scale and score_mod, -inf for queries that see nothing, without gradient.
 
     Raises:
-        ValueError, RuntimeError, NotImplementedError: as torch's function, of heads that differ
-            without enable_gqa, of a block_mask for other lengths, batch or heads, of a sliced one.
+        ValueError, RuntimeError, NotImplementedError: as torch's function, for head counts that
+            differ without enable_gqa, for a block_mask for other lengths, batch or heads, and for a
+            sliced block_mask.
         TypeError: a mod does not take torch's arguments.
         IndexError: on the CPU, a mod reads past the end of a tensor.
         NotImplementedError: a mod does what no kernel can (`lower_mod`).
@@ -174,8 +176,10 @@ def _in_graph(
     return_lse: bool,
     return_aux: AuxRequest | None,
 ) -> Any:
-    """What torch.compile and torch.export trace: the lists of a block mask are always walked, as
-    nobody can look into them."""
+    """The call as torch.compile and torch.export trace it.
+
+    The lists of a block mask are always walked, because the trace cannot read them.
+    """
     mask_mod = lists = None
     if block_mask is not None:
         mask_mod, lists = block_mask.mask_mod, lists_in_graph(block_mask)
@@ -204,8 +208,10 @@ _OUTSIDE = re.compile(
 
 @contextmanager
 def _named_as_captured(origins: Sequence[Path], mods: Mapping[str, Any]) -> Iterator[None]:
-    """An index outside an aux tensor is one outside what the caller's mod captured. mods: of the
-    caller, by kind."""
+    """Report an index outside an aux tensor as an index outside the tensor that the mod captured.
+
+    mods: the caller's mods, by kind.
+    """
     try:
         yield
     except IndexError as error:
@@ -223,7 +229,8 @@ def _named_as_captured(origins: Sequence[Path], mods: Mapping[str, Any]) -> Iter
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
-    """out, copied if its dimensions do not lie in memory as the query's do, the last one first."""
+    """out, copied unless its dimensions are ordered in memory as the query's are, the last one
+    innermost."""
     order = sorted(range(3), key=lambda i: (query.stride(i), i))
     strides, step = [0, 0, 0, 1], out.shape[-1]
     for i in order:

@@ -1,4 +1,4 @@
-"""The lists of a torch `BlockMask` in the form of this package."""
+"""The lists of a torch `BlockMask`, converted to the form of this package."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 
 
 class _Intervals(NamedTuple):
-    """What was made of a mask_mod, for the state of what it captured, which is kept so that no
-    other tensor takes its identity."""
+    """What was made of a mask_mod, for one state of its captured tensors.
+
+    The tensors are kept alive, so that no other tensor takes their identity.
+    """
 
     key: tuple[Any, ...]
     captured: tuple[Tensor, ...]
@@ -32,8 +34,10 @@ class _Intervals(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What was made of a block mask, for a state of its tensors. says_no_more: by band and numbers
-    of queries and keys. intervals: one at most."""
+    """What was made of a block mask, for one state of its tensors.
+
+    says_no_more: by band and by the numbers of queries and keys. intervals: at most one entry.
+    """
 
     state: tuple[Any, ...]
     lists: BlockSparseTensorsTorch
@@ -45,13 +49,16 @@ _kept: weakref.WeakKeyDictionary[BlockMask, _Kept] = weakref.WeakKeyDictionary()
 
 
 def lists_of(block_mask: BlockMask) -> BlockSparseTensorsTorch:
-    """int32 lists whose entries rise up to the count, as kernels walk them; torch's may be in any
-    order. Made once for an object and the contents of its tensors, without waiting for a device."""
+    """int32 lists with ascending entries up to the count, as kernels walk them.
+
+    torch's lists may have any order. The lists are made once for a block mask and the contents of
+    its tensors, without waiting for a device.
+    """
     return _kept_of(block_mask).lists
 
 
 def lists_in_graph(block_mask: BlockMask) -> BlockSparseTensorsTorch:
-    """As `lists_of`, by operators of a graph."""
+    """As `lists_of`, made by operators of a graph."""
     return BlockSparseTensorsTorch(
         *_sorted(block_mask.kv_num_blocks, block_mask.kv_indices),
         *_sorted(block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
@@ -61,11 +68,13 @@ def lists_in_graph(block_mask: BlockMask) -> BlockSparseTensorsTorch:
 
 
 def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) -> bool:
-    """Whether the lists hide nothing that a band lets a query see, and call no block full that it
-    cuts, so that they may be left out. seqlens: queries and keys.
+    """Whether the lists add nothing to a band, so that they may be left out.
 
-    Found once for an object, the contents of its tensors and a band, waiting for the device; False
-    where a CUDA graph is captured and it is not known yet.
+    The lists then hide nothing that the band shows, and call no block full that the band cuts.
+    seqlens: queries and keys.
+
+    The answer is found once for a block mask, the contents of its tensors and a band; finding it
+    waits for the device. It is False during the capture of a CUDA graph if it is not known yet.
     """
     kept = _kept_of(block_mask)
     band_and_lengths = band, seqlens
@@ -79,10 +88,11 @@ def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) ->
 def intervals_of(
     block_mask: BlockMask, columns: Columns, seqlens: tuple[int, int], batch: int
 ) -> ColumnMask | None:
-    """The mask as column intervals, if they say what the mod says, and the lists say no more.
+    """The mask as column intervals, if they express what the mod says and the lists add nothing.
 
-    Found once for an object, the contents of its tensors and of what the mod captured, waiting for
-    the device; None where a CUDA graph is captured and it is not known yet.
+    The intervals are found once for a block mask, the contents of its tensors and of the captured
+    tensors; finding them waits for the device. The result is None during the capture of a CUDA
+    graph if it is not known yet.
     """
     kept = _kept_of(block_mask)
     captured = tuple(_state(x) for x in columns.captured)
@@ -119,7 +129,8 @@ def _column_mask(
 
 
 def _lists_agree(lists: BlockSparseTensorsTorch, rows: Rows, seqlens: tuple[int, int]) -> Tensor:
-    """Whether no block is hidden of which rows show something, nor full of which they hide some."""
+    """Whether the lists agree with rows: no block with visible scores is hidden, none with hidden
+    scores is full."""
     states = dense_states(lists)
     block_q, block_k = lists.block_size or (1, 1)
     first = torch.arange(states.shape[-2], device=states.device)[:, None] * block_q
@@ -174,7 +185,7 @@ def _is_capturing() -> bool:
 
 
 def _state(tensor: Tensor | None) -> Any:
-    """What tells whether a tensor is another one, or was written to."""
+    """A value that changes when the tensor is replaced or written to."""
     if tensor is None:
         return None
     version = None if tensor.is_inference() else tensor._version

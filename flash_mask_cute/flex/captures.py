@@ -1,9 +1,9 @@
-"""What a mod reaches beside its arguments: tensors, numbers, and everything else as a key.
+"""What a mod reaches beyond its arguments: tensors, numbers, and a key for everything else.
 
-The walk is the one by which kernels are kept (`runtime/callable_key`), with two differences. A
-tensor counts by its place, dtype and rank, so that another tensor in its place, as the document ids
-of the next batch, is the same structure. A number counts by its place and type, and is told apart:
-what was lowered for one value may serve others.
+The walk is the one that caches kernels (`runtime/callable_key`), with two differences. A tensor
+counts by its place, dtype and rank. So another tensor in its place, such as the document ids of the
+next batch, gives the same structure. A number counts by its place and type, and its value is
+recorded separately: what was lowered for one value may serve others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CapturedTensor(NamedTuple):
 
 
 class CapturedNumber(NamedTuple):
-    """is_shared: it is reached by other paths as well, through one object."""
+    """is_shared: other paths reach it as well, through one object."""
 
     number: int | float
     path: Path
@@ -37,8 +37,8 @@ class CapturedNumber(NamedTuple):
 
 
 class Captures(NamedTuple):
-    """key: None if the walk cannot follow the mod, and then `reason` says why. functions: where
-    functions of Python are, the mod among them; constants: where None, a bool or a string is."""
+    """key: None if the walk cannot follow the mod; `reason` then says why. functions: paths of
+    Python functions, the mod among them. constants: paths of None, bools and strings."""
 
     key: str | None
     tensors: tuple[CapturedTensor, ...]
@@ -50,7 +50,7 @@ class Captures(NamedTuple):
 
 
 def find_captures(mod: Callable[..., Any], follows_forward: bool = False) -> Captures:
-    """follows_forward: the mod calls modules, so what their `forward` reaches counts as well."""
+    """follows_forward: the mod calls modules, so the walk also follows their `forward`."""
     walk = _Walk(follows_forward)
     try:
         walk.root(mod)
@@ -125,8 +125,8 @@ class _Walk(Traversal):
             super()._other(obj)
 
     def _nn_module(self, module: torch.nn.Module) -> None:
-        """What the current function mentions of a module of the caller's own; all state of one of
-        a library."""
+        """State that the current function mentions of a user-defined module; all state of a library
+        module."""
         cls = type(module)
         release = release_of(cls.__module__)
         names = None if release else self._names_of(module)
@@ -144,7 +144,8 @@ class _Walk(Traversal):
         self._close()
 
     def _names_of(self, module: torch.nn.Module) -> tuple[str, ...]:
-        """Names that the current function mentions, and the methods of the module among them."""
+        """Names that the current function mentions, and those that the module's methods among them
+        mention."""
         wanted = list(self._mentioned)
         if self._follows_forward or not self._mentioned:
             wanted.append("forward")

@@ -1,4 +1,4 @@
-"""Which convention a mod is written in: torch's or CuTe's. Told from its number of arguments."""
+"""Find the convention of a mod, torch's or CuTe's, from its number of arguments."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _CUTE = {
 
 
 def is_torch_mod(mod: Callable[..., Any], kind: str) -> bool:
-    """Whether a mod is to be lowered; False: it is a CuTe mod, or no mod, for others to refuse.
+    """Whether a mod must be lowered. False: it is a CuTe mod, or no mod, which later checks refuse.
 
-    kind: "mask_mod" or "score_mod". A mask_mod of 4 and a score_mod of 5 arguments is torch's; of
-    5 and 6, CuTe's. One that takes either number, by *args or a default, is CuTe's, as it was
-    before there was a choice, unless it takes torch's number only.
+    kind: "mask_mod" or "score_mod". A mask_mod with 4 and a score_mod with 5 arguments are torch's;
+    with 5 and 6 they are CuTe's. A mod that accepts either number, by *args or a default, is
+    CuTe's, as it was when there was only CuTe. A mod that accepts only torch's number is torch's.
 
     Raises:
         TypeError: a `@cute.jit` function takes torch's arguments.
@@ -46,7 +46,7 @@ def check_torch_mod(mod: Callable[..., Any], kind: str) -> None:
     """Refuse what `flex_attention` cannot take as a mod.
 
     Raises:
-        TypeError: it is not callable, or takes other arguments than torch's.
+        TypeError: it is not callable, or its arguments are not torch's.
     """
     if not callable(mod):
         raise TypeError(f"{kind} must be callable, got {mod!r}")
@@ -69,7 +69,7 @@ def check_torch_mod(mod: Callable[..., Any], kind: str) -> None:
 
 
 def kind_of_torch_mod(mod: Callable[..., Any]) -> str:
-    """ "mask_mod" or "score_mod", of a mod written in torch.
+    """The kind of a mod written in torch: "mask_mod" or "score_mod".
 
     Raises:
         TypeError: it takes neither 4 nor 5 arguments.
@@ -87,7 +87,7 @@ def kind_of_torch_mod(mod: Callable[..., Any]) -> str:
 
 
 def _accepts(mod: Callable[..., Any]) -> Callable[[int], bool] | None:
-    """Whether so many positional arguments can be passed; None: the callable does not tell."""
+    """A test for a number of positional arguments; None: the callable does not tell."""
     if type(mod) is FunctionType and not hasattr(mod, "__wrapped__"):
         # the usual case, at a tenth of the time
         code, defaults = mod.__code__, len(mod.__defaults__ or ())

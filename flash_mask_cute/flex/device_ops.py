@@ -1,8 +1,9 @@
-"""What an operator of torch does to numbers, in CuTe: called by the text of lowered mods.
+"""The effect of torch operators on numbers, in CuTe. The text of lowered mods calls these
+functions.
 
-Each function takes scalars of the DSL, of one dtype unless it says otherwise, or Python numbers in
-place of some of them, and gives a scalar of that dtype. They are straight-line code: both sides of
-a choice are computed. Where torch and CuTe agree, lowered text has the operator itself.
+Each function takes scalars of the DSL, of one dtype unless stated otherwise; Python numbers may
+replace some of them. It returns a scalar of that dtype. The code is straight-line: both sides of a
+choice are computed. Where torch and CuTe agree, lowered text uses the operator itself.
 """
 
 import math
@@ -19,13 +20,13 @@ LOG2_E = math.log2(math.e)
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """x or y, of one dtype."""
+    """x or y; both have one dtype."""
     dtype = _dtype(x, y)
     return dtype(cutlass.select_(Boolean(condition), dtype(x), dtype(y)))
 
 
 def _dtype(*numbers: Any) -> Any:
-    """That of the first which is no Python number."""
+    """The dtype of the first argument that is no Python number."""
     return next(type(x) for x in numbers if isinstance(x, cutlass.Numeric))
 
 
@@ -33,8 +34,8 @@ def _dtype(*numbers: Any) -> Any:
 
 
 def inside(table: Any, dimension: int, index: Any) -> Any:
-    """An index that is not negative. Kernels check nothing and read the last element in place of
-    those past the end; on the CPU the read is checked, and an index past the end is an error."""
+    """A non-negative index. Kernels check nothing, and read the last element for an index past the
+    end. On the CPU the read is checked, and an index past the end is an error."""
     if table.check is not None:
         return index
     last = Int32(cute.size(table, mode=[dimension])) - 1
@@ -44,13 +45,15 @@ def inside(table: Any, dimension: int, index: Any) -> Any:
 
 
 def below(table: Any, dimension: int, extent: int, index: Any) -> Any:
-    """An index that is not negative and less than `extent`, which is not more than the table's: the
-    host has looked. On the CPU the read is checked all the same."""
+    """A non-negative index less than `extent`; the host has checked that the table is not smaller.
+
+    On the CPU the read is checked all the same.
+    """
     return index
 
 
 def wrapped(table: Any, dimension: int, index: Any) -> Any:
-    """`inside`, and a negative index counts from the end."""
+    """As `inside`, but a negative index counts from the end."""
     index = index if isinstance(index, cutlass.Numeric) else Int32(index)
     extent = type(index)(cute.size(table, mode=[dimension]))
     index = where(index < 0, index + extent, index)
@@ -63,8 +66,8 @@ def wrapped(table: Any, dimension: int, index: Any) -> Any:
 
 
 def floor_divide(x: Any, y: Any) -> Any:
-    """Of integers. A divisor that is not known divides by 1 in place of 0, as an error would end
-    the process."""
+    """Floor division of integers. An unknown divisor of 0 is replaced by 1, because a division
+    error would end the process."""
     if not isinstance(y, cutlass.Numeric):
         return -x if y == -1 else x // y
     is_safe = (y != 0) & (y != -1)
@@ -73,7 +76,7 @@ def floor_divide(x: Any, y: Any) -> Any:
 
 
 def trunc_divide(x: Any, y: Any) -> Any:
-    """Of integers, towards zero."""
+    """Division of integers, rounded towards zero."""
     dtype = _dtype(x, y)
     quotient = floor_divide(x, y)
     is_below = (quotient < 0) & (quotient * y != x)
@@ -81,23 +84,23 @@ def trunc_divide(x: Any, y: Any) -> Any:
 
 
 def remainder(x: Any, y: Any) -> Any:
-    """Of integers, with the sign of the divisor; `%` of CuTe has that of the dividend."""
+    """Remainder of integers, with the sign of the divisor; CuTe's `%` has that of the dividend."""
     return x - floor_divide(x, y) * y
 
 
 def trunc_remainder(x: Any, y: Any) -> Any:
-    """Of integers, with the sign of the dividend."""
+    """Remainder of integers, with the sign of the dividend."""
     return x - trunc_divide(x, y) * y
 
 
 def shift_left(x: Any, count: Any) -> Any:
-    """0 where the count is no number of bits of the dtype."""
+    """Left shift; 0 if the count is negative or not less than the bits of the dtype."""
     dtype, count, is_inside = _shift(x, count)
     return where(is_inside, dtype(x) << count, 0)
 
 
 def shift_right(x: Any, count: Any) -> Any:
-    """Only copies of the sign where the count is no number of bits of the dtype."""
+    """Right shift; only copies of the sign if the count is negative or not less than the bits."""
     dtype, count, is_inside = _shift(x, count)
     return dtype(x) >> where(is_inside, count, dtype.width - 1)
 
@@ -110,7 +113,7 @@ def _shift(x: Any, count: Any) -> tuple[Any, Any, Any]:
 
 
 def whole_power(x: Any, exponent: int) -> Any:
-    """By a known exponent of at least 1."""
+    """Power with a known integer exponent of at least 1."""
     power = x if exponent % 2 else None
     square = x
     while exponent := exponent // 2:
@@ -129,17 +132,17 @@ def sign(x: Any) -> Any:
 
 
 def maximum(x: Any, y: Any) -> Any:
-    """The larger one, or NaN if one is."""
+    """The larger number, or NaN if either is NaN."""
     return _chosen(x, y, lambda a, b: a > b, cutlass.max)
 
 
 def minimum(x: Any, y: Any) -> Any:
-    """The smaller one, or NaN if one is."""
+    """The smaller number, or NaN if either is NaN."""
     return _chosen(x, y, lambda a, b: a < b, cutlass.min)
 
 
 def at_least(x: Any, low: Any) -> Any:
-    """x, or `low` if that is larger: `clamp`, whose slope is 1 where they are equal."""
+    """x, or `low` if that is larger: `clamp`, with slope 1 where they are equal."""
     return _chosen(x, low, lambda a, b: a >= b, cutlass.max)
 
 
@@ -165,7 +168,7 @@ def _chosen(
 
 
 def float_remainder(x: Any, y: Any) -> Any:
-    """With the sign of the divisor."""
+    """Floating-point remainder, with the sign of the divisor."""
     dtype = _dtype(x, y)
     x, y = dtype(x), dtype(y)
     rest = x % y
@@ -173,7 +176,8 @@ def float_remainder(x: Any, y: Any) -> Any:
 
 
 def float_floor_divide(x: Any, y: Any) -> Any:
-    """From the remainder, so that the quotient is exact; by 0 it is what division gives."""
+    """Floor division computed from the remainder, so it is exact; by 0 it gives what division
+    gives."""
     dtype = _dtype(x, y)
     x, y = dtype(x), dtype(y)
     rest = x % y
@@ -199,7 +203,7 @@ def sigmoid(x: Any) -> Any:
 
 
 def detached(x: Any) -> Any:
-    """x, without a derivative by it."""
+    """x, treated as constant by differentiation."""
     return derivative.detached(x)
 
 
@@ -237,7 +241,7 @@ _ERF_FAR = (
 
 
 def erf(x: Any) -> Any:
-    """With an error of 1.5e-7; the function of `cute.math` has no code for the CPU."""
+    """erf with an error of 1.5e-7; the function of `cute.math` has no CPU code."""
     dtype = _dtype(x)
     size = abs(x)
     near_size = where(size < 1.0, size, 1.0)

@@ -1,9 +1,9 @@
-"""Traced masks as column intervals: for each key one range of queries that see it.
+"""Traced masks as column intervals: for each key, one range of queries that see it.
 
-Documents, key validity, prefixes and windows, joined by `&` and in places by `|`, are such masks.
-Kernels know them by a few numbers for each key, skip what they hide, and ask no callable. What a
-mask says of a key without looking at a query is computed for all keys at once, by torch; a side in
-q_idx becomes a bound. What is not plainly an interval stays a mask_mod.
+Documents, key validity, prefixes and windows, joined by `&` and in some places by `|`, are such
+masks. Kernels describe them by a few numbers for each key, skip what they hide, and call no
+callable. torch computes the conditions that depend only on the key, for all keys at once. A
+condition on q_idx becomes a bound. A mask that is not plainly an interval stays a mask_mod.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ _B, _H, _Q, _K = range(4)
 
 
 class Side(NamedTuple):
-    """q_idx is at least (is_low), or at most, the sum of factors and values of nodes or numbers."""
+    """q_idx is at least (is_low) or at most a sum of terms, each a factor times a node or
+    number."""
 
     is_low: bool
     terms: tuple[tuple[int, Any], ...]
 
 
 class Keys(NamedTuple):
-    """A bool of the batch entry and the key."""
+    """A bool that depends on the batch entry and the key only."""
 
     node: Node
 
 
 class SameDocument(NamedTuple):
-    """Query and key have the same number; node: that of the key."""
+    """Query and key have the same number; node: the key's number."""
 
     node: Node
 
@@ -47,7 +48,7 @@ class All(NamedTuple):
 
 
 class Any_(NamedTuple):
-    """Of keys, and at most one other, or of sides of one direction."""
+    """A disjunction of `Keys` and at most one other condition, or of sides of one direction."""
 
     parts: tuple[Any, ...]
 
@@ -64,14 +65,16 @@ class Form(NamedTuple):
 
     @property
     def has_documents(self) -> bool:
-        """Whether all that a query sees is in its own document."""
+        """Whether a query sees only keys of its own document."""
         parts = self.root.parts if isinstance(self.root, All) else (self.root,)
         return any(isinstance(part, SameDocument) for part in parts)
 
 
 class Rows(NamedTuple):
-    """The queries that see each key, from `low` to `high` - 1: int64 (batch | 1, seqlen_k), and
-    whether all ids lie in runs, without which the rows mean nothing."""
+    """The queries that see each key, from `low` to `high` - 1: int64 (batch | 1, seqlen_k).
+
+    Also whether all ids are contiguous; if not, the rows mean nothing.
+    """
 
     low: Tensor
     high: Tensor
@@ -79,7 +82,7 @@ class Rows(NamedTuple):
 
 
 def find_form(module: GraphModule) -> Form | None:
-    """Of the graph of a mask_mod; None where it is not plainly made of intervals."""
+    """The form of a mask_mod's graph; None if it is not plainly made of intervals."""
     (returned,) = module.graph.find_nodes(op="output")
     finder = _Finder(module)
     try:
@@ -95,7 +98,7 @@ class _Finder:
                                                    enumerate(self._places)}  # fmt: skip
 
     def _depends(self, node: Any) -> frozenset[int]:
-        """On which of the indices."""
+        """The indices that a node depends on."""
         if not isinstance(node, Node):
             return frozenset()
         if node not in self._known:
@@ -145,7 +148,7 @@ class _Finder:
         return All((self._side((x, y), 1, 0), self._side((x, y), -1, 0)))
 
     def _is_same(self, of_query: Any, of_key: Any) -> bool:
-        """Whether one is the other with the key in place of the query."""
+        """Whether one node is the other with the key in place of the query."""
         if of_query is self._places[_Q]:
             return of_key is self._places[_K]
         if not isinstance(of_query, Node) or not isinstance(of_key, Node):
@@ -171,7 +174,7 @@ class _Finder:
         )
 
     def _side(self, operands: tuple[Any, Any], sign: int, strict: int) -> Side:
-        """sign * (first - second) + strict is at least 0."""
+        """The condition that sign * (first - second) + strict is at least 0."""
         of_q, terms = 0, [(1, strict)]
         for factor, operand in zip((sign, -sign), operands, strict=True):
             own, rest = self._linear(operand, factor)
@@ -181,7 +184,7 @@ class _Finder:
         return Side(of_q == 1, tuple((-of_q * factor, value) for factor, value in terms))
 
     def _linear(self, value: Any, factor: int) -> tuple[int, list[tuple[int, Any]]]:
-        """The factor of q_idx, and the other terms."""
+        """Split a sum into the factor of q_idx and the other terms."""
         if isinstance(value, bool | float):
             raise _NotIntervalsError
         if not isinstance(value, Node):
@@ -213,7 +216,7 @@ class _Finder:
         raise _NotIntervalsError
 
     def _check_elementwise(self, node: Any) -> None:
-        """That it may be computed for all keys at once: no operator sees another's elements."""
+        """Check that a node can be computed for all keys at once: no operator mixes elements."""
         if not isinstance(node, Node) or not self._depends(node) or node in self._places:
             return
         value, target = node.meta.get("val"), node.target
@@ -231,11 +234,11 @@ class _Finder:
 def rows_of(
     form: Form, known: Callable[[Node], Any], seqlens: tuple[int, int], batch: int, device: Any
 ) -> Rows | None:
-    """The intervals of a form, at a call. known: the value of a node that depends on no index.
+    """The intervals of a form at a call. known: values of nodes that depend on no index.
     seqlens: queries and keys.
 
-    Waits for no device. None: documents are compared with other lengths of queries and keys, or, on
-    the CPU, an index is outside of what it indexes.
+    It waits for no device. It returns None if documents are compared with unequal numbers of
+    queries and keys, or, on the CPU, if an index is out of range.
     """
     try:
         low, high, is_right = _Numbers(form, known, seqlens, batch, device).of(form.root)
@@ -309,7 +312,7 @@ class _Numbers:
         return found.long() if isinstance(found, Tensor) else found
 
     def _value(self, node: Any) -> Any:
-        """Of a node without q_idx: (batch | 1, seqlen_k | 1), or a number."""
+        """The value of a node without q_idx: (batch | 1, seqlen_k | 1), or a number."""
         if not isinstance(node, Node):
             return node
         if node not in self._values:
@@ -333,7 +336,7 @@ class _Numbers:
         return node in self._values or any(map(self._reaches_an_index, node.all_input_nodes))
 
     def _inside(self, table: Tensor, dimension: int, index: Tensor | None) -> Tensor:
-        """An index as a kernel uses it: wrapped, and kept inside."""
+        """An index as a kernel uses it: wrapped and clamped to the table."""
         if index is None:
             raise _NotIntervalsError
         extent = table.shape[dimension]

@@ -1,7 +1,7 @@
-"""Mods written in torch, as CuTe mods: what they are compiled from, and what is kept of them.
+"""Mods written in torch, lowered to CuTe mods, and the cache of the results.
 
-`lower_mod` walks what the mod reaches, finds the program that was lowered for this structure, and
-hands out the tensors that the mod holds now. Only a new structure is traced.
+`lower_mod` walks what the mod reaches, looks up the program for this structure, and collects the
+tensors that the mod holds now. Only a new structure is traced.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _CLAIM = re.compile(r"ops\.below\(aux\[(\d+)\], (\d+), (\d+), ")
 
 @dataclass(frozen=True)
 class LoweredMod:
-    """A torch mod as attention takes it.
+    """A lowered torch mod, as attention takes it.
 
-    mod: `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)` of
-    CuTe, the same object for every mod with the same text. aux_tensors: what it reads, as it is to
-    be passed as aux_tensors. source: the text of `mod`. origins: how the torch mod reaches each of
-    the tensors. band: what a mask_mod says, if two numbers say it all. columns: what it says by
-    column intervals, if these may say it all. is_identity: a score_mod returns the score.
+    mod: a CuTe `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)`,
+    the same object for every mod with the same text. aux_tensors: the tensors that it reads, to be
+    passed as aux_tensors. source: the text of `mod`. origins: for each tensor, the path by which
+    the torch mod reaches it. band: the mask_mod as two numbers, if these express it. columns: the
+    mask_mod as column intervals, if these may express it. is_identity: a score_mod returns the
+    score.
     """
 
     mod: Callable[..., Any]
@@ -56,7 +57,7 @@ class LoweredMod:
 
     @property
     def form(self) -> str:
-        """What `flex_attention` makes of a mask_mod, in words."""
+        """The form that `flex_attention` gives to a mask_mod, in words."""
         if self.band is not None:
             return f"a window, keys q - {self.band.left} to q + {self.band.right}".replace(
                 "q - None", "0"
@@ -69,8 +70,10 @@ class LoweredMod:
 
 @dataclass(frozen=True)
 class Columns:
-    """A mask as column intervals, at a call. captured: the tensors that they follow from, numbers:
-    the numbers that do."""
+    """A mask as column intervals, at a call.
+
+    captured, numbers: the tensors and the numbers that the intervals follow from.
+    """
 
     form: Form
     captured: tuple[Tensor, ...]
@@ -86,17 +89,17 @@ class Columns:
 def lower_mod(
     mod: Callable[..., Any], kind: str, device: torch.device | str | None = None
 ) -> LoweredMod:
-    """The CuTe form of a mod written in torch.
+    """Lower a mod written in torch to CuTe.
 
     mod: mask_mod(b, h, q_idx, kv_idx) -> bool, or score_mod(score, b, h, q_idx, kv_idx) -> score,
     on 0-d tensors. kind: "mask_mod" or "score_mod". device: where attention runs; the default is
     that of the first captured tensor, or the CPU.
 
-    A mod whose structure was lowered before is not traced again; other tensors in the places of
-    those that it captured are read in their stead.
+    A mod whose structure was lowered before is not traced again; tensors that replace its captured
+    ones are read instead.
 
     Raises:
-        NotImplementedError: the mod does what a kernel cannot; the text names mod, line, operator.
+        NotImplementedError: a kernel cannot do what the mod does; names mod, line and operator.
         TypeError: the mod does not return a bool (mask_mod) or a number (score_mod).
         ValueError: kind is neither.
 
@@ -114,12 +117,12 @@ def lower_mod(
 def found_program(
     mod: Callable[..., Any], kind: str, device: torch.device
 ) -> tuple[Program, Captures]:
-    """The program of a mod, and the captures by which it finds its tensors."""
+    """The program of a mod, and the captures that give its tensors."""
     return _program(mod, kind, find_captures(mod), device)
 
 
 def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
-    """The same mod, which finds its tensors behind `count` others."""
+    """The same mod, reading its tensors behind `count` other aux tensors."""
     if not count or not lowered.aux_tensors:
         return lowered
     source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
@@ -129,7 +132,7 @@ def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
 
 
 def with_checks(lowered: LoweredMod) -> LoweredMod:
-    """The same mod, which keeps all indices inside, however small its tensors are."""
+    """The same mod with all indices clamped to the tensors, even to small ones."""
     source = _CLAIM.sub(lambda found: f"ops.inside(aux[{found[1]}], {found[2]}, ", lowered.source)
     if source == lowered.source:
         return lowered
@@ -139,9 +142,9 @@ def with_checks(lowered: LoweredMod) -> LoweredMod:
 
 
 def mod_source(mod: Callable[..., Any], kind: str | None = None) -> str:
-    """The CuTe text that a torch mod becomes.
+    """The CuTe source text of a lowered torch mod.
 
-    kind: "mask_mod" or "score_mod"; by default it is told from the number of arguments, 4 or 5.
+    kind: "mask_mod" or "score_mod"; by default it follows from the number of arguments, 4 or 5.
     """
     if kind is None:
         from flash_mask_cute.flex.convention import kind_of_torch_mod
@@ -162,12 +165,12 @@ def _device_of(captures: Captures, device: torch.device | str | None) -> torch.d
 
 @dataclass(frozen=True)
 class Program:
-    """What a structure was lowered to.
+    """The lowered program of a structure.
 
-    found: the captured tensors of a mod that no walk can follow, for which the program is made anew
-    at each call. varying: which of the captured numbers are no constants of it. bounds: of a mask
-    that is a band; form: of one that column intervals may say. constants: tensors that the mod
-    makes, by device.
+    found: the captured tensors of a mod that no walk can follow; such a program is made anew at
+    each call. varying: the captured numbers that are not constants of it. bounds: set for a mask
+    that is a band. form: set for a mask that column intervals may express. constants: tensors that
+    the mod makes, by device.
     """
 
     mod: Callable[..., Any]
@@ -183,7 +186,7 @@ class Program:
     def at_call(
         self, mod: Callable[..., Any], captures: Captures, device: torch.device
     ) -> LoweredMod:
-        """For a mod of this structure, and what it captured."""
+        """The lowered mod for a mod of this structure and its captures."""
         captured = captures.tensors if self.found is None else self.found
         numbers = tuple(captures.numbers[i].number for i in self.varying)
         computed = _Computed(self.module, captured, numbers)
@@ -221,7 +224,7 @@ class Program:
         return lowered if holds else with_checks(lowered)
 
     def number_of(self, source: Source, captures: Captures) -> int | float:
-        """The value of a number that is no constant of the program."""
+        """The value of a number that is not a constant of the program."""
         numbers = tuple(captures.numbers[i].number for i in self.varying)
         assert source.computed is not None
         value: int | float = _Computed(self.module, captures.tensors, numbers).of(source.computed)
@@ -240,7 +243,7 @@ def _returns_its_first(module: GraphModule) -> bool:
 
 
 class _Computed:
-    """Values of nodes that depend on captured tensors and numbers only, each once a call."""
+    """Values of nodes that depend only on captured tensors and numbers, computed once a call."""
 
     def __init__(
         self,
@@ -270,7 +273,7 @@ class _Computed:
 
 
 def _as_aux(tensor: Tensor, device: torch.device, mod: Callable[..., Any], path: Path) -> Tensor:
-    """A captured tensor as kernels read it, without a copy."""
+    """A captured tensor in the form that kernels read, without a copy."""
     where = f"{described(path)}, which {name_of(mod)} reads,"
     if not is_read_on(tensor.dtype, device):
         hint = "; pass x.float()" if tensor.dtype == torch.float64 else ""
@@ -291,11 +294,11 @@ def _as_aux(tensor: Tensor, device: torch.device, mod: Callable[..., Any], path:
 
 @dataclass
 class _Structure:
-    """What is known of mods of one structure.
+    """Knowledge about the mods of one structure.
 
-    first: the numbers that the first of them captured. follows_forward: as in `find_captures`.
-    calls_modules: it has to be walked once more with that. varying: which of the numbers were
-    others since, and are aux tensors now; fixed: which cannot be.
+    first: the numbers that the first mod captured. follows_forward: as in `find_captures`.
+    calls_modules: the mod must be walked again with follows_forward. varying: numbers that have
+    changed since, and are aux tensors now; fixed: numbers that cannot be.
     """
 
     first: tuple[int | float, ...]
@@ -307,7 +310,7 @@ class _Structure:
     programs: dict[Any, Program] = field(default_factory=dict)
 
     def key(self, captures: Captures) -> Any:
-        """Of the program for these captures, as far as it is known what a program depends on."""
+        """The key of the program for these captures, as far as its dependencies are known."""
         numbers = tuple(
             None if i in self.varying else repr(x.number) for i, x in enumerate(captures.numbers)
         )
@@ -317,7 +320,7 @@ class _Structure:
         return captures.key, self.varying, numbers, shapes
 
     def note_changes(self, captures: Captures) -> None:
-        """Numbers that are not what they were first vary from now on."""
+        """Numbers that differ from their first value vary from now on."""
         self.fixed |= {i for i, x in enumerate(captures.numbers) if x.is_shared}
         changed = {
             i
@@ -337,7 +340,7 @@ traces = 0
 def _program(
     mod: Callable[..., Any], kind: str, captures: Captures, device: torch.device
 ) -> tuple[Program, Captures]:
-    """And the captures by which it finds its tensors."""
+    """The program of a mod, and the captures that give its tensors."""
     with _LOCK:
         if captures.key is None:
             return _untracked(mod, kind, captures, device), captures
@@ -399,7 +402,7 @@ def _untracked(
     device: torch.device,
     program: Program | None = None,
 ) -> Program:
-    """Traced at each call, as nothing tells whether it changed."""
+    """Trace a mod at each call, because nothing shows whether it changed."""
     place = getattr(mod, "__code__", type(mod))
     if place not in _warned:
         _warned.add(place)
@@ -457,7 +460,8 @@ def _lowered(
 
 
 def _forget_captured(module: GraphModule) -> None:
-    """What is kept must not keep the tensors of the mod that happened to be traced."""
+    """Drop captured tensors from a kept program: it must not keep the traced mod's tensors
+    alive."""
     for node in module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if node.meta["captured"] is not None and hasattr(module, name):
@@ -465,14 +469,14 @@ def _forget_captured(module: GraphModule) -> None:
 
 
 def _mod_of(text: str, kind: str) -> Callable[..., Any]:
-    """The function of a text, one for equal texts."""
+    """The function of a text; equal texts share one."""
     if text not in _mods:
         _mods[text] = _compiled(text, kind)
     return _mods[text]
 
 
 def _compiled(text: str, kind: str) -> Callable[..., Any]:
-    """What the DSL and tracebacks can read back."""
+    """Compile the text in a way that lets the DSL and tracebacks read it back."""
     import cutlass
     import cutlass.cute as cute
 

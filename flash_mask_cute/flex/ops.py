@@ -1,8 +1,8 @@
 """ATen operators as text of CuTe, with torch's dtypes.
 
-`RULES` has a rule for each operator that a mod may call. A rule gets the operator's operands and
-makes an expression for each element of its result, in the dtype in which torch computes and then in
-that of the result. What is known while tracing is computed by torch itself, not here.
+`RULES` has a rule for each operator that a mod may call. A rule gets the operands and makes an
+expression for each element of the result: torch's compute dtype first, then the result's dtype.
+torch itself computes values that are known while tracing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ RULES: dict[str, Rule] = {}
 
 @dataclass(frozen=True)
 class Call:
-    """An operator and its operands. name_element: writes a line `name = expression` and gives the
-    name back, as an expression that may be used twice."""
+    """An operator and its operands. name_element: writes a line `name = expression` and returns the
+    name, an expression that may be used twice."""
 
     target: Any
     name: str
@@ -72,9 +72,9 @@ class Call:
         result: torch.dtype | None = None,
         high: Callable[..., float | None] = unknown,
     ) -> Array:
-        """write: makes the text of an element from those of the operands, which have the dtype
-        `computed`; what it writes is of dtype `result`, or `computed`. low: from the operands,
-        what it is known not to be less than; high: more."""
+        """write: makes the text of an element from those of the operands in dtype `computed`; its
+        result has dtype `result`, or `computed`. low and high: bounds of the result, from the
+        operands: it is never less than low or more than high."""
         arrays = [self._operand_in(x, computed).broadcast(self.shape) for x in operands]
         made = []
         for elements in zip(*(x.elements for x in arrays), strict=True):
@@ -85,7 +85,7 @@ class Call:
         return Array(self.dtype, self.shape, tuple(made))
 
     def _operand_in(self, value: Any, computed: torch.dtype) -> Array:
-        """A tensor takes the dtype of the operation first, in which it may be rounded."""
+        """A tensor is first converted to the dtype of the operation, which may round it."""
         array = as_array(value, computed, self)
         if isinstance(value, Array | Table) and computed_in(self.dtype) == computed:
             array = cast(array, self.dtype)
@@ -93,12 +93,12 @@ class Call:
 
 
 def operator_name(target: Any) -> str:
-    """Without namespace and overload."""
+    """The operator's name without namespace and overload."""
     return str(target.__name__).partition(".")[0]
 
 
 def as_array(value: Any, dtype: torch.dtype, call: Call) -> Array:
-    """An operand; a Python number takes the given dtype, as it does in torch."""
+    """An operand as an array; a Python number takes the given dtype, as in torch."""
     if isinstance(value, Array):
         return value
     if isinstance(value, Table):
@@ -139,7 +139,7 @@ def converted(element: Element, given: torch.dtype, wanted: torch.dtype) -> Elem
 
 
 def typed(element: Element, dtype: torch.dtype) -> str:
-    """As an argument that says its dtype."""
+    """An expression as an argument with an explicit dtype."""
     if element.constant is None:
         return element.text
     return f"{DSL_NAMES[dtype]}({element.text})"
@@ -154,7 +154,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def promoted(*operands: Any) -> torch.dtype:
-    """The dtype in which torch computes with operands, arrays or Python numbers."""
+    """The dtype in which torch computes with the operands, arrays or Python numbers."""
     fake_tensors: list[Any] = [
         torch.empty(x.shape if isinstance(x, Array) else [len(x.left)] * len(x.left),
                     dtype=x.dtype, device="meta")
@@ -231,8 +231,8 @@ def _div(call: Call) -> Array:
 
 
 def _divides_as_product(x: Any, y: float) -> bool:
-    """Of a power of two the product is the quotient; of other numbers it is what torch computes on
-    CUDA, but where integers are divided, whose quotient may be rounded to a whole number next."""
+    """Whether x / y becomes x * (1 / y). This is exact for powers of two. torch on CUDA does it for
+    other floats too, but not for integers, whose quotient may be rounded to a whole number next."""
     is_usual = math.isfinite(y) and 1e-30 < abs(y) < 1e30
     return is_usual and (abs(math.frexp(y)[0]) == 0.5 or promoted(x).is_floating_point)
 
@@ -351,7 +351,7 @@ def _gelu(call: Call) -> Any:
 
 @rule("floor", "ceil", "trunc", "round")
 def _rounded(call: Call) -> Any:
-    """Of integers, as they are."""
+    """Integers are returned unchanged."""
     computed = computed_in(call.dtype)
     if not computed.is_floating_point:
         return as_array(call.args[0], call.dtype, call)
@@ -429,7 +429,7 @@ def _bitwise(symbol: str, is_logical: bool) -> Rule:
 
 
 def _join(call: Call, x: Any, y: Any, symbol: str) -> Array:
-    """Conditions; those that are known are left out."""
+    """Join conditions; known ones are left out."""
     arrays = [cast(as_array(v, torch.bool, call), torch.bool).broadcast(call.shape) for v in (x, y)]
     made = []
     for a, b in zip(arrays[0].elements, arrays[1].elements, strict=True):
@@ -505,7 +505,7 @@ def _to(call: Call) -> Array:
 
 @rule("detach")
 def _detach(call: Call) -> Any:
-    """Of a whole tensor in memory, whoever reads it has taken the gradient away."""
+    """For a whole tensor in memory, the reader has already removed the gradient."""
     array = call.args[0]
     if not isinstance(array, Array) or not array.dtype.is_floating_point or array.is_constant:
         return array
@@ -518,7 +518,7 @@ def _same(call: Call) -> Any:
 
 
 def _moves_elements(call: Call) -> Array:
-    """Torch itself says where each element goes."""
+    """torch itself computes where each element goes."""
     arrays = call.args[0] if isinstance(call.args[0], list | tuple) else [call.args[0]]
     arrays = [cast(as_array(x, call.dtype, call), call.dtype) for x in arrays]
     places, count = [], 0
@@ -565,7 +565,7 @@ def _index(call: Call) -> Any:
 
 
 def _gathered(call: Call, source: Table, arrays: dict[int, Array]) -> Array:
-    """Elements of a table at several indices at once, which replace its first dimensions."""
+    """Elements of a table at several indices at once, replacing its first dimensions."""
     if sorted(arrays) != list(range(len(arrays))):
         raise NotLowerable("indexes by vectors behind a slice: move these dimensions to the front")
     shape = torch.broadcast_shapes(*(x.shape for x in arrays.values()))
@@ -582,7 +582,7 @@ def _gathered(call: Call, source: Table, arrays: dict[int, Array]) -> Array:
 def _chosen_element(
     call: Call, source: Array, indices: Sequence[Any], arrays: dict[int, Array]
 ) -> Array:
-    """One of the few elements of a vector, by an index that only the kernel knows."""
+    """One of a vector's few elements, by an index known only in the kernel."""
     if len(indices) != 1 or len(source.shape) != 1 or arrays[0].shape != ():
         raise NotLowerable("indexes what it computed by a value: index a captured tensor instead")
     index, elements = arrays[0].elements[0], source.elements
@@ -645,7 +645,7 @@ RULES["amin"] = _reduction(lambda a, b: f"ops.minimum({a}, {b})", lambda c: comp
 
 @rule("max", "min")
 def _max(call: Call) -> Any:
-    """Without a dimension, as of two tensors."""
+    """Without a dimension it means the maximum of two tensors."""
     if len(call.args) == 1:
         return RULES["amax" if call.name_of_operator == "max" else "amin"](call)
     return _extreme(call)
@@ -677,14 +677,14 @@ def is_random(target: Any) -> bool:
 
 
 def run_for_real(target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operator on known values, on the CPU."""
+    """Run an operator on known values, on the CPU."""
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     return target(*args, **kwargs)
 
 
 def as_real(value: Any) -> Any:
-    """Arrays of constants as tensors, inside lists too."""
+    """Convert arrays of constants to tensors, inside lists too."""
     if isinstance(value, Array):
         return value.as_tensor()
     if isinstance(value, list | tuple):

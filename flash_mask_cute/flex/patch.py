@@ -1,4 +1,4 @@
-"""torch's name for `flex_attention`, made ours."""
+"""Replacement of torch's `flex_attention` by this package's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NAME = "flex_attention"
 
 
 class patch_flex_attention:
-    """Make `torch.nn.attention.flex_attention.flex_attention` this package's function.
+    """Replace `torch.nn.attention.flex_attention.flex_attention` by this package's function.
 
-    Called as a function, it stays so; `with patch_flex_attention():` puts torch's back at the end.
-    Code that imported torch's function by name before keeps it.
+    Called as a function, the replacement is permanent; `with patch_flex_attention():` restores
+    torch's function at the end. Code that already imported torch's function by name keeps it.
 
     Example:
         >>> with patch_flex_attention():

@@ -1,4 +1,4 @@
-"""The same mod with other numbers: copies of what leads to them, everything else shared."""
+"""A mod with other numbers: the objects on the paths to them are copied, the rest is shared."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flash_mask_cute.flex.captures import Path
 
 
 class NoCopyError(Exception):
-    """A number lies where no copy of its holder can be made."""
+    """The holder of a number cannot be copied."""
 
 
 def with_numbers(
     mod: Callable[..., Any], numbers: Iterable[tuple[Path, Any]]
 ) -> Callable[..., Any]:
-    """A copy of a mod that reaches other values by the paths of `find_captures`.
+    """A copy of a mod that reaches other values through the paths of `find_captures`.
 
     Raises:
-        NoCopyError: a path leads through what cannot be copied.
+        NoCopyError: an object on a path cannot be copied.
     """
     tree: dict[Any, Any] = {}
     for path, number in numbers:
@@ -72,7 +72,7 @@ def _copy(value: Any, tree: Any) -> Any:
 def _split(
     tree: dict[Any, Any], label: str, whole: bool = False
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """The branches of a label by their names, and the others; none of these if `whole`."""
+    """The branches of a label by their names, and the remaining ones; no names if `whole`."""
     chosen = {name: branch for (kind, name), branch in tree.items() if kind == label}
     rest = {step: branch for step, branch in tree.items() if step[0] != label}
     if whole and rest:

@@ -1,8 +1,8 @@
 """Traced masks that are bands: causal, windows, and everything.
 
-A conjunction of comparisons whose sides are whole numbers plus q_idx and kv_idx, with equal and
-opposite factors, lets a query see the keys from q - left to q + right. Kernels know such a mask by
-two numbers, and ask no callable. What is not plainly one stays a mask_mod.
+Take a conjunction of comparisons whose sides are integers plus q_idx and kv_idx, with equal and
+opposite factors. It lets a query see the keys from q - left to q + right. Kernels describe such a
+mask by two numbers, and call no callable. Any other mask stays a mask_mod.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SAME = ("alias", "clone", "detach", "_to_copy", "to")
 
 
 class Band(NamedTuple):
-    """Query q sees keys q - left to q + right, counted from the first of each; None: all."""
+    """Query q sees keys q - left to q + right; both count from their start. None: no limit."""
 
     left: int | None
     right: int | None
 
     def as_window(self, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None] | None:
-        """The window_size of `flash_attn_func`, which counts from the last query and key; None
-        where no such pair says it."""
+        """The window_size of `flash_attn_func`, which counts from the last query and key; None if
+        no such pair expresses the band."""
         shift = seqlen_k - seqlen_q
         left = None if self.left is None else self.left + shift
         right = None if self.right is None else self.right - shift
@@ -40,8 +40,8 @@ class Band(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """One side: kv_idx - q_idx, or its negative, is at most `distance`, which may depend on numbers
-    that are known at a call only."""
+    """One side: kv_idx - q_idx, or its negative, is at most `distance`. It may depend on numbers
+    that are known only at a call."""
 
     is_right: bool
     distance: _Linear
@@ -69,7 +69,7 @@ class _NotLinearError(Exception):
 
 
 def find_bounds(module: GraphModule) -> tuple[Bound, ...] | None:
-    """Of the graph of a mask_mod, all of whose conditions are sides of bands; else None."""
+    """The bounds of a mask_mod's graph if all its conditions are sides of bands; else None."""
     (returned,) = module.graph.find_nodes(op="output")
     places = module.graph.find_nodes(op="placeholder")
     try:
@@ -79,7 +79,7 @@ def find_bounds(module: GraphModule) -> tuple[Bound, ...] | None:
 
 
 def band_of(bounds: tuple[Bound, ...], number: Callable[[Node], int]) -> Band:
-    """number: the value of a node at this call."""
+    """The band at a call. number: the value of a node at this call."""
     sides: dict[bool, list[int]] = {False: [], True: []}
     for is_right, distance in bounds:
         terms = sum(factor * number(node) for factor, node in distance.terms)
@@ -108,7 +108,7 @@ def _bounds(node: Any, q_idx: Node, kv_idx: Node) -> Iterator[Bound]:
 
 
 def without_abs(x: Any, y: Any, sign: int) -> Iterator[tuple[Any, Any]]:
-    """abs(d) <= c says that d <= c and -d <= c."""
+    """Replace abs(d) <= c by d <= c and -d <= c."""
     small, large = (x, y) if sign < 0 else (y, x)
     if name_of_node(small) != "abs":
         yield x, y
@@ -150,7 +150,7 @@ def _linear(value: Any, q_idx: Node, kv_idx: Node) -> _Linear:
 
 
 def is_true(node: Node) -> bool:
-    """`and_masks` begins with one."""
+    """Whether a node is the constant true, with which `and_masks` begins."""
     value = node.meta.get("val")
     name = name_of_node(node)
     is_one = name == "new_ones" or (name == "full" and node.args[1] in (1, True))

@@ -1,8 +1,8 @@
-"""From a traced graph to the text of a CuTe mod.
+"""Generation of the text of a CuTe mod from a traced graph.
 
-Each node of the graph is one of three: its contents are known, or follow from captured tensors
-alone, so that the host computes it before the call, or it depends on the score or its place and
-becomes lines of text.
+Each node of the graph is one of three kinds. Its contents are known; or they follow from captured
+tensors alone, and the host computes it before the call; or it depends on the score or its place,
+and becomes lines of text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FILLED: dict[str, int | bool] = {
 
 
 class UnknownOperator(NotLowerable):
-    """There is no rule for it. Perhaps torch can take it apart. target: the operator."""
+    """There is no rule for an operator; torch may be able to decompose it. target: the operator."""
 
     def __init__(self, text: str, target: Any) -> None:
         super().__init__(text)
@@ -42,11 +42,11 @@ class UnknownOperator(NotLowerable):
 
 
 class Source(NamedTuple):
-    """Where an aux tensor comes from at each call: one of the first three.
+    """The source of an aux tensor at each call: one of the first three fields.
 
     captured: its number among the captured tensors. constant: a tensor that the mod makes.
     computed: a node that the host computes. detached: without gradient. number: the dtype in which
-    it takes a number that a node computes.
+    it stores a number that a node computes.
     """
 
     captured: int | None = None
@@ -66,9 +66,10 @@ class Source(NamedTuple):
 
 
 class Text(NamedTuple):
-    """source: of a function `mask_mod` or `score_mod`. sources: of the aux tensors that it reads.
+    """source: text of a function `mask_mod` or `score_mod`. sources: of the aux tensors that it
+    reads.
 
-    captured: the captured tensors that were given, and then those which only the trace met.
+    captured: the captured tensors that were given, then those found only by the trace.
     knows_shapes: the text holds extents of captured tensors.
     """
 
@@ -84,8 +85,13 @@ def write(
     module: GraphModule,
     captured: tuple[CapturedTensor, ...],
 ) -> Text:
-    """Raises NotImplementedError, naming the mod, its line and the operator; UnknownOperator, where
-    torch's decompositions may help; TypeError, where the mod returns what none may."""
+    """Write the text of a traced mod.
+
+    Raises:
+        NotImplementedError: the mod has no text; names mod, line and operator.
+        UnknownOperator: torch's decompositions may help.
+        TypeError: the mod returns something that no mod may return.
+    """
     writer = _Writer(mod, is_score, module, captured)
     returned = ""
     for node in module.graph.nodes:
@@ -132,7 +138,7 @@ class _Writer:
             self._operator(node)
 
     def _held(self, node: Node) -> None:
-        """A tensor that the mod did not get as an argument."""
+        """A tensor that is not an argument of the mod."""
         tensor = getattr(self._module, str(node.target))
         place = next((i for i, x in enumerate(self._captured) if x.tensor is tensor), None)
         is_made_inside = place is None and all(_name(x) in _LIFTS[:2] for x in node.users)
@@ -147,7 +153,7 @@ class _Writer:
         self._hosted.add(node)
 
     def _number(self, node: Node) -> None:
-        """A Python number that is known at each call only, or follows from such."""
+        """A Python number that is known only at a call, or follows from such numbers."""
         self._hosted.add(node)
         self._values[node] = Number(
             isinstance(node.meta["val"], torch.SymFloat),
@@ -235,7 +241,7 @@ class _Writer:
         return self._values[node]
 
     def _table(self, node: Node, detached: bool) -> Table:
-        """Of a node that the host has or computes."""
+        """The table of a node that the host has or computes."""
         name = _name(node)
         if node.op == "get_attr":
             tensor = getattr(self._module, str(node.target))
@@ -282,7 +288,7 @@ class _Writer:
         return f"{name}_{number}"
 
     def result(self, returned: Any) -> str:
-        """What the mod returns, as an expression."""
+        """The return value of the mod, as an expression."""
         wanted = torch.float32 if self._is_score else torch.bool
         name = name_of(self._mod)
         if isinstance(returned, Node):
@@ -312,7 +318,7 @@ class _Writer:
         return ops.typed(element, wanted) if self._is_score else element.text
 
     def text(self, returned: str) -> Text:
-        """Only lines that the result needs, so that a mod reads no index that it does not use."""
+        """Only lines that the result needs, so that a mod reads no unused index."""
         needed = set(_WORD.findall(returned))
         kept = []
         for name, expression in reversed(_with_factors_joined(self._lines)):
@@ -341,8 +347,11 @@ _CALLS = re.compile(r"[A-Za-z_][\w.]*\(")
 
 
 def _with_factors_joined(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Products by two numbers, one of them a power of two, as one product, and negated products as
-    products by the negated number: the same bits. What nobody needs then is left out later."""
+    """Merge factors of products, without changing any bits.
+
+    Two factors become one if one of them is a power of two. A negated product becomes a product by
+    the negated number. Lines without users are removed later.
+    """
     known: dict[str, tuple[str, float]] = {}
     joined = []
     for name, expression in lines:
@@ -367,7 +376,7 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _takes_rows(expressions: Sequence[str]) -> bool:
-    """Whether expressions of the score mean the same for vectors of scores."""
+    """Whether expressions of the score are also valid for vectors of scores."""
     calls = (x for text in expressions for x in _CALLS.findall(text))
     plain = all(x.startswith("cute.math.") for x in calls)
     return plain and not any(re.search(r"[<>!&|~%]|==|//", x) for x in expressions)
@@ -378,8 +387,11 @@ def _name(node: Node) -> str:
 
 
 def _is_for_host(node: Node) -> bool:
-    """Whether the host computes a node that depends on captured tensors only: not where an element
-    is read, or computed with, which is cheaper in the kernel than one more launch."""
+    """Whether the host computes a node that depends on captured tensors only.
+
+    It does not if the node reads or computes single elements: the kernel does that at a lower cost
+    than one more launch.
+    """
     if _name(node) in _LIFTS:
         return True
     operands = [x.meta["val"] for x in (node, *node.all_input_nodes)]

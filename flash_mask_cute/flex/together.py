@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CuteMods(NamedTuple):
-    """What attention takes: two CuTe mods, or None, and the aux tensors that they read."""
+    """The mods that attention takes: two CuTe mods, or None, and the aux tensors that they read."""
 
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
@@ -28,15 +28,15 @@ def as_cute_mods(
     aux_tensors: Sequence[Tensor] | None,
     device: torch.device | str | None,
 ) -> CuteMods:
-    """Lower what is written in torch, and leave CuTe mods and what is no mod as they are.
+    """Lower torch mods; leave CuTe mods and objects that are no mods unchanged.
 
-    aux_tensors: those of CuTe mods, as the caller passed them; what torch mods captured follows.
-    A tensor that only a mask_mod reads has no gradient, for a mask is a step. device: as in
+    aux_tensors: the caller's, for CuTe mods; tensors captured by torch mods are appended. A tensor
+    that only a mask_mod reads has no gradient, because a mask is a step function. device: as in
     `lower_mod`.
 
     Raises:
         TypeError, NotImplementedError: as `is_torch_mod` and `lower_mod`.
-        ValueError: aux_tensors are given, and both mods are written in torch, which read none.
+        ValueError: aux_tensors are given, but both mods are written in torch and read none.
     """
     lowers_score = score_mod is not None and is_torch_mod(score_mod, "score_mod")
     lowers_mask = mask_mod is not None and is_torch_mod(mask_mod, "mask_mod")
@@ -61,7 +61,7 @@ def as_cute_mods(
 
 
 def form_of(mask_mod: Any) -> str:
-    """What `flex_attention` makes of a mask_mod written in torch, in words."""
+    """The form that `flex_attention` gives to a mask_mod written in torch, in words."""
     from flash_mask_cute.flex.lower import lower_mod
 
     return lower_mod(mask_mod, "mask_mod").form
@@ -70,7 +70,7 @@ def form_of(mask_mod: Any) -> str:
 def put_together(
     score: LoweredMod | None, mask: LoweredMod | None, others: Sequence[Tensor] = ()
 ) -> CuteMods:
-    """Lowered mods over one list of tensors, which begins with `others`."""
+    """Lowered mods that share one list of tensors, which begins with `others`."""
     from flash_mask_cute.flex.lower import shifted
 
     aux = list(others)

@@ -1,7 +1,7 @@
-"""A mod written in torch, traced on 0-d tensors without contents: a graph of ATen operators.
+"""Tracing of a torch mod on 0-d tensors without contents, to a graph of ATen operators.
 
-No tensor of scores or of positions is made. Control flow on a value, `.item()` and the like have no
-value to look at and raise; what the graph holds happened for every score alike.
+No tensor of scores or positions is made. Control flow on a value, `.item()` and the like have no
+value to read, and raise. What the graph contains happened for every score alike.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _HINTS = (
 
 class Trace(NamedTuple):
     """module: its placeholders are the score, if there is one, the four indices, and then the
-    numbers that are no constants.
+    numbers that are not constants.
 
     knows_shapes: the mod asked for the shape of a tensor. calls_modules: it called an nn.Module.
     """
@@ -62,7 +62,7 @@ class Trace(NamedTuple):
 
 
 def name_of(mod: Callable[..., Any]) -> str:
-    """A callable and where it is written, for messages."""
+    """The name of a callable and the place of its definition, for messages."""
     function = getattr(mod, "func", mod)
     function = getattr(function, "__func__", function)
     name = getattr(function, "__qualname__", type(mod).__qualname__)
@@ -76,7 +76,8 @@ def trace(
     device: torch.device,
     decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> Trace:
-    """Raises NotImplementedError, naming the mod and its line, where it cannot be traced."""
+    """Trace a mod. Raises NotImplementedError, naming the mod and its line, if it cannot be
+    traced."""
     given = _arguments(is_score, device)
 
     def call(*arguments: Tensor) -> Any:
@@ -96,7 +97,7 @@ def trace_with_numbers(
 ) -> Trace:
     """`trace` of bind(numbers), for any numbers of these types.
 
-    Raises NotImplementedError as well where the mod needs to know one of them.
+    Also raises NotImplementedError if the mod needs the value of such a number.
     """
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -158,7 +159,7 @@ def _explains(mod: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Notes(TorchFunctionMode):
-    """Sees every function of torch that a mod calls, and in which line."""
+    """Records every torch function that a mod calls, and the line of the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class _Notes(TorchFunctionMode):
 
 
 def _as_tensors(indices: Any) -> Any:
-    """Numbers that are not known take the place of an index as tensors only."""
+    """Unknown numbers can replace an index only as tensors."""
     if isinstance(indices, torch.SymInt):
         number: Any = indices
         return torch.scalar_tensor(number, dtype=torch.int64)
@@ -201,7 +202,7 @@ def _explained(mod: Callable[..., Any], error: Exception) -> NotImplementedError
 
 
 def _line_of(mod: Callable[..., Any], error: Exception) -> str:
-    """The last line of the caller's own text that was reached."""
+    """The last line of the caller's own code that was reached."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -217,6 +218,6 @@ def _line_of_caller(frame: FrameType | None) -> str:
 
 
 def line_of(node: Node) -> str:
-    """Where the mod calls the operator of a node, or nothing."""
+    """The line where the mod calls the operator of a node, or nothing."""
     line = node.meta.get("stack_trace")
     return f" at {line}" if line else ""

@@ -1,6 +1,6 @@
-"""What lowered text knows of the values of a traced mod: expressions, element by element.
+"""Values of a traced mod in lowered text: expressions, element by element.
 
-A mod computes on 0-d tensors and, now and then, on a few elements of a captured tensor. Both are an
+A mod computes on 0-d tensors and, sometimes, on a few elements of a captured tensor. Both are an
 `Array` here: a dtype, a shape, and an expression for each element. A captured tensor is a `Table`
 until its elements are wanted.
 """
@@ -45,7 +45,7 @@ _UNSIGNED = (torch.bool, torch.uint8, torch.uint32)
 
 
 class NotLowerable(NotImplementedError):
-    """What a mod does has no CuTe text; the text says what, and what to write instead."""
+    """A mod's operation has no CuTe text; the message names it and what to write instead."""
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
@@ -55,8 +55,8 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 class Element(NamedTuple):
     """An expression of one number.
 
-    constant: its value, where that is known. is_simple: a name or a number, which may be written
-    twice. low, high: it is known not to be less and not to be more; None: nothing is known.
+    constant: its value, if known. is_simple: a name or a number, which may be written twice. low,
+    high: known lower and upper bounds; None: nothing is known.
     """
 
     text: str
@@ -82,7 +82,8 @@ def literal(value: bool | int | float) -> str:
 
 
 def _shortest(element: Element) -> str:
-    """0.1 and not 0.10000000149011612, which is the same float32."""
+    """The shortest decimal of a float32: 0.1 and not 0.10000000149011612, which is the same
+    float32."""
     value = element.constant
     if value is None or not math.isfinite(value):
         return element.text
@@ -102,7 +103,7 @@ class Array:
 
     @staticmethod
     def of_tensor(tensor: Tensor) -> Array:
-        """Of known contents."""
+        """The array of a tensor with known contents."""
         flat = tensor.detach().reshape(-1).tolist()
         elements: Iterable[Element] = map(constant_element, flat)
         if tensor.dtype == torch.float32:
@@ -114,12 +115,12 @@ class Array:
         return all(x.constant is not None for x in self.elements)
 
     def as_tensor(self) -> Tensor:
-        """Of an array of constants."""
+        """The tensor of an array of constants."""
         flat = [x.constant for x in self.elements]
         return torch.tensor(flat, dtype=self.dtype, device="cpu").reshape(self.shape)
 
     def rearranged(self, places: Tensor) -> Array:
-        """The elements at `places`, numbers of elements, in the shape of that tensor."""
+        """The elements with the flat indices `places`, in the shape of that tensor."""
         check_size(places.numel())
         chosen = tuple(self.elements[i] for i in places.reshape(-1).tolist())
         return replace(self, shape=tuple(places.shape), elements=chosen)
@@ -143,9 +144,9 @@ def check_size(count: int) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """A tensor in memory, read by the mod: aux tensor `number`.
+    """A tensor in memory that the mod reads: aux tensor `number`.
 
-    indices: an expression for each dimension whose index is given, None for the others. shape: of
+    indices: an expression for each indexed dimension, None for the others. shape: of
     the whole tensor when it was traced. known: its contents, if the mod made it.
     """
 
@@ -162,18 +163,18 @@ class Table:
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Numbers of the dimensions without an index."""
+        """The dimensions without an index."""
         return tuple(i for i, x in enumerate(self.indices) if x is None)
 
     def at(self, indices: dict[int, Element]) -> Table:
-        """indices: by number among the dimensions that are left."""
+        """Index further. indices: by number among the remaining dimensions."""
         left, known = self.left, list(self.indices)
         for place, index in indices.items():
             known[left[place]] = index
         return replace(self, indices=tuple(known))
 
     def read(self) -> str:
-        """The element at `indices`, of which none is None."""
+        """The element at `indices`; none of them is None."""
         if not self.shape:
             return f"aux[{self.number}][0]"
         name = f"aux[{self.number}]"
@@ -188,7 +189,7 @@ class Table:
         return f"ops.{check}({name}, {dimension}, {index.text})"
 
     def elements(self) -> Array:
-        """All of the dimensions that are left, read."""
+        """All elements of the remaining dimensions, read."""
         extents = tuple(self.shape[i] for i in self.left)
         check_size(math.prod(extents))
         if self.known is not None and all(
@@ -214,14 +215,14 @@ def _coordinates(extents: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Number:
-    """A Python number that may be another at each call. aux: which aux tensor holds it, of one
-    element and of the dtype that is asked for."""
+    """A Python number that may change at each call. aux: gives the aux tensor that holds it, of one
+    element and of the requested dtype."""
 
     is_float: bool
     aux: Callable[[torch.dtype], int]
 
     def in_dtype(self, dtype: torch.dtype) -> Array:
-        """As torch takes a number beside a tensor of this dtype."""
+        """The number as torch uses it beside a tensor of this dtype."""
         held = torch.int64
         if self.is_float:
             held = torch.float64 if dtype == torch.float64 else torch.float32

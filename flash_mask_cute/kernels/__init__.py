@@ -1,1 +1,1 @@
-"""Small kernels that prepare masks, beside the attention kernels."""
+"""Small kernels that run before or after the attention kernels."""

@@ -1,10 +1,10 @@
-"""New keys and values written behind those of a cache, contiguous or in pages, before attention.
+"""Writes new keys and values behind those of a cache, contiguous or paged, before attention.
 
-A CTA takes a row: of the new keys and values, or, where positions are rotated, of the queries. The
-last CTAs write how many keys each sequence has afterwards, so that the host needs no launch for it.
-Rows and numbers of pages that lie outside of the cache are left out, and never a fault.
+A CTA processes a row of the new keys and values or, with rotation, of the queries. The last CTAs
+write the new number of keys of each sequence, so the host needs no launch for it. Rows and page
+numbers outside of the cache are ignored, and never cause a fault.
 
-Rotary embedding (RoFormer, Su et al., 2021) turns the pairs of the first `2 * rotary_pairs`
+Rotary embedding (RoFormer, Su et al., 2021) rotates the pairs of the first `2 * rotary_pairs`
 elements of a key or query by the angles of its position, in fp32.
 """
 
@@ -27,7 +27,7 @@ class NewRows(NamedTuple):
     cu_seqlens: cute.Tensor | None
 
     def seqlen(self) -> Int32:
-        """Rows of each sequence where none are packed."""
+        """Rows of each sequence if they are not packed."""
         return self.k.shape[1] if self.cu_seqlens is None else Int32(0)
 
 
@@ -58,7 +58,7 @@ class Rotary(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A row of a sequence: of which one, and which of its rows. is_valid: there is one."""
+    """A row of a sequence: the sequence, and the row in it. is_valid: it exists."""
 
     batch_idx: Int32
     row: Int32
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 class AppendKV:
     """Writes new rows into a cache; to be passed to `cute.compile`.
 
-    :param interleaved: the pairs that are rotated are neighbours, else halves of the elements
+    :param interleaved: rotated pairs are neighbours, else they span the halves of the elements
     :param advances: query i is at the position of new key i, else all are at that of new key 0
     """
 
@@ -143,7 +143,7 @@ class AppendKV:
 
     @cute.jit
     def _rotate(self, rotary: Rotary, position: Int32, source: cute.Tensor, target: cute.Tensor):
-        """A row (heads, d), its first elements turned, the others as they are."""
+        """A row (heads, d) with its first elements rotated, the others unchanged."""
         thread, _, _ = cute.arch.thread_idx()
         heads, dim = source.shape
         pairs = rotary.cos.shape[1]
@@ -172,7 +172,7 @@ def _num_rows(tensor: cute.Tensor) -> Int32:
 
 @cute.jit
 def _place(cu_seqlens: cute.Tensor | None, seqlen: Int32, row: Int32) -> Place:
-    """Where a row of a tensor lies. seqlen: of each sequence where none are packed."""
+    """The place of a tensor's row. seqlen: of each sequence if they are not packed."""
     batch_idx, first, is_valid = Int32(0), Int32(0), Boolean(True)
     if const_expr(cu_seqlens is None):
         batch_idx = row // seqlen
@@ -194,7 +194,7 @@ def _place(cu_seqlens: cute.Tensor | None, seqlen: Int32, row: Int32) -> Place:
 def _row(
     tensor: cute.Tensor, cu_seqlens: cute.Tensor | None, place: Place, row: Int32
 ) -> cute.Tensor:
-    """(heads, d) of a row, which is `row` of a packed tensor."""
+    """The (heads, d) of a row; of a packed tensor, it is `row`."""
     if cu_seqlens is not None:
         return tensor[row, None, None]
     return tensor[place.batch_idx, place.row, None, None]
@@ -207,7 +207,7 @@ def _lengths(new: NewRows, cache: Cache, batch_idx: Int32) -> SeqlenInfoQKNewK:
 
 @cute.jit
 def _slot(cache: Cache, batch_idx: Int32, row: Int32) -> tuple[Int32, Int32, Boolean]:
-    """Entry and row of the cache for a row of a sequence, and whether there is such a one."""
+    """Entry and row of the cache for a row of a sequence, and whether they exist."""
     num_entries, entry_rows = cache.k.shape[0], cache.k.shape[1]
     entry, exists = batch_idx, row >= 0
     if const_expr(cache.page_table is not None):

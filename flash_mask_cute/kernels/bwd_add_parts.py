@@ -1,8 +1,8 @@
 """dK and dV from the partial sums of a backward that splits groups of heads over CTAs.
 
-The sums are fp32, in the order of who summed them (`bwd_postprocess`), and are added in the order
-of the parts, so that the result does not depend on the run. There is little to be added, and few
-key blocks: a CTA takes some columns of one, so that many SMs have something to read.
+The sums are fp32, in the layout of the summing kernel (`bwd_postprocess`). They are added in the
+order of the parts, so the result does not depend on the run. There is little to add, and there are
+few key blocks: a CTA takes some columns of one, so that many SMs have something to read.
 """
 
 import cutlass
@@ -104,7 +104,7 @@ class BwdAddParts:
         chunk: Int32,
         num_groups: cutlass.Constexpr[int],
     ):
-        """Some column groups of a key block: of each, a thread has two columns of two rows."""
+        """Add some column groups of a key block; in each, a thread has two columns of two rows."""
         rows = rows_of(block, lengths, TILE_N)
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // WARP, thread % WARP

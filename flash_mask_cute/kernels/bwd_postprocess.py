@@ -1,7 +1,7 @@
-"""From the backward's sums of dQ, fp32 in the order of who summed them, to dQ.
+"""Conversion of the backward's fp32 sums of dQ, in the layout of the summing kernel, to dQ.
 
-A CTA takes one row block of one head. It reads the sums in the order in which they lie, so that
-each access of a warp is one piece of memory, and turns them into rows by way of shared memory.
+A CTA processes one row block of one head. It reads the sums in memory order, so that each access of
+a warp is contiguous, and transposes them into rows through shared memory.
 """
 
 import cutlass
@@ -36,13 +36,13 @@ PADDING = 8
 class BwdPostprocess:
     """Turns the backward's sums into dQ; to be passed to `cute.compile`.
 
-    In the order of accumulators two warpgroups w of four warps v wrote the sums of a row block,
-    each 64 rows of an accumulator with n columns: half of dQ's rows (tile_m 128), or parts of its
-    columns one after the other (tile_m 64, `dq_parts`). What lane l has in the columns
-    [8 g, 8 g + 8) of a part lies, from where the part begins, at
+    In accumulator order two warpgroups w of four warps v wrote the sums of a row block, each for 64
+    rows of an accumulator with n columns: half of dQ's rows (tile_m 128), or parts of its columns
+    in turn (tile_m 64, `dq_parts`). The values of lane l in columns [8 g, 8 g + 8) of a part lie,
+    relative to the part's start, at
     (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4.
 
-    In the order of lanes, which are rows, column c of row r lies at
+    In lane order, where lanes are rows, column c of row r lies at
     (c / 4 * tile_m + r) * 4 + c % 4.
 
     :param dtype: of dQ, 16 bits
@@ -157,7 +157,8 @@ class BwdPostprocess:
 
     @cute.jit
     def _lanes_to_rows(self, sums: cute.Tensor, sdQ: cute.Tensor, scale: Float32, thread: Int32):
-        """Scaled and rounded, into sdQ: a thread has a row, and each second group of columns."""
+        """Write scaled and rounded sums to sdQ: a thread has a row, and every second group of
+        columns."""
         row, first = thread % self.tile_m, thread // self.tile_m
         step = NUM_THREADS // self.tile_m
         groups = self.accum_cols // VECTOR_32_BITS // step
@@ -173,7 +174,7 @@ class BwdPostprocess:
                 self._keep_rounded(values, sdQ, scale, row, (i * step + first) * 2, by_row=False)
 
     def _keep_rounded(self, values, sdQ, scale, row: Int32, pair: Int32, by_row: bool) -> None:
-        """Two pairs of columns beside each other in a row, or, by_row, in rows 8 apart."""
+        """Write two pairs of columns: side by side in a row or, by_row, in rows 8 apart."""
         rounded = cute.make_rmem_tensor((VECTOR_32_BITS,), self.dtype)
         rounded.store((values.load() * scale).to(self.dtype))
         pairs = cute.recast_tensor(rounded, Int32)
@@ -191,7 +192,7 @@ class BwdPostprocess:
         scale: Float32,
         thread: Int32,
     ):
-        """Scaled and rounded, into sdQ."""
+        """Write scaled and rounded sums to sdQ."""
         warpgroup_idx = thread // THREADS_PER_WARPGROUP
         if const_expr(self.parts is None):
             first_row = warpgroup_idx * ROWS_PER_WARPGROUP

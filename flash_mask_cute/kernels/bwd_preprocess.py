@@ -1,18 +1,18 @@
-"""What the backward needs to know about each query row before it starts: its LSE and its delta.
+"""Statistics that the backward needs of each query row before it starts: LSE and delta.
 
-Where scores may be of any size, an LSE far from 0 is kept as a reference that the main kernel
-subtracts from scores first, and only what rounding has taken from it as LSE.
+If scores may have any magnitude, an LSE far from 0 is stored as a reference that the main kernel
+subtracts from scores first, and the stored LSE is only its rounding error.
 
-A CTA takes one row block (`core.row_blocks`) of one head. The grid covers all of them, so nothing
-has to be cleared beforehand: those of packed sequences find theirs by a search, and one that
-belongs to none just writes zeros. The kernel is bound by memory; what it does about that is to keep
-many 16-byte accesses in flight.
+A CTA processes one row block (`core.row_blocks`) of one head. The grid covers all row blocks, so
+nothing has to be cleared beforehand. CTAs of packed sequences find their sequence by a search; a
+row block of no sequence just gets zeros. The kernel is bound by memory, so it keeps many 16-byte
+accesses in flight.
 
 Queries that see nothing have P = 0, which would not hide a NaN in their rows of Q or dO: 0 * NaN is
-NaN. Where masks may leave such queries, rows like that are marked, and the main kernel clears them.
-Q and dO are looked at for queries that see nothing, and for no others: whether the sum of their
-squares is finite, for a product with V might not be if that is not. With a sink LSE is the sink's
-in such rows, and not -inf: then O, which is 0 there, has to tell.
+NaN. If masks may leave such queries, rows with such values are marked, and the main kernel clears
+them. Q and dO are examined only for queries that see nothing. The test is whether the sum of
+squares is finite; otherwise a product with V might not be finite. With a sink the LSE of such rows
+is the sink's, and not -inf: then O, which is 0 there, identifies them.
 """
 
 import math
@@ -57,8 +57,8 @@ class BlockRows(NamedTuple):
 
 
 class LseOfRow(NamedTuple):
-    """Of a row in use: its LSE, what rounding has taken from that, and the gradient by it. Of
-    another row: -inf, 0 and 0."""
+    """For a row in use: its LSE, the rounding error, and the gradient of LSE. For another row:
+    -inf, 0 and 0."""
 
     lse: Float32
     low: Float32 | None
@@ -96,7 +96,7 @@ def rows_of(block: Int32, lengths: Lengths, tile_m: cutlass.Constexpr) -> BlockR
 
 @cute.jit
 def _sequence_of(block: Int32, lengths: Lengths, tile_m: cutlass.Constexpr) -> Int32:
-    """The last of the packed sequences whose first row block is not after this one."""
+    """The last packed sequence whose first row block is not after this one."""
     row_blocks = RowBlocks(lengths, tile_m)
     starts = lengths.cu_seqlens_q
     lane = cute.arch.lane_idx()
@@ -123,7 +123,7 @@ def rows_of_head(tensor: cute.Tensor, head_idx: Int32, rows: BlockRows) -> cute.
 
 
 def _vectors_per_lane(vectors: int) -> int:
-    """Of a row with so many vectors, those that a lane has at most."""
+    """The most vectors of a row that a lane has."""
     return -(-vectors // LANES_PER_ROW)
 
 
@@ -136,7 +136,7 @@ def _is_finite(x: Float32) -> Boolean:
 
 
 def _is_near(lse: Float32, sink: Float32) -> Boolean:
-    """Whether LSE may be that of the sink alone."""
+    """Whether LSE may come from the sink alone."""
     largest = cute.arch.fmax(cute.arch.fmax(sink, -sink), Float32(1.0)) * SINK_RTOL
     return (lse - sink <= largest) & (sink - lse <= largest)
 
@@ -147,13 +147,14 @@ def vector_of(tensor: cute.Tensor, index: Int32, size: int) -> cute.Tensor:
 
 
 class BwdPreprocess:
-    """Fills the row statistics, and clears the sums of dQ or says that there are none yet; to be
-    passed to `cute.compile`.
+    """Fills the row statistics, and prepares the sums of dQ; to be passed to `cute.compile`.
+
+    It clears these sums, or records that there are none yet.
 
     :param dtype: of O and dO, 16 bits
     :param head_dim_v: a multiple of 8, at most 256
     :param tile_m: query rows of a row block, a multiple of 16 up to 256
-    :param has_reference: for scores of any size, see mStats
+    :param has_reference: for scores of any magnitude, see mStats
     :raises ValueError: a size is none of these
     """
 
@@ -203,21 +204,21 @@ class BwdPreprocess:
         :param mdLSE: as mLSE
         :param mStats: fp32 (heads_q, num_row_blocks, words), contiguous and aligned to 16 bytes;
             words: `row_blocks.stats_words`. First LSE by base 2 of tile_m rows, inf for rows that
-            see nothing and rows that no sequence uses; then delta, the sum of O * dO less dLSE, 0
-            for those rows; with has_reference, then what is to be subtracted from scores
-            beforehand, of which LSE is less then, 0 where LSE is near 0 and for those rows; with
-            mQ, then `row_blocks.marks_of`
+            see nothing and rows that no sequence uses; then delta, the sum of O * dO minus dLSE, 0
+            for those rows; with has_reference, then the reference that is subtracted from scores
+            first and by which LSE is reduced, 0 if LSE is near 0 and for those rows; with mQ, then
+            `row_blocks.marks_of`
         :param mdQaccum: fp32 (heads_q, num_row_blocks, a multiple of 1024), contiguous and aligned
             to 16 bytes; zeroed, if given
         :param mSemaphores: int32 (heads_q, num_row_blocks); zeroed, if given
-        :param mSink: (heads_q,), the learnable sinks; with mSinkParts or not at all
+        :param mSink: (heads_q,), the learnable sinks; given together with mSinkParts, or not at all
         :param mSinkParts: fp32 (heads_q, num_row_blocks): what each row block adds to the gradient
             of its head's sink; 0 where it belongs to no sequence
         :param mCuSeqlensQ: int32 (num_sequences + 1,), with at least one sequence; packed only
         :param mSeqUsedQ: int32 (batch,) or (num_sequences,)
         :param mQ: as mO, with head_dim: masks may leave queries that see nothing, whose rows are to
             be marked if they are not finite
-        :param mLSELow: as mLSE, what rounding has taken from it; for mStats with three rows
+        :param mLSELow: as mLSE, its rounding error; for mStats with three rows
         """
         # the rows of packed tensors are of no interest: lengths come from mCuSeqlensQ
         seqlen_q = Int32(mO.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
@@ -336,7 +337,7 @@ class BwdPreprocess:
         rows: BlockRows,
         thread: Int32,
     ) -> LseOfRow:
-        """Of the thread's row."""
+        """The `LseOfRow` of the thread's row."""
         lse, low, dlse = -Float32.inf, Float32(0.0), Float32(0.0)
         if thread < rows.in_use:
             lse = self._row_value(mLSE, head_idx, rows, thread)
@@ -357,7 +358,8 @@ class BwdPreprocess:
         is_marked: Boolean,
         thread: Int32,
     ):
-        """What mStats holds of the thread's row, beside marks: LSE, delta, the reference if any."""
+        """Store the thread's row in mStats, without marks: LSE, delta, and the reference, if
+        any."""
         if thread < self.tile_m:
             lse_log2 = of_row.lse * LOG2_E
             if const_expr(self.has_reference):
@@ -378,7 +380,7 @@ class BwdPreprocess:
     def _store_sink_part(
         self, sParts: cute.Tensor, of_row: LseOfRow, delta: Float32, sink: Float32, thread: Int32
     ):
-        """What the rows of a warp add to the gradient of their head's sink."""
+        """Store the contribution of a warp's rows to the gradient of their head's sink."""
         exponent = (sink - of_row.lse) * LOG2_E
         if const_expr(of_row.low is not None):
             exponent = (sink - of_row.lse - of_row.low) * LOG2_E
@@ -404,7 +406,8 @@ class BwdPreprocess:
         rows: BlockRows,
         thread: Int32,
     ):
-        """sDelta = the sum of O * dO of each row in use; of another row where one is not."""
+        """sDelta = the sum of O * dO of each row in use; an unused row takes that of another
+        row."""
         row_in_round = thread // LANES_PER_ROW
         rounds = self.padded_rows // ROWS_PER_ROUND
         rounds_in_flight = max(1, IN_FLIGHT // (2 * _vectors_per_lane(self.vectors_per_row)))
@@ -433,7 +436,7 @@ class BwdPreprocess:
         of_row: LseOfRow,
         thread: Int32,
     ) -> Boolean:
-        """Whether the thread's row has to be cleared. gO: given where there is a sink.
+        """Whether the thread's row must be cleared. gO: given if there is a sink.
 
         shared: sEmpty, which has been written, and sVerdicts.
         """

@@ -1,17 +1,18 @@
-"""Partial results of attention over parts of the keys, merged into those over all of them.
+"""Merge of partial attention results over parts of the keys into results over all keys.
 
 A row has *pieces*: outputs O_j, each normalised by its own sum, and their LSE_j. With
 LSE = log(sum of exp(LSE_j)) the row's output is the sum of exp(LSE_j - LSE) O_j. A piece that saw
-nothing has LSE -inf and counts for nothing, whatever its O holds; a row of such pieces has O = 0
+nothing has LSE -inf and does not count, whatever its O holds; a row of such pieces has O = 0
 and LSE -inf. A sink, one more logit of the row, is part of one piece's LSE.
 
-Pieces lie in one of two ways. *By rows*: piece j of all rows is O_partial[j]. *By slots*: who
-computed key blocks share by share (`core/shares.py`) left a tile's pieces in slots of tile_m rows
-each, and said for each share which work tile begins there that others go on with (`Merge`).
+Pieces have one of two layouts. *By rows*: piece j of all rows is O_partial[j]. *By slots*: a kernel
+that processed key blocks by shares (`core/shares.py`) left a tile's pieces in slots of tile_m rows
+each. For each share it recorded the work tile that begins there and that other shares continue
+(`Merge`).
 
-A warp merges a row, in the order of the keys, so bits do not depend on timing. The kernel is
-launched programmatically: its CTAs may be there before the kernel whose results it merges ends, and
-wait for that.
+A warp merges a row in key order, so bits do not depend on timing. The kernel is launched
+programmatically: its CTAs may start before the kernel whose results it merges has ended, and wait
+for its end.
 """
 
 from typing import NamedTuple
@@ -34,8 +35,10 @@ UNROLL = 8
 
 
 class Row(NamedTuple):
-    """A row of the output, and its pieces. tile_row, share: by slots, its row of a tile, and the
-    share in which that begins."""
+    """A row of the output, and its pieces.
+
+    tile_row, share: by slots, its row in a tile, and the share in which that tile begins.
+    """
 
     is_there: Boolean
     num_pieces: Int32
@@ -155,7 +158,7 @@ class Combine:
         )
 
     def _piece(self, row: Row, piece: Int32) -> tuple:
-        """Where a piece of a row lies in a tensor of pieces, but for the column."""
+        """The place of a row's piece in a tensor of pieces, without the column."""
         if self.tile_m is None:
             return piece, row.batch_idx, row.q_idx, row.head_idx
         share = row.share + piece
@@ -166,7 +169,7 @@ class Combine:
 
     @cute.jit
     def _merged_lse(self, row: Row, mLSE_partial: cute.Tensor) -> Float32:
-        """LSE of a row, by the lanes of a warp."""
+        """LSE of a row, computed by the lanes of a warp."""
         lane = cute.arch.lane_idx()
         largest = -Float32.inf
         for start in cutlass.range(0, row.num_pieces, WARP, unroll=1):

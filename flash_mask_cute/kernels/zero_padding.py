@@ -1,7 +1,7 @@
-"""Zeros in the rows of new packed gradients that lie behind their last sequence.
+"""Zeros for the rows of new packed gradients behind their last sequence.
 
-No other kernel writes these rows, and only the device knows whether there are any. Mostly there are
-none, and then this costs a launch, where zeroing whole tensors costs a write of all of them.
+No other kernel writes these rows, and only the device knows whether there are any. Usually there
+are none, and the cost is one launch; zeroing whole tensors would write all of them.
 """
 
 import cutlass.cute as cute

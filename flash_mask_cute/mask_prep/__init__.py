@@ -1,1 +1,1 @@
-"""What is computed of a mask before attention. Each concept is a host half and its kernel."""
+"""Preparation of masks before attention. Each concept has a host half and a kernel."""

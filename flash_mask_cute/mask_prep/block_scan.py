@@ -19,11 +19,11 @@ HOST = "host"  # in place of an architecture: code for the CPU
 
 @dataclass(frozen=True)
 class ScanProblem:
-    """What the code of a scan depends on beside the mod.
+    """Facts that determine the code of a scan, besides the mod.
 
     arch: such as "sm_90a", or HOST. aux: (name of the torch dtype, rank) of each aux tensor; their
     extents and strides are run-time values. has_full: full blocks get lists of their own.
-    samples: corners and centre of a block stand for all of it. checked: on the CPU, every read of
+    samples: corners and centre of a block represent all of it. checked: on the CPU, every read of
     an aux tensor is checked.
     """
 
@@ -35,10 +35,10 @@ class ScanProblem:
 
     @staticmethod
     def describe_aux(aux_tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[str, int], ...]:
-        """The `aux` of these tensors.
+        """The field `aux` for these tensors.
 
         Raises:
-            ValueError: a dtype that mods cannot read, or a tensor without a dimension.
+            ValueError: a tensor has a dtype that mods cannot read, or no dimension.
         """
         for i, tensor in enumerate(aux_tensors):
             if dtype_name(tensor.dtype) not in CUTLASS_NAMES:
@@ -55,12 +55,12 @@ def compile_scan(
     """The compiled scan, from the cache or built now.
 
     `function` takes, by position: (mask_cnt, mask_idx, full_cnt, full_idx), (block_q, block_k,
-    seqlen_q, seqlen_k), the tuple of aux tensors or None; on the CPU besides a record or None, as
-    `HostFunction` says, whose `reads` are in `meta`.
+    seqlen_q, seqlen_k), the tuple of aux tensors or None. On the CPU it also takes a record or
+    None, as described in `HostFunction`; its `reads` are in `meta`.
 
     Raises:
         TypeError: `mask_mod` reaches a value that has no identity (see `callable_key`).
-        NotImplementedError: for the CPU, and `mask_mod` uses an instruction that only a GPU has.
+        NotImplementedError: on the CPU, if `mask_mod` uses a GPU-only instruction.
     """
     identity = callable_key(mask_mod)
     return cache.get(

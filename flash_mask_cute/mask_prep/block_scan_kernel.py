@@ -1,9 +1,9 @@
-"""Block lists of a `mask_mod`: which blocks of the score matrix hold something visible or hidden.
+"""Block lists of a `mask_mod`: the blocks of the score matrix with visible or hidden scores.
 
-A warp looks at one block, the warps of a CTA at neighbouring ones. Their states meet in shared
-memory, from which each warp knows where its block stands in the list, so lists are ascending
-without a sort and nothing is counted beforehand. The same rules run on the host, block by block,
-for CPU tensors.
+A warp examines one block, the warps of a CTA examine neighbouring blocks. They exchange their
+states in shared memory, and each warp then knows the place of its block in the list. So lists are
+ascending without a sort, and nothing is counted beforehand. The same rules run on the host, block
+by block, for CPU tensors.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,8 @@ class BlockLists(NamedTuple):
 
 
 class BlockGrid(NamedTuple):
-    """Extents in tokens: of a block, and of the sequences. Blocks at the end may reach past it."""
+    """Extents in tokens: of a block, and of the sequences. The last blocks may reach past the
+    end."""
 
     block_q: Int32
     block_k: Int32
@@ -48,7 +49,7 @@ class BlockGrid(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which of the lists."""
+    """The indices of a list."""
 
     batch_idx: Int32
     head_idx: Int32
@@ -59,8 +60,8 @@ class BlockScan:
     """Fills block lists; to be passed to `cute.compile`, itself or its `on_host`.
 
     :param mask_mod: the user's callable, see `mods.calling`
-    :param has_full: full blocks get lists of their own, else they are partial like any other
-    :param samples: look at the corners and the centre of a block only
+    :param has_full: full blocks get separate lists, else they count as partial
+    :param samples: examine only the corners and the centre of a block
     """
 
     def __init__(self, mask_mod: Callable[..., Any], has_full: bool, samples: bool):
@@ -70,7 +71,7 @@ class BlockScan:
 
     @cute.jit
     def __call__(self, lists: BlockLists, grid: BlockGrid, aux_tensors, stream):
-        """Launch on `stream`: a CTA for each list."""
+        """Launch on `stream`: one CTA for each list."""
         batch, heads, q_blocks = lists.mask_cnt.shape
         self.kernel(lists, grid, aux_tensors).launch(
             grid=(q_blocks, heads, batch), block=(NUM_WARPS * WARP, 1, 1), stream=stream
@@ -191,9 +192,10 @@ class BlockScan:
         lanes: cutlass.Constexpr[int],
         aux_tensors,
     ) -> Int32:
-        """What this one of `lanes` threads sees in its columns of a block, inside the sequences.
+        """The state that this one of `lanes` threads finds in its columns of a block, inside the
+        sequences.
 
-        It stops when it has seen enough to tell the block's state.
+        It stops as soon as the block's state is known.
         """
         q_begin = place.m_block * grid.block_q
         k_begin = n_block * grid.block_k

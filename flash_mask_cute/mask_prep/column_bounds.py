@@ -1,4 +1,4 @@
-"""Smallest and largest interval edges of each block of keys, by a kernel or by torch."""
+"""Minimum and maximum interval edges of each block of keys, by a kernel or by torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KERNEL_NAME = "column_bounds"
 
 
 def num_key_blocks(seqlen_k: int, tile_n: int, cu_seqlens_k: Tensor | None) -> int:
-    """Blocks of bounds for so many keys: of a packed batch, as many as it may have."""
+    """Number of blocks of bounds; for a packed batch, the largest possible number."""
     if cu_seqlens_k is None:
         return (seqlen_k + tile_n - 1) // tile_n
     return seqlen_k // tile_n + cu_seqlens_k.shape[0] - 1
@@ -88,7 +88,8 @@ def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
 def bounds_by_torch(
     indices: Tensor, tile_n: int, cu_seqlens_k: Tensor | None, num_blocks: int
 ) -> Tensor:
-    """What `ColumnMask.bounds` describes: each block lists its keys, the last one repeated."""
+    """The result of `ColumnMask.bounds` by torch: each block lists its keys, with the last one
+    repeated."""
     seqlen_k = indices.shape[2]
     block = torch.arange(num_blocks, device=indices.device)
     lane = torch.arange(tile_n, device=indices.device)

@@ -1,7 +1,7 @@
-"""Smallest and largest interval edges of each block of keys, for classifying it whole.
+"""Minimum and maximum interval edges of each block of keys, for classifying the block.
 
-A warp takes the keys of one block, of one batch entry and one head. In a packed batch no block
-crosses sequences; which sequence a block belongs to is found by a binary search.
+A warp processes the keys of one block, for one batch entry and one head. In a packed batch no block
+crosses sequences; a binary search finds the sequence of a block.
 """
 
 import cutlass
@@ -87,7 +87,7 @@ class KeyBlockBounds:
     def _keys_of(
         self, block: Int32, tile_n: Int32, seqlen_k: Int32, mCuSeqlensK: cute.Tensor | None
     ) -> tuple[Int32, Int32]:
-        """The keys [first, end) of a block; none where no sequence has this block."""
+        """The keys [first, end) of a block; none if no sequence has this block."""
         first = block * tile_n
         end = seqlen_k
         if const_expr(mCuSeqlensK is not None):

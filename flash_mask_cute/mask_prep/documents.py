@@ -1,7 +1,7 @@
-"""Documents of a mask: tokens that only see each other, as sequences of a packed batch.
+"""Documents of a mask (tokens that see only each other) as sequences of a packed batch.
 
-Tiles of a packed batch begin where documents begin. Under the mask of a whole sequence they begin
-anywhere, and one that two documents share visits the keys of both.
+Tiles of a packed batch begin where documents begin. With the mask of a whole sequence documents
+begin anywhere, and a tile that two documents share visits the keys of both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BOUNDS_TILE = 128
 
 
 def max_documents(seqlen: int) -> int:
-    """Sequences that an entry is packed as. Many of them may be empty."""
+    """Number of sequences that a batch entry is packed as. Many of them may be empty."""
     return -(-seqlen // DOCUMENT_STRIDE)
 
 
@@ -35,9 +35,9 @@ class DocumentTensors(NamedTuple):
     """The documents of column intervals (batch | 1, 1, seqlen, n), all int32.
 
     column_bounds: (batch | 1, 1, 2 n, blocks), of the intervals, for blocks of BOUNDS_TILE keys.
-    begins: (batch | 1, slots), the first row of each slot of DOCUMENT_STRIDE tokens with which a
-    document begins, or -1. cu_seqlens: (batch * slots + 1,), where documents begin in the packed
-    batch; a slot in which none begins makes an empty sequence. rows: (1, 1, batch * seqlen, n), the
+    begins: (batch | 1, slots), for each slot of DOCUMENT_STRIDE tokens its first row at which a
+    document begins, or -1. cu_seqlens: (batch * slots + 1,), the starts of documents in the packed
+    batch; a slot without a start makes an empty sequence. rows: (1, 1, batch * seqlen, n), the
     intervals of the packed batch, counted inside documents. bounds: (1, 1, 2 n, blocks), of rows
     and cu_seqlens, for blocks of BOUNDS_TILE keys. Both bounds are as `ColumnMask.bounds` has them.
     """
@@ -66,8 +66,8 @@ class DocumentTensors(NamedTuple):
         )
 
     def fill(self, indices: Tensor, causal: bool) -> None:
-        """Find the documents of indices, which are not empty. On a GPU, four launches on the
-        current stream.
+        """Find the documents of non-empty indices. On a GPU it makes four launches on the current
+        stream.
 
         Raises:
             NotImplementedError: there is no kernel for the GPU.
@@ -120,7 +120,7 @@ def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:
 
 
 def _split_by_torch(given: Tensor, causal: bool, like: DocumentTensors) -> DocumentTensors:
-    """As `mask_prep/documents_kernel.py` finds them, with blocks and slots where it has them."""
+    """The same result as `mask_prep/documents_kernel.py`, with the same blocks and slots."""
     bounds = bounds_by_torch(given, BOUNDS_TILE, None, like.column_bounds.shape[3])
     indices = given[:, 0]
     of_mask, seqlen, num_vectors = indices.shape

@@ -1,14 +1,15 @@
-"""Where documents begin in a mask of column intervals, and its rows counted from there.
+"""Starts of documents in a mask of column intervals, and the mask's rows counted from them.
 
-Documents are tokens that only see each other, so keys and queries may change places in what follows
-(`mask_bits_documents_kernel.py` has a span of keys for each query). One begins at row r if no key
-before r is seen by a row from r on, and, without causal masking, no key from r on by a row before
-r: a running maximum and a running minimum over the keys (`Intervals.seen_span`). For each slot of
-tokens, the start of its first document is found. Later documents of the slot stay parts of it.
+Documents are tokens that see only each other, so keys and queries may be exchanged below
+(`mask_bits_documents_kernel.py` has a span of keys for each query). A document begins at row r
+under two conditions. No row from r on sees a key before r. And, without causal masking, no row
+before r sees a key from r on. A running maximum and a running minimum over the keys check this
+(`Intervals.seen_span`). For each slot of tokens, the start of its first document is found. Later
+documents of the slot stay parts of it.
 
-One warp looks at a slot. What lies outside of it is known from the smallest and largest values of
-each block of keys, which may join documents, but never splits one. They are computed first, and at
-the end those of the packed batch, for attention: one call of the host launches all of it.
+One warp examines a slot. Outside of the slot it uses the smallest and largest values of each block
+of keys. They may join documents, but never split one. These bounds are computed first, and at the
+end those of the packed batch, for attention. One host call launches all of it.
 """
 
 import cutlass
@@ -27,7 +28,7 @@ class DocumentSplit:
 
     :param num_vectors, causal: see `Intervals`
     :param slot: tokens of a slot, a multiple of 32 and of bounds_tile
-    :param bounds_tile: keys of a block whose bounds are computed
+    :param bounds_tile: keys of a block of bounds
     """
 
     def __init__(self, num_vectors: int, causal: bool, slot: int, bounds_tile: int):
@@ -54,11 +55,11 @@ class DocumentSplit:
         :param mIndices: int32 (batch | 1, 1, seqlen, num_vectors), any strides
         :param mKeyBounds: int32 (batch | 1, 1, 2 * num_vectors, blocks), scratch: as
             `ColumnMask.bounds` of mIndices
-        :param mBegins: int32 (batch | 1, slots), scratch: the first row of a slot with which a
+        :param mBegins: int32 (batch | 1, slots), scratch: the first row of a slot at which a
             document begins, or NOWHERE
         :param mCuSeqlens: int32 (batch * slots + 1,), a sequence for each slot, many of them empty
-        :param mRows: int32 (1, 1, batch * seqlen, num_vectors): mIndices, counted from where
-            each document begins
+        :param mRows: int32 (1, 1, batch * seqlen, num_vectors): mIndices, counted from the start of
+            each document
         :param mBounds: int32 (1, 1, 2 * num_vectors, packed blocks), as `ColumnMask.bounds` of
             mRows and mCuSeqlens
         """
@@ -89,7 +90,8 @@ class DocumentSplit:
     def _first_begin(
         self, indices: cute.Tensor, slot: Int32, last_before: Int32, first_after: Int32
     ) -> Int32:
-        """The first row of a slot with which a document begins, from what is outside of it."""
+        """The first row of a slot at which a document begins, given the facts from outside of
+        it."""
         lane, seqlen = cute.arch.lane_idx(), indices.shape[0]
         keys = [slot * self.slot + group * WARP + lane for group in range(self.groups)]
         spans = [self._key_span(indices, key) for key in keys]
@@ -113,7 +115,7 @@ class DocumentSplit:
         return found
 
     def _key_span(self, indices: cute.Tensor, key: Int32) -> tuple[Int32, Int32]:
-        """First and last row that may see a key; past the end, none."""
+        """First and last row that may see a key; none for keys past the end."""
         seqlen = indices.shape[0]
         at = cutlass.min(key, seqlen - 1)
         values = [indices[at, v] for v in range(self.num_vectors)]
@@ -126,7 +128,7 @@ class DocumentSplit:
 
     @cute.jit
     def _outside(self, bounds: cute.Tensor, slot: Int32, seqlen: Int32) -> tuple[Int32, Int32]:
-        """The last row that sees a key before the slot, and the first that sees one behind it."""
+        """The last row that sees a key before the slot, and the first that sees one after it."""
         lane = cute.arch.lane_idx()
         last_before, first_after = Int32(-1), Int32(seqlen)
         for block in cutlass.range(lane, slot * self.blocks_of_slot, WARP, unroll=4):

@@ -26,7 +26,7 @@ Form: TypeAlias = Literal["entries", "sequences", "documents"]
 class BitTiles(NamedTuple):
     """Bit tiles that are stored for a kernel with these tiles: `lines` of `words` of 32 bits.
 
-    by_key: a line is a key, as the backward has it, else a query row.
+    by_key: a line is a key, as in the backward, else a query row.
     """
 
     tile_m: int
@@ -46,11 +46,11 @@ class BitTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskBitsProblem:
-    """What the code depends on beside the callable.
+    """Facts that determine the code, besides the callable.
 
     aux: as in `AttentionProblem`. has_bits: there are block lists, which the kernel takes as bits.
-    form: tiles of entries of one length, of packed sequences, or of documents that are found first.
-    The other fields are those of attention.
+    form: tiles of batch entries of one length, of packed sequences, or of documents that are found
+    first. The other fields are those of attention.
     """
 
     tiles: BitTiles
@@ -70,7 +70,7 @@ def compile_mask_bits(
 ) -> Compiled:
     """The compiled kernels, from the cache or built now.
 
-    `function` takes, by position and by the form:
+    `function` takes positional arguments that depend on the form:
 
     entries: tiles and states (a pair), seqlen_q, seqlen_k, mask_inputs, window, query_chunk.
     sequences: tiles, states and places (a triple), cu_seqlens_q, cu_seqlens_k, mask_inputs, window,
@@ -130,7 +130,7 @@ def _build(mask_mod: Callable[..., Any], problem: MaskBitsProblem, target: Targe
 
 def fake_mask_bits(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
     """Fake tensors: bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous, their
-    states, and their places where sequences differ in length."""
+    states, and their places if sequences differ in length."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
@@ -151,8 +151,8 @@ def fake_mask_bits(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
 
 
 class MaskInputs(NamedTuple):
-    """What the bits of a call are made from: aux_tensors and block bits as a kernel takes them, and
-    cu_seqlens of queries and of keys."""
+    """Inputs of a call's bits: aux_tensors and block bits as a kernel takes them, and cu_seqlens of
+    queries and of keys."""
 
     aux_tensors: Any
     block_bits: Any
@@ -162,8 +162,9 @@ class MaskInputs(NamedTuple):
 class MaskBits(NamedTuple):
     """Mask bits as a kernel takes them.
 
-    query_chunk: the blocks of queries that they are for (`MaskBitsArgs`). cu_seqlens: where the
-    sequences begin, if these are documents that were found in the bits."""
+    query_chunk: the query blocks that they cover (`MaskBitsArgs`). cu_seqlens: starts of the
+    sequences, if these are documents that were found in the bits.
+    """
 
     arguments: tuple[Tensor, ...]
     query_chunk: tuple[int, int]
@@ -189,7 +190,7 @@ Window: TypeAlias = tuple[int | None, int | None]
 @dataclass(frozen=True)
 class _MaskBitsPlan:
     """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). problem: for
-    `compile_mask_bits`. window: the sides that its function takes."""
+    `compile_mask_bits`. window: the window sides for its function."""
 
     shape: tuple[int, int, int, int, int]
     problem: MaskBitsProblem
@@ -197,24 +198,25 @@ class _MaskBitsPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of tiles and states."""
+        """Bytes of tiles and states."""
         return (torch.Size(self.shape).numel() + torch.Size(self.shape[:3]).numel()) * WORD_BYTES
 
     def query_chunks(
         self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
     ) -> Iterator[MaskBits]:
-        """Bits for one launch of attention after the other, on q's device, the current one.
+        """Bits for successive launches of attention, on q's device, the current one.
 
-        The bits of a chunk are overwritten by those of the next one."""
+        The bits of the next chunk overwrite those of a chunk.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class EntryBitsPlan(_MaskBitsPlan):
-    """How the bits of a dense call are made.
+    """The plan for the bits of a dense call.
 
     shape: (batch | 1, blocks of queries, blocks of keys, ...), for the blocks of one launch of
-    attention. blocks: all blocks of queries; attention is launched as often as it takes.
+    attention. blocks: all blocks of queries; attention is launched as often as necessary.
     """
 
     blocks: int
@@ -241,9 +243,9 @@ class EntryBitsPlan(_MaskBitsPlan):
 
 @dataclass(frozen=True)
 class SequenceBitsPlan(_MaskBitsPlan):
-    """How the bits of a call with packed sequences are made.
+    """The plan for the bits of a call with packed sequences.
 
-    shape: (1, 1, tiles, ...), as many as the sequences may have.
+    shape: (1, 1, tiles, ...), the most tiles that the sequences may have.
     """
 
     batch: int
@@ -262,12 +264,12 @@ class SequenceBitsPlan(_MaskBitsPlan):
 
 @dataclass(frozen=True)
 class DocumentBitsPlan(_MaskBitsPlan):
-    """How the bits of a call are made by documents.
+    """The plan for the bits of a call by documents.
 
     shape: (1, 1, tiles, ...), for one launch of attention: the most tiles that the documents of all
-    entries may have, or a part of them plus those of one block of queries. seqlen: of each entry;
-    the entries are the batch, or one that serves all of it. tiles: the most tiles of one entry.
-    step: how many tiles later the next launch begins.
+    entries may have, or a part of them plus the tiles of one block of queries. seqlen: of each
+    entry; the entries are the batch, or one that serves all of it. tiles: the most tiles of one
+    entry. step: number of tiles from one launch to the next.
     """
 
     entries: int
@@ -285,7 +287,8 @@ class DocumentBitsPlan(_MaskBitsPlan):
     ) -> Iterator[MaskBits]:
         """See `_MaskBitsPlan.query_chunks`. The bits come with the starts of the documents.
 
-        Chunks share their memory. The last ones are empty, unless all is one document."""
+        Chunks share their memory. The last chunks are empty, unless there is only one document.
+        """
         slots = max_documents(self.seqlen)
         num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
         places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
@@ -303,9 +306,9 @@ class DocumentBitsPlan(_MaskBitsPlan):
 
 
 def most_tiles(tiles: BitTiles, pairs: int, rows: int, keys: int, sequences: int) -> int:
-    """The most tiles that sequences of so many pairs, queries and keys in all may have.
+    """The most tiles of sequences with these totals of pairs, queries and keys.
 
-    Of m x n scores they are sum(ceil(q / m) * ceil(k / n)), less than
+    Tiles of m x n scores number sum(ceil(q / m) * ceil(k / n)), less than
     sum(q * k) / mn + sum(q) / m + sum(k) / n + sequences.
     """
     tile_m, tile_n = tiles.tile_m, tiles.tile_n

@@ -1,12 +1,14 @@
-"""Mask bits by documents: runs of tokens that only see each other.
+"""Mask bits by documents: runs of tokens that see only each other.
 
-Tiles of the whole score matrix are shared by documents and visited for both. Who asks about all
-pairs beforehand (`mask_bits_kernel.py`) can tell where documents begin, so attention may take them
-as sequences of a packed batch, whose tiles begin where these begin (docs/masks.md).
+Documents share tiles of the whole score matrix, and such tiles are visited for both documents. A
+kernel that evaluates all pairs beforehand (`mask_bits_kernel.py`) can find where documents begin.
+Attention may then take them as sequences of a packed batch, whose tiles begin with the documents
+(docs/masks.md).
 
-First of each query is found which keys it sees first and last. Those are what `DocumentSplit` needs
-to know of the queries that see a key, with queries and keys exchanged, which documents do not mind.
-Then the callable is evaluated for the tiles inside the documents (`mask_bits_varlen_kernel.py`).
+First, the first and the last visible key of each query are found. `DocumentSplit` needs the same
+for the queries that see a key. Queries and keys are exchanged here, which makes no difference for
+documents. Then the callable is evaluated for the tiles inside the documents
+(`mask_bits_varlen_kernel.py`).
 """
 
 import cutlass
@@ -55,7 +57,7 @@ class DocumentMaskBits:
 
         :param mask_bit_tensors, block_bits, aux_tensors, window_left, window_right: see
             `SequenceMaskBits`
-        :param tiles: as many for each entry as its documents may have, whatever they are
+        :param tiles: the most tiles that the documents of an entry may have
         :param query_chunk: see `MaskBitsArgs`; mask_bit_tensors has room for it and for the rest of
             a block's tiles
         :param mCuSeqlens: int32 (batch * slots + 1,) to fill, a sequence for each slot of tokens
@@ -77,14 +79,14 @@ class DocumentMaskBits:
 
 
 class KeySpans:
-    """Finds which keys each query sees first and last, by `mask_mod` and block lists.
+    """Finds the first and the last key that each query sees, by `mask_mod` and block lists.
 
-    They are written as column intervals are that hide all but a span (`Intervals`): one past the
-    last one, 0 if there is none, and the first one, seqlen if there is none. Nobody sees what lies
-    outside of causal masking and window, whatever the callable says.
+    They are written as column intervals that hide all but a span (`Intervals`): one past the last
+    key, 0 if there is none, and the first key, seqlen if there is none. Keys outside causal masking
+    and window are hidden, regardless of the callable.
 
-    A tile inside of what its queries are known to see would tell nothing new. So the outermost keys
-    are evaluated first. Without documents, most of the others never are.
+    A tile inside the known spans of its queries would give no new information. So the outermost
+    keys are evaluated first. If there are no documents, most other tiles never are.
     """
 
     NUM_VECTORS = 2
@@ -123,9 +125,9 @@ class KeySpans:
     def widen(
         self, mSpans: cute.Tensor, blocks: Int32, seqlen: Int32, masks: MaskArgs, any_head: Int32
     ):
-        """Widen the spans of a tile's queries to what they see of it.
+        """Widen the spans of a tile's queries to the keys that they see in it.
 
-        By turns of all queries: the first keys, the last ones or the own ones, and the others.
+        All queries proceed in steps: the first keys, the last keys or their own, then the others.
         """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()

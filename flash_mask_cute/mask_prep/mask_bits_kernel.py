@@ -1,6 +1,6 @@
 """Mask bits of a `mask_mod` that does not depend on the head, evaluated once for all heads.
 
-Evaluating the callable is what such a mask costs (docs/masks.md). This kernel runs before
+The cost of such a mask is the evaluation of the callable (docs/masks.md). This kernel runs before
 attention. It evaluates the callable for each tile that may be partial, and writes the bits and the
 state of the tile to global memory. Tiles outside causal masking and window count as empty and are
 not evaluated: no walk of attention visits them. Attention then visits the tiles with something
@@ -32,7 +32,7 @@ from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskRules, 
 
 
 class Tiling(NamedTuple):
-    """What `MaskRules` reads of a plan."""
+    """The fields of a plan that `MaskRules` reads."""
 
     tile_m: int
     tile_n: int
@@ -41,10 +41,10 @@ class Tiling(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The tile of a CTA, and the sequence that it is of.
+    """The tile of a CTA, and its sequence.
 
-    sequence: its number in `MaskBitsArgs`. entry: the batch entry that the callable sees, in which
-    the sequence begins at offset. any_head: 0, as a number that the compiler does not know.
+    sequence: its number in `MaskBitsArgs`. entry: the batch entry that the callable gets, in which
+    the sequence begins at offset. any_head: 0, as a value that the compiler does not know.
     """
 
     sequence: Int32
@@ -61,7 +61,7 @@ class Place(NamedTuple):
         return self.sequence, self.m_block, self.n_block
 
     def work(self, block: Int32) -> Work:
-        """The tile as one of a walk."""
+        """The tile as a work tile of a walk."""
         lengths = self.offset, self.seqlen_q, self.seqlen_q, self.offset, self.seqlen_k
         return Work(block, self.any_head, self.entry, *lengths)
 
@@ -69,15 +69,15 @@ class Place(NamedTuple):
 class MaskBitsKernel:
     """Fills a `MaskBitsArgs`; its subclasses are to be passed to `cute.compile`.
 
-    The answers are of use only where the callable does not use the head (`mods.traits`); where it
-    does not use the batch entry either, those of one entry serve all.
+    The results are valid only if the callable does not use the head (`mods.traits`). If it does not
+    use the batch entry either, the results of one entry serve all.
 
     :param mask_mod: the user's callable (`mods/calling.py`)
     :param tile_m, tile_n: query rows and keys of a tile of the attention kernel
-    :param columns: where its bit tiles have which column
+    :param columns: the column of each bit in its bit tiles
     :param has_aux_tensors: the call passes aux_tensors to the callable
-    :param is_causal, is_local: of attention: which tiles are not asked about. The band is no part
-        of the bits
+    :param is_causal, is_local: of attention: they exclude tiles from evaluation. The band is not
+        part of the bits
     """
 
     intervals: Intervals | None = None
@@ -121,8 +121,8 @@ class MaskBitsKernel:
         :param block_bits: of all logical blocks, the same for all heads (`BitArgs`), or None
         :param aux_tensors: what the callable reads
         :param window_left, window_right: of attention
-        :param query_chunk: the blocks of queries that mask_bit_tensors is for: the first one, and
-            how many
+        :param query_chunk: the query blocks that mask_bit_tensors covers: the first one, and their
+            number
         """
         masks = self.masks_of(block_bits, aux_tensors, (window_left, window_right))
         mask_bits = MaskBitsArgs(*mask_bit_tensors).with_query_chunk(*query_chunk)
@@ -150,8 +150,8 @@ class MaskBitsKernel:
     ):
         """A warp makes the bits of 32 lines of a tile.
 
-        The extents are arguments, because divisions of what a kernel takes from a shape, and of all
-        that is computed from it, round towards zero.
+        The extents are arguments. Divisions of a value that a kernel takes from a shape, and of all
+        values computed from it, round towards zero.
         """
         cta, _, _ = cute.arch.block_idx()
         row = cta // n_blocks
@@ -162,7 +162,7 @@ class MaskBitsKernel:
 
     @cute.jit
     def fill(self, mask_bits: MaskBitsArgs, masks: MaskArgs, place: Place) -> None:
-        """Store what is said of a tile; all threads of a CTA, which has one for each line."""
+        """Store the bits and state of a tile. Run by all threads of a CTA, one for each line."""
         lines = mask_bits.tiles.shape[3]
         num_warps = lines // WORD
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -207,7 +207,7 @@ class MaskBitsKernel:
 
 
 class QueryMaskBits(MaskBitsKernel):
-    """What a block of queries reads: lines are queries."""
+    """Mask bits for query blocks: lines are queries."""
 
     def walks_of(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         return ForwardMask.from_kernel(self, self.columns, masks, lengths)
@@ -220,7 +220,7 @@ class QueryMaskBits(MaskBitsKernel):
 
 
 class KeyMaskBits(MaskBitsKernel):
-    """What a block of keys reads: lines are keys."""
+    """Mask bits for key blocks: lines are keys."""
 
     def walks_of(self, masks: MaskArgs, lengths: Lengths) -> BackwardMask:
         return BackwardMask.from_kernel(self, self.columns, masks, lengths, Int32(1), False)

@@ -1,8 +1,8 @@
 """Mask bits of sequences of different lengths (`mask_bits_kernel.py`).
 
-The tiles of all sequences are numbered one after the other, and a table says where those of each
-begin: `MaskBitsArgs` with places. Only the device knows how many there are, so CTAs take them
-alternately.
+The tiles of all sequences are numbered consecutively, and a table gives the first tile of each
+sequence: `MaskBitsArgs` with places. Only the device knows their number, so CTAs take tiles in
+turns.
 """
 
 import operator
@@ -23,8 +23,8 @@ class SequenceMaskBits:
     """Fills a `MaskBitsArgs` with places; to be passed to `cute.compile`.
 
     :param tile_kernel: for the tiles of the attention kernel
-    :param are_parts: sequences are parts of the entries that the callable knows, and each entry has
-        as many of them; otherwise each is an entry
+    :param are_parts: sequences are parts of the batch entries that the callable knows, equally many
+        in each entry; otherwise each sequence is an entry
     """
 
     def __init__(self, tile_kernel: MaskBitsKernel, are_parts: bool):
@@ -44,7 +44,7 @@ class SequenceMaskBits:
         query_chunk: tuple,
         stream,
     ):
-        """Launch two kernels on `stream`, for sequences that are entries of their own.
+        """Launch two kernels on `stream`, for sequences that are batch entries.
 
         :param mask_bit_tensors: the fields of a `MaskBitsArgs` with places to fill, contiguous,
             with enough tiles for all sequences
@@ -69,8 +69,8 @@ class SequenceMaskBits:
         tiles: Int32,
         stream,
     ) -> None:
-        """entries: those that have tiles of their own, at most `tiles` each; slots: sequences of an
-        entry."""
+        """entries: number of entries with tiles of their own, at most `tiles` each; slots:
+        sequences of an entry."""
         num_sequences = mCuSeqlensQ.shape[0] - 1
         self.number(mPlaces, mCuSeqlensQ, mCuSeqlensK, entries, slots, tiles).launch(
             grid=(num_sequences // slots, 1, 1), block=(WARP, 1, 1), stream=stream
@@ -87,7 +87,7 @@ class SequenceMaskBits:
         masks: MaskArgs,
         stream,
     ) -> None:
-        """Of numbered tiles those of mask_bits.query_chunk; seqlen: positions of an entry."""
+        """Fill the numbered tiles of mask_bits.query_chunk; seqlen: positions of an entry."""
         starts, extents = (mCuSeqlensQ, mCuSeqlensK), (slots, tiles, seqlen)
         self.fill(mask_bits, *starts, *extents, masks, Int32(0)).launch(
             grid=(cutlass.min(mask_bits.tiles.shape[2], MAX_CTAS), 1, 1),
@@ -105,7 +105,7 @@ class SequenceMaskBits:
         slots: Int32,
         tiles: Int32,
     ):
-        """Number the tiles of all sequences; those of one entry, if it serves all, only once."""
+        """Number the tiles of all sequences; only once, if the tiles of one entry serve all."""
         batch_idx, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         first = cutlass.min(batch_idx, entries - 1) * tiles
@@ -162,7 +162,7 @@ class SequenceMaskBits:
 
     @cute.jit
     def _owner(self, mPlaces: cute.Tensor, number: Int32, first: Int32, slots: Int32) -> Int32:
-        """The last one of the sequences from first on whose tiles begin at number or before."""
+        """The last of the sequences from `first` on whose tiles begin at `number` or before."""
         found, beyond = Int32(0), slots
         while found + 1 < beyond:
             middle = (found + beyond) // 2

@@ -1,1 +1,1 @@
-"""What is visible: mask rules as plain arithmetic, free of architecture and direction."""
+"""Mask rules as plain arithmetic, independent of architecture and direction."""

@@ -1,16 +1,17 @@
 """Masks by name: the twelve of the FlashMask paper (Wang et al. 2024, figure 1), and conversions.
 
-Every function returns a `ColumnMask`, made on the device without a sync (but for `from_dense`). It
-is for self-attention over `seqlen` tokens, and says so (`ColumnMask.seqlen_q`); that of
-`from_dense` is for the queries of the dense mask, that of `key_padding` for any number of queries.
-The docstring says which query q sees which key k, and which form stores that. It is the form with
-the fewest vectors whose smallest and largest values over a block of keys decide whether the block
-is empty or full. `docs/mask_gallery.md` shows them.
+Every function returns a `ColumnMask`, made on the device without a sync (except `from_dense`). The
+mask is for self-attention over `seqlen` tokens, and records that (`ColumnMask.seqlen_q`). A mask of
+`from_dense` is for the queries of the dense mask; one of `key_padding` is for any number of
+queries. Each docstring says which query q sees which key k, and which form stores that. This form
+has the fewest vectors whose minimum and maximum over a block of keys decide whether the block is
+empty or full. `docs/mask_gallery.md` shows the masks.
 
-Lengths of documents are lists of ints, [[...], ...] for a batch with different documents. Or they
-are an integer tensor (documents,) or (batch, documents), whose device the mask gets. Then `seqlen`
-is needed, and the numbers cannot be checked. Lengths may be 0. Tokens past the last document see
-nothing and are seen by none, if nothing else is said. `seqlen` defaults to what lists add up to.
+Document lengths are lists of ints, or [[...], ...] for a batch with different documents. They may
+also be an integer tensor (documents,) or (batch, documents); the mask is then on its device,
+`seqlen` is required, and the numbers cannot be checked. Lengths may be 0. Unless a docstring says
+otherwise, tokens past the last document see nothing and no query sees them. `seqlen` defaults to
+the sum of the lists.
 
 All of them raise TypeError or ValueError for unusable arguments, naming them.
 """
@@ -58,7 +59,7 @@ def sliding_window(seqlen: int, window: int, *, device: Device = None) -> Column
 
 
 def sink_window(seqlen: int, sinks: int, window: int, *, device: Device = None) -> ColumnMask:
-    """k < sinks or q - window <= k, and k <= q: a causal window that never loses the first keys.
+    """k <= q, and (k < sinks or q - window <= k): a causal window that keeps the first keys.
 
     Attention sinks (Xiao et al. 2023). Causal, 1 vector.
     """
@@ -75,8 +76,9 @@ def global_sliding_window(
 ) -> ColumnMask:
     """abs(q - k) <= window, or q < global_tokens, or k < global_tokens.
 
-    Global tokens see all and are seen by all. Not causal, 4 vectors: the queries that a key hides
-    before itself start after the global ones, which two vectors cannot say.
+    Global tokens see all tokens, and all tokens see them. Not causal, 4 vectors: the range of
+    earlier queries that do not see a key starts after the global tokens, which two vectors cannot
+    express.
     """
     _check_int("seqlen", seqlen)
     _check_int("global_tokens", global_tokens)
@@ -120,8 +122,8 @@ def prefix_lm_document(
 ) -> ColumnMask:
     """Same document, and k <= q or k in the prefix of its document. Not causal, 2 vectors.
 
-    prefixes: tokens of each prefix, as many numbers as lengths has; one that is longer than its
-    document means all of it.
+    prefixes: tokens of each prefix, one number for each document; a prefix longer than its document
+    covers the whole document.
     """
     sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=1)
     prefix_sizes, _, _ = _sizes("prefixes", prefixes, seqlen, device, depth=1, adds_up=False)
@@ -148,11 +150,11 @@ def prefix_lm_document(
 def share_question(
     lengths: PartLengths, seqlen: int | None = None, *, device: Device = None
 ) -> ColumnMask:
-    """k <= q in the same document, and k in its question or in the answer that q is in.
+    """k <= q in the same document, and k is in the question or in the same answer as q.
 
     Answers to one question do not see each other (reward models, DPO). lengths: for each document
-    [question, answer, answer, ...]; as a tensor (documents, parts) or (batch, documents, parts),
-    filled up with zeros behind. Causal, 1 vector.
+    [question, answer, answer, ...]; a tensor is (documents, parts) or (batch, documents, parts),
+    padded at the end with zeros. Causal, 1 vector.
     """
     sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=2)
     ends = _ends(sizes.flatten(1), seqlen)
@@ -167,8 +169,9 @@ def causal_blockwise(
 ) -> ColumnMask:
     """k <= q, both in the same block or q in the last one.
 
-    In-context learning (Bertsch et al. 2024): demonstrations see their own block, the test example
-    at the end sees all. Tokens past the last length belong to it. Causal, 2 vectors.
+    In-context learning (Bertsch et al. 2024): demonstrations see their own block; the test example
+    at the end sees everything. Tokens past the last length belong to the test example. Causal, 2
+    vectors.
     """
     sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=1)
     before_last = _ends(sizes, seqlen)[:, :-1]
@@ -185,8 +188,8 @@ def qk_sparse(
 ) -> ColumnMask:
     """k <= q, but not both in the same dropped range.
 
-    dropped: (start, length) of each range, ascending, not overlapping. Its tokens still see the
-    keys before the range, and later queries see them. Causal, 2 vectors.
+    dropped: (start, length) of each range, ascending, not overlapping. Tokens of a range still see
+    the keys before it, and later queries see them. Causal, 2 vectors.
     """
     _check_int("seqlen", seqlen)
     if not _is_list(dropped):
@@ -223,9 +226,9 @@ def random_eviction(
 ) -> ColumnMask:
     """k <= q, and k not evicted yet from a cache of cache_size keys.
 
-    Once the cache is full, each query puts its own key in the place of a key that is drawn
-    uniformly. No later query sees that key. So q sees min(q + 1, cache_size) keys. Drawn anew for
-    each batch entry and head. Causal, 1 vector.
+    Once the cache is full, each query stores its own key in place of a uniformly drawn key, and no
+    later query sees the replaced key. So q sees min(q + 1, cache_size) keys. Keys are drawn anew
+    for each batch entry and head. Causal, 1 vector.
     """
     _check_int("seqlen", seqlen)
     _check_int("cache_size", cache_size, at_least=1)
@@ -270,11 +273,11 @@ def from_cu_seqlens(
 
 
 def from_document_ids(document_ids: Tensor, *, causal: bool = True) -> ColumnMask:
-    """A document is a run of equal ids; an id that comes back later (0, 1, 0) begins another one.
+    """A document is a run of equal ids; an id that returns later (0, 1, 0) starts another document.
 
-    An integer tensor (seqlen,) or (batch, seqlen). This is not `ids[q] == ids[k]`, under which the
-    first and the last 0 see each other. For that meaning pass a `mask_mod` that compares ids, with
-    the ids in aux_tensors. The two agree where tokens of one id are neighbours.
+    ids: an integer tensor (seqlen,) or (batch, seqlen). This mask is not `ids[q] == ids[k]`, where
+    the first and the last 0 would see each other. For that meaning pass a `mask_mod` that compares
+    ids, with the ids in aux_tensors. The two agree if tokens of one id are contiguous.
 
     The form is that of `causal_document` or `document`.
     """
@@ -294,15 +297,16 @@ def from_position_ids(position_ids: Tensor, *, causal: bool = True) -> ColumnMas
 
 
 def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
-    """Every query sees the keys that are real, whatever the number of queries: the padding mask of
-    a tokenizer (left, right, or holes anywhere).
+    """Every query sees all real keys, for any number of queries.
 
-    mask: (batch, seqlen_k) or (batch, 1, 1, seqlen_k), bool or integers; True, or any number but 0,
-    stands for a real key. causal: hide later keys as well. Not causal, 2 vectors; or causal, 1. As
-    each key is hidden from all queries or from none, the mask is good for calls with any seqlen_q:
-    self-attention, cross-attention, a decode step.
+    This is the padding mask of a tokenizer (left, right, or holes anywhere).
 
-    A query that sees nothing, as a padded one under causal and left padding, has an output of 0.
+    mask: (batch, seqlen_k) or (batch, 1, 1, seqlen_k), bool or integers; True or any nonzero number
+    marks a real key. causal: hide later keys as well. Not causal, 2 vectors; or causal, 1. Each key
+    is hidden from all queries or from none, so the mask works with any seqlen_q: self-attention,
+    cross-attention, a decode step.
+
+    A query that sees nothing, such as a padded one under causal and left padding, has output 0.
 
     Example:
         mask = builders.key_padding(batch["attention_mask"])  # (batch, seqlen_k)
@@ -333,22 +337,23 @@ def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
 
 
 def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
-    """The same mask as intervals, for a bool tensor that is true where a query sees a key.
+    """Convert a bool mask, true where a query sees a key, to column intervals.
 
     mask: (seqlen_q, seqlen_k), (batch, seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k).
-    Takes the first form that holds it: causal (bottom-right aligned) with 1, 2 or 4 vectors if no
-    query sees a later key, else not causal with 2 or 4. Waits for the device.
+    The first form that can hold the mask is used: causal (bottom-right aligned) with 1, 2 or 4
+    vectors if no query sees a later key, else not causal with 2 or 4. The call waits for the
+    device.
 
-    A padding mask, (batch, seqlen_k) or (batch, 1, 1, seqlen_k), has no rows of queries and belongs
-    to `key_padding`. A mask that might be one is refused: two dimensions that differ, and a single
-    row before several keys. A square is (seqlen_q, seqlen_k). seqlen_q says that the rows of a mask
-    are that many queries.
+    A padding mask, (batch, seqlen_k) or (batch, 1, 1, seqlen_k), has no query rows: use
+    `key_padding`. A mask that could be a padding mask is refused: a mask of two different
+    dimensions, or a single row with several keys. A square mask is (seqlen_q, seqlen_k). seqlen_q
+    declares that the rows of the mask are that many queries.
 
     Raises:
         TypeError: seqlen_q is no int.
-        ValueError: mask is of another kind, might be a padding mask, or has other rows than
-            seqlen_q; or no form holds it: names the first column that hides more than two ranges of
-            queries.
+        ValueError: mask is of another kind, could be a padding mask, or has other rows than
+            seqlen_q; or no form can hold it. The message then names the first column that hides
+            more than two ranges of queries.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
         got = f"{tuple(mask.shape)}, {mask.dtype}" if isinstance(mask, Tensor) else type(mask)
@@ -380,7 +385,7 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
 
 
 def _check_rows(mask: Tensor, seqlen_q: int | None) -> None:
-    """Refuse a dense mask whose rows might not be queries, or are not seqlen_q."""
+    """Refuse a dense mask whose rows may not be queries, or are not seqlen_q many."""
     rows, keys = mask.shape[-2:]
     if seqlen_q is not None:
         _check_int("seqlen_q", seqlen_q)
@@ -394,8 +399,11 @@ def _check_rows(mask: Tensor, seqlen_q: int | None) -> None:
 
 
 def _runs(hidden: Tensor) -> tuple[Tensor, Runs, Runs]:
-    """Of each column of (batch, heads, seqlen_q, seqlen_k): how many runs of true it has, and where
-    the first and the last of them start and end; from seqlen_q to 0 if there is none."""
+    """Runs of true in each column of (batch, heads, seqlen_q, seqlen_k).
+
+    Gives their number, and the start and end of the first and the last run; without a run they go
+    from seqlen_q to 0.
+    """
     seqlen_q = hidden.shape[2]
     padded = F.pad(hidden, (0, 0, 1, 1)).to(torch.int8)
     step = padded.diff(dim=2)
@@ -415,11 +423,12 @@ def _runs(hidden: Tensor) -> tuple[Tensor, Runs, Runs]:
 def _fit(
     num_runs: Tensor, first: Runs, last: Runs, diagonal: Tensor, seqlen_q: int, is_causal: bool
 ) -> Tensor:
-    """The vectors of the first form that holds up to two runs in each column.
+    """The vectors of the first form that can hold up to two runs in each column.
 
-    Keys of one block that are hidden alike are to have the same vectors, so that the block can be
-    told to be hidden: runs that reach the last query or the first one (in a causal mask: the
-    diagonal, before which nothing counts) are written as such.
+    Keys of a block with the same visibility should have the same vectors, so that bounds can prove
+    the block hidden. So a run that reaches the last query or the first query is stored as such. In
+    a causal mask a run that reaches the diagonal counts as reaching the first query, because
+    nothing before the diagonal counts.
     """
     if is_causal:
         is_only = num_runs == 1
@@ -480,8 +489,11 @@ def _sizes(
     depth: int,
     adds_up: bool = True,
 ) -> tuple[Tensor, int, torch.device]:
-    """An argument as int32 (batch, ...) with `depth` more dimensions, seqlen, and the device of the
-    mask. Lists stay on the CPU. adds_up: all numbers of a batch entry make up seqlen or less."""
+    """An argument as int32 (batch, ...) with `depth` more dimensions, with seqlen and the mask's
+    device.
+
+    Lists stay on the CPU. adds_up: all numbers of a batch entry make up seqlen or less.
+    """
     if seqlen is not None:
         _check_int("seqlen", seqlen)
     if isinstance(value, Tensor):
@@ -519,7 +531,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _levels(name: str, value: Any) -> int:
-    """How deep lists are nested, the same everywhere, down to numbers that are not negative."""
+    """Depth of nested lists, which must be the same everywhere and hold non-negative numbers."""
     if not _is_list(value):
         _check_int(f"a number in {name}", value)
         if value > MAX_INT32:
@@ -532,8 +544,10 @@ def _levels(name: str, value: Any) -> int:
 
 
 def _rectangle(rows: Any, depth: int) -> list[Any]:
-    """Lists made equally long by zeros, which change nothing: documents without tokens are put
-    before the others, answers without tokens behind."""
+    """Pad lists with zeros to equal length, which changes nothing.
+
+    Empty documents go before the others, empty answers behind the others.
+    """
     filler: Any = 0
     if depth == 2:
         width = max((len(parts) for row in rows for parts in row), default=0)
@@ -551,7 +565,7 @@ def _check_integers(name: str, value: Tensor, dims: tuple[int, int]) -> None:
 
 
 def _rows(name: str, value: Any) -> Tensor:
-    """Integers for each token as (batch, seqlen)."""
+    """A tensor with an integer for each token, as (batch, seqlen)."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
     _check_integers(name, value, (1, 2))
@@ -568,21 +582,21 @@ def _positions(seqlen: int, device: Device) -> Tensor:
 
 
 def _window_end(seqlen: int, window: int, device: Device) -> Tensor:
-    """The first query that a key is too old for, (seqlen,)."""
+    """The first query that no longer sees a key because of the window, (seqlen,)."""
     first = min(window, seqlen) + 1
     end = torch.arange(first, seqlen + first, dtype=torch.int32, device=device)
     return end.clamp_(max=seqlen)
 
 
 def _ends(sizes: Tensor, seqlen: int) -> Tensor:
-    """Where each of the segments (batch, segments) ends."""
+    """Ends of the segments (batch, segments)."""
     return sizes.cumsum(1, dtype=torch.int32).clamp_(max=seqlen)
 
 
 def _look_up(segment_ends: Tensor, table: Tensor, seqlen: int, device: torch.device) -> Tensor:
-    """Vectors by segment: table (batch, segments + 1, n) as (batch, 1, seqlen, n).
+    """Vectors of the keys by segment: from table (batch, segments + 1, n) to (batch, 1, seqlen, n).
 
-    Segments end at segment_ends (batch, segments); the last row of the table is for what follows.
+    Segments end at segment_ends (batch, segments); the last table row is for tokens past them.
     """
     segment_ends, table = _move(segment_ends.contiguous(), device), _move(table, device)
     positions = _positions(seqlen, device)
@@ -601,7 +615,7 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _causal_segments(ends: Tensor, seqlen: int, device: torch.device) -> ColumnMask:
-    """Tokens past the last segment count as its own: they are hidden from where it ends."""
+    """Tokens past the last segment belong to it: they are hidden from its end on."""
     indices = _look_up(ends[:, :-1], ends[..., None], seqlen, device)
     return _self_attention(indices, causal=True, documents=True)
 
@@ -612,12 +626,15 @@ def _full_segments(ends: Tensor, seqlen: int, device: torch.device) -> ColumnMas
 
 
 def _table(ends: Tensor, starts: Tensor, seqlen: int) -> Tensor:
-    """Rows for `_look_up`: keys of a segment hide all outside [start, end), later ones all."""
+    """Rows for `_look_up`: keys of a segment hide all queries outside [start, end).
+
+    Keys past the last segment hide all queries.
+    """
     return torch.stack((F.pad(ends, (0, 1)), F.pad(starts, (0, 1), value=seqlen)), dim=-1)
 
 
 def _from_starts(starts_anew: Tensor, is_causal: bool) -> ColumnMask:
-    """starts_anew: bool (batch, seqlen - 1), whether a document starts at a token, from 1 on."""
+    """starts_anew: bool (batch, seqlen - 1), whether a document starts at token i + 1."""
     seqlen = starts_anew.shape[1] + 1
     positions = _positions(seqlen, starts_anew.device)
     is_last = F.pad(starts_anew, (0, 1), value=True)

@@ -1,8 +1,8 @@
-"""The column intervals of a mask, and what is known about each block of keys.
+"""The column intervals of a mask, and data derived for each block of keys.
 
-A block is skipped or left unmasked by the smallest and largest value of each vector over its keys,
-as in FlashMask (Wang et al. 2024, section 4.2). These bounds belong to the mask: every layer and
-every call that uses it shares them.
+The minimum and maximum of each vector over the keys of a block decide whether the block is skipped
+or left unmasked, as in FlashMask (Wang et al. 2024, section 4.2). These bounds belong to the mask:
+every layer and every call that uses it shares them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _Result = TypeVar("_Result")
 def _outside_inference_mode(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """The function, whose tensors are to be written again later, which inference tensors cannot be.
+    """Run the function outside inference mode, so that its tensors can be written again later.
 
-    Asking first is cheaper than leaving a mode that is off.
+    Checking the mode first is cheaper than leaving a mode that is off.
     """
 
     @functools.wraps(function)
@@ -50,39 +50,40 @@ def _outside_inference_mode(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ColumnMask:
-    """Who sees whom: for each key, the one or two ranges of queries that it hides.
+    """For each key, the one or two ranges of queries that it is hidden from.
 
-    startend_row_indices: int32 (batch, heads_mask, seqlen_k, n), any strides, n in {1, 2, 4}; batch
-    may be 1 for all, heads_mask is 1, heads_kv or heads_q. A packed batch (cu_seqlens_k) has
-    (1, heads_mask, total_k, n). With its n values, a key hides the queries
+    startend_row_indices: int32 (batch, heads_mask, seqlen_k, n), any strides, n in {1, 2, 4}. batch
+    may be 1 for all batch entries; heads_mask is 1, heads_kv or heads_q. A packed batch
+    (cu_seqlens_k) has (1, heads_mask, total_k, n). By its n values, a key is hidden from the
+    queries
         causal, n=1:     [c0, seqlen_q)
         causal, n=2:     [c0, c1)
         not causal, n=2: [c0, seqlen_q) and [0, c1)
         n=4:             [c0, c1) and [c2, c3)
-    counted inside the sequence; a range that ends before it starts is empty. causal hides the keys
-    after a query as well, bottom-right aligned (k > q + seqlen_k - seqlen_q).
+    Rows are counted inside the sequence. A range that ends before it starts is empty. causal also
+    hides the keys after a query, bottom-right aligned (k > q + seqlen_k - seqlen_q).
 
-    documents: a sequence is expected to hold documents, tokens that only see each other. They are
-    found on the device (`split`). Dense self-attention computes each as a sequence of its own, in
-    both directions, if one mask is for all heads and the call has no mods or block lists. Where
-    there are none, that is right, too, but the forward is no faster; the backward has not been
-    timed there.
+    documents: declares that a sequence probably holds documents, groups of tokens that see only
+    each other. They are found on the device (`split`). Dense self-attention then computes each
+    document as a sequence of its own, in both directions, if all heads share one mask and the call
+    has no mods or block lists. Without documents the result is right as well, but the forward is no
+    faster; the backward has not been timed in that case.
 
-    seqlen_q: how many queries the mask was made for, as the builders say it; "any" where it hides a
-    key from all queries or from none. A call with other queries is refused, or has to say where in
-    the mask they stand (`q_start`). None: not known.
+    seqlen_q: the number of queries that the mask was made for, set by the builders; "any" if each
+    key is hidden from all queries or from none. A call with another number of queries is refused,
+    unless `q_start` gives their position in the mask. None: not known.
 
-    The tensor may be changed in place, between calls; its values are never read by the host.
+    The tensor may be changed in place between calls; the host never reads its values.
 
-    What is kept (bounds, documents) is computed on the stream of the first call that needs it.
-    Calls on other streams that find it do not wait for that one: order them after it by an event
-    or `wait_stream`, and again after each change. A captured CUDA graph reads what was kept before
+    Bounds and documents are kept. They are computed on the stream of the first call that needs
+    them. Later calls on other streams do not wait for it: order them after it by an event or
+    `wait_stream`, and again after each change. A captured CUDA graph reads what was computed before
     the capture; with `refresh()` inside the capture, each replay computes it anew.
 
     Raises:
-        TypeError: an argument of another type or dtype.
-        ValueError: another rank or n, n=1 without causal, or a seqlen_q that is negative or another
-            word than "any".
+        TypeError: an argument has another type or dtype.
+        ValueError: the rank or n is another one, n is 1 without causal, or seqlen_q is negative or
+            a string other than "any".
     """
 
     startend_row_indices: Tensor
@@ -156,21 +157,21 @@ class ColumnMask:
 
     @property
     def extents(self) -> str:
-        """What the mask was made for, in words: "64 queries x 64 keys"."""
+        """The lengths that the mask was made for, in words: "64 queries x 64 keys"."""
         rows: Any = self.seqlen_q
         if rows is None or rows == ANY:
             rows = f"{rows or 'an unknown'} number of"
         return f"{rows} queries x {self.startend_row_indices.shape[2]} keys"
 
     def dense(self, seqlen_q: int, seqlen_k: int | None = None) -> Tensor:
-        """What is visible, bool (batch, heads_mask, seqlen_q, seqlen_k).
+        """The visible pairs, bool (batch, heads_mask, seqlen_q, seqlen_k).
 
-        seqlen_k: the number of keys that count, all of them by default. A sequence of a packed
-        batch is `ColumnMask(mask.startend_row_indices[:, :, start:end], mask.causal)`.
+        seqlen_k: the number of keys that count, by default all. A single sequence of a packed batch
+        is `ColumnMask(mask.startend_row_indices[:, :, start:end], mask.causal)`.
 
         Raises:
-            TypeError: a length that is no integer.
-            ValueError: a negative length, or more queries or keys than the mask was made for.
+            TypeError: a length is no integer.
+            ValueError: a length is negative, or larger than the mask was made for.
         """
         indices = self.startend_row_indices
         for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
@@ -197,25 +198,26 @@ class ColumnMask:
         return visible
 
     def bounds(self, tile_n: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
-        """Smallest and largest values over each block of tile_n keys.
+        """Minimum and maximum of each vector over each block of tile_n keys.
 
         Returns:
-            int32 (batch, heads_mask, 2 * n, num_blocks), contiguous: entry 2 * v is the smallest
-            value of vector v among the keys of a block, entry 2 * v + 1 the largest. With
-            cu_seqlens_k, int32 (num_sequences + 1,) on the same device, blocks do not cross
-            sequences: those of sequence b start at `cu_seqlens_k[b] // tile_n + b`, of
-            `total_k // tile_n + num_sequences` in all; entries that no block uses hold anything.
+            int32 (batch, heads_mask, 2 * n, num_blocks), contiguous: entry 2 * v is the minimum of
+            vector v over the keys of a block, entry 2 * v + 1 the maximum. With cu_seqlens_k, int32
+            (num_sequences + 1,) on the same device, blocks do not cross sequences. The blocks of
+            sequence b then start at `cu_seqlens_k[b] // tile_n + b`, and there are `total_k //
+            tile_n + num_sequences` entries in all; unused entries hold anything.
 
         The tensor is kept: the next call with the same tile_n (and the same cu_seqlens_k) returns
-        it again, for one comparison on the host. If torch knows that startend_row_indices or
-        cu_seqlens_k changed in place since, its values are computed again first. Changes that torch
-        does not count (through `.data`, in a replayed graph, in inference mode) need `refresh()`.
+        it again, after one comparison on the host. If torch has recorded an in-place change of
+        startend_row_indices or cu_seqlens_k since, the values are computed again first. Changes
+        that torch does not record (through `.data`, in a replayed graph, in inference mode) need
+        `refresh()`.
 
-        Everything runs on the current stream, without waiting: one launch. A call that is being
-        captured into a CUDA graph captures a launch only if the bounds are not there yet.
+        Everything runs on the current stream without waiting, in one launch. A call captured into a
+        CUDA graph captures the launch only if the bounds are not there yet.
 
         Raises:
-            TypeError, ValueError: unusable arguments, tensor subclasses among them.
+            TypeError, ValueError: an argument is unusable, such as a tensor subclass.
             NotImplementedError: no kernel for this GPU.
         """
         if not isinstance(tile_n, int) or isinstance(tile_n, bool):
@@ -230,15 +232,15 @@ class ColumnMask:
         return kept.values
 
     def split(self, batch: int) -> Documents:
-        """The documents of a batch of so many sequences, as a packed batch.
+        """The documents of `batch` sequences, as a packed batch.
 
-        Kept, and computed again after changes, like `bounds`. Four launches, which one call of the
-        host makes: bounds of the packed mask for `BOUNDS_TILE` keys are among what they compute.
+        They are kept, and computed again after changes, like `bounds`. One host call makes four
+        launches; these also compute the bounds of the packed mask for `BOUNDS_TILE` keys.
 
         Raises:
-            TypeError: batch is no int, or startend_row_indices of a tensor subclass.
-            ValueError: batch is not positive, or the mask has another one, heads_mask is not 1, or
-                there are no keys.
+            TypeError: batch is no int, or startend_row_indices is of a tensor subclass.
+            ValueError: batch is not positive or differs from the mask's batch, heads_mask is not 1,
+                or there are no keys.
             NotImplementedError: no kernel for this GPU.
         """
         if not isinstance(batch, int) or isinstance(batch, bool):
@@ -251,8 +253,9 @@ class ColumnMask:
         return kept.documents
 
     def refresh(self) -> None:
-        """Compute again, in place, all bounds and documents that were requested: one launch for
-        each bounds, four for documents.
+        """Compute again, in place, all bounds and documents that were requested.
+
+        Each set of bounds takes one launch, documents take four.
 
         In a CUDA graph, each replay then computes them from what the tensors hold at that time.
         """
@@ -363,8 +366,8 @@ class ColumnMask:
 class Documents(NamedTuple):
     """The documents of a mask as sequences of a packed batch.
 
-    cu_seqlens: int32 (sequences + 1,), of queries and keys; many sequences may be empty. mask: of
-    the packed batch.
+    cu_seqlens: int32 (sequences + 1,), for both queries and keys; many sequences may be empty.
+    mask: the mask of the packed batch.
     """
 
     cu_seqlens: Tensor
@@ -373,8 +376,8 @@ class Documents(NamedTuple):
 
 @dataclass
 class _Found:
-    """Documents, the tensors that they are in, their bounds for `BOUNDS_TILE`, and the version of
-    the intervals they are of."""
+    """Documents, their tensors, their bounds for `BOUNDS_TILE`, and the version of the intervals
+    that they were computed from."""
 
     split: DocumentTensors
     documents: Documents
@@ -384,10 +387,10 @@ class _Found:
 
 @dataclass
 class _Bounds:
-    """Bounds for one tile_n and one cu_seqlens_k, and the versions that they were made from.
+    """Bounds for one tile_n and one cu_seqlens_k, and the versions of their inputs.
 
-    cu_seqlens_k is a weak reference: the mask does not keep old lengths, nor take another tensor
-    for them that has got their `id`.
+    cu_seqlens_k is a weak reference: the mask neither keeps old lengths alive, nor confuses them
+    with another tensor that got the same `id`.
     """
 
     tile_n: int

@@ -1,1 +1,1 @@
-"""Callables of the user: how they are called, read, differentiated and run on the CPU."""
+"""User callables: calling, reading, differentiating and running them on the CPU."""

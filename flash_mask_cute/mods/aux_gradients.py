@@ -1,12 +1,12 @@
-"""Gradients by elements of aux tensors: sums over scores, which threads add to global memory.
+"""Gradients of aux tensor elements: sums over scores, which threads add to global memory.
 
-Scores that a thread has one after the other often read the same element: the slope of a head
-always, a bias by key along a row, a bias by bucket of distance where the buckets are wide. So a
-thread keeps the sum for the element that it met last, and adds it to memory when another one comes.
-At the end of a tile, warps whose threads all hold one element add up first. Nothing needs to be
-known about the coordinates for that, and a sum that goes to memory for every score is right, too.
+Consecutive scores of a thread often read the same element: the slope of a head always does, a bias
+by key does along a row, and a bias by bucket of distance does if the buckets are wide. So a thread
+keeps the sum for its latest element, and adds it to memory when another element comes. At the end
+of a tile, a warp whose threads all hold the same element sums over its threads first. No knowledge
+about the coordinates is needed. Adding to memory for every score would also be correct.
 
-Sums are fp32, by atomics in the order in which threads get there, so that their last bits differ
+Sums are fp32, added by atomics in the order in which threads arrive, so their last bits differ
 from run to run.
 """
 
@@ -23,7 +23,7 @@ FULL_WARP = -1
 
 
 class _Open(NamedTuple):
-    """A sum that has not left yet, for the element of `target` at an offset."""
+    """A sum that is not in memory yet, for the element of `target` at an offset."""
 
     target: cute.Tensor
     offset: Int64
@@ -31,7 +31,7 @@ class _Open(NamedTuple):
 
 
 class AuxSums:
-    """The sums of a thread over scores of one tile, traced in one piece of straight code.
+    """The sums of a thread over the scores of one tile, traced as straight-line code.
 
     targets: by number of the aux tensor, fp32 tensors of the same shape.
     """
@@ -42,8 +42,9 @@ class AuxSums:
         self._open: list[_Open] = []
 
     def add(self, terms: Sequence[AuxTerm], grad: Float32, counts: Boolean) -> None:
-        """Add what a score contributes: `grad`, the gradient by the modified score, times the terms
-        that `differentiate` returned. Where it does not count, both may be anything."""
+        """Add the contribution of a score: `grad`, the gradient of the modified score, times the
+        terms that `differentiate` returned. For a score that does not count, both may be
+        anything."""
         if not self._open:
             self._open = [self._contribution(term, grad, counts) for term in terms]
             return
@@ -58,7 +59,7 @@ class AuxSums:
             )
 
     def flush(self) -> None:
-        """Add what is left. For whole warps."""
+        """Add the remaining sums to memory. All threads of the warp must call it."""
         for known in self._open:
             _add_over_warp(*known)
         self._open = []

@@ -1,11 +1,11 @@
-"""What a user callable gets as `aux_tensors`, and how it reads them.
+"""The `aux_tensors` argument of a user callable, and reads from it.
 
 In kernels an aux tensor is a `cute.Tensor` that takes any integer as an index. Code for the CPU
-never reads outside one. Either all indices are places (`b_idx[0]`, `h_idx[0]`, `q_idx[0]`,
-`kv_idx[0]`): then `notes_reads` tells which, and whoever runs the code compares their ends with the
-extents beforehand. Or every read is checked (`CheckedAux`): an index outside the tensor is written
-down for the caller, and the element at 0 is read in its place. A use that cannot be checked, such
-as a read by pointer, is refused.
+never reads outside one, in one of two ways. Plain reads have only places as indices (`b_idx[0]`,
+`h_idx[0]`, `q_idx[0]`, `kv_idx[0]`). `notes_reads` records them, and the caller compares the limits
+of the places with the extents beforehand. All other reads are checked one by one (`CheckedAux`): an
+index outside the tensor is recorded for the caller, and element 0 is read instead. A use that
+cannot be checked, such as a read by pointer, is refused.
 """
 
 import functools
@@ -36,8 +36,7 @@ _CARRIED = {"scf.condition", "scf.for", "scf.while", "scf.yield"}
 
 
 class PlainRead(NamedTuple):
-    """That a dimension of an aux tensor is indexed by a place: 0 the batch entry, 1 the head, 2 the
-    query, 3 the key."""
+    """An aux tensor dimension indexed by a place: 0 batch entry, 1 head, 2 query, 3 key."""
 
     number: int
     dimension: int
@@ -45,7 +44,7 @@ class PlainRead(NamedTuple):
 
 
 class NotPlainError(Exception):
-    """Raised while a callable runs whose reads are noted: not all of them are plain."""
+    """Raised while the reads of a callable are noted: not all of them are plain."""
 
 
 # reads are noted here, if not None
@@ -54,11 +53,12 @@ _noted: set[PlainRead] | None = None
 
 @contextmanager
 def notes_reads() -> Iterator[set[PlainRead]]:
-    """Around the compilation of code for the CPU: the reads of callables that are called meanwhile.
-    Not by two threads at once.
+    """Context around a compilation for the CPU: records the reads of callables called inside.
+
+    Only one thread at a time may use it.
 
     Raises:
-        NotPlainError: in the body, see there.
+        NotPlainError: raised in the body, see there.
     """
     global _noted
     _noted = set()
@@ -69,23 +69,28 @@ def notes_reads() -> Iterator[set[PlainRead]]:
 
 
 class CheckedAux(NamedTuple):
-    """Aux tensors whose reads are checked, and the record, Int64 (RECORD_SIZE,), of the first index
-    that is outside. Code for the CPU passes it in place of the list of tensors."""
+    """Aux tensors whose reads are checked, and the record of the first index that is outside.
+
+    The record is Int64 (RECORD_SIZE,). Code for the CPU passes this in place of the list of
+    tensors.
+    """
 
     tensors: tuple[cute.Tensor, ...]
     record: cute.Tensor
 
     @staticmethod
     def of(aux_tensors: Any, record: cute.Tensor | None) -> Any:
-        """Called at the head of a function for the CPU. Without a record, the tensors as they are;
-        they may be None, too."""
+        """Called at the start of a function for the CPU.
+
+        Without a record it returns the tensors as they are, which may be None.
+        """
         if aux_tensors is None or record is None:
             return aux_tensors
         return CheckedAux(tuple(_readable(x, record) for x in aux_tensors), record)
 
 
 def _readable(tensor: cute.Tensor, record: cute.Tensor) -> cute.Tensor:
-    """A tensor without elements is laid over the record: there is something to read at 0."""
+    """Replace a tensor without elements by a view of the record, so element 0 can be read."""
     is_empty = Boolean(False)
     for extent in tensor.shape:
         is_empty = is_empty | (extent == 0)
@@ -97,14 +102,14 @@ def _readable(tensor: cute.Tensor, record: cute.Tensor) -> cute.Tensor:
 
 
 def tensors_of(aux_tensors: Any) -> Sequence[cute.Tensor]:
-    """The tensors of what a kernel, or code for the CPU, passes to callables."""
+    """The tensors in the aux argument that a kernel, or code for the CPU, passes to callables."""
     if aux_tensors is None:
         return ()
     return aux_tensors.tensors if isinstance(aux_tensors, CheckedAux) else aux_tensors
 
 
 def with_tensors(aux_tensors: Any, tensors: Iterator[cute.Tensor]) -> Any:
-    """The same with other tensors."""
+    """The same aux argument with other tensors."""
     if isinstance(aux_tensors, CheckedAux):
         return aux_tensors._replace(tensors=tuple(tensors))
     return type(aux_tensors)(tensors)
@@ -115,7 +120,7 @@ class AuxTensors(tuple):
 
     @staticmethod
     def of(aux_tensors: Any, place: Sequence[cute.TensorSSA]) -> "AuxTensors | None":
-        """For one call of a callable, which is for `place`: batch entry, head, query, key."""
+        """For one call of a callable at `place`: batch entry, head, query, key."""
         if aux_tensors is None:
             return None
         check: _Check | None = None
@@ -142,8 +147,8 @@ class AuxTensors(tuple):
         """Called when the callable has returned.
 
         Raises:
-            NotImplementedError: reads are checked, and the callable does with a tensor what cannot
-                be.
+            NotImplementedError: reads are checked, and the callable uses a tensor in an uncheckable
+                way.
         """
         for check in {tensor.check for tensor in self}:
             if check is not None:
@@ -151,7 +156,8 @@ class AuxTensors(tuple):
 
 
 class _Mode(NamedTuple):
-    """A dimension of a read: which one, the index, None where a slice keeps it, and the extent."""
+    """A dimension of a read: its number, the index (None for a slice that keeps it), and the
+    extent."""
 
     dimension: int
     index: Any
@@ -159,7 +165,7 @@ class _Mode(NamedTuple):
 
 
 class _Check:
-    """Looks at the indices of one call of a callable, for the CPU."""
+    """Inspects the indices of one call of a callable, for the CPU."""
 
     def __init__(self, place: Sequence[cute.TensorSSA]) -> None:
         self.place = place
@@ -180,7 +186,7 @@ class _Check:
         raise NotImplementedError
 
     def refuse(self, view: "_AuxTensor", user: ir.Operation) -> None:
-        """Of a use that is no read by indices."""
+        """Refuse a use that is no read by indices."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -217,7 +223,7 @@ class _Recorder(_Check):
         self.record = record
 
     def inside(self, number: int, modes: list[_Mode]) -> list[Any]:
-        """Their own, or 0 for all of them after the first one outside was written down."""
+        """The given indices; or 0 for all of them, after recording the first one outside."""
         indices = [_signed(mode.index) for mode in modes]
         inside = [(x >= 0) & (x < mode.extent) for x, mode in zip(indices, modes, strict=True)]
         all_inside = functools.reduce(operator.and_, inside)
@@ -245,7 +251,7 @@ def _write_down(
     inside: tuple[Boolean, ...],
     facts: tuple[tuple[Int64, ...], ...],
 ):
-    """Of the dimensions of one read, the facts of the first index that is outside."""
+    """Record the facts of the first index outside among the dimensions of one read."""
     if not all_inside:
         for dim in range_constexpr(len(inside)):
             if not inside[dim] and record[0] == 0:
@@ -254,7 +260,7 @@ def _write_down(
 
 
 class _AuxTensor(_Tensor):
-    """A view of a tensor: what its `[...]` takes, and does, is this module's."""
+    """A view of a tensor whose `[...]` is defined by this module."""
 
     name: str
     number: int
@@ -280,7 +286,7 @@ class _AuxTensor(_Tensor):
         return view
 
     def __new_from_mlir_values__(self, values: list[Any]) -> "_AuxTensor":
-        """The same kind of tensor that a branch or a loop has chosen."""
+        """Rebuild this kind of tensor after a branch or a loop."""
         tensor = super().__new_from_mlir_values__(values)
         return _AuxTensor._view(self.check, tensor, "aux_tensors[i]", CHOSEN, self.dimensions)
 
@@ -328,7 +334,7 @@ class _AuxTensor(_Tensor):
 
 
 def _is_of(number: Any, vector: cute.TensorSSA) -> bool:
-    """Whether a number is what a vector holds, taken out of it."""
+    """Whether a number was extracted from a vector."""
     if not isinstance(number, cutlass.Numeric):
         return False
     value = number.ir_value()
@@ -345,7 +351,7 @@ def _signed(index: Any) -> cutlass.Integer:
 
 
 def _wide(index: Any) -> Any:
-    """The compiler takes indices of 32 and 64 bits only."""
+    """Widen an index: the compiler takes only indices of 32 and 64 bits."""
     is_narrow = isinstance(index, cutlass.Integer) and index.width < 32
     return Int32(index) if is_narrow else index
 

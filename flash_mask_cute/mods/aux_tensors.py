@@ -1,4 +1,4 @@
-"""Tensors that callables of the user read: what is allowed, in kernels and on the CPU path."""
+"""Tensors that user callables read: what is allowed, in kernels and on the CPU path."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ MAX_AUX_RANK = 4
 
 
 def is_read_on(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether callables of attention read aux tensors of a dtype. Kernels have no float64."""
+    """Whether callables of attention can read aux tensors of a dtype. Kernels have no float64."""
     return dtype in AUX_DTYPES or (dtype == torch.float64 and device.type == "cpu")
 
 
 def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse what a callable of attention cannot read. On the CPU, float64 is read, too.
+    """Refuse an aux tensor that callables cannot read. On the CPU, float64 can be read, too.
 
     Raises:
-        TypeError: the dtype, or a tensor subclass.
-        NotImplementedError: a tensor of a transform, such as vmap.
-        ValueError: no dimension, or more than four; a device other than q's; negated lazily.
+        TypeError: the dtype is not readable, or it is a tensor subclass.
+        NotImplementedError: it belongs to a transform, such as vmap.
+        ValueError: it has no dimension or more than four, another device than q, or is lazily
+        negated.
     """
     check_plain(name, tensor)
     if not is_read_on(tensor.dtype, device):
@@ -57,16 +58,16 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
 
 
 def new_record() -> torch.Tensor:
-    """For the first index outside an aux tensor, as code for the CPU writes it down: int64, zeros.
+    """An int64 record of zeros, into which CPU code writes the first index outside an aux tensor.
 
-    1 if there is any, number of the aux tensor, dimension, index, extent, batch entry, head, query
-    and key (`mods/aux_reads.py`).
+    Its entries: 1 if there is such an index, the number of the aux tensor, dimension, index,
+    extent, batch entry, head, query and key (`mods/aux_reads.py`).
     """
     return torch.zeros(9, dtype=torch.int64, device="cpu")
 
 
 def check_record(record: torch.Tensor, kind: str, mod: Callable[..., Any]) -> None:
-    """Called when code for the CPU has run.
+    """Check the record after code for the CPU has run.
 
     kind: "mask_mod", "score_mod" or "score_mod_bwd".
 

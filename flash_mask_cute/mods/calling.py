@@ -1,14 +1,14 @@
 """How user callables are called.
 
-`score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)` returns a score,
-`mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors)` whether it counts. Both see `cute.TensorSSA`
-values: Float32 the score, Int32 the indices, which are positions inside the sequence and the query
-head. The convention is that of FlexAttention in flash-attn-4; a callable that reads `q_idx[0]` to
-index an aux tensor and one that only computes both work.
+`score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)` returns a score. `mask_mod(b_idx,
+h_idx, q_idx, kv_idx, aux_tensors)` returns whether the score counts. Both get `cute.TensorSSA`
+values: a Float32 score, and Int32 indices. These are positions inside the sequence and the query
+head. The convention is that of FlexAttention in flash-attn-4. Callables that read `q_idx[0]` to
+index an aux tensor work, and callables that only compute work as well.
 
-Vectors have one element. Where packed fp32 arithmetic makes it worth while, a score_mod that takes
-scores and keys element by element has a row's scores at once (`ScoreModTraits`); masks are
-integers, for which there is none.
+Vectors have one element. If packed fp32 arithmetic is worthwhile, a score_mod that works element by
+element gets all scores of a row at once (`ScoreModTraits`). Masks are integers, for which there is
+no packed arithmetic.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,14 +34,14 @@ _RESULTS = {
 
 
 def _vector(value: Any, dtype: type[cutlass.Numeric], width: int = 1) -> cute.TensorSSA:
-    """A number, repeated."""
+    """A vector that repeats a number."""
     ssa = cute.full((width,), dtype(value), dtype)
     _keep_first(ssa)
     return ssa
 
 
 def _keep_first(ssa: cute.TensorSSA) -> None:
-    """A vector keeps what its first `[0]` computed, which must not lie inside a branch of a mod."""
+    """Read `[0]` of a vector first, outside any branch of a mod, because the vector caches it."""
     _ = ssa[0]
 
 
@@ -62,9 +62,9 @@ def call_score_mod(
     aux_tensors: Any,
     kind: str = "score_mod",
 ) -> Float32:
-    """The modified score; aux_tensors is the list the callable expects, or None.
+    """The modified score; aux_tensors is the list that the callable expects, or None.
 
-    kind: what the callable is, one of _RESULTS.
+    kind: the kind of callable, one of _RESULTS.
     """
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
     return _modified(score_mod, _vector(score, Float32), indices, aux_tensors, kind)[0]
@@ -77,7 +77,7 @@ def _modified(
     aux_tensors: Any,
     kind: str = "score_mod",
 ) -> list[Float32]:
-    """What `call_score_mod` returns, of each element of vectors."""
+    """The result of `call_score_mod` for each element of vectors."""
     result = _ask(kind, score_mod, (score,), indices, aux_tensors)
     numbers = _elements(kind, score_mod, result, cute.size(score.shape))
     return [_checked_score(kind, score_mod, x) for x in numbers]
@@ -90,7 +90,7 @@ def _ask(
     indices: Sequence[cute.TensorSSA],
     aux_tensors: Any,
 ) -> Any:
-    """Call a callable of the user: the one place that does."""
+    """Call a user callable; every call goes through here."""
     with tracing(kind, mod, aux_tensors is not None):
         given = AuxTensors.of(aux_tensors, indices)
         result = mod(*values, *indices, given)
@@ -124,7 +124,7 @@ def _checked_answer(mod: Callable[..., Any], answer: Any) -> Boolean:
 
 
 def head_of_row(work: Work, row: Int32, packed_heads: int, group_size: int) -> Int32:
-    """The query head of a row; of a row that is no head's, the last one of its group."""
+    """The query head of a row; for a padding row, the last head of its group."""
     if packed_heads == 1:
         return work.head_idx
     of_group = row % packed_heads
@@ -134,7 +134,7 @@ def head_of_row(work: Work, row: Int32, packed_heads: int, group_size: int) -> I
 
 
 class RowPlace(NamedTuple):
-    """Where a row of scores lies: batch entry, query head, position in the sequence."""
+    """The place of a row of scores: batch entry, query head, position in the sequence."""
 
     batch_idx: Int32
     head_idx: Int32
@@ -142,31 +142,31 @@ class RowPlace(NamedTuple):
 
     @staticmethod
     def of(work: Work, row: Int32, packed_heads: int, group_size: int) -> "RowPlace":
-        """row: of the call's queries, or of packed rows; past the end it is as the last position,
-        since a callable may index tensors with it. packed_heads: rows of a position, of which
-        group_size are heads."""
+        """row: index among the call's queries, or among packed rows. A row past the end gets the
+        last position, because a callable may index tensors with it. packed_heads: rows of a
+        position, of which group_size are heads."""
         head_idx = head_of_row(work, row, packed_heads, group_size)
         q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
         return RowPlace(work.batch_idx, head_idx, work.position(q_idx))
 
 
 def inside(k_idx: Int32, work: Work) -> Int32:
-    """A key, or the last one instead of those past the end, which are hidden by others."""
+    """A key; a key past the end, which other masks hide, becomes the last key."""
     return cutlass.min(k_idx, work.seqlen_k - 1)
 
 
 def at_plain_distances(
     q_idx: Int32, k_idx: Int32, opaque_zero: Int32
 ) -> tuple[Callable[[int], Int32], Callable[[int], Int32]]:
-    """The query `rows` after q_idx and the key `cols` after k_idx, as functions of these numbers.
+    """Functions that give the query `rows` after q_idx and the key `cols` after k_idx.
 
-    What callables make of a score often depends on q_idx - kv_idx only, and a thread's columns and
-    its rows, 8 apart both, have few different ones: 34 of 64 where there are 32 columns. The
-    compiler computes and loads for each once, if the differences are plain to it, as in
-    (k + (d + 8)) - (k + 16). For that it must know neither k nor d, the distance of the first ones:
-    it would write k | 8 for a multiple of 16, and q + 8 for k + (d + 8).
+    Callables often depend on q_idx - kv_idx only. A thread's columns and rows are both 8 apart, so
+    it has few different distances: 34 of 64 for 32 columns. The compiler computes and loads once
+    for each distance if it can see that distances are equal, as in (k + (d + 8)) - (k + 16). For
+    that it must know neither k nor d, the distance of the first pair. Otherwise it would write k |
+    8 for a multiple of 16, and q + 8 for k + (d + 8).
 
-    opaque_zero: 0, which the compiler does not know.
+    opaque_zero: a 0 whose value the compiler does not know.
     """
     first = k_idx ^ opaque_zero
     distance = (q_idx - k_idx) ^ opaque_zero
@@ -184,10 +184,10 @@ def modify_row(
     factor: float = 1.0,
     by_rows: bool = False,
 ) -> None:
-    """Let a score_mod have row r of scores (rows, cols), which `scale` makes of what is there.
+    """Apply a score_mod to row r of scores (rows, cols), which become scores by `scale`.
 
-    k_idx_of: the key of a column, in the sequence. factor: what the caller multiplies by later;
-    by_rows: all columns at once (both `ScoreModTraits`).
+    k_idx_of: gives the key of a column, in the sequence. factor: the number that the caller
+    multiplies by later. by_rows: pass all columns at once. For both see `ScoreModTraits`.
     """
     num_cols = cute.size(scores, mode=[1])
     width = num_cols if by_rows else 1
@@ -218,7 +218,7 @@ def call_mask_mod(
 
 
 class Reliance(NamedTuple):
-    """Whether the answer of a mask_mod may depend on the batch entry, and on the head."""
+    """Whether the result of a mask_mod may depend on the batch entry, and on the head."""
 
     batch: bool
     head: bool
@@ -232,11 +232,11 @@ class Reliance(NamedTuple):
         kv_idx: Int32,
         aux_tensors: Any,
     ) -> "Reliance":
-        """What a callable uses of its arguments, seen in the operations that a call of it leaves.
+        """Find the arguments that a callable uses, from the operations that a call leaves.
 
         Called while a function is traced, with numbers that are not constants. An argument counts
-        as used if any operation of the callable takes it, whether the answer depends on that or
-        not; what is called independent is so. The operations are taken out again.
+        as used if any operation of the callable takes it, even if the result does not depend on it.
+        So an argument reported as unused is unused. The operations are removed again.
         """
         with ir_analysis.draft():
             indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
@@ -249,7 +249,7 @@ class Reliance(NamedTuple):
 
 
 def _elements(kind: str, mod: Callable[..., Any], result: Any, width: int) -> list[Any]:
-    """What a callable returned for `width` pairs of a query and a key, as so many numbers."""
+    """The result of a callable for `width` pairs of a query and a key, as `width` numbers."""
     if result is None:
         raise TypeError(f"{describe(kind, mod)} returned None: it must return {_RESULTS[kind]}")
     if isinstance(result, cutlass.Vector) and not isinstance(result, cute.TensorSSA):
@@ -278,11 +278,11 @@ def _is_condition(number: Any) -> bool:
 
 
 class ScoreModTraits(NamedTuple):
-    """What a kernel wants to know of a score_mod beforehand.
+    """Properties of a score_mod that a kernel needs in advance.
 
-    computes_functions: it applies fast tanh, exp2 or the like to a score. factor: the number by
-    which it multiplies last, which the softmax may do as well; 1 if there is none. takes_rows: it
-    makes of vectors of scores and keys what it makes of each element.
+    computes_functions: it applies fast tanh, exp2 or the like to a score. factor: the number that
+    it multiplies by last, which the softmax can do instead; 1 if there is none. takes_rows: for
+    vectors of scores and keys it returns what it would return for each element.
     """
 
     computes_functions: bool = False
@@ -291,7 +291,8 @@ class ScoreModTraits(NamedTuple):
 
     @staticmethod
     def of(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
-        """Called while a kernel is traced: traces the callable twice more, and takes that out."""
+        """Called while a kernel is traced. Traces the callable twice more, and removes the
+        operations."""
         with ir_analysis.draft():
             score = cute.full((1,), Float32(0.0), Float32)[0]
             places = (Int32(0) for _ in range(4))
@@ -303,10 +304,12 @@ class ScoreModTraits(NamedTuple):
 
 
 def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:
-    """See `ScoreModTraits`. Such a callable reads no element of scores and keys, as it would to
-    load from an aux tensor for each key; `h_idx[0]` and `q_idx[0]`, the same for a row, it may.
+    """Whether a callable takes rows, see `ScoreModTraits`.
 
-    One that fails with rows has single elements.
+    Such a callable reads no element of scores or keys, as a load from an aux tensor for each key
+    would. It may read `h_idx[0]` and `q_idx[0]`, which are the same for a row.
+
+    A callable that fails with rows gets single elements.
     """
     scores = _vector_of([Float32(0.0), Float32(1.0)])
     places = [_vector(Int32(0), Int32, 2) for _ in range(3)]

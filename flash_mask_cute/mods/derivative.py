@@ -1,21 +1,21 @@
 """Derivatives of score modifiers, for the backward pass.
 
-`differentiate` traces a `score_mod` as the forward kernel does and then reads the operations that
-it left in the kernel's text. From the returned score backwards, each operation turns the derivative
-by its result into derivatives by its operands (reverse mode), and these products are traced behind
-the modifier. So it does not matter how a modifier's text came to its operations: by operators or
-functions of `cute.math`, imported early or late, with `@cute.jit` or without, on vectors or
+`differentiate` traces a `score_mod` as the forward kernel does, and reads the operations that the
+trace leaves in the kernel's IR. It goes backwards from the returned score (reverse mode): each
+operation turns the derivative of its result into derivatives of its operands. These products are
+traced behind the modifier. So the form of the modifier's source does not matter: operators or
+functions of `cute.math`, imported early or late, with or without `@cute.jit`, on vectors or
 scalars.
 
-An operation that is in no table here and touches the score, or an aux tensor whose gradient is
-wanted, is an error that names it, whether its result is used or not: a store to memory would
-otherwise lose a derivative without a word. The user then passes a `score_mod_bwd`, which
+An operation without an entry in the tables here is an error that names it, if it touches the score
+or an aux tensor whose gradient is wanted. It is an error even if its result is unused: otherwise a
+store to memory would silently lose a derivative. The user can then pass a `score_mod_bwd`, which
 `call_score_mod_bwd` calls.
 
-Derivatives at corners: `abs` has 0 at 0, of two equal operands `min` and `max` follow the first,
-and whatever jumps (comparisons, rounding to whole numbers) counts as constant. All products are
-Float32, also where the modifier itself rounds to fewer bits; a conversion between floating-point
-types has the derivative 1.
+Derivatives at corners: `abs` has 0 at 0; for equal operands `min` and `max` follow the first;
+functions with jumps (comparisons, rounding to whole numbers) count as constant. All products are
+Float32, even if the modifier itself rounds to fewer bits. A conversion between floating-point types
+has the derivative 1.
 """
 
 import functools
@@ -46,22 +46,22 @@ def differentiate(
     aux_tensors: Any,
     wants_aux: Sequence[int] = (),
 ) -> tuple[Float32, Float32, list[AuxTerm]]:
-    """The modified score, its derivative by the score, and those by elements of aux tensors.
+    """The modified score and its derivatives with respect to the score and to aux tensor elements.
 
     Called while a kernel is traced, for one score. aux_tensors: the list that the modifier expects,
-    or None. wants_aux: numbers of the aux tensors whose gradient is wanted.
+    or None. wants_aux: indices of the aux tensors whose gradients are wanted.
 
     Returns:
-        value: what `call_score_mod` returns.
+        value: the result of `call_score_mod`.
         d_score: d value / d score.
-        aux_terms: (number of the aux tensor, coordinates, d value / d element) for each read of an
-            element of a wanted aux tensor on which the value depends. An element that is read
-            twice has two terms, which add up.
+        aux_terms: (index of the aux tensor, coordinates, d value / d element) for each read of an
+            element of a wanted aux tensor on which the value depends. An element that is read twice
+            has two terms, which add up.
 
     Raises:
-        NotImplementedError: the modifier does something to the score, or to a wanted aux tensor,
-            that has no derivative here; the text names it.
-        ValueError: wants_aux names a tensor that is not there, or one of integers.
+        NotImplementedError: the modifier applies an operation without a derivative here to the
+            score, or to a wanted aux tensor; the message names the operation.
+        ValueError: wants_aux names a tensor that does not exist, or has integers.
     """
     # A copy of the score, and views of the tensors, that only this call of the modifier can use.
     block = ir.InsertionPoint.current.block
@@ -95,9 +95,9 @@ def differentiate(
 
 
 def detached(x: cutlass.Numeric) -> cutlass.Numeric:
-    """The floating-point scalar x, by which `differentiate` takes nothing to depend on x.
+    """The floating-point scalar x, which `differentiate` treats as constant.
 
-    A product with 1, which compilers remove, marked by an attribute.
+    It is a product with 1, marked by an attribute; compilers remove the product.
     """
     dtype = type(x)
     product = arith.mulf(x.ir_value(), dtype(1.0).ir_value())
@@ -115,10 +115,11 @@ def call_score_mod_bwd(
     kv_idx: Int32,
     aux_tensors: Any,
 ) -> Float32:
-    """The gradient by the score from `grad`, the one by the modified score, by a user's callable.
+    """The gradient of the score, from `grad`, the gradient of the modified score, by a user
+    callable.
 
-    `score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)` sees the score before it
-    was modified. All arguments but the last are vectors of one element, as in `call_score_mod`.
+    `score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)` gets the unmodified
+    score. All arguments but the last are vectors of one element, as in `call_score_mod`.
     """
     bound = functools.partial(score_mod_bwd, cute.full((1,), grad, Float32))
     place = batch_idx, head_idx, q_idx, kv_idx, aux_tensors
@@ -129,7 +130,7 @@ def call_score_mod_bwd(
 
 
 class _Step(NamedTuple):
-    """One operation of the modifier, as its partial derivatives see it."""
+    """One operation of the modifier, as the rules for partial derivatives see it."""
 
     operation: ir.Operation
     grads: list[Float32 | None]
@@ -140,7 +141,7 @@ class _Step(NamedTuple):
         return self.grads[0]
 
     def operand(self, i: int) -> cutlass.Numeric:
-        """An operand of the operation as a scalar, Float32 if it has a floating-point type."""
+        """An operand of the operation as a scalar; floating-point types become Float32."""
         return _scalar(self.operation.operands[i])
 
     def result(self, i: int) -> Float32:
@@ -160,7 +161,7 @@ class _Step(NamedTuple):
 
     @property
     def is_approximate(self) -> bool:
-        """Whether the modifier asked for one of the GPU's approximate instructions."""
+        """Whether the modifier requested an approximate GPU instruction."""
         return self.operation.name.startswith("llvm.")
 
     @property
@@ -424,7 +425,7 @@ def _partials(operation: ir.Operation) -> tuple[Callable[[_Step], Float32] | Non
 
 
 def _constant(value: ir.Value) -> float | None:
-    """The number that a value is at compile time, if that is plain to see."""
+    """The compile-time constant that a value is, if that is visible."""
     operation = value.owner.operation if isinstance(value.owner, ir.OpView) else None
     if operation is not None and operation.name == "vector.broadcast":
         return _constant(operation.operands[0])
@@ -450,9 +451,9 @@ def _is_one_number(value: ir.Value) -> bool:
 
 
 def _values_that_depend_on(origins: Sequence[ir.Value], block: ir.Block) -> set[int]:
-    """Keys of all values with a derivative by an origin, which the block holds.
+    """Keys of all values in the block that depend on an origin.
 
-    Branches that such values pass are taken apart (`_flatten`).
+    Branches that use such values are flattened (`_flatten`).
     """
     found: set[int] = set()
     pending = list(origins)
@@ -481,7 +482,7 @@ def _parent(operation: ir.Operation) -> ir.Operation:
 
 
 def _in_block(operation: ir.Operation, block: ir.Block) -> ir.Operation:
-    """The operation of the block that is, or contains, another."""
+    """The operation of the block that is, or contains, another operation."""
     while operation.block != block:
         operation = _parent(operation)
     return operation
@@ -519,7 +520,8 @@ _SPECULATED = {
 
 
 def _flatten(branch: ir.Operation, user: ir.Operation) -> None:
-    """If `user` is inside a branch, compute both its sides before it: what is left is a choice."""
+    """If `user` is inside a branch, compute both sides before the branch, which becomes a
+    select."""
     if branch == user:
         return
     if branch.name != "scf.if":
@@ -552,7 +554,7 @@ def _check_speculation(operation: ir.Operation) -> None:
 
 
 def _inputs(operation: ir.Operation) -> list[tuple[ir.Value, Callable[[_Step], Float32 | None]]]:
-    """Values that an operation computes with, and what its gradient contributes to theirs."""
+    """The operands of an operation, and the contributions of its gradient to theirs."""
     if operation.name != "scf.if":
         partials = _partials(operation)
         return [(x, f) for x, f in zip(operation.operands, partials, strict=False) if f is not None]
@@ -572,7 +574,8 @@ def _by_side(i: int, is_taken: bool, o: _Step) -> Float32 | None:
 
 
 def _gradient(value: ir.Value, active: set[int]) -> dict[int, Float32]:
-    """Keys of the active values on which `value` depends, and its derivatives by them."""
+    """Keys of the active values on which `value` depends, and its derivatives with respect to
+    them."""
     gradient = {_key(value): Float32(1.0)} if _key(value) in active else {}
     for operation in _reverse_order(value, active):
         step = _Step(operation, [gradient.get(_key(x)) for x in operation.results])
@@ -585,7 +588,7 @@ def _gradient(value: ir.Value, active: set[int]) -> dict[int, Float32]:
 
 
 def _reverse_order(value: ir.Value, active: set[int]) -> list[ir.Operation]:
-    """Operations between the origins and an active value, users before what they use."""
+    """Operations between the origins and an active value, users before their operands."""
     order: list[ir.Operation] = []
     seen: set[ir.Operation] = set()
     pending = [(value, False)] if _key(value) in active else []
@@ -619,7 +622,7 @@ def _view(aux_tensors: Any, i: int) -> cute.Tensor:
 
 
 def _loads_of(view: cute.Tensor) -> list[ir.Operation]:
-    """Reads of single elements, in the order of the text."""
+    """Reads of single elements, in IR order."""
     loads = []
     for use in view.value.uses:
         user = use.owner.operation

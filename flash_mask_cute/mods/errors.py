@@ -1,4 +1,4 @@
-"""Mistakes in user callables: which callable, in which line, and what to write instead."""
+"""Errors of user callables: which callable, in which line, and what to write instead."""
 
 import os
 import traceback
@@ -43,9 +43,9 @@ NO_CODE = (
 
 
 class ModMistake(Exception):
-    """Raised while a callable runs; `tracing` makes an error of it that names the callable.
+    """Raised while a callable runs; `tracing` turns it into an error that names the callable.
 
-    kind: the class of that error. text: what follows the callable's name.
+    kind: the class of that error. text: follows the callable's name in the message.
     """
 
     def __init__(self, kind: type[Exception], text: str) -> None:
@@ -64,8 +64,8 @@ def describe(
 ) -> str:
     """`kind name (file:line)`.
 
-    The line is the one given, or that of the callable, or of what it calls, which raised the error;
-    without either, that in which the callable begins.
+    The line is the given one; else the line of the callable, or of its callee, that raised the
+    error; else the first line of the callable.
     """
     place = line or _last_line(error) or _first_line(mod)
     return f"{kind} {mod_name(mod)}" + (f" ({place})" if place else "")
@@ -77,8 +77,8 @@ def _last_line(error: BaseException | None) -> str | None:
 
 
 def _split(error: BaseException | None) -> tuple[str | None, int, list[str]]:
-    """Where the user's text raised an error, and by which functions of the compiler, the innermost
-    last."""
+    """The place in the user's code that raised an error, and the compiler functions called from
+    there, innermost last."""
     file, at, inside = None, 0, []
     for frame, line in traceback.walk_tb(None if error is None else error.__traceback__):
         path = frame.f_code.co_filename
@@ -101,10 +101,12 @@ def _first_line(mod: Callable[..., Any]) -> str | None:
 
 @contextmanager
 def tracing(kind: str, mod: Callable[..., Any], has_aux: bool) -> Iterator[None]:
-    """Around the call of a callable: errors that say what it does wrong, and vectors that do not
-    take part in Python's `and`, `or`, `not`, `a < b < c` and conditions.
+    """Context of a call of a user callable.
 
-    Python would take every vector to be true there: a condition would be lost without a word.
+    Errors say what the callable does wrong. Vectors are refused in Python's `and`, `or`, `not`, `a
+    < b < c` and conditions.
+
+    Python would treat every vector as true there, and silently ignore the condition.
     """
     try:
         with _vectors_in_mods():
@@ -127,7 +129,7 @@ def tracing(kind: str, mod: Callable[..., Any], has_aux: bool) -> Iterator[None]
 
 
 def _explain(error: BaseException) -> str | None:
-    """What a callable does with a vector that a function of the compiler fails on."""
+    """Explain the use of a vector that a compiler function fails on."""
     _, _, inside = _split(error)
     if isinstance(error, AttributeError):
         return _SCALAR_CONDITION if inside[-1:] == ["where"] else None
@@ -166,5 +168,6 @@ def _refuse_not(vector: cute.TensorSSA, **_: Any) -> NoReturn:
 
 
 def _inverted(vector: cute.TensorSSA) -> cute.TensorSSA:
-    """`~`: the compiler's own leaves a vector that is no TensorSSA, which nothing else takes."""
+    """`~`: the compiler's version returns a vector that is no TensorSSA, which nothing else
+    accepts."""
     return vector ^ (True if vector.dtype is cutlass.Boolean else -1)

@@ -1,4 +1,4 @@
-"""What a user callable leaves in the text of a kernel: what it computes, and how to change it."""
+"""Analysis and changes of the IR that a user callable leaves in a kernel."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,8 @@ _BY_ELEMENT = {"arith", "math"}
 
 @contextmanager
 def draft() -> Iterator[None]:
-    """A context whose text is taken out again; not after an error, whose report may show values."""
+    """A context whose IR is removed at its end; not after an error, whose report may show
+    values."""
     place = scf.IfOp(Boolean(False).ir_value())
     with ir.InsertionPoint(place.then_block):
         yield
@@ -25,7 +26,7 @@ def draft() -> Iterator[None]:
 
 
 def made_of(value: ir.Value) -> list[ir.Value]:
-    """A value and all that is made of it, in the text so far."""
+    """A value and everything computed from it, in the IR so far."""
     results = [result for use in value.uses for result in use.owner.operation.results]
     return [value, *(found for result in results for found in made_of(result))]
 
@@ -35,21 +36,23 @@ def count_uses(values: list[ir.Value]) -> int:
 
 
 def reaches_function(origin: ir.Value) -> bool:
-    """Whether one of _FUNCTIONS is computed of a value, by way of any others."""
+    """Whether one of _FUNCTIONS is applied to a value or to anything computed from it."""
     return any(_fast_function(user) in _FUNCTIONS for user in _users_of(origin))
 
 
 def is_by_element(*origins: cute.TensorSSA) -> bool:
-    """Whether all that is made of vectors, and used, is made element by element."""
+    """Whether everything that is computed from vectors, and used, is computed element by
+    element."""
     users = (user for origin in origins for user in _users_of(origin.ir_value()))
     return all(_is_by_element(user) or _is_unused_element(user) for user in users)
 
 
 def join_factors(score: cute.TensorSSA, scale: Float32) -> None:
-    """Where a mod has multiplied the score by a number, and done nothing else with it, let the
-    number join `scale`, of which the score is a multiple: one product instead of two.
+    """Merge the factor of a mod into `scale`, if the mod only multiplies the score by a number.
 
-    That rounds once instead of twice. Numbers with which the factor might leave fp32 stay.
+    The score is a multiple of `scale`, so one product replaces two.
+
+    This rounds once instead of twice. Numbers that could take the factor out of fp32 range stay.
     """
     product = score.ir_value().owner.operation
     users = [use.owner.operation for use in product.results[0].uses]
@@ -64,17 +67,17 @@ def join_factors(score: cute.TensorSSA, scale: Float32) -> None:
 
 
 def constant(value: Float32) -> float | None:
-    """The number that a value is, if it is one at compile time."""
+    """The number that a value is, if it is a compile-time constant."""
     return _number(value.ir_value())
 
 
 def last_factor(value: Float32) -> float:
-    """The positive number by which a mod has multiplied last; 1 if there is none."""
+    """The positive number by which a mod multiplied last; 1 if there is none."""
     return _last_product(value)[0]
 
 
 def divided(value: Float32, factor: float) -> Float32:
-    """value / factor, which is there already if the last product is by this factor."""
+    """value / factor; if the last product is by this factor, its other operand."""
     found, other = _last_product(value)
     if found != factor:
         return value * (1.0 / factor)
@@ -87,7 +90,7 @@ def divided(value: Float32, factor: float) -> Float32:
 
 
 def _users_of(origin: ir.Value) -> Iterator[ir.Operation]:
-    """The operations that take a value, or anything made of it, perhaps repeatedly."""
+    """The operations that use a value, or anything computed from it, with possible repetitions."""
     seen: set[int] = set()
     pending = [origin]
     while pending:
@@ -102,9 +105,9 @@ def _users_of(origin: ir.Value) -> Iterator[ir.Operation]:
 
 
 def _fast_function(operation: ir.Operation) -> str:
-    """The function that an operation computes by a fast instruction, as far as one can tell.
+    """The function that an operation computes by a fast instruction, if that can be seen.
 
-    By a slow one, it is so much arithmetic besides that the pipe of the exponentials has time.
+    A slow version has so much other arithmetic that the exponential unit has time to spare.
     """
     attributes = operation.attributes
     for name in ("intrin", "asm_string"):
@@ -126,8 +129,10 @@ def _is_moderate(factor: float) -> bool:
 
 
 def _last_product(value: Float32) -> tuple[float, ir.Value]:
-    """The positive number by which a mod has multiplied last, and what it has multiplied; 1 and the
-    value itself if there is none."""
+    """The positive number by which a mod multiplied last, and the multiplied value.
+
+    Without such a product, 1 and the value itself.
+    """
     result = value.ir_value()
     product = _maker(result)
     if product is not None and product.name == "vector.extract":
@@ -145,7 +150,7 @@ def _is_unused_element(operation: ir.Operation) -> bool:
 
 
 def _number(value: ir.Value) -> float | None:
-    """The number that a value is, or that a vector repeats, if it is one at compile time."""
+    """The number that a value is, or that a vector repeats, if it is a compile-time constant."""
     operation = _maker(value)
     if operation is None or operation.name not in ("vector.broadcast", "arith.constant"):
         return None
@@ -156,6 +161,6 @@ def _number(value: ir.Value) -> float | None:
 
 
 def _maker(value: ir.Value) -> ir.Operation | None:
-    """The operation that a value is a result of; None of an argument."""
+    """The operation that produced a value; None for an argument."""
     owner = value.owner
     return owner.operation if isinstance(owner, ir.OpView | ir.Operation) else None

@@ -1,10 +1,10 @@
-"""User callables on CPU tensors: the CuTe DSL compiles them for the host, no GPU needed.
+"""User callables on CPU tensors: the CuTe DSL compiles them for the host, without a GPU.
 
 A `mask_mod`, a `score_mod`, its derivatives or a `score_mod_bwd` runs over a rectangle of queries
-and keys of one head, called exactly as a kernel calls it (`mods/calling.py`, `mods/derivative.py`),
-so that what was tried here is what a kernel compiles. One compiled function serves all sizes and
-strides; it is kept in memory under the structure of the callable and the dtypes and ranks of its
-aux tensors.
+and keys of one head. It is called exactly as a kernel calls it (`mods/calling.py`,
+`mods/derivative.py`), so code that was tried here is what a kernel compiles. One compiled function
+serves all sizes and strides. It is cached in memory by the structure of the callable and the dtypes
+and ranks of its aux tensors.
 """
 
 import functools
@@ -45,18 +45,18 @@ def eval_mask_mod(
     q_idx: Tensor,
     k_idx: Tensor,
 ) -> Tensor:
-    """Which scores a callable lets count: bool (rows, cols).
+    """Evaluate a mask_mod: which scores count, bool (rows, cols).
 
-    q_idx (rows,) and k_idx (cols,): int32, positions inside the sequence, in any order; head_idx is
-    the query head. aux_tensors: on the CPU, of 1 to 4 dimensions, any strides, of a dtype among
+    q_idx (rows,) and k_idx (cols,): int32, positions inside the sequence, in any order. head_idx:
+    the query head. aux_tensors: on the CPU, of 1 to 4 dimensions, any strides, with a dtype among
     AUX_DTYPES.
 
     Raises:
-        IndexError: the callable reads outside an aux tensor, for any of these queries and keys;
-            nothing outside was read.
-        TypeError, ValueError: an aux tensor of another dtype, rank or device; or the callable
+        IndexError: for some of these queries and keys the callable reads outside an aux tensor; no
+            memory outside was read.
+        TypeError, ValueError: an aux tensor has another dtype, rank or device; or the callable
             reaches something that `callable_key` does not know.
-        NotImplementedError: the callable uses an instruction that only a GPU has.
+        NotImplementedError: the callable uses a GPU-only instruction.
     """
     visible = torch.empty((q_idx.shape[0], k_idx.shape[0]), dtype=torch.uint8, device="cpu")
     _run("mask_mod", mask_mod, (visible,), aux_tensors, batch_idx, head_idx, q_idx, k_idx)
@@ -72,7 +72,7 @@ def eval_score_mod(
     q_idx: Tensor,
     k_idx: Tensor,
 ) -> Tensor:
-    """The modified scores, a new float32 tensor (rows, cols).
+    """Evaluate a score_mod: the modified scores, a new float32 tensor (rows, cols).
 
     scores: float32 (rows, cols), scaled and soft-capped. The other arguments and the errors are
     those of `eval_mask_mod`.
@@ -91,12 +91,12 @@ def eval_score_mod_derivative(
     q_idx: Tensor,
     k_idx: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The modified scores and their derivatives by the scores, new float32 tensors (rows, cols).
+    """The modified scores and their derivatives, new float32 tensors (rows, cols).
 
     The arguments and the errors are those of `eval_score_mod`.
 
     Raises:
-        NotImplementedError: also where the callable has no derivative, see `differentiate`.
+        NotImplementedError: also if the callable has no derivative, see `differentiate`.
     """
     modified = scores.to(torch.float32, copy=True)
     derivative = torch.empty_like(modified)
@@ -116,13 +116,14 @@ def add_aux_gradients(
     q_idx: Tensor,
     k_idx: Tensor,
 ) -> None:
-    """Add the gradients of aux tensors to aux_sums, float64 tensors by number of the aux tensor.
+    """Add the gradients of aux tensors to aux_sums, float64 tensors by index of the aux tensor.
 
-    grads: those of the modified scores, float32 (rows, cols); where they are 0, nothing is added.
+    grads: gradients of the modified scores, float32 (rows, cols); where they are 0, nothing is
+    added.
     The other arguments and the errors are those of `eval_score_mod`.
 
     Raises:
-        NotImplementedError: also where the callable has no derivative, see `differentiate`.
+        NotImplementedError: also if the callable has no derivative, see `differentiate`.
     """
     values = scores.to(torch.float32), grads.to(torch.float32)
     place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
@@ -139,9 +140,11 @@ def eval_score_mod_bwd(
     q_idx: Tensor,
     k_idx: Tensor,
 ) -> Tensor:
-    """Gradients of the scores, a new float32 tensor (rows, cols), from those of the modified ones.
+    """Gradients of the scores, a new float32 tensor (rows, cols), from those of the modified
+    scores.
 
-    grads, scores: float32 (rows, cols), the scores as score_mod sees them. The other arguments and
+    grads, scores: float32 (rows, cols); the scores are those that score_mod gets. The other
+    arguments and
     the errors are those of `eval_mask_mod`.
     """
     result = grads.to(torch.float32, copy=True)
@@ -182,7 +185,7 @@ def _run(
 
 
 def _end_of(positions: Tensor) -> int:
-    """All of the positions are before it."""
+    """One past the largest position."""
     return int(positions.max()) + 1 if positions.numel() else 0
 
 
@@ -239,11 +242,11 @@ def _compile(
 
 
 class HostFunction(NamedTuple):
-    """Code for the CPU that calls a callable.
+    """CPU code that calls a callable.
 
-    reads: (number of an aux tensor, dimension, place) of all its reads, if `all_inside` of these is
-    enough to know that they are inside; the function then takes no record, but None. None: it takes
-    a record.
+    reads: (index of the aux tensor, dimension, place) of each of its reads, if `all_inside` of
+    these suffices to show that they are inside; the function then takes None as its record. None:
+    it takes a record.
     """
 
     function: Callable[..., Any]
@@ -258,9 +261,10 @@ def compile_reading(
     others: tuple[Any, ...] = (),
     checked: bool = False,
 ) -> HostFunction:
-    """`compile_for_host` of function(*arguments, record, *others), which reads aux tensors.
+    """Compile function(*arguments, record, *others), which reads aux tensors, as
+    `compile_for_host`.
 
-    checked: that it checks all reads, and needs no `all_inside`.
+    checked: the function checks all reads, and needs no `all_inside`.
     """
     from flash_mask_cute.mods.aux_reads import NotPlainError, notes_reads
 
@@ -277,8 +281,10 @@ def compile_reading(
 def all_inside(
     reads: Sequence[Sequence[int]], aux_tensors: Sequence[Tensor], ends: tuple[int, int, int, int]
 ) -> bool:
-    """Whether reads by places are inside aux tensors, if no place reaches its end: the number of
-    batch entries, heads, queries or keys."""
+    """Whether reads by places are inside aux tensors.
+
+    Each place lies below its end: the number of batch entries, heads, queries or keys.
+    """
     return all(ends[place] <= aux_tensors[i].shape[dim] for i, dim, place in reads)
 
 
@@ -288,12 +294,13 @@ def compile_for_host(
     *arguments: Any,
     options: str = HOST_OPTIONS,
 ) -> Any:
-    """Compile a jit function that calls a callable of the user for the CPU. Hold `compile_lock`.
+    """Compile a jit function that calls a user callable for the CPU. The caller holds
+    `compile_lock`.
 
-    named_mod: "mask_mod", "score_mod" or "score_mod_bwd", and the callable.
+    named_mod: "mask_mod", "score_mod" or "score_mod_bwd", with the callable.
 
     Raises:
-        NotImplementedError: the callable uses an instruction that only a GPU has.
+        NotImplementedError: the callable uses a GPU-only instruction.
     """
     import cutlass.cute as cute
 
@@ -329,13 +336,13 @@ def compile_for_host(
 
 
 def _line_of(operation: Any) -> str:
-    """`file:line` of an operation that was traced with lines, or nothing."""
+    """`file:line` of an operation traced with line information, or nothing."""
     found = re.search(r'"([^"]+)":(\d+):\d+\)', str(operation.location))
     return "" if found is None else f"{found[1]}:{found[2]}"
 
 
 def _gpu_instructions(operation: Any) -> Iterator[tuple[str, str]]:
-    """Names and lines of operations inside `operation` that have no code on a CPU."""
+    """Names and lines of the operations inside `operation` that have no CPU code."""
     for region in operation.regions:
         for block in region.blocks:
             for child in block.operations:
@@ -351,7 +358,7 @@ def _given(targets: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 @functools.cache
 def _loop() -> Any:
-    """The function to compile; made on demand, because the DSL must be there to decorate it."""
+    """The function to compile; made on demand, because its decorator needs the DSL."""
     import cutlass
     import cutlass.cute as cute
     from cutlass import Int32
@@ -438,8 +445,8 @@ def _ask_score_mod_bwd(
 
 
 class _Kind(NamedTuple):
-    """What is asked of a callable, which one that is, and the dtypes of the tensors (rows, cols)
-    that this takes."""
+    """What to compute from a callable, which kind of callable it is, and the dtypes of the tensors
+    (rows, cols) that the computation takes."""
 
     ask: Callable[..., tuple[Any, ...]]
     callable: str

@@ -1,4 +1,4 @@
-"""What happens to the scores of a backward: soft cap, score_mod, and their derivatives."""
+"""Processing of the scores in a backward: soft cap, score_mod, and their derivatives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differe
 
 
 class Elements(Protocol):
-    """Which scores of a tile a thread of a warpgroup has, as rows (keys) and columns (queries)."""
+    """The scores of a tile that a thread of a warpgroup holds, as rows (keys) and columns
+    (queries)."""
 
     num_rows: int
 
@@ -29,15 +30,15 @@ class Elements(Protocol):
         ...
 
     def first_col_of(self, thread: Int32) -> Int32:
-        """The first query of a thread, counted from the warpgroup's first."""
+        """The first query of a thread, counted from the warpgroup's first query."""
         ...
 
     def col_offset(self, c: int) -> int:
-        """The distance of query c of a thread from its first."""
+        """The distance of a thread's query c from its first query."""
         ...
 
     def is_set(self, bits: tuple, r: int, c: int) -> Boolean:
-        """Whether the bits of a thread have that of a score."""
+        """Whether the bit of a score is set in the bits of a thread."""
         ...
 
     def keep_pair(
@@ -49,11 +50,12 @@ class Elements(Protocol):
 
 @dataclass(frozen=True)
 class ScoreChain:
-    """What lies between the products and the softmax: soft cap and score_mod.
+    """The steps between the products and the softmax: soft cap and score_mod.
 
-    The derivative of score_mod is score_mod_bwd, or found by `mods/derivative.py`. wants_aux:
-    numbers of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
-    first_key, first_query: of this warpgroup in the work tile and in the block.
+    The derivative of score_mod is score_mod_bwd, or comes from `mods/derivative.py`. wants_aux:
+    indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
+    first_key, first_query: this warpgroup's first key in the work tile and first query in the
+    block.
     """
 
     scales: ScoreScales
@@ -84,9 +86,11 @@ class ScoreChain:
         probs: cute.Tensor,
         first_col: cutlass.Constexpr[int] = 0,
     ) -> None:
-        """Round P of these scores into their words; in place of the scores, P times the derivative
-        of the modified score. bits: which scores count, None if all do. first_col: of the thread's
-        columns in the block, the one that is column 0 of scores.
+        """Round P of these scores into words, and replace the scores by P times the derivative of
+        the modified score.
+
+        bits: the scores that count, None if all do. first_col: the thread's column of the block
+        that is column 0 of scores.
         """
         if work.has_scores:
             apply = partial(self._apply_each, work, head_idx, m_block, scores, first_col, bits)
@@ -136,11 +140,12 @@ class ScoreChain:
         probs: cute.Tensor,
         dscores: cute.Tensor,
     ) -> None:
-        """Round P and dS of some columns into their words, from S and dP, and add what these
-        scores contribute to the gradients of aux tensors.
+        """Round P and dS of some columns into words, from S and dP.
 
-        first_col: of the thread's columns in the block, the one that is column 0 of scores and
-        grads. For whole warps, and for work tiles with scores.
+        Also add the contributions of these scores to the gradients of aux tensors.
+
+        first_col: the thread's column of the block that is column 0 of scores and grads. All
+        threads of the warp must call it, for work tiles with scores.
         """
         sums = AuxSums(dict(zip(self.wants_aux, self.aux_grads, strict=True)))
         place = partial(self._place, work, head_idx, m_block)
@@ -165,7 +170,7 @@ class ScoreChain:
         sums.flush()
 
     def _place(self, work: Work, head_idx: Int32, m_block: Int32, r: int, c: int) -> tuple:
-        """Where a thread's score is, as callables see it."""
+        """The position of a thread's score, as callables see it."""
         tile_m, tile_n = self.tiles
         thread = thread_in_warpgroup()
         k_idx = work.block * tile_n + self.first_key + self.elements.row_of(thread, r)
@@ -187,8 +192,11 @@ class ScoreChain:
         return prob
 
     def _modified(self, score: Float32, place: tuple) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
-        """A raw product as the softmax sees it (over scale_log2), the derivative of this by the
-        scaled product, and those by elements of wanted aux tensors."""
+        """The modified value of a raw product, and its derivatives.
+
+        The value is what the softmax takes (divided by scale_log2). The derivatives are with
+        respect to the scaled product and to elements of wanted aux tensors.
+        """
         slope, terms = None, ()
         if self.scales.cap is not None:
             score = self.scales.bounded(score)

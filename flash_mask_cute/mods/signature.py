@@ -1,4 +1,4 @@
-"""Whether a callable of the user can be compiled into a kernel: its identity and its arguments."""
+"""Check that a user callable can be compiled into a kernel: its identity and its arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IN_TORCH = {
 
 
 def check_mod(name: str, value: object) -> None:
-    """Refuse (TypeError) what is neither None nor a callable that a kernel can be made of."""
+    """Raise TypeError unless it is None or a callable that can be compiled into a kernel."""
     if value is None:
         return
     mod = as_callable(name, value)

@@ -1,8 +1,8 @@
-"""What only tracing a callable tells, and has to be known before a kernel is chosen.
+"""Traits of a callable that only tracing shows, and that the choice of a kernel needs.
 
-A callable is traced alone, in a function for the host that is never run. That takes some 20 ms,
-once for a callable and what its aux tensors are. Of one that cannot be traced nothing is claimed:
-whoever compiles a kernel with it says why it cannot.
+A callable is traced alone, in a function for the host that never runs. This takes about 20 ms, once
+for a callable and the facts about its aux tensors. If it cannot be traced, nothing is claimed;
+compiling a kernel with it then reports the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _reliance: dict[_Key, Reliance] = {}
 
 def computes_functions(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
     """Whether the score_mod of a problem computes tanh, exp2 or the like of a score
-    (`mods.calling.ScoreModTraits`). One that cannot be traced does not."""
+    (`mods.calling.ScoreModTraits`). False if it cannot be traced."""
     key = problem.score_mod, problem.aux
     if key not in _functions:
         with compile_lock():
@@ -51,8 +51,8 @@ def computes_functions(score_mod: Callable[..., Any], problem: HasScoreMod) -> b
 
 
 def find_reliance(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Reliance:
-    """Whether the mask_mod of a problem uses the batch entry and the head that it is asked about
-    (`mods.calling.Reliance`). One that cannot be traced uses both."""
+    """Whether the mask_mod of a problem uses its batch entry and its head
+    (`mods.calling.Reliance`). Both, if it cannot be traced."""
     key = problem.mask_mod, problem.aux
     if key not in _reliance:
         with compile_lock():
@@ -88,7 +88,7 @@ def _trace_mask_mod(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Relian
 
 
 def _trace(ask: Callable[..., None], *arguments: Any) -> None:
-    """Trace a function for the host. What it keeps tells whether it came to its end."""
+    """Trace a function for the host. What it keeps shows whether the trace finished."""
     import cutlass.cute as cute
 
     with contextlib.suppress(Exception):

@@ -1,1 +1,1 @@
-"""Who sees whom: arithmetic on ints and tensors, and the masks of a call on the device."""
+"""Visibility rules: arithmetic on ints and tensors, and the masks of a call on the device."""

@@ -1,7 +1,7 @@
-"""The masks of a launch as a block of keys meets them: its walk over queries, and the bits of it.
+"""The masks of a launch for blocks of keys: walks over queries, and mask bits.
 
-The work tile belongs to a KV head and visits the query blocks of each query head of its group. A
-line of a bit tile is a key, so what a column of intervals hides is a range of bits as it is.
+A work tile belongs to a KV head, and visits the query blocks of each query head of its group. A
+line of a bit tile is a key, so the intervals of a key are ranges of bits directly.
 """
 
 from dataclasses import dataclass
@@ -31,20 +31,20 @@ STAGGER = 5
 class BackwardMask(MaskRules):
     """`MaskRules` for work tiles of tile_n keys that visit blocks of queries.
 
-    Block lists are given as bits, whether tiles nest in their blocks or not. group: query heads of
+    Block lists are always given as bits, even if tiles nest in their blocks. group: query heads of
     a KV head.
 
     Blocks of a query head are visited in ascending order. is_ordered: the work tiles that see a
-    query block have an order, from the last keys to the first, and each gets its predecessor. Work
-    tiles are handed out in that order, so no CTA waits for a tile that has not begun. Under causal
-    masking a walk starts where its keys are the last ones, so it does not wait at all.
+    query block have an order, from the last keys to the first, and each tile gets its predecessor.
+    Work tiles are handed out in that order, so no CTA waits for a tile that has not begun. Under
+    causal masking a walk starts at the block whose last keys are the tile's, so it does not wait at
+    all.
 
-    staggers: each tile visits the blocks of a chunk from another block on, and the blocks before
-    that last. So tiles that visit the same chunk at the same time do not add to the same rows of
-    dQ.
+    staggers: each tile starts a chunk at a different block, and visits the blocks before that one
+    last. So tiles that visit the same chunk at the same time do not add to the same rows of dQ.
 
-    is_part: these tiles are one CTA's part of the tiles that walks were planned for. A part may lie
-    behind the end of the keys, or be full where the whole tile is partial.
+    is_part: the tiles are one CTA's part of the tiles that walks were planned for. A part may lie
+    behind the end of the keys, or be full although the whole tile is partial.
     """
 
     group: Int32
@@ -65,8 +65,8 @@ class BackwardMask(MaskRules):
         group: Int32,
         is_part: bool = False,
     ):
-        """Those of a backward kernel (`MaskedKernel`), which says how dQ is summed: deterministic,
-        clears_dq."""
+        """The masks of a backward kernel (`MaskedKernel`). Its fields deterministic and clears_dq
+        say how dQ is summed."""
         # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
         # apart anyway; where all are long, that was not measured to be of any use.
         begin_alike = masks.may_shorten(kernel) and not (kernel.is_causal or kernel.is_local)
@@ -75,7 +75,7 @@ class BackwardMask(MaskRules):
         return cls.from_kernel(kernel, columns, masks, lengths, *more)
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
-        """Work tiles of a packed sequence, keys that are not in use included."""
+        """Work tiles of a packed sequence, including those of unused keys."""
         starts = lengths.cu_seqlens_k
         return cute.ceil_div(starts[batch_idx + 1] - starts[batch_idx], self.block_info.tile_n)
 
@@ -83,9 +83,10 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def plan(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
-        """Send the walk of a work tile as chunks from `number` on; returns the next number.
+        """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
+        number.
 
-        A walk that sees nothing visits one hidden block, so that no role has a special case.
+        A walk that sees nothing visits one hidden block, so no role needs a special case.
         """
         m_block_min, m_block_max = self.block_info.get_m_block_min_max(work.seqlen, work.block)
         if const_expr(not self.skip):
@@ -116,7 +117,7 @@ class BackwardMask(MaskRules):
         return number + 1
 
     def _portions(self, work: Work, visible: Int32) -> tuple[Int32, ...]:
-        """The visible blocks of a chunk, in portions to visit one after the other."""
+        """The visible blocks of a chunk, in portions to visit in turn."""
         if not self.staggers:
             return (visible,)
         late = bit_tile.low_bits(work.block * STAGGER % CHUNK)
@@ -149,8 +150,8 @@ class BackwardMask(MaskRules):
     def _judge_by_mask_mod(
         self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32, is_visible: Boolean
     ) -> tuple[Boolean, Boolean]:
-        """Whether lists or stored states leave something of a tile that other masks leave visible,
-        and whether mask_mod decides about it."""
+        """Whether a tile that other masks leave visible is visible by lists or stored states, and
+        whether mask_mod decides about it."""
         if const_expr(self.args.mask_bits is not None):
             is_visible, needs_mask_mod = self._look_up(work, m_block, n_block, is_visible)
         else:
@@ -164,7 +165,7 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def _classify(self, work: Work, head_idx: Int32, base: Int32) -> Chunk:
-        """The chunk of the 32 blocks from `base` on, a lane each."""
+        """The chunk of the 32 blocks from `base` on; each lane judges one."""
         m_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, head_idx, m_block, work.block)
         is_visible, needs_mask_mod = self._judge_by_mask_mod(
@@ -203,7 +204,8 @@ class BackwardMask(MaskRules):
         return words
 
     def _visible_words(self, work: Work, block: Block, share: Share) -> tuple:
-        """Bits that the band, the end of the keys included, and the intervals leave to each key."""
+        """Bits of each key that the band (with the end of the keys) and the intervals leave
+        visible."""
         band = self.block_info.band(work.seqlen)
         first_q_idx = block.index * self.block_info.tile_m
         words = []
@@ -225,7 +227,7 @@ class BackwardMask(MaskRules):
         return tuple(words)
 
     def mask_mod_words(self, work: Work, block: Block, share: Share) -> tuple:
-        """Bits that mask_mod and logical blocks leave to each key."""
+        """Bits of each key that mask_mod and logical blocks leave visible."""
         if self.args.mask_bits is not None:
             return self._mask_bit_words(work, block, share)
         words = share.fill(ALL)
@@ -266,7 +268,7 @@ class BackwardMask(MaskRules):
     def _eval_step(
         self, work: Work, block: Block, share: Share, first: Int32, words: tuple
     ) -> tuple:
-        """Ask mask_mod about the columns of some bits of each word, from `first` on."""
+        """Evaluate mask_mod for the columns of some bits of each word, from `first` on."""
         updated: list[Any] = []
         first_q_idx = block.index * self.block_info.tile_m
         for group in range(share.num_groups):
@@ -287,7 +289,7 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:
-        """The given bits where a listed logical block asks for them, all where it is full."""
+        """The given bits where a logical block is listed as partial, all bits where it is full."""
         args, info = self.args.bits, self.block_info
         offset_q, _ = self._listed_offsets(work)
         first_q_idx = block.index * info.tile_m + offset_q

@@ -15,12 +15,12 @@ IntLike: TypeAlias = Any
 
 
 def imin(a: IntLike, b: IntLike) -> IntLike:
-    """Smaller of two integers; operand kinds may be mixed (int with Int32, int with tensor)."""
+    """Smaller of two integers; operands may be of mixed kinds (int with Int32, int with tensor)."""
     return _select("min", a, b)
 
 
 def imax(a: IntLike, b: IntLike) -> IntLike:
-    """Larger of two integers; operand kinds may be mixed (int with Int32, int with tensor)."""
+    """Larger of two integers; operands may be of mixed kinds (int with Int32, int with tensor)."""
     return _select("max", a, b)
 
 
@@ -49,9 +49,9 @@ class Band(NamedTuple):
     shift: the position of query 0 among the keys. None is `seqlen_k - seqlen_q` (bottom-right
     alignment: the last query sits at the last key).
 
-    A side that is None is open. Which sides are None decides the generated code, their values do
-    not; causal is `window_right = 0`. A negative side is allowed and excludes the diagonal, but
-    where both are given `window_left + window_right >= 0` must hold. On Int32, lengths, index and
+    A side that is None is open. The generated code depends on which sides are None, not on their
+    values. Causal is `window_right = 0`. A negative side is allowed and excludes the diagonal, but
+    if both are given, `window_left + window_right >= 0` must hold. On Int32, lengths, index and
     windows must add up without overflow: pass None rather than a huge number for an open side.
     """
 
@@ -64,9 +64,9 @@ class Band(NamedTuple):
     def k_range(self, q_idx: IntLike) -> tuple[IntLike, IntLike]:
         """Keys [lo, hi) that query `q_idx` sees, with 0 <= lo <= hi <= seqlen_k.
 
-        A query that sees nothing gets lo == hi. `q_idx` need not lie in [0, seqlen_q): the band
-        simply goes on. The bound of an open side is the scalar 0 or `seqlen_k`, also where
-        `q_idx` is a tensor.
+        A query that sees nothing gets lo == hi. `q_idx` may lie outside [0, seqlen_q): the band
+        simply continues. The bound of an open side is the scalar 0 or `seqlen_k`, even if `q_idx`
+        is a tensor.
         """
         shift = self.seqlen_k - self.seqlen_q if self.shift is None else self.shift
         diagonal = q_idx + shift

@@ -1,9 +1,9 @@
-"""Which scores of a tile count, as bits.
+"""The scores of a tile that count, as bits.
 
-A bit tile has a few words of 32 bits per query row; which key column a bit stands for is the
-architecture's choice (`Columns`), made so that a thread finds the columns of its own scores in one
-word. Mask warps make the bit tiles, and the warps that hold scores only apply the bits. So their
-cost does not depend on the mask.
+A bit tile has a few words of 32 bits per query row. The architecture chooses the key column of each
+bit (`Columns`), so that a thread finds the columns of its own scores in one word. Mask warps make
+the bit tiles; the warps that hold scores only apply the bits. So the cost for the latter does not
+depend on the mask.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ALL = -1
 
 
 class Columns(Protocol):
-    """Where the columns of a score tile lie in the words of a row."""
+    """The positions of the columns of a score tile in"""
 
     num_words: int
 
@@ -30,14 +30,15 @@ class Columns(Protocol):
         ...
 
     def count_below(self, word: int, distance: Int32) -> Int32:
-        """How many bits of the word stand for columns < distance, which may be any number."""
+        """Number of bits in the word for columns < distance; distance may be any number."""
         ...
 
 
 def bits_from(first: Int32) -> Int32:
-    """A word with the bits i >= first set, first being any number.
+    """A word with the bits i >= first set; first may be any number.
 
-    As PTX, whose shifts clamp their amount, which the compiler would do again for one of its own.
+    Written as PTX, whose shifts clamp their amount; the compiler would add a second clamp to its
+    own.
     """
     return cute.arch.inline_ptx(
         "shl.b32 {$w0}, -1, {$r0};",
@@ -57,7 +58,7 @@ def bit_range(first: Int32, end: Int32) -> Int32:
 
 
 def bits_of(visible: tuple[Int32 | None, Int32 | None], *holes: tuple[Int32, Int32]) -> Int32:
-    """A word with the bits of a range (first, end), without the bits of the holes. A side that is
+    """A word with the bits of a range (first, end), except the bits of the holes. A side that is
     None is open."""
     first, end = visible
     word = Int32(ALL) if first is None else bits_from(first)
@@ -71,9 +72,9 @@ def bits_of(visible: tuple[Int32 | None, Int32 | None], *holes: tuple[Int32, Int
 def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
     """Transpose 32 x 32 bits held by a warp: bit i of lane j becomes bit j of lane i.
 
-    Each of `words` is a square of its own. Method: five butterfly steps that exchange ever smaller
-    off-diagonal blocks (Warren, Hacker's Delight, section 7-3): of bytes by a byte permutation, of
-    bits by a rotation and a blend.
+    Each of `words` is a separate square. Method: five butterfly steps that exchange off-diagonal
+    blocks of decreasing size (Warren, Hacker's Delight, section 7-3). A byte permutation exchanges
+    bytes; a rotation and a blend exchange bits.
     """
     squares = [Uint32(word) for word in words]
     for step, of_lower, of_upper in ((16, 0x5410, 0x3276), (8, 0x6240, 0x3715)):
@@ -92,7 +93,7 @@ def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
 
 
 def _permute_bytes(x: Uint32, y: Uint32, selector: Uint32) -> Uint32:
-    """A word of the bytes that the digits of the selector name: 0 to 3 of x, 4 to 7 of y."""
+    """A word of the bytes selected by the digits of the selector: 0 to 3 of x, 4 to 7 of y."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Uint32],
@@ -102,7 +103,7 @@ def _permute_bytes(x: Uint32, y: Uint32, selector: Uint32) -> Uint32:
 
 @cute.jit
 def transpose_if_mixed(words: tuple, lane: Int32) -> tuple:
-    """`transpose`; where each lane's words are all ones or all zeros, by asking who has which."""
+    """`transpose`; if each lane's words are all ones or all zeros, a ballot is enough."""
     is_mixed = Boolean(False)
     for word in words:
         is_mixed = is_mixed | ((word != 0) & (word != ALL))
@@ -113,10 +114,10 @@ def transpose_if_mixed(words: tuple, lane: Int32) -> tuple:
 
 
 def set_if(condition: Boolean, word: Int32, bit: int) -> Int32:
-    """The word with one bit more if the condition holds.
+    """The word with one more bit set if the condition holds.
 
-    As PTX, to make it one predicated instruction: of a select the compiler makes one for each term
-    of the condition, and an addition (docs/facts/compiler.md).
+    Written as PTX to get one predicated instruction. The compiler turns a select into one select
+    for each term of the condition, and an addition (docs/facts/compiler.md).
     """
     return cute.arch.inline_ptx(
         f"mov.b32 {{$w0}}, {{$r0}};\n@{{$r1}} or.b32 {{$w0}}, {{$w0}}, {1 << bit};",
@@ -126,12 +127,12 @@ def set_if(condition: Boolean, word: Int32, bit: int) -> Int32:
 
 
 def push(word: Int32, bits: Int32, count: int, num_bits: int = WORD) -> Int32:
-    """A word of num_bits moved down by `count`, with `bits` as its highest ones."""
+    """A word of num_bits shifted down by `count`, with `bits` in its highest places."""
     return Int32((Uint32(word) >> Uint32(count)) | (Uint32(bits) << Uint32(num_bits - count)))
 
 
 def join_halves(words: Sequence[Int32]) -> tuple[Int32, ...]:
-    """Words of 16 bits, two to a word."""
+    """Join words of 16 bits, two to a word."""
     return tuple(
         (low & LOW_HALF) | (high << HALF_WORD)
         for low, high in zip(words[::2], words[1::2], strict=True)
@@ -139,7 +140,7 @@ def join_halves(words: Sequence[Int32]) -> tuple[Int32, ...]:
 
 
 def split_halves(words: Sequence[Int32]) -> tuple[Int32, ...]:
-    """The words that `join_halves` joined; bits above the 16 may be anything."""
+    """The words that `join_halves` joined; the bits above 16 may be anything."""
     return tuple(half for word in words for half in (word, word >> HALF_WORD))
 
 
@@ -149,7 +150,7 @@ def is_set(word: Int32, bit: int) -> Boolean:
 
 @cute.jit
 def hide_unset(scores: cute.Tensor, words: tuple) -> None:
-    """Hide (-inf) the columns of scores (rows, cols) whose bit in their row's word is not set."""
+    """Set scores (rows, cols) to -inf in columns whose bit is not set in the word of their row."""
     num_cols = cute.size(scores, mode=[1])
     for r in cutlass.range_constexpr(len(words)):
         for first in cutlass.range_constexpr(0, num_cols, HALF_WORD):

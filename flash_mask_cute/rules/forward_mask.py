@@ -1,6 +1,6 @@
-"""The masks of a launch as a block of queries meets them: its walk over keys, and the bits of it.
+"""The masks of a launch for blocks of queries: walks over keys, and mask bits.
 
-A line of a bit tile is a query row (of the packed rows, where heads share a tile).
+A line of a bit tile is a query row (a packed row, if heads share a tile).
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ ROWS_PER_EVAL = 4
 
 
 class ListPosition(NamedTuple):
-    """Entries of a row's block lists that a descending walk has not passed yet."""
+    """Entries of a row's block lists that a descending walk has not reached yet."""
 
     mask_left: Int32
     full_left: Int32
@@ -39,14 +39,14 @@ class ListPosition(NamedTuple):
 class ForwardMask(MaskRules):
     """`MaskRules` for work tiles of tile_m query rows that visit blocks of keys.
 
-    cuts_overhang: all blocks of a tile count as cut if it reaches past the last query, or before
-    position 0.
+    cuts_overhang: if a tile reaches past the last query, or before position 0, all its blocks count
+    as cut.
     """
 
     cuts_overhang: cutlass.Constexpr[bool] = False
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
-        """Work tiles that a launch has of a packed sequence, rows that are not in use included."""
+        """Work tiles of a packed sequence in a launch, including those of unused rows."""
         starts = lengths.cu_seqlens_q
         blocks = self.num_query_blocks(starts[batch_idx + 1] - starts[batch_idx])
         if self.first_block is None:
@@ -55,13 +55,13 @@ class ForwardMask(MaskRules):
         return cutlass.min(end, blocks) - cutlass.min(first, blocks)
 
     def num_query_blocks(self, slot: Int32) -> Int32:
-        """Work tiles of a head of a sequence that occupies so many rows."""
+        """Work tiles of a head of a sequence that occupies `slot` rows."""
         info = self.block_info
         return cute.ceil_div(slot * info.qhead_per_kvhead_packgqa, info.tile_m)
 
     @property
     def first_block(self) -> Callable[[Int32], Int32] | None:
-        """The first of them, of a sequence; None where it has all."""
+        """The first work tile of a sequence in this launch; None if the launch has all."""
         mask_bits = self.args.mask_bits
         if mask_bits is None or mask_bits.query_chunk is None:
             return None
@@ -80,7 +80,7 @@ class ForwardMask(MaskRules):
         return Int32(0), cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
 
     def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
-        """One of `num_splits` pieces of a work tile, whose head_idx counts the heads of all."""
+        """One of `num_splits` pieces of a work tile; head_idx counts the heads of all pieces."""
         piece = work.head_idx // num_heads
         work = work._replace(head_idx=work.head_idx - piece * num_heads, place=piece)
         first, end = self.key_blocks(work)
@@ -95,9 +95,10 @@ class ForwardMask(MaskRules):
 
     @cute.jit
     def plan(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
-        """Send the walk of a work tile as chunks from `number` on; returns the next number.
+        """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
+        number.
 
-        A walk that sees nothing visits one hidden block, so that no role has a special case.
+        A walk that sees nothing visits one hidden block, so no role needs a special case.
         """
         n_block_min, n_block_max = work.first_block, work.end_block
         if const_expr(work.first_block is None):
@@ -123,7 +124,7 @@ class ForwardMask(MaskRules):
 
     @cute.jit
     def _classify(self, work: Work, base: Int32, position: ListPosition) -> tuple:
-        """The chunk of the 32 blocks from `base` on, a lane each."""
+        """The chunk of the 32 blocks from `base` on; each lane judges one."""
         n_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, work.head_idx, work.block, n_block)
         is_visible, mask_mod_word = (
@@ -180,7 +181,7 @@ class ForwardMask(MaskRules):
 
     @cute.jit
     def _take_listed(self, work: Work, base: Int32, position: ListPosition) -> tuple:
-        """Words of the listed and of the full blocks of a chunk, and the position after it."""
+        """Words of a chunk's listed blocks and of its full blocks, and the position after it."""
         args = self.args.lists
         ratio = args.block_k // self.block_info.tile_n
         row = args.mask_idx[(*self._list_place(args.mask_cnt, work), None)]
@@ -197,9 +198,9 @@ class ForwardMask(MaskRules):
     def make_bits(self, work: Work, block: Block, share: Share) -> tuple:
         """The words of a block's bits in this warp's share of a tile's rows, for `Share.store`.
 
-        A lane holds a row of each group of 32, or, where a rule is about columns, one of 32 columns
-        until its bits are transposed. All words are made together: a mask warp has nothing
-        else to hide the latency of one behind.
+        A lane holds a row of each group of 32. If a rule is about columns, it holds one of 32
+        columns until its bits are transposed. All words are made together: a mask warp has no other
+        work to hide their latency.
         """
         words = share.fill(ALL)
         if block.is_hidden:
@@ -217,9 +218,9 @@ class ForwardMask(MaskRules):
 
     @cute.jit
     def _band_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
-        """Bits that the band, the end of the keys included, leaves to each row.
+        """Bits of each row that the band (with the end of the keys) leaves visible.
 
-        Only the edges that cross the block are applied; a row of the tile decides which.
+        Only the edges that cross the block are applied; one row of the tile decides which do.
         """
         info = self.block_info
         band = info.band(work.seqlen)
@@ -234,7 +235,7 @@ class ForwardMask(MaskRules):
         return words
 
     def _edge_words(self, work: Work, first_k_idx: Int32, share: Share, is_upper: bool) -> tuple:
-        """Bits of the keys below each row's upper edge of the band, or from its lower one on."""
+        """Bits of the keys below each row's upper edge of the band, or from its lower edge on."""
         band = self.block_info.band(work.seqlen)
         bits = bit_tile.low_bits if is_upper else bit_tile.bits_from
         words = []
@@ -245,7 +246,7 @@ class ForwardMask(MaskRules):
         return tuple(words)
 
     def _column_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
-        """Bits that the intervals leave to each row."""
+        """Bits of each row that the intervals leave visible."""
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
         first_k_idx = n_block * self.block_info.tile_n
@@ -269,7 +270,7 @@ class ForwardMask(MaskRules):
 
     @cute.jit
     def mask_mod_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
-        """Bits that mask_mod, and logical blocks smaller than a tile, leave to each row."""
+        """Bits of each row that mask_mod, and logical blocks smaller than a tile, leave visible."""
         words = share.fill(ALL)
         if const_expr(self.args.mask_bits is not None):
             words = share.load(self.args.mask_bits.tile(work.batch_idx, work.block, n_block))
@@ -287,7 +288,8 @@ class ForwardMask(MaskRules):
     def _eval_step(
         self, work: Work, n_block: Int32, share: Share, first: Int32, words: tuple
     ) -> tuple:
-        """Ask mask_mod about some rows of each group from `first` on, and this lane's columns."""
+        """Evaluate mask_mod for some rows of each group from `first` on, and this lane's
+        columns."""
         updated: list[Any] = []
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
@@ -309,7 +311,7 @@ class ForwardMask(MaskRules):
     def _within_logical_blocks(
         self, work: Work, n_block: Int32, share: Share, words: tuple
     ) -> tuple:
-        """The given bits where a listed logical block asks for them, all where it is full."""
+        """The given bits where a logical block is listed as partial, all bits where it is full."""
         args, info = self.args.bits, self.block_info
         _, offset_k = self._listed_offsets(work)
         first_k_idx = n_block * info.tile_n + offset_k
@@ -345,9 +347,10 @@ class ForwardMask(MaskRules):
 
 @cute.jit
 def _take_from_row(row: cute.Tensor, left: Int32, base: Int32, ratio: Int32) -> tuple:
-    """Blocks of the chunk at `base` that an ascending list has among its first `left` entries.
+    """Blocks of the chunk at `base` that are among the first `left` entries of an ascending list.
 
-    Each entry stands for `ratio` blocks. Returns their word, and how many entries lie below.
+    Each entry stands for `ratio` blocks. Returns the word of the blocks, and the number of entries
+    below them.
     """
     lane = cute.arch.lane_idx()
     word = Int32(0)

@@ -1,4 +1,4 @@
-"""FlashMask's column intervals as plain integer arithmetic: which query rows a key hides.
+"""FlashMask's column intervals as plain integer arithmetic: the query rows that a key hides.
 
 A key carries n in {1, 2, 4} row numbers ("vectors", one value per key) that bound one or two
 intervals of hidden rows, after FlashMask (Wang et al., 2024). Like `Band`, the arithmetic has no
@@ -23,10 +23,11 @@ BoolLike: TypeAlias = Any
 def rows_of_call(
     values: Sequence[IntLike], q_start: IntLike | None, seqlen_q: IntLike
 ) -> tuple[IntLike, ...]:
-    """Row numbers of a mask, or bounds of some, as rows of a call whose first one is at `q_start`.
+    """Convert row numbers of a mask, or bounds of them, to rows of a call whose first row is at
+    `q_start`.
 
-    What lies outside of the call is its beginning or its end, which hides the same of its rows.
-    None: rows of the mask are those of the call.
+    A row outside the call becomes its beginning or its end, which hides the same of its rows. None:
+    rows of the mask are rows of the call.
     """
     if q_start is None:
         return tuple(values)
@@ -36,7 +37,7 @@ def rows_of_call(
 
 @dataclass(frozen=True)
 class Intervals:
-    """What the n row numbers of a key mean; both fields are static.
+    """The meaning of the n row numbers of a key; both fields
 
     =====  ==========  =============================================
     n      causal      a key hides the rows
@@ -47,9 +48,9 @@ class Intervals:
     4      either      [c0, c1) and [c2, c3)
     =====  ==========  =============================================
 
-    An interval with start >= end hides nothing. Rows are query positions inside the sequence. What
-    causal hides besides is the `Band`'s to say. Make this object where it is used (inside the
-    kernel): as an argument of a kernel its fields would become run-time values.
+    An interval with start >= end hides nothing. Rows are query positions inside the sequence. The
+    keys that causal masking hides in addition are described by the `Band`. Make this object inside
+    the kernel: as a kernel argument its fields would become run-time values.
 
     Raises ValueError for any other combination of num_vectors and causal.
     """
@@ -67,7 +68,7 @@ class Intervals:
     def hidden_rows(
         self, c: Sequence[IntLike], seqlen_q: IntLike
     ) -> tuple[tuple[IntLike, IntLike], ...]:
-        """The one or two intervals (start, end) of rows that a key with the values `c` hides."""
+        """The one or two intervals (start, end) of rows hidden by a key with the values `c`."""
         return tuple(
             (0 if start is None else c[start], seqlen_q if end is None else c[end])
             for start, end in self._edges()
@@ -76,11 +77,12 @@ class Intervals:
     def visible_rows(
         self, c: Sequence[IntLike], lo: IntLike | None = None, hi: IntLike | None = None
     ) -> tuple[tuple[IntLike | None, IntLike | None], ...]:
-        """Which rows of [lo, hi), None being open, see a key with the values `c`.
+        """The rows of [lo, hi) that see a key with the values `c`; None is an open side.
 
-        They are those of a range (start, end), the first that is returned, except for the holes in
-        it, the others, of which there are as few as can be. Rows from seqlen_q on, if they are in
-        the range, may get either answer. Rows may be counted from any one, in `c` and the others.
+        They are the rows of a range (start, end), the first result, except the holes in it, the
+        other results. There are as few holes as possible. If rows from seqlen_q on are in the
+        range, they may get either answer. Rows may be counted from any origin, in `c` and the other
+        arguments.
         """
         holes = []
         for start, end in self._edges():
@@ -95,10 +97,10 @@ class Intervals:
     def seen_span(
         self, starts: Sequence[IntLike], ends: Sequence[IntLike], seqlen_q: IntLike
     ) -> tuple[IntLike, IntLike]:
-        """Rows (first, last) outside of which no row sees a key; last < first if none does.
+        """Rows (first, last) outside of which no row sees a key; last < first if no row does.
 
-        starts, ends: the key's values where they start and where they end an interval; of several
-        keys, the largest and the smallest ones. The span may be wider than it has to be.
+        starts, ends: the values of the key that start and that end an interval; for several keys,
+        the largest starts and the smallest ends. The span may be wider than necessary.
         """
         first: IntLike = 0
         last = seqlen_q - 1
@@ -121,11 +123,11 @@ class Intervals:
         """(all_hidden, cuts) of the rows [first_row, end_row) against a block of keys.
 
         `bounds` has 2n values: entry 2v is the smallest and 2v + 1 the largest value of vector v
-        over the keys of the block. all_hidden is true only if every key hides every row, cuts is
-        false only if no key hides any. Both err on the side of more work: a block that is hidden
-        by two intervals together, or cut by none of the keys at the extremes, is still visited and
-        masked. The range holds a row and ends at seqlen_q at the latest; a range that runs past
-        seqlen_q loses the verdict all_hidden, not correctness.
+        over the keys of the block. all_hidden is true only if every key hides every row; cuts is
+        false only if no key hides any row. Both err on the side of more work. A block that two
+        intervals hide together, or that none of the keys at the extremes cuts, is still visited and
+        masked. The range holds at least one row, and ends at seqlen_q at the latest. A range that
+        runs past seqlen_q only loses all_hidden; the result stays correct.
         """
         all_hidden, cuts = [], []
         for start, end in self._edges():
@@ -136,7 +138,8 @@ class Intervals:
         return reduce(or_, all_hidden), reduce(or_, cuts)
 
     def _edges(self) -> tuple[tuple[int | None, int | None], ...]:
-        """Vector that holds the start and the end of each interval; None: the sequence's."""
+        """The vectors that hold the start and the end of each interval; None: the sequence's own
+        end."""
         if self.num_vectors == 1:
             return ((0, None),)
         if self.num_vectors == 2:

@@ -1,11 +1,11 @@
-"""All masks of a call as one rule: which scores count, and what that says about a tile of them.
+"""All masks of a call as one rule, for single scores and for tiles.
 
-A score counts when everything that was given lets it: the lengths, causal and window (`Band`),
-column intervals, block lists, mask_mod. `MaskRules` states this for single scores and for tiles.
-Kernels read the rule in two directions: a block of queries walks over keys (`forward_mask`) in the
-forward, a block of keys over queries (`backward_mask`) in the backward. Each direction plans walks
-and makes the bits of partial blocks. All of it is run by warps that compute no scores, on every
-architecture.
+A score counts if every given mask allows it: the lengths, causal and window (`Band`), column
+intervals, block lists, mask_mod. `MaskRules` states this for single scores and for tiles. Kernels
+apply the rule in two directions: in the forward a block of queries walks over keys
+(`forward_mask`), in the backward a block of keys walks over queries (`backward_mask`). Each
+direction plans walks and makes the bits of partial blocks. On every architecture this runs in warps
+that compute no scores.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from flash_mask_cute.rules.intervals import Intervals, rows_of_call
 
 
 class ColumnArgs(NamedTuple):
-    """Column intervals: indices (batch | 1, heads_mask, seqlen_k, n) int32, and their smallest and
-    largest values per key block, bounds (batch | 1, heads_mask, 2 n, num_n_blocks).
+    """Column intervals: indices (batch | 1, heads_mask, seqlen_k, n) int32, and bounds (batch | 1,
+    heads_mask, 2 n, num_n_blocks), their smallest and largest values per key block.
 
-    heads_per_mask_head: consecutive heads of walks that share a mask head. Where keys are packed,
-    both tensors have one batch entry for all sequences (`ColumnMask.bounds`).
+    heads_per_mask_head: consecutive heads of walks that share a mask head. If keys are packed, both
+    tensors have one batch entry for all sequences (`ColumnMask.bounds`).
     """
 
     indices: cute.Tensor
@@ -51,8 +51,8 @@ class ListArgs(NamedTuple):
 
 
 class BitArgs(NamedTuple):
-    """State of logical blocks that kernel tiles need not nest in: bit kb % 32 of word kb // 32 of
-    visible, full (batch | 1, heads | 1, num_q_blocks, words)."""
+    """State of logical blocks of any size: bit kb % 32 of word kb // 32 of visible, full (batch |
+    1, heads | 1, num_q_blocks, words). Kernel tiles need not nest in these blocks."""
 
     visible: cute.Tensor
     full: cute.Tensor
@@ -61,15 +61,15 @@ class BitArgs(NamedTuple):
 
 
 class MaskBitsArgs(NamedTuple):
-    """What a mask_mod and block lists say of each tile, computed before (`mask_bits_kernel.py`).
+    """The precomputed result of a mask_mod and block lists for each tile (`mask_bits_kernel.py`).
 
     states: the state of each tile (`core/tile_state.py`), int32 (batch | 1, m_blocks, n_blocks).
     tiles: the bits of partial tiles, int32 (batch | 1, m_blocks, n_blocks, lines, words).
     places: for sequences of different lengths, int32 (sequences, 2): the number of a sequence's
     first tile, and how many tiles it has in a row. tiles and states are then (1, 1, tiles, ...).
-    query_chunk: what a launch computes, None for all: the first block of queries, and how many.
-    With places: the number of the first tile, and how many tiles; it has the blocks whose first
-    tile is among these. The tensors begin with the chunk.
+    query_chunk: the part that a launch computes, None for all: the first block of queries, and the
+    number of blocks. With places it is the first tile and the number of tiles; the launch computes
+    the blocks whose first tile is among these. The tensors begin with the chunk.
     """
 
     tiles: cute.Tensor
@@ -87,8 +87,8 @@ class MaskBitsArgs(NamedTuple):
         return MaskBitsArgs(tiles, states, query_chunk=(first, count))
 
     def rows_of_query_chunk(self, sequence: Int32) -> tuple[Int32, Int32]:
-        """The blocks of queries of a sequence that a launch has: the first one and one past the
-        last one, which may lie behind the sequence."""
+        """The blocks of queries of a sequence in a launch: the first block and one past the last,
+        which may lie behind the sequence."""
         first, count = self.query_chunk
         begin, in_row = self.places[sequence, 0], cutlass.max(self.places[sequence, 1], 1)
         ends = (cutlass.max(x - begin, 0) for x in (first, first + count))
@@ -103,7 +103,7 @@ class MaskBitsArgs(NamedTuple):
         return self.states[self.index(batch_idx, m_block, n_block)]
 
     def index(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
-        """Where the tile of a sequence lies."""
+        """The index of a sequence's tile."""
         if self.places is None:
             return cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1), m_block, n_block
         first, in_row = self.places[batch_idx, 0], self.places[batch_idx, 1]
@@ -115,7 +115,7 @@ class MaskBitsArgs(NamedTuple):
 
 
 class MaskedKernel(Protocol):
-    """What a kernel says about its masks; plan: tile_m, tile_n and packed_heads."""
+    """A kernel's facts about its masks; plan: tile_m, tile_n and packed_heads."""
 
     plan: Any
     is_causal: bool
@@ -127,18 +127,18 @@ class MaskedKernel(Protocol):
 
 
 def check_given(name: str, given: Any, is_wanted: bool) -> None:
-    """Refuse an argument of a launch that the kernel was not made for, or lacks.
+    """Refuse a launch argument that the kernel was not made for, or that is missing.
 
-    :raises ValueError: naming it
+    :raises ValueError: names the argument
     """
     if (given is not None) != is_wanted:
         raise ValueError(f"{name} must {'' if is_wanted else 'not '}be given to this kernel")
 
 
 class MaskArgs(NamedTuple):
-    """What the masks of a launch are made of; anything may be absent.
+    """The tensors of a launch's masks; any may be absent.
 
-    mask_bits: in place of block lists and a mask_mod.
+    mask_bits: replaces block lists and a mask_mod.
     """
 
     window_left: Int32 | None
@@ -161,9 +161,10 @@ class MaskArgs(NamedTuple):
         aux_tensors: Any,
         mask_bits: MaskBitsArgs | None = None,
     ) -> "MaskArgs":
-        """From the arguments of a launch; num_heads: of its walks, block_size: of the lists.
+        """Made from the arguments of a launch; num_heads: heads of its walks, block_size: of the
+        lists.
 
-        :raises ValueError: a tensor is given to a kernel made without it, or the other way round;
+        :raises ValueError: the given tensors do not match those that the kernel was made for, or
             mask bits are given to a kernel with a mask_mod, or beside block lists
         """
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
@@ -181,15 +182,15 @@ class MaskArgs(NamedTuple):
         return MaskArgs(*window, columns, lists, bits, aux_tensors, mask_bits)
 
     def may_shorten(self, kernel: "MaskedKernel") -> bool:
-        """Whether intervals, lists or a callable may leave little of a walk."""
+        """Whether intervals, lists or a callable may shorten walks a lot."""
         shorteners = (self.columns, self.bits, self.mask_bits, kernel.mask_mod)
         return any(x is not None for x in shorteners)
 
 
 class TileVerdict(NamedTuple):
-    """What band and column intervals say about a tile of scores.
+    """The verdict of band and column intervals on a tile of scores.
 
-    is_visible may be true of a tile in which nothing is (`Intervals.classify`).
+    is_visible may be true for a tile without visible scores (`Intervals.classify`).
     """
 
     is_visible: Boolean
@@ -199,13 +200,14 @@ class TileVerdict(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskRules:
-    """The masks of a launch, for one shape of tiles.
+    """The masks of a launch, for one tile shape.
 
-    columns: which column of a tile each bit of a bit tile stands for. keys_are_packed: the keys of
-    all sequences lie in one tensor. skip: empty blocks are skipped and full blocks need no bits;
+    columns: maps each bit of a bit tile to a column of the tile. keys_are_packed: the keys of all
+    sequences lie in one tensor. skip: empty blocks are skipped and full blocks need no bits;
     without it every block of a sequence is visited as a partial one, with the same result.
-    counts_offsets: mask_mod and block lists count positions in an entry, in which a sequence begins
-    at offset_q and offset_k. group_size: heads among the packed ones of `block_info`.
+    counts_offsets: mask_mod and block lists count positions in a batch entry, where the sequence
+    begins at offset_q and offset_k. group_size: number of heads among the packed heads of
+    `block_info`.
     """
 
     args: MaskArgs
@@ -227,7 +229,7 @@ class MaskRules:
         lengths: Lengths,
         *more: Any,
     ):
-        """The rules of a kernel whose bit tiles have `columns`; more: fields of the direction."""
+        """The rules of a kernel whose bit tiles have `columns`; more: fields of the subclass."""
         block_info = BlockInfo(
             kernel.plan.tile_m,
             kernel.plan.tile_n,
@@ -252,11 +254,11 @@ class MaskRules:
         )
 
     def with_tile_m(self, tile_m: int):
-        """The same rules for tiles of so many query rows."""
+        """The same rules for tiles of tile_m query rows."""
         return replace(self, block_info=replace(self.block_info, tile_m=tile_m))
 
     def with_tile_n(self, tile_n: int):
-        """The same rules for tiles of so many keys."""
+        """The same rules for tiles of tile_n keys."""
         return replace(self, block_info=replace(self.block_info, tile_n=tile_n))
 
     @property
@@ -266,7 +268,7 @@ class MaskRules:
 
     @cute.jit
     def _judge(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> TileVerdict:
-        """The verdict on a tile; each lane of a warp may ask about another."""
+        """The verdict on a tile; each lane of a warp may judge another tile."""
         info, seqlen = self.block_info, work.seqlen
         n_block_min, n_block_max = info.get_n_block_min_max(seqlen, m_block)
         is_visible = (n_block >= n_block_min) & (n_block < n_block_max)
@@ -314,8 +316,8 @@ class MaskRules:
     def _look_up(
         self, work: Work, m_block: Int32, n_block: Int32, is_visible: Boolean
     ) -> tuple[Boolean, Boolean]:
-        """From the stored state of a tile that other masks leave visible: whether it is, and is
-        partial."""
+        """Read the stored state of a tile that other masks leave visible: whether it is visible,
+        and whether it is partial."""
         state = Int32(0)
         if is_visible:
             for i in cutlass.range_constexpr(self._bit_tiles_per_tile):
@@ -326,7 +328,7 @@ class MaskRules:
 
     @cute.jit
     def state_of_words(self, words: tuple) -> Int32:
-        """The state of what a warp's words of a tile cover."""
+        """The state of the part of a tile that a warp's words cover."""
         is_any_visible, is_any_hidden = Boolean(False), Boolean(False)
         for word in words:
             used = word & self.used_bits
@@ -350,7 +352,7 @@ class MaskRules:
 
     @property
     def _bit_tiles_per_tile(self) -> int:
-        """Tiles side by side that were stored for each one of these."""
+        """Number of stored tiles, side by side, in each of these tiles."""
         return 1
 
     def _judge_columns(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
@@ -369,8 +371,8 @@ class MaskRules:
         return self.intervals.classify(bounds, first_row, end_row, work.seqlen_q)
 
     def _column_values(self, work: Work, head_idx: Int32, k_idx: Int32) -> tuple[Int32, ...]:
-        """What the intervals' vectors say of a key, which may lie past the end of the keys, in rows
-        of the call."""
+        """The interval vectors of a key, as rows of the call. The key may lie past the end of the
+        keys."""
         batch_idx, mask_head, k_start = self._column_place(work, head_idx)
         at = k_start + cutlass.min(k_idx, work.seqlen_k - 1)
         values = tuple(
@@ -389,8 +391,8 @@ class MaskRules:
         return batch_idx, mask_head, k_start
 
     def _eval_mask_mod(self, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32) -> Boolean:
-        """mask_mod's answer. Positions past the ends are hidden by others, but it may index tensors
-        with them."""
+        """The result of mask_mod. Positions past the ends are hidden by other masks, but are
+        clamped here because mask_mod may index tensors with them."""
         offset_q, offset_k = (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
         return call_mask_mod(
             self.mask_mod,
@@ -402,13 +404,13 @@ class MaskRules:
         )
 
     def _listed_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
-        """What to add to positions of a sequence for the positions that block lists count."""
+        """The offsets from positions in a sequence to the positions that block lists count."""
         if work.q_start is not None:
             return work.q_start, 0
         return (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
 
     def _block_bits(self, work: Work, head_idx: Int32, q_block: Int32, k_block: Int32) -> tuple:
-        """Whether a logical block is listed, and whether as a full one: 0 or 1 each."""
+        """Whether a logical block is listed, and whether it is full: 0 or 1 each."""
         args = self.args.bits
         if work.q_start is not None:
             # rows before the mask, or behind it
@@ -421,7 +423,7 @@ class MaskRules:
 
 @dataclass(frozen=True)
 class Share:
-    """The lines of a work tile that one of several mask warps looks after, and their words.
+    """The lines of a work tile that one of several mask warps handles, and their words.
 
     A line of a bit tile is a query row in the forward, a key in the backward. num_groups: groups of
     32 neighbouring lines, one for each lane; their words follow each other, group by group.
@@ -482,7 +484,7 @@ def both(words: tuple, others: tuple) -> tuple:
 
 
 def broadcast_place(tensor: cute.Tensor, work: Work, head_idx: Int32) -> tuple[Int32, Int32]:
-    """Batch and head in a tensor that may have one for all."""
+    """Batch and head indices into a tensor that may have only one of either."""
     return (
         cutlass.min(work.batch_idx, cute.size(tensor, mode=[0]) - 1),
         cutlass.min(head_idx, cute.size(tensor, mode=[1]) - 1),

@@ -26,11 +26,11 @@ def plan_walks(
     claims_late: cutlass.Constexpr[bool] = False,
     num_splits: Int32 | None = None,
 ) -> None:
-    """One warp: decide on work tiles and the blocks they visit, and announce both.
+    """Choose work tiles and the blocks that they visit, and announce both. Run by one warp.
 
-    num_splits: pieces of each work tile, which the scheduler counts as heads, piece by piece; None:
-    work tiles are computed as a whole. claims_late: a work tile is claimed when the one before is
-    nearly through, not as soon as the ring has room for it.
+    num_splits: pieces of each work tile; the scheduler counts them as heads, piece by piece. None:
+    work tiles are computed as a whole. claims_late: a work tile is claimed when the previous one is
+    nearly done, not as soon as the ring has room.
     """
     is_by_keys = isinstance(rules, BackwardMask)
     blocks_of = partial(rules.num_blocks, lengths), rules.first_block
@@ -62,9 +62,9 @@ def make_mask_bits(
     walk: WalkRing,
     any_bits: cute.Tensor | None = None,
 ) -> None:
-    """One of the mask warps: its share of the bits of every block that something cuts.
+    """Make this mask warp's share of the bits of every partial block.
 
-    any_bits: int32, a word for 32 lines: the bits that some word of theirs has set.
+    any_bits: int32, one word for 32 lines: the OR of their words.
     """
     # work tiles, chunks and cut blocks so far
     tile, chunk, cuts = Int32(0), Int32(0), Int32(0)

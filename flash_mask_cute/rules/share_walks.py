@@ -1,8 +1,8 @@
-"""The planning warp of a forward whose key blocks are dealt out evenly (`core/shares.py`).
+"""The planning warp of a forward whose key blocks are distributed evenly (`core/shares.py`).
 
-Each CTA has the share of its own number. Its planning warp measures the line of all key blocks from
-the lengths, which lie on the device, and walks along its share: no other CTA has to be asked, the
-host knows nothing, and a captured launch is right for every later length.
+Each CTA has the share with its own number. Its planning warp computes the line of all key blocks
+from the lengths on the device, and walks along its share. So CTAs need no communication, the host
+needs no lengths, and a captured launch is right for all later lengths.
 """
 
 import operator
@@ -59,7 +59,7 @@ class KeyBlockLine:
 
     @cute.jit
     def measure(self) -> Int32:
-        """Places of the line. Run by a whole warp, as all of this."""
+        """Number of places on the line. Run by a whole warp, like everything here."""
         places, batch_start = Int32(0), Int32(0)
         while batch_start < self.num_batch:
             places += self._places_of_head(batch_start + cute.arch.lane_idx())
@@ -68,8 +68,8 @@ class KeyBlockLine:
 
     @cute.jit
     def locate(self, window: Window, place: Int32) -> tuple:
-        """The work tile that has a place of the line, and the window moved up to it: places are
-        asked for in ascending order."""
+        """The work tile at a place of the line, and the window moved up to it. Places must be
+        requested in ascending order."""
         batch_start, begin = window
         lane = cute.arch.lane_idx()
         of_head = self._places_of_head(batch_start + lane)
@@ -97,7 +97,7 @@ class KeyBlockLine:
 
     @cute.jit
     def _places_of_head(self, batch_idx: Int32) -> Int32:
-        """Places of a sequence, for one of its heads; each lane may ask for another sequence."""
+        """Places of a sequence for one of its heads; each lane may pass another sequence."""
         places = Int32(0)
         if batch_idx < self.num_batch:
             work = self._work(batch_idx, Int32(0))
@@ -111,7 +111,7 @@ class KeyBlockLine:
         return describe(WorkTile(Int32(0), head_idx, batch_idx, Boolean(True)), self.lengths, False)
 
     def _num_blocks(self, work: Work) -> Int32:
-        """Key blocks of a work tile; one that sees nothing visits one."""
+        """Key blocks of a work tile; a work tile that sees nothing visits one."""
         first, end = self.rules.key_blocks(work)
         return cutlass.max(end - first, 1)
 
@@ -123,7 +123,8 @@ def plan_shares(
     walk: WalkRing,
     merges: cute.Tensor,
 ) -> None:
-    """One warp: go along this CTA's share, and announce its pieces of work tiles and their walks.
+    """Walk along this CTA's share, and announce its pieces of work tiles and their walks. Run by
+    one warp.
 
     merges: (shares, MERGE_WORDS) int32.
     """

@@ -1,1 +1,1 @@
-"""What knows no attention: compiling, caching, identities of callables, devices."""
+"""Code independent of attention: compiling, caching, identities of callables, devices."""

@@ -1,9 +1,10 @@
 """Compile cache: one dictionary per process, one directory per user.
 
-A compiled kernel is found by an identity, not by a file name: the caller's key (what changes the
-generated code), the architecture, the option string, this package's sources, the versions of the
-compiler, and the environment that steers it. Its canonical JSON text is hashed for the file names
-and stored beside the object file, so that a loaded entry is compared with what was asked for.
+A compiled kernel is found by an identity, not by a file name. The identity consists of the caller's
+key (everything that changes the generated code), the architecture, the option string, this
+package's sources, the versions of the compiler, and the environment variables that affect it. Its
+canonical JSON text is hashed for the file names and stored beside the object file, so a loaded
+entry is compared with the request.
 
     <directory>/v1/<name>-<sha256>.o      object file with one TVM-FFI function
     <directory>/v1/<name>-<sha256>.json   identity, checksum of the .o, the builder's meta facts
@@ -13,8 +14,8 @@ The directory is $FLASH_MASK_CUTE_CACHE_DIR, else $XDG_CACHE_HOME/flash_mask_cut
 ~/.cache/flash_mask_cute. "0" or "off" turns the disk part off. Object files are code: the v1 folder
 must belong to the calling user and be writable by nobody else, and so must the entries.
 
-Trouble with the disk never fails a call: the kernel is compiled, not stored, and one warning says
-why. Importing this module imports neither cutlass nor torch.
+A disk problem never fails a call: the kernel is compiled, not stored, and one warning gives the
+reason. Importing this module imports neither cutlass nor torch.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ _NEUTRAL_DSL_VARIABLES = re.compile(
 class Compiled(NamedTuple):
     """A compiled kernel.
 
-    function takes positional arguments only. A builder gives the object that `cute.compile`
-    returned with the option --enable-tvm-ffi, which need not have an engine to run in; the cache
-    gives the function loaded from the exported object file, which has half the call overhead.
+    function takes positional arguments only. A builder returns the object that `cute.compile` made
+    with the option --enable-tvm-ffi, which needs no engine to run in. The cache returns the
+    function loaded from the exported object file, which has half the call overhead.
     meta holds JSON values about the generated code, such as registers, smem bytes and spills.
     """
 
@@ -69,10 +70,10 @@ class Compiled(NamedTuple):
 
 
 class CacheUsage(NamedTuple):
-    """What a cache takes of the disk.
+    """Disk usage of a cache.
 
-    folder: of the entries, which need not be there; None where the disk is not used. kernels: how
-    many there are. num_bytes: of all their files.
+    folder: of the entries, which may not exist; None if the disk is not used. kernels: number of
+    entries. num_bytes: size of all their files.
     """
 
     folder: Path | None
@@ -85,7 +86,7 @@ class CompileCache:
 
     Args:
         directory: where entries live; None means the environment decides, at each miss.
-        max_bytes: entries used longest ago are deleted, when storing, beyond this total.
+        max_bytes: when storing exceeds this total, the least recently used entries are deleted.
         lock_timeout_s: how long to wait for another process that compiles the same key.
     """
 
@@ -116,11 +117,11 @@ class CompileCache:
 
         Args:
             name: short name of the kernel kind, letters, digits, - and _; begins the file names.
-            key: JSON-able mapping of everything that changes the generated code, or a function
-                that makes it, called only on a miss when `token` is given.
+            key: JSON-able mapping of everything that changes the generated code, or a function that
+                makes it, called only on a miss if `token` is given.
             build: compiles the kernel. It runs under `compile_lock()`, at most once per key among
-                all processes that share the directory; what it raises reaches the caller.
-            arch: architecture that is compiled for, such as "sm_90a".
+                all processes that share the directory; its exceptions reach the caller.
+            arch: target architecture, such as "sm_90a".
             options: the option string given to the compiler.
             token: a hashable equivalent of `key`. With it a hit costs one dictionary look-up;
                 without it the key is written as JSON on each call.
@@ -144,7 +145,7 @@ class CompileCache:
         self._memory.clear()
 
     def usage(self) -> CacheUsage:
-        """What the cache takes of the disk now. No folder is made."""
+        """The current disk usage of the cache. No folder is made."""
         try:
             root = self._root()
         except RuntimeError:  # there is no home directory
@@ -190,7 +191,7 @@ class CompileCache:
     def _attempt(
         self, entry: _Entry | None, build: Callable[[], Compiled], out_of_time: bool
     ) -> Compiled | None:
-        """Load or build; None when another process is compiling this entry."""
+        """Load or build; None while another process compiles this entry."""
         if entry is None:
             return _load_unstored(_count(build()))
         found = entry.load()
@@ -222,10 +223,10 @@ class CompileCache:
         return entry.load() or _load_unstored(compiled)
 
     def _root(self) -> Path | None:
-        """The directory, which need not be there; None when the disk is not used.
+        """The directory, which may not exist; None if the disk is not used.
 
         Raises:
-            RuntimeError: it is in the home directory, and there is none.
+            RuntimeError: it would be in the home directory, and there is none.
         """
         if self._directory is not None:
             return self._directory
@@ -235,7 +236,7 @@ class CompileCache:
         return Path(value) if value else _default_root()
 
     def _folder(self) -> Path | None:
-        """Return the folder of the entries, made if need be; None when the disk is not used."""
+        """Return the folder of the entries, made if necessary; None if the disk is not used."""
         try:
             root = self._root()
             if root is None:
@@ -325,8 +326,8 @@ class _Entry:
     def try_lock(self) -> int | None:
         """Return a file descriptor that holds the lock of this entry, None while another has it.
 
-        The holder deletes the file before it lets go, so that no lock files pile up; whoever then
-        gets the lock of a deleted file has nothing and tries again.
+        The holder deletes the file before it releases the lock, so lock files do not accumulate. A
+        process that then gets the lock of a deleted file has locked nothing, and tries again.
         """
         while True:
             descriptor = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -351,7 +352,7 @@ def _load(path: str, symbol: str) -> Callable[..., Any]:
 
 
 def _load_unstored(compiled: Compiled) -> Compiled:
-    """What a builder made, loaded from an object file that is in memory only."""
+    """A builder's result, loaded from an object file that is only in memory."""
     exported: Any = compiled.function
     with os.fdopen(os.memfd_create(_UNSTORED_SYMBOL), "rb") as file:
         path = f"/proc/self/fd/{file.fileno()}"
@@ -389,7 +390,7 @@ def _read_own(path: Path) -> bytes:
 
 
 def _evict(folder: Path, max_bytes: int, *, keep: str) -> None:
-    """Delete the entries used longest ago until `max_bytes` hold the rest; `keep` stays."""
+    """Delete the least recently used entries until the rest fits `max_bytes`; `keep` stays."""
     sizes: dict[str, int] = {}
     used: dict[str, float] = {}
     now = time.time()
@@ -420,7 +421,7 @@ def _evict(folder: Path, max_bytes: int, *, keep: str) -> None:
 
 
 def _canonical(value: Mapping[str, Any]) -> str:
-    """Write JSON in one way only: equal mappings give equal text in every process."""
+    """Write canonical JSON: equal mappings give equal text in every process."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -480,14 +481,15 @@ _builds = 0
 def compile_lock() -> threading.RLock:
     """The lock under which this process compiles.
 
-    Two threads in `cute.compile` at once abort the process, so code that compiles without a
+    Two threads in `cute.compile` at once abort the process. So code that compiles without a
     `CompileCache` takes this lock too.
     """
     return _lock
 
 
 def compile_count() -> int:
-    """How many kernels this process has really built; a forked child starts at 0."""
+    """Number of kernels that this process has built, without cache hits; a forked child starts at
+    0."""
     return _builds
 
 

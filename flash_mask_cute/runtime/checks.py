@@ -1,4 +1,4 @@
-"""Checks of arguments that know no attention. Each names the argument and quotes the value."""
+"""Argument checks independent of attention. Each error names the argument and quotes the value."""
 
 from __future__ import annotations
 
@@ -102,11 +102,12 @@ def check_finite(name: str, value: Any) -> None:
 
 
 def number_of(name: str, value: Any) -> Any:
-    """What is given, or the number of a 0-dim CPU tensor, which is read now. Whether the call can
-    use it, the other checks tell.
+    """The given value, or the number in a 0-dim CPU tensor, which is read now.
+
+    Other checks decide whether the call can use it.
 
     Raises:
-        ValueError: a tensor with dimensions, or of a device that reading it would wait for.
+        ValueError: a tensor has dimensions, or is on a device that reading it would wait for.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -138,7 +139,7 @@ def check_shaped(
 
 
 def check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
-    """An output that is written while an input is read would change the result."""
+    """Check that an output shares no memory with an input: writing it would change the result."""
     start, end = span_of(tensor)
     for other, given in inputs.items():
         first, last = span_of(given)
@@ -150,7 +151,7 @@ def check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tens
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and end address between which a tensor's elements lie."""
+    """The first address and the end of the memory that holds a tensor's elements."""
     if tensor.numel() == 0:
         return 0, 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -168,7 +169,7 @@ def check_fp32(name: str, value: Any, shape: tuple[int, ...], device: torch.devi
 
 
 def check_like(name: str, gradient: torch.Tensor, of: str, tensor: torch.Tensor) -> None:
-    """Refuse a gradient that is not as `tensor`, which is called `of`."""
+    """Refuse a gradient that differs in form from `tensor`, whose name is `of`."""
     if gradient.dtype != tensor.dtype:
         raise TypeError(
             f"{name} must have the dtype of {of} ({tensor.dtype}), got {gradient.dtype}"

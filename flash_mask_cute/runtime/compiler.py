@@ -1,4 +1,4 @@
-"""Compile a kernel object. What kernel it is, and of which problem, is not known here."""
+"""Compilation of kernel objects. This module does not know the kernel or its problem."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ _more_options: ContextVar[str] = ContextVar("_more_options", default="")
 
 @tells_what_to_install()
 def preload() -> None:
-    """Import the compiler now, so that a first call does not wait for it."""
+    """Import the compiler now, so that the first call does not wait for it."""
     import cutlass.cute.runtime  # noqa: F401
     import tvm_ffi  # noqa: F401
 
 
 def options_of(target: Target) -> str:
-    """What the compiler is told for kernels of this target."""
+    """The compiler options for kernels of this target."""
     return options_for(target.arch)
 
 
 def options_for(arch: str) -> str:
-    """`options_of` a target of this architecture, such as "sm_90a"."""
+    """`options_of` for a target of this architecture, such as "sm_90a"."""
     return f"--enable-tvm-ffi --gpu-arch {arch}"
 
 
 @contextlib.contextmanager
 def compiler_keeps(options: str) -> Iterator[None]:
-    """Give the compiler these options, too, in what this thread compiles meanwhile: what to keep of
-    its output. They are no part of a kernel's identity, so they must not change its code."""
+    """Add compiler options that keep output files, for compilations of this thread in the context.
+
+    They are not part of a kernel's identity, so they must not change its code.
+    """
     token = _more_options.set(options)
     try:
         yield
@@ -49,9 +51,9 @@ def compiler_keeps(options: str) -> Iterator[None]:
 def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any) -> Compiled:
     """Compile a kernel object now, for stand-ins of its arguments.
 
-    The function is there to be exported: it can be called when a `CompileCache` has loaded it.
-    `meta`, beside what is given: registers, spill_bytes (stores and loads; either is None when
-    ptxas told nothing), and warnings, what ptxas said about lost performance.
+    The function only serves for export; it can be called after a `CompileCache` has loaded it.
+    `meta` contains, besides the given entries: registers, spill_bytes (stores and loads; either is
+    None if ptxas reported nothing), and warnings, the remarks of ptxas about lost performance.
     """
     import cutlass.cute as cute
 
@@ -68,15 +70,18 @@ def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any)
 
 
 def _let_ptxas_report(dsl: Any, _module: Any, _name: str) -> None:
-    """Ask for ptxas' remarks once the kernel is traced. An option that asks for them from the start
-    makes tracing look up the source line of each operation, which takes as long as tracing."""
+    """Request ptxas' remarks after the kernel is traced.
+
+    With an option set from the start, tracing looks up the source line of each operation, which
+    takes as long as tracing.
+    """
     dsl.compile_options._apply_opt_string("remarks{ptx}")
 
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: what tracing allocates makes it scan all that the process
-    holds, and most of that is torch."""
+    """Pause garbage collection in the context. Allocations of tracing would trigger scans of all
+    objects of the process, most of which belong to torch."""
     if not gc.isenabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""torch dtypes by name, and what the DSL calls them."""
+"""torch dtypes by name, and their names in the DSL."""
 
 from __future__ import annotations
 

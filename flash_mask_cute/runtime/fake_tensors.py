@@ -1,6 +1,6 @@
-"""Stand-ins for tensors, which the compiler gets to see instead of those of a call.
+"""Stand-ins for tensors, which the compiler gets instead of the tensors of a call.
 
-Extents and strides are symbols, so nothing about a particular call can leak into the code.
+Extents and strides are symbols, so no fact about a particular call can enter the code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BASE_ALIGNMENT = 16  # bytes
 
 
 class HasWindow(Protocol):
-    """A problem that says which sides a window has."""
+    """A problem with fields for the sides of a window."""
 
     @property
     def has_window_left(self) -> bool: ...
@@ -58,7 +58,7 @@ def extents(rank: int) -> tuple[Any, ...]:
 
 
 def operand(name: str, rank: int, dim: int) -> Any:
-    """A tensor of 16-bit rows of `dim` elements, which may be strided as TMA allows it."""
+    """A tensor of 16-bit rows of `dim` elements, with any strides that TMA allows."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
@@ -86,8 +86,8 @@ def int32_vector(present: bool) -> Any:
 
 
 def strided(rank: int, name: str = "int32") -> Any:
-    """A tensor with any strides. Also the last one is free: where the extent is 1, torch leaves it
-    to chance."""
+    """A tensor with any strides. The last stride is free, too: torch does not define it if the
+    extent is 1."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
@@ -155,7 +155,7 @@ def int32_pair() -> tuple[Any, Any]:
 
 
 def stream() -> Any:
-    """torch's current stream, which a call need not pass."""
+    """torch's current stream, which a call does not have to pass."""
     from cutlass.cute.runtime import make_fake_stream
 
     return make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -1,4 +1,4 @@
-"""What to install where a package is missing that is imported when it is first needed."""
+"""Advice on what to install if a lazily imported package is missing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 
 @contextmanager
 def tells_what_to_install() -> Iterator[None]:
-    """Context, or decorator of a function, in which a missing compiler is an ImportError that says
-    `pip install`, from the ModuleNotFoundError. Others pass."""
+    """Context, or decorator of a function, that turns the ModuleNotFoundError of a missing compiler
+    into an ImportError with the `pip install` command. Other errors pass."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Which tensors are memory that a kernel can be given the address of.
+"""Check that tensors are memory whose address a kernel can be given.
 
 A subclass may hold no memory of its own (a wrapper of other tensors), or memory that stands for
 something else. torch hands operators to its `__torch_dispatch__`, which takes it apart; a kernel
@@ -33,8 +33,11 @@ class NotPlainError(TypeError):
 
     @contextmanager
     def named_unless_from(self, implementations: Container[CodeType]) -> Iterator[None]:
-        """Around operators on the same arguments: what the subclass raises becomes a TypeError that
-        names the argument; what the implementations of operators raise stays as it is."""
+        """Context around operators on the same arguments.
+
+        An error of the subclass becomes a TypeError that names the argument; errors of operator
+        implementations stay as they are.
+        """
         try:
             yield
         except Exception as error:
@@ -48,12 +51,12 @@ class NotPlainError(TypeError):
 
 
 def are_plain(*tensors: Any) -> bool:
-    """Whether all have the type of plain tensors, which wrappers of a transform have, too."""
+    """Whether all have the type of plain tensors; wrappers of a transform have it, too."""
     return all(type(x) in PLAIN_TYPES for x in tensors)
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """Refuse what is no memory to read.
+    """Refuse a tensor that is no readable memory.
 
     Raises:
         NotPlainError: a TypeError; the tensor is of a subclass.
@@ -74,8 +77,8 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 
 def own_memory(tensor: Tensor) -> Tensor:
-    """A plain view, where the type is a subclass that leaves operators to torch, and is memory like
-    any other tensor; everything else as it is."""
+    """A plain view of a subclass tensor that leaves operators to torch and is ordinary memory;
+    everything else unchanged."""
     kind = type(tensor)
     is_memory = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
     if kind in PLAIN_TYPES or not is_memory:

@@ -1,4 +1,4 @@
-"""A line on the terminal that says how far long work is."""
+"""A progress line on the terminal for long work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ INTERVAL_S = 1.0
 
 @contextlib.contextmanager
 def tells_progress(what: str, done: Callable[[], int], total: int) -> Iterator[None]:
-    """Context of long work: once a second a line of stderr says how much of it is done.
+    """Context of long work: once a second a line on stderr shows how much of it is done.
 
-    Work that is shorter than a second says nothing, and nothing is written where stderr is no
-    terminal. The line is written over itself, and ended when the work ends.
+    Work shorter than a second writes nothing, and nothing is written if stderr is no terminal. The
+    line overwrites itself, and ends when the work ends.
 
-    what: names the work. done: tells how much of `total`, which is at least 1, is done. It is
-    called from another thread, so the work must let go of Python's global lock.
+    what: names the work. done: returns how much of `total`, at least 1, is done. It is called from
+    another thread, so the work must release Python's global interpreter lock.
 
     Example:
         >>> with tells_progress("compiling", lambda: len(finished), len(kernels)):

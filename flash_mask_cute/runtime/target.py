@@ -19,14 +19,14 @@ ARCHS = {
 
 @dataclass(frozen=True)
 class Target:
-    """arch: what the compiler is told, such as "sm_90a"; num_sms: how many CTAs run at once."""
+    """arch: the compiler's architecture name, such as "sm_90a"; num_sms: CTAs that run at once."""
 
     arch: str
     num_sms: int
 
     @staticmethod
     def named(arch: str) -> Target:
-        """The usual device of an arch, for compiling where there is none.
+        """The usual device of an arch, for compiling without such a device.
 
         Raises:
             ValueError: there is no kernel for the arch.
@@ -38,7 +38,7 @@ class Target:
 
     @staticmethod
     def default() -> Target:
-        """An H100 or H200 (SXM), for compiling where there is no GPU."""
+        """An H100 or H200 (SXM), for compiling without a GPU."""
         return Target("sm_90a", H200_SMS)
 
     @staticmethod

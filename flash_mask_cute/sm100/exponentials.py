@@ -1,7 +1,8 @@
-"""Exponentials of Blackwell's softmax: packed fp32, and a share of them on the multiply-add pipes.
+"""Exponentials of Blackwell's softmax: packed fp32, with a share computed on the multiply-add
+pipes.
 
-An SM computes 16 exponentials a clock, which is too few for the products of a score tile: a share
-of them is evaluated by a polynomial instead (`core/exp2.py`).
+An SM computes 16 exponentials a clock, too few for the products of a score tile. So a share of them
+is evaluated by a polynomial instead (`core/exp2.py`).
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ CHAINS = 4
 
 
 class WholeRows:
-    """`RowArithmetic` where a thread has all columns of a row.
+    """`RowArithmetic` for threads that have all columns of a row.
 
     uses_polynomial: whether a share of the exponentials is computed by `exp2_polynomial`.
     """

@@ -1,7 +1,7 @@
 """FlashAttention backward for Blackwell: dQ, dK, dV from dO, LSE and delta = rowsum(dO * O) - dLSE.
 
-A persistent CTA computes one work tile of 128 keys of a KV head after another; the queries of the
-group's heads pass by in blocks of 128. With P = exp(S - LSE) and dP = dO V^T,
+A persistent CTA computes work tiles of 128 keys of a KV head, one after another. For each it walks
+over the queries of the group's heads in blocks of 128. With P = exp(S - LSE) and dP = dO V^T,
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
@@ -30,11 +30,10 @@ Channels (full/empty mbarrier pairs):
     reduce --out---> send             a part of a block's dQ, in shared memory
     mask ----bits--> compute          the bits of a query block that is cut
 
-S^T and dP^T have keys in lanes, so a compute thread has a key. P^T and dS^T take the place of S and
-dP in TMEM, from where dV and dK have them as operands; dS also goes to shared memory for dQ.
-
-Products complete in the order of their issue: of block j, S(j) dK(j-1) dQ(j-1) dV(j) dP(j). So when
-dP(j) is there, nobody reads dS(j-1) any more, in either place. docs/backward_sm100.md tells why.
+S^T and dP^T have keys in lanes, so a compute thread has one key. P^T and dS^T replace S and dP in
+TMEM, where they are operands of dV and dK. dS also goes to shared memory for dQ. Products complete
+in the order of their issue: of block j, S(j) dK(j-1) dQ(j-1) dV(j) dP(j). So when dP(j) is
+complete, dS(j-1) is no longer read in either place. docs/backward_sm100.md gives the reasons.
 """
 
 from collections.abc import Callable
@@ -95,7 +94,7 @@ class KeyGradients(NamedTuple):
 
 
 class BwdScoreArgs(NamedTuple):
-    """What happens to the scores, and what the modifier reads and has gradients for."""
+    """Processing of the scores, and the tensors that the modifier reads and has gradients for."""
 
     scales: ScoreScales
     aux_tensors: Any
@@ -120,13 +119,13 @@ class FlashAttentionBackwardSm100:
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param deterministic: dQ is summed in an order that does not depend on the run
-    :param clears_dq: dQ is cleared before, and all add to it; otherwise who comes first to a row
-        block stores
-    :param may_empty_rows: masks may leave queries that see nothing; those whose rows of Q or dO are
-        not finite come marked
-    :param num_sms: CTAs to launch at most
+    :param clears_dq: the sums of dQ are cleared first, and all CTAs add to them; otherwise the
+        first CTA at a row block stores
+    :param may_empty_rows: masks may leave queries that see nothing; rows of these are marked if
+        their Q or dO is not finite
+    :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
-    :raises NotImplementedError: for what this kernel does not have
+    :raises NotImplementedError: for an option that this kernel does not have
     """
 
     def __init__(
@@ -356,7 +355,7 @@ class FlashAttentionBackwardSm100:
         softmax_scale: Float32,
         score_args: BwdScoreArgs,
     ):
-        """Compute warp: 32 keys and a half of the queries, a key for each thread."""
+        """Compute warp: 32 keys and half of the queries, one key for each thread."""
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (COMPUTE_WARPS // HALVES)
         plan = self.plan
         chain = ScoreChain(
@@ -397,9 +396,9 @@ class FlashAttentionBackwardSm100:
 
     @cute.jit
     def _hold_keys(self, tiles: Tiles, channels: Channels, tile: Int32, first: Int32, half: Int32):
-        """Put K, or of the second half V, of this thread's key of a work tile into TMEM.
+        """Copy K, or V in the second half, of this thread's key of a work tile into TMEM.
 
-        All products of the work tile before are complete: its sums have been taken.
+        All products of the previous work tile are complete: its sums have been taken.
         """
         plan = self.plan
         if half == 0:
@@ -434,7 +433,7 @@ class FlashAttentionBackwardSm100:
         width: cutlass.Constexpr[int],
         scale: Float32 | None,
     ):
-        """Send 32 keys of dK or dV out of TMEM to memory, by way of this warp's places."""
+        """Store 32 keys of dK or dV from TMEM to memory, through this warp's places."""
         plan, lane = self.plan, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_packed = lengths.cu_seqlens_k is not None
@@ -471,7 +470,7 @@ class FlashAttentionBackwardSm100:
 
     @cute.jit
     def reduce(self, tiles: Tiles, channels: Channels):
-        """Reduce warp: 32 queries of every block, a query for each thread."""
+        """Reduce warp: 32 queries of every block, one query for each thread."""
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
         while channels.ring.wait(tile):
             step = partial(self._stage_dq, tiles, channels)
@@ -481,7 +480,8 @@ class FlashAttentionBackwardSm100:
 
     @cute.jit
     def _stage_dq(self, tiles: Tiles, channels: Channels, number: Int32, block: Block):
-        """dQ of a block out of TMEM, part by part to where the send warp has it added from.
+        """Move dQ of a block out of TMEM, part by part, to the memory from which the send warp adds
+        it.
 
         A thread's row of a part lies in pieces of 4 columns, tile_m rows apart: a warp writes 512
         bytes at a time.

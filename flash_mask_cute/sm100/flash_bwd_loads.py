@@ -1,4 +1,4 @@
-"""Two warps of the Blackwell backward: who loads, and who sends the sums of dQ."""
+"""Two warps of the Blackwell backward: the load warp, and the send warp for the sums of dQ."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from flash_mask_cute.sm100.flash_bwd_plan import BwdPlan, Channels, Tiles
 
 @dataclass(frozen=True)
 class KeyLoads:
-    """What the load warp knows."""
+    """State of the load warp."""
 
     plan: cutlass.Constexpr[BwdPlan]
     operands: BwdOperands
@@ -31,7 +31,7 @@ class KeyLoads:
 
     @cute.jit
     def run(self):
-        """Keys and values of every work tile, and the query blocks of its walk."""
+        """Load keys and values of every work tile, and the query blocks of its walk."""
         channels = self.channels
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
         while channels.ring.wait(tile):
@@ -75,7 +75,7 @@ class KeyLoads:
 
 
 class Sent(NamedTuple):
-    """Query blocks so far, and the row block of the last one."""
+    """Number of query blocks so far, and the row block of the last one."""
 
     number: Int32
     last: Summed
@@ -83,7 +83,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class SumsOut:
-    """What the send warp knows."""
+    """State of the send warp."""
 
     plan: cutlass.Constexpr[BwdPlan]
     channels: Channels
@@ -91,7 +91,7 @@ class SumsOut:
 
     @cute.jit
     def run(self):
-        """The sums of dQ of every walk, each added to those of its row block."""
+        """Send the sums of dQ of every walk, each added to those of its row block."""
         channels = self.channels
         tile, chunk = Int32(0), Int32(0)
         state = Sent(Int32(0), Summed.nothing())

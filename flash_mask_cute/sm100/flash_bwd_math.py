@@ -1,4 +1,4 @@
-"""The Blackwell backward between its products: P from S, dS from dP, two by an instruction."""
+"""The Blackwell backward between its products: P from S, dS from dP, two values per instruction."""
 
 import cutlass
 import cutlass.cute as cute

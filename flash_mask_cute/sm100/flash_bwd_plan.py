@@ -1,6 +1,6 @@
 """Static facts of the Blackwell backward: tiles, TMEM, shared memory, warps and registers.
 
-Like `flash_fwd_plan`: Python ints decide, layouts and MMA atoms are made where they are needed.
+Like `flash_fwd_plan`: Python ints decide; layouts and MMA atoms are made where they are needed.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ NUM_MASK_WARPS = 4
 
 
 class Channels(NamedTuple):
-    """How the roles of a CTA hand things on (see `flash_bwd`); kv: where `BwdPlan.holds_keys`."""
+    """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdPlan.holds_keys`."""
 
     q: Channel
     do: Channel
@@ -86,9 +86,10 @@ class Channels(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What lies in shared memory: see `BwdPlan` for the layouts.
+    """The contents of shared memory: see `BwdPlan` for the layouts.
 
-    ds: (queries, keys). stored: dK and dV on their way out, in the place of ds. dq: fp32 sums of a
+    ds: (queries, keys). stored: dK and dV before their store, in the place of ds. dq: fp32 sums of
+    a
     part. stats: `core.row_blocks.stats_words` of a query block. bits: of a partial block.
     """
 
@@ -105,9 +106,9 @@ class Tiles(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Fragments of the five products: a letter for the result, one for the operand.
+    """Fragments of the five products; names are result, then operand.
 
-    p, ds: in TMEM, one for each half of the queries. s_k, dp_v: of one stage, in TMEM where
+    p, ds: in TMEM, one for each half of the queries. s_k, dp_v: with one stage, in TMEM if
     `BwdPlan.holds_keys`.
     """
 
@@ -130,15 +131,15 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True)
 class BwdPlan:
-    """Shape of one CTA's work: 128 keys, and blocks of 128 queries that pass by.
+    """Shape of one CTA's work: 128 keys, and a walk over blocks of 128 queries.
 
-    S^T and dP^T have keys in lanes, so P^T and dS^T go back to TMEM over them and are operands of
-    dV and dK. dS also goes to shared memory, for dQ.
+    S^T and dP^T have keys in lanes, so P^T and dS^T overwrite them in TMEM and are operands of dV
+    and dK. dS also goes to shared memory, for dQ.
 
     stages_q, stages_do: blocks of queries and of their output gradients in flight. has_marks: rows
     of queries that see nothing may be marked to be cleared. has_reference: the statistics of a
-    query have a third number, for scores of any size. stages_kv, value_cols, cta_pair: what Hopper
-    has, and this kernel does not.
+    query have a third number, for scores of any magnitude. stages_kv, value_cols, cta_pair: options
+    of Hopper, not supported here.
     """
 
     dtype: type[cutlass.Numeric]
@@ -190,7 +191,8 @@ class BwdPlan:
 
     @property
     def column_dq(self) -> int:
-        """dQ has columns of its own, or those of dP, of which dS has been multiplied by then."""
+        """The TMEM column of dQ: its own, or that of dP, whose dS has already been multiplied by
+        then."""
         return self.column_dp if self.dq_shares else self.column_dk + self.tile_d
 
     @property
@@ -199,8 +201,8 @@ class BwdPlan:
 
     @property
     def holds_keys(self) -> bool:
-        """TMEM has columns left for K and V, two values to a column: then S and dP read from shared
-        memory half of what they would."""
+        """Whether TMEM has columns left for K and V, two values per column. S and dP then read half
+        as much shared memory."""
         return not self.dq_shares and self.column_v + self.tile_dv // 2 <= NUM_COLUMNS
 
     @property
@@ -215,7 +217,7 @@ class BwdPlan:
 
     @property
     def parts_dq(self) -> tuple[int, ...]:
-        """Widths of the parts of dQ, which leave one after the other."""
+        """Widths of the parts of dQ, which leave in turn."""
         return (64,) if self.tile_d == 64 else (32,) * (self.tile_d // 32)
 
     def size_dq(self, width: int) -> int:
@@ -232,7 +234,8 @@ class BwdPlan:
 
     @property
     def bytes_with_q(self) -> int:
-        """Keys, which come with the Q of a work tile's first block, and values with its dO."""
+        """Bytes of keys, which come with the Q of a work tile's first block, and of values with its
+        dO."""
         return self.tile_n * self.tile_d * 2
 
     @property
@@ -274,7 +277,7 @@ class BwdPlan:
         )
 
     def infeasible(self) -> str | None:
-        """Why this plan cannot run, or None."""
+        """The reason why this plan cannot run, or None."""
         if max(self.head_dim, self.head_dim_v) > TILE_DIMS[-1]:
             dims = f"{self.head_dim}, {self.head_dim_v}"
             return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"
@@ -489,7 +492,7 @@ def _rounded(dim: int) -> int:
 
 
 class KeyElements:
-    """`Elements` where a thread has a key, and of a block's queries those of its half."""
+    """`Elements` for a thread that has one key, and its half of a block's queries."""
 
     num_rows = 1
 

@@ -1,6 +1,7 @@
-"""The mma warp of the Blackwell backward: which products it issues, and behind what.
+"""The mma warp of the Blackwell backward: its products, and the waits before them.
 
-Products complete in the order of their issue, so nobody is asked for what an earlier one has read.
+Products complete in the order of their issue, so no wait is needed for the reads of earlier
+products.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ MOST_STEPS = 4
 
 @dataclass(frozen=True)
 class BlockProducts:
-    """What the mma warp knows. wants_both: S and dP of a block are needed together."""
+    """State of the mma warp. wants_both: S and dP of a block are needed together."""
 
     plan: cutlass.Constexpr[BwdPlan]
     wants_both: cutlass.Constexpr[bool]
@@ -55,7 +56,7 @@ class BlockProducts:
 
     @cute.jit
     def _issue_block(self, tile: Int32, first: Int32, number: Int32, block: Block):
-        """S of a block; dK and dQ of the one before; dV and dP of this one."""
+        """Issue S of a block, dK and dQ of the previous one, then dV and dP of this one."""
         plan = self.plan
         self.channels.q.wait(number)
         if const_expr(plan.has_marks):
@@ -71,8 +72,8 @@ class BlockProducts:
 
     @cute.jit
     def _issue_block_together(self, tile: Int32, first: Int32, number: Int32, block: Block):
-        """All products of a block: S and dP, which are needed together, then what is made of
-        them."""
+        """Issue all products of a block: S and dP, which are needed together, then those that use
+        their results."""
         plan = self.plan
         self.channels.q.wait(number)
         if const_expr(plan.has_marks):
@@ -119,7 +120,7 @@ class BlockProducts:
 
     @cute.jit
     def _clear_marked_rows(self, number: Int32):
-        """Put 0 in place of marked rows of Q and dO of a block of which Q has come."""
+        """Clear marked rows of Q and dO of a block whose Q has arrived."""
         plan, stage = self.plan, self.channels.q.index(number)
         marks = marks_of(self.tiles.stats[None, stage], plan.tile_m, plan.num_stats)
         if any_mark(marks, plan.tile_m):
@@ -133,7 +134,8 @@ class BlockProducts:
 
     @cute.jit
     def _issue_gradients(self, number: Int32, first: Int32):
-        """dK and dQ of a block; its Q is released then, which says that keys have been read."""
+        """Issue dK and dQ of a block. This releases its Q, which also shows that keys have been
+        read."""
         plan, group = self.plan, self.plan.group
         # dS is there
         self.channels.dp.wait_until_released(number)

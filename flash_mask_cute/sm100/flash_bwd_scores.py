@@ -1,7 +1,7 @@
-"""The compute warps of the Blackwell backward: of a query block's S and dP, P and dS.
+"""The compute warps of the Blackwell backward: P and dS from a query block's S and dP.
 
-A thread has a key and half of the queries. P goes back to TMEM over its own columns of S, and dS
-over those of dP; dS also to shared memory.
+A thread has one key and half of the queries. In TMEM P overwrites the thread's columns of S, and dS
+overwrites those of dP. dS also goes to shared memory.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ CHUNK_WORDS = umma.CHUNK // 2
 
 
 class Blocks(NamedTuple):
-    """Query blocks, and blocks that are cut, so far."""
+    """Number of query blocks, and of cut blocks, so far."""
 
     number: Int32
     cuts: Int32
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockScores:
-    """What a compute warp knows; half: which queries of a block are its own."""
+    """State of a compute warp; half: its half of a block's queries."""
 
     plan: cutlass.Constexpr[BwdPlan]
     tiles: Tiles
@@ -50,7 +50,7 @@ class BlockScores:
 
     @cute.jit
     def visit(self, tile: Int32, state: Blocks, block: Block):
-        """P and dS of a query block, masked if something cuts it."""
+        """Compute P and dS of a query block, masked if it is cut."""
         cuts = state.cuts
         compute = partial(self._compute, tile, state.number, block)
         self.channels.q.wait(state.number)
@@ -95,7 +95,7 @@ class BlockScores:
         self.channels.q.release(number)
 
     def _complete(self, channel: Channel, number) -> None:
-        """Release what this warp has replaced in TMEM."""
+        """Release the values that this warp has replaced in TMEM."""
         umma.wait_stores()
         umma.fence_before_arrival()
         cute.arch.sync_warp()
@@ -111,7 +111,7 @@ class BlockScores:
             cute.autovec_copy(values[None, i], target[None, at])
 
     def _replace_scores(self, first, statistics, bits, thread) -> list:
-        """Put P in the place of S; returns what dS has for P, by chunks of columns."""
+        """Replace S by P; returns the factors of dS, by chunks of columns."""
         factors = []
         for chunk, scores in self._chunks(first, thread):
             if bits is not None:
@@ -123,7 +123,7 @@ class BlockScores:
         return factors
 
     def _replace_modified(self, place, first, statistics, bits, thread) -> list:
-        """The same of scores that are modified."""
+        """The same for modified scores."""
         factors = []
         for chunk in range(QUERIES // umma.CHUNK):
             kept = cute.make_rmem_tensor((1, umma.CHUNK), Float32)
@@ -144,7 +144,7 @@ class BlockScores:
     def _compute_by_chunks(
         self, place, first_s, first_dp, bits, statistics, thread, keep_grads
     ) -> None:
-        """Put P in the place of S and dS in that of dP, and add to gradients of aux tensors."""
+        """Replace S by P and dP by dS, and add to gradients of aux tensors."""
         words = [cute.make_rmem_tensor(QUERIES // 2, Int32) for _ in range(2)]
         for chunk in range(QUERIES // umma.CHUNK):
             scores, grads = (
@@ -160,7 +160,7 @@ class BlockScores:
     def _chunks(self, first, thread) -> Iterator:
         """Number and values, (1, 32), of the chunks of this thread's columns from `first` on.
 
-        Each is on its way while the one before is at hand.
+        Each chunk is loaded while the previous one is processed.
         """
         following = umma.load_columns(first, umma.CHUNK, thread)
         for chunk in range(QUERIES // umma.CHUNK):
@@ -173,7 +173,7 @@ class BlockScores:
             yield chunk, values
 
     def _statistics(self, stage: Int32) -> Statistics:
-        """Of the queries of a half, in shared memory."""
+        """Statistics of the queries of a half, in shared memory."""
         tile_m = self.plan.tile_m
         row = self.tiles.stats[None, stage].iterator + self.half * QUERIES
         layout = cute.make_layout(QUERIES)
@@ -209,11 +209,11 @@ def _apply_to_both(
 
 
 def _part(numbers: cute.Tensor, chunk: int) -> cute.Tensor:
-    """A chunk's of statistics."""
+    """The part of statistics for a chunk."""
     at = (numbers.iterator + chunk * umma.CHUNK).align(16)
     return cute.make_tensor(at, cute.make_layout(umma.CHUNK))
 
 
 def _words_of(words: cute.Tensor, chunk: int) -> cute.Tensor:
-    """A chunk's of the words of a half."""
+    """The part of a half's words for a chunk."""
     return cute.make_tensor(words.iterator + chunk * CHUNK_WORDS, cute.make_layout(CHUNK_WORDS))

@@ -1,6 +1,6 @@
 """FlashAttention forward for Blackwell: O = softmax(mask(Q K^T * scale)) V.
 
-A persistent CTA computes one work tile of 256 query rows after another, as two halves of 128 rows
+A persistent CTA computes work tiles of 256 query rows, one after another, as two halves of 128 rows
 that take turns on the tensor cores. Its roles:
 
 | warps             | role    | work                                                         |
@@ -12,8 +12,8 @@ that take turns on the tensor cores. Its roles:
 | 2 of warpgroup 3  | plan    | choose work tiles and the key blocks they visit              |
 | warpgroup 4       | mask    | bits of the scores that count, for blocks that a mask cuts   |
 
-Channels (full/empty mbarrier pairs). Halves are fills of their own: half h of tile t is number
-2 t + h, and of key block j number 2 j + h.
+Channels (full/empty mbarrier pairs). Halves are separate fills: half h of tile t is number 2 t + h,
+half h of key block j is number 2 j + h.
 
     plan ----ring--> all                            coordinates and lengths of the next work tile
     plan ----walk--> load, mma, softmax, mask       the key blocks it visits, up to 32 an entry
@@ -25,18 +25,18 @@ Channels (full/empty mbarrier pairs). Halves are fills of their own: half h of t
     softmax --sums-> output                         maximum and sum of each row of a tile
     mask ----bits--> softmax                        the bits of a key block that is cut
 
-Products complete in the order of their issue, which is, for each half in turn, P V of a block and
-S of the next: S takes the place of the P that was read before it, and when S is there, so is P V.
-Nobody waits for the accumulator but at the ends of a tile.
+Products complete in the order of their issue. For each half in turn this is P V of a block, then S
+of the next: S replaces the P that was just read, and when S is complete, so is P V. The accumulator
+is waited for only at the ends of a tile.
 
-A softmax thread has a row. It takes the exponentials by the maximum in use, 32 columns at a time,
-and only if their sum shows that it was too old does the warp go through the scores again, for a
-newer one, and rescales its rows of O (`core/softmax.py`). The first S of the next tile is issued
-behind the last P V of this one, and the output leaves while that is multiplied.
+A softmax thread has one row. It computes the exponentials with the maximum in use, 32 columns at a
+time. Only if their sum shows that the maximum was too old does the warp process the scores again
+with a newer one, and rescale its rows of O (`core/softmax.py`). The first S of the next tile is
+issued behind the last P V of this one, and the output is stored during that product.
 
-With `cta_pair` two CTAs of a cluster, whose work tiles are neighbours, walk over the keys together.
-Each loads half of a block, and the mma warp of the first issues the products of both: its waits are
-for both CTAs, and what products complete is told to both (`umma.Group`, `Channel.home`).
+With `cta_pair` two CTAs of a cluster, with adjacent work tiles, walk over the keys together. Each
+loads half of a block, and the mma warp of the first CTA issues the products of both. It waits on
+behalf of both CTAs, and completed products signal both (`umma.Group`, `Channel.home`).
 """
 
 from collections.abc import Callable, Iterator
@@ -115,11 +115,11 @@ class FlashAttentionForwardSm100:
     :param share_qo: False
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
-    :param fast_exp: the device has exponentials enough (10.3) and needs none by polynomial
-    :param num_sms: CTAs to launch at most
-    :param cta_pair: two CTAs share keys and values, and take work tiles by turns: the launch makes
-        no use of tile_counter
-    :param split, page_box: as of `FlashAttentionForwardSm90`; not with cta_pair
+    :param fast_exp: the device computes exponentials fast enough (10.3) to need no polynomial
+    :param num_sms: the most CTAs to launch
+    :param cta_pair: two CTAs share keys and values, and take work tiles in fixed turns: the launch
+        does not use tile_counter
+    :param split, page_box: as for `FlashAttentionForwardSm90`; not with cta_pair
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -387,7 +387,7 @@ class FlashAttentionForwardSm100:
         lse: LseTensors,
         lengths: Lengths,
     ):
-        """Softmax warp: 32 rows of its half of every work tile, a thread each."""
+        """Softmax warp: 32 rows of its half of every work tile, one per thread."""
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_OF_HALF
         row = half * umma.ROWS + thread_in_warpgroup()
         rows = self._rows(scales, keeps_largest=lse.largest is not None)
@@ -414,7 +414,7 @@ class FlashAttentionForwardSm100:
     def _store_largest(
         self, lse: LseTensors, lengths: Lengths, work: Work, tile_row: Int32, largest: Float32
     ):
-        """Write the largest score of a row of a work tile, if that is a query head's."""
+        """Write the largest score of a row of a work tile, if the row belongs to a query head."""
         packed_heads, group_size = self.plan.packed_heads, self.plan.group_size
         row = work.block * self.plan.tile_m + tile_row
         if row % packed_heads < group_size:
@@ -425,7 +425,7 @@ class FlashAttentionForwardSm100:
     def _visit_block(
         self, tiles: Tiles, channels: Channels, scales, aux_tensors, rows, half, tile, state, block
     ):
-        """Turn the scores of a key block into probabilities, masked if something cuts it."""
+        """Turn the scores of a key block into probabilities, masked if the block is cut."""
         number = self.plan.halves * state.blocks + half
         replace_scores = partial(self._replace_scores, channels, rows, half, number, state.is_first)
         modify = partial(self._modify, scales, aux_tensors, channels.ring, half, tile, block)
@@ -448,7 +448,7 @@ class FlashAttentionForwardSm100:
         return words
 
     def _prepare(self, modify, words: tuple | None, chunk: int, scores: cute.Tensor) -> None:
-        """Make of raw products what the softmax sees: modified scores, of which some are hidden."""
+        """Turn raw products into the input of the softmax: modified scores, some of them hidden."""
         modify(chunk, words is not None, scores)
         if words is not None:
             bit_tile.hide_unset(scores, (words[chunk],))
@@ -456,8 +456,8 @@ class FlashAttentionForwardSm100:
     def _chunks(self, first, prepare) -> Iterator[tuple[int, cute.Tensor]]:
         """Number and scores, (1, 32), of the chunks of this thread's row from column `first` on.
 
-        Each is on its way while the one before is at hand, and no more: without the fence ptxas
-        would fetch all at once, into registers that are not there.
+        Each chunk is loaded while the previous one is processed, and no more: without the fence
+        ptxas would load all at once, and registers would not suffice.
         """
         num_chunks = self.plan.tile_n // umma.CHUNK
         thread = thread_in_warpgroup()
@@ -481,10 +481,10 @@ class FlashAttentionForwardSm100:
         is_first: Boolean,
         prepare: cutlass.Constexpr,
     ):
-        """Wait for scores `number`, and put their probabilities in their place.
+        """Wait for scores `number`, and replace them by their probabilities.
 
-        The exponentials are taken once more if the maximum in use was too old, or before there is
-        one, in the first block of a tile; and exactly, if it is far from 0.
+        The exponentials are computed again if the maximum in use was too old, or if there is none
+        yet, in the first block of a tile. They are computed exactly if the maximum is far from 0.
         """
         plan = self.plan
         first = plan.column_s(plan.buffer_s(half, number))
@@ -524,7 +524,7 @@ class FlashAttentionForwardSm100:
     def _exponentials(
         self, prepare, rows, first, probs: cute.Tensor, exactly: bool = False
     ) -> Float32:
-        """This thread's probabilities, rounded, into `probs`; their sum."""
+        """Write this thread's rounded probabilities to `probs`; returns their sum."""
         total = Float32(0.0)
         for chunk, scores in self._chunks(first, prepare):
             rows.see(scores)
@@ -545,10 +545,10 @@ class FlashAttentionForwardSm100:
         is_old,
         is_first: Boolean,
     ):
-        """Take newer maxima, and rescale what rows of O the old ones made.
+        """Take newer maxima, and rescale the rows of O accumulated with the old ones.
 
-        The P V of the block before must be complete. Of two halves it is, since its product was
-        issued before these scores'; of one half it may be under way.
+        The P V of the previous block must be complete. With two halves it is, because its product
+        was issued before these scores'. With one half it may be in flight.
         """
         plan = self.plan
         first = plan.column_s(plan.buffer_s(half, number))
@@ -577,7 +577,7 @@ class FlashAttentionForwardSm100:
     def _modify(
         self, scales, aux_tensors, ring, half, tile, block, chunk: int, is_cut: bool, scores
     ):
-        """Soft-cap the scores of a chunk of a key block, and let score_mod have them."""
+        """Soft-cap the scores of a chunk of a key block, and apply score_mod."""
         if scales.cap is not None:
             scores.store(scales.bounded(scores.load()))
         if self.score_mod is not None:

@@ -1,7 +1,7 @@
-"""The output warps of the Blackwell forward: O and LSE of a work tile, stored.
+"""The output warps of the Blackwell forward: they store O and LSE of a work tile.
 
-A whole tile leaves by TMA, by way of shared memory. A piece of one (`core/partials.py`), and a tile
-of which some rows are no head's, is stored from registers, a row a thread.
+A whole tile is stored by TMA through shared memory. A piece (`core/partials.py`), or a tile with
+padding rows of no head, is stored from registers, one row per thread.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ VECTOR = 8
 
 
 class RowAt(NamedTuple):
-    """A thread's row: of which query head, which query of its sequence, which row of the tile."""
+    """A thread's row: its query head, its query in the sequence, its row in the tile."""
 
     work: Work
     head_idx: Int32
@@ -47,8 +47,8 @@ class RowAt(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputWarps:
-    """Where results come from and go. rows: the softmax of a thread's row. sink: logits (heads_q,),
-    or None. mO: the output, where rows of a tile may be no head's, else None."""
+    """Source and destination of results. rows: the softmax of a thread's row. sink: logits
+    (heads_q,), or None. mO: the output if a tile may have padding rows, else None."""
 
     plan: cutlass.Constexpr[FwdPlan]
     operands: tma.Operands
@@ -150,10 +150,10 @@ class OutputWarps:
         at: RowAt,
         is_row: Boolean,
     ) -> None:
-        """Put some columns of this thread's row where they leave from, scaled and rounded, or store
-        them.
+        """Scale, round, and stage or store some columns of this thread's row.
 
-        is_used: whether the row is; None: it is, or does not matter. is_row: whether it is one of a
+        is_used: whether the row is in use; None: it is, or it does not matter. is_row: whether it
+        belongs to a
         query head.
         """
         plan = self.plan
@@ -175,13 +175,13 @@ class OutputWarps:
             self._keep_chunk(values, sO[None, c], at, column, is_row)
 
     def _release_output(self, half_tile: Int32) -> None:
-        """This warp has its rows of O in registers or staged."""
+        """Signal that this warp has its rows of O in registers or staged."""
         umma.fence_before_arrival()
         cute.arch.sync_warp()
         self.channels.o.release(half_tile)
 
     def _is_staged(self, work: Work) -> Boolean:
-        """Whether a tile leaves by way of shared memory."""
+        """Whether a tile is stored through shared memory."""
         if self.mO is not None:
             return Boolean(False)
         if self.partials is None:
@@ -197,7 +197,7 @@ class OutputWarps:
         column: Int32 | int,
         is_row: Boolean,
     ):
-        """Stage a chunk of a row of the output, or store it, from a column on."""
+        """Stage or store a chunk of an output row, starting at a column."""
         is_packed = self.lengths.cu_seqlens_q is not None
         if const_expr(self.partials is not None):  # noqa: SIM102 (decided while tracing)
             if is_row & self.partials.is_piece(at.work):
@@ -216,7 +216,7 @@ class OutputWarps:
             cute.autovec_copy(rounded, staged)
 
     def _send_columns(self, work: Work, half: Int32, first: int | Int32, warp: Int32) -> None:
-        """Send what a warp has staged in its part of sO to some columns of its rows."""
+        """Store a warp's staged part of sO to some columns of its rows."""
         plan, sO, operands = self.plan, self.tiles.o, self.operands
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
@@ -232,7 +232,7 @@ class OutputWarps:
 
 @cute.jit
 def _store_chunk(target: cute.Tensor, row: tuple, values: cute.Tensor, column: Int32 | int):
-    """Write OUTPUT_CHUNK columns of a row from a column on, of which there may be fewer."""
+    """Write OUTPUT_CHUNK columns of a row starting at a column; fewer at the end of the row."""
     of_row = target[(*row, None)]
     for first in cutlass.range_constexpr(0, OUTPUT_CHUNK, VECTOR):
         if column + first < cute.size(of_row):

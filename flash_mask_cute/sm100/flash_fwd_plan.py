@@ -1,7 +1,7 @@
 """Static facts of the Blackwell forward: tiles, TMEM, shared memory, warps and registers.
 
-Everything here follows from Python ints, so a configuration can be judged without a GPU; layouts
-and MMA atoms are made afresh wherever they are needed.
+Everything here follows from Python ints, so a configuration can be judged without a GPU. Layouts
+and MMA atoms are made anew at each place of use.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ SMEM_BOOKKEEPING = 3072
 
 
 class Role(IntEnum):
-    """First warp of each role; SOFTMAX has four warps for each of two halves, OUTPUT and PAINT have
+    """First warp of each role; SOFTMAX has four warps for each of two halves, OUTPUT and MASK have
     four."""
 
     SOFTMAX = 0
@@ -69,7 +69,7 @@ NUM_MASK_WARPS = 4
 
 
 class Channels(NamedTuple):
-    """How the roles of a CTA hand things on (see `flash_fwd`)."""
+    """The channels between the roles of a CTA (see `flash_fwd`)."""
 
     q: Channel
     k: Channel
@@ -83,7 +83,7 @@ class Channels(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What lies in shared memory: operands with stages, as TMA sees them; rows; one bit tile.
+    """The contents of shared memory: operands with stages, as TMA sees them; rows; one bit tile.
 
     sums (2, rows): maximum and sum of each row.
     """
@@ -105,7 +105,8 @@ class Products(NamedTuple):
 
 
 class SoftmaxState(NamedTuple):
-    """Key blocks and cut blocks so far, and whether the next one is the first of its tile."""
+    """Number of key blocks and cut blocks so far, and whether the next block is the first of its
+    tile."""
 
     blocks: Int32
     cuts: Int32
@@ -116,11 +117,11 @@ class SoftmaxState(NamedTuple):
 class FwdPlan:
     """Shape of one CTA's work.
 
-    stages_kv, stages_q: key blocks and query tiles in flight. share_qo: what other kernels do, and
-    this one does not. cta_pair: two CTAs with neighbouring tiles of queries walk over the keys
-    together, and each loads half of every block. packed_heads: rows of a position, a power of two
-    (`padded_group`), of which the first `heads_there` are heads. page_box: of keys and values in
-    pages, keys that a page has together, None: they lie in rows.
+    stages_kv, stages_q: key blocks and query tiles in flight. share_qo: an option of other kernels;
+    not supported here. cta_pair: two CTAs with adjacent query tiles walk over the keys together,
+    and each loads half of every block. packed_heads: rows of a position, a power of two
+    (`padded_group`), of which the first `heads_there` are heads. page_box: for keys and values in
+    pages, the keys that a page has side by side; None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -143,7 +144,7 @@ class FwdPlan:
 
     @property
     def is_padded(self) -> bool:
-        """Whether rows of a tile are no head's, and must not be stored."""
+        """Whether a tile has padding rows of no head, which must not be stored."""
         return self.group_size != self.packed_heads
 
     # boxes of rows that TMA brings for a fill of the query channel
@@ -167,13 +168,13 @@ class FwdPlan:
 
     @property
     def halves(self) -> int:
-        """A work tile is two halves of 128 rows, which take turns on the tensor cores; of wide
-        values it is one, whose scores have two buffers."""
+        """Number of halves. A work tile has two halves of 128 rows, which take turns on the tensor
+        cores. For wide values it is a single half whose scores have two buffers."""
         return 2 if self.tile_dv <= MOST_OF_HALVES else 1
 
     @property
     def softmax_warps(self) -> int:
-        """Warps that have a half; the other warps of the role have nothing to do."""
+        """Softmax warps that have a half; the other warps of the role have nothing to do."""
         return self.halves * WARPS_OF_HALF
 
     @property
@@ -197,7 +198,7 @@ class FwdPlan:
 
     @property
     def box_k(self) -> tuple[int, int]:
-        """What this CTA loads of a key block, or of it at a time: the rows that it contributes to
+        """The part of a key block that this CTA loads at a time: the rows that it contributes to
         operand B."""
         return self.page_box or self.keys_of_cta, self.tile_d
 
@@ -207,12 +208,13 @@ class FwdPlan:
 
     @property
     def box_v(self) -> tuple[tuple[int, int], int]:
-        """What this CTA loads of a value block, or of it at a time, ((1, keys), columns)."""
+        """The part of a value block that this CTA loads at a time, ((1, keys), columns)."""
         return (1, self.page_box or self.tile_n), self.tile_dv // self.group.size
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
-        """What leaves together: rows of a warp as (packed heads, positions), and columns."""
+        """The part of the output stored together: rows of a warp as (packed heads, positions), and
+        columns."""
         return (self.packed_heads, ROWS_PER_WARP // self.packed_heads), self.columns_o
 
     @property
@@ -228,8 +230,8 @@ class FwdPlan:
         return BUFFERS_S * self.tile_n + self.halves * self.tile_dv
 
     def buffer_s(self, half: int | Int32, number: Int32) -> int | Int32:
-        """Where scores `number` of the channel are: each half has a buffer; a single one has both,
-        by turns."""
+        """The buffer of scores `number` of the channel: each half has one buffer; a single half
+        alternates between both."""
         return half if self.halves == BUFFERS_S else number % BUFFERS_S
 
     def column_s(self, buffer: int | Int32) -> int | Int32:
@@ -254,7 +256,7 @@ class FwdPlan:
 
     @property
     def columns_o(self) -> int:
-        """Columns of the output that leave together, of 32 rows."""
+        """Columns of the output that are stored together, for 32 rows."""
         return 64 if self.tile_d <= 128 and self.tile_dv % 64 == 0 else 32
 
     @property
@@ -273,7 +275,7 @@ class FwdPlan:
 
     @property
     def stages_v(self) -> int:
-        """Value blocks in flight: in use for longer than keys, so one more if it fits."""
+        """Value blocks in flight: used longer than keys, so one more if it fits."""
         return self.stages_kv + (self._smem_without_spare_value + self.bytes_v <= SMEM_CAPACITY)
 
     @property
@@ -282,7 +284,7 @@ class FwdPlan:
         return self._smem_without_spare_value + spare * self.bytes_v
 
     def infeasible(self) -> str | None:
-        """Why this plan cannot run, or None."""
+        """The reason why this plan cannot run, or None."""
         dims = f"head_dim/head_dim_v {self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > max(TILE_DIMS[-1]):
             return f"head_dim and head_dim_v go up to {max(TILE_DIMS[-1])}, got {dims}"
@@ -346,7 +348,7 @@ class FwdPlan:
         return blackwell.make_smem_layout_b(self.mma_pv(), tile, self.dtype, self.stages_v)
 
     def operand_p(self) -> cute.ComposedLayout:
-        """For TMEM: what `make_fragment_A` wants, one stage."""
+        """The layout that `make_fragment_A` needs for TMEM, one stage."""
         tile = (self.group.rows, self.tile_dv, self.tile_n)
         return blackwell.make_smem_layout_a(self.mma_pv(), tile, self.dtype, 1)
 

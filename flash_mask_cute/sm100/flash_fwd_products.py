@@ -1,6 +1,7 @@
-"""The mma warp of the Blackwell forward: which products it issues, and behind what.
+"""The mma warp of the Blackwell forward: its products, and the waits before them.
 
-Products complete in the order of their issue, so nobody is asked for what an earlier one has read.
+Products complete in the order of their issue, so no wait is needed for the reads of earlier
+products.
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from flash_mask_cute.sm100.flash_fwd_plan import BUFFERS_S, Channels, FwdPlan, P
 
 
 class MmaState(NamedTuple):
-    """Key blocks whose scores were issued so far.
+    """Number of key blocks whose scores were issued so far.
 
-    is_first: the next one is the first of its tile. accumulates: the last one was not.
+    is_first: the next block is the first of its tile. accumulates: the last block was not.
     """
 
     blocks: Int32
@@ -29,7 +30,7 @@ class MmaState(NamedTuple):
 
 @dataclass(frozen=True)
 class WalkProducts:
-    """What the mma warp knows."""
+    """State of the mma warp."""
 
     plan: cutlass.Constexpr[FwdPlan]
     products: Products
@@ -60,7 +61,8 @@ class WalkProducts:
 
     @cute.jit
     def _issue_block(self, tile: Int32, state: MmaState, block: Block):
-        """For each half, P V of the block before, and S of this one in the place of that P."""
+        """For each half, issue P V of the previous block, then S of this block in the place of that
+        P."""
         number = state.blocks
         for half in cutlass.range_constexpr(self.plan.halves):
             if number > 0:
@@ -73,8 +75,8 @@ class WalkProducts:
 
     @cute.jit
     def _issue_block_ahead(self, tile: Int32, state: MmaState, block: Block):
-        """S of a block, in the place of the P that the last step has multiplied; then P V of the
-        block before."""
+        """Issue S of a block, in the place of the P that the last step has multiplied; then P V of
+        the previous block."""
         number = state.blocks
         self.channels.k.wait(number)
         self._issue_scores(tile, state, 0)
@@ -85,7 +87,7 @@ class WalkProducts:
 
     @cute.jit
     def _issue_scores(self, tile: Int32, state: MmaState, half: cutlass.Constexpr):
-        """S of the next block."""
+        """Issue S of the next block."""
         plan, channels = self.plan, self.channels
         half_tile, number = plan.halves * tile + half, plan.halves * state.blocks + half
         if state.is_first:
@@ -101,9 +103,9 @@ class WalkProducts:
 
     @cute.jit
     def _issue_values(self, tile: Int32, state: MmaState, half: cutlass.Constexpr):
-        """P V of the last block whose scores were issued.
+        """Issue P V of the last block whose scores were issued.
 
-        Where state.is_first, that was the last one of the tile before `tile`.
+        If state.is_first, that was the last block of the tile before `tile`.
         """
         plan, channels, block = self.plan, self.channels, state.blocks - 1
         half_tile = plan.halves * (tile - Int32(state.is_first)) + half

@@ -1,11 +1,11 @@
-"""tcgen05: products with their results in tensor memory (TMEM), and its way to registers and back.
+"""tcgen05: products with results in tensor memory (TMEM), and transfers between TMEM and registers.
 
-TMEM has 128 lanes of 512 columns of 32 bits. A product of 128 query rows puts row r into lane r, so
-warp w of a warpgroup, which reaches lanes 32 w .. 32 w + 31 only, holds a whole row in each thread.
-Products are issued by one thread, complete in the order of issue, and tell a mbarrier when they are
-done (`commit`) (PTX ISA, "tcgen05 instructions").
+TMEM has 128 lanes of 512 columns of 32 bits. A product of 128 query rows puts row r into lane r.
+Warp w of a warpgroup reaches only lanes 32 w .. 32 w + 31, so each thread holds a whole row.
+Products are issued by one thread, complete in the order of issue, and signal an mbarrier when they
+are complete (`commit`) (PTX ISA, "tcgen05 instructions").
 
-A pair of CTAs, a cluster of two, can multiply together (`Group`).
+Two CTAs of a cluster can compute a product together (`Group`).
 """
 
 from dataclasses import dataclass
@@ -42,18 +42,18 @@ COLUMNS = RowColumns()
 
 
 def column(number: int | Int32) -> cute.Pointer:
-    """A column of TMEM, of which the kernel allocates all: its first one is number 0."""
+    """A column of TMEM. The kernel allocates all of TMEM, so its first column is number 0."""
     first = cute.make_ptr(Float32, 0, cutlass.AddressSpace.tmem, assumed_align=16)
     return first + number
 
 
 @dataclass(frozen=True)
 class Group:
-    """The CTAs that multiply together: one, or the two of a cluster.
+    """The CTAs that compute a product together: one, or the two of a cluster.
 
-    A product of two CTAs has 256 rows. Each CTA has 128 of them, with operand A and result in its
-    own memory, and half of the columns of operand B, at the same address as the other's half. The
-    leader issues it and tells both when it is done.
+    A product of two CTAs has 256 rows. Each CTA has 128 of them, with operand A and the result in
+    its own memory. It also has half of the columns of operand B, at the same address as the other
+    half in the other CTA. The leader issues the product and signals both CTAs when it is complete.
     """
 
     size: int
@@ -72,7 +72,7 @@ class Group:
 
     @property
     def cluster(self) -> tuple[int, int, int] | None:
-        """What to launch with."""
+        """The cluster shape of the launch."""
         return (self.size, 1, 1) if self.is_pair else None
 
     @property
@@ -81,11 +81,11 @@ class Group:
         return LEADER if self.is_pair else None
 
     def load_op(self) -> cpasync.CopyBulkTensorTileG2SOp:
-        """TMA of operands: it completes on the leader's mbarrier."""
+        """The TMA operation for operands: it completes on the leader's mbarrier."""
         return cpasync.CopyBulkTensorTileG2SOp(self.kind)
 
     def rank(self) -> int | Int32:
-        """Number of this CTA in the group."""
+        """Rank of this CTA in the group."""
         if not self.is_pair:
             return LEADER
         return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -95,7 +95,7 @@ class Group:
         return Boolean(self.rank() == LEADER)
 
     def sync(self) -> None:
-        """Wait until all threads of the group are here."""
+        """Wait until all threads of the group have arrived."""
         if self.is_pair:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -103,12 +103,12 @@ class Group:
             cute.arch.sync_threads()
 
     def allocate(self, address: cute.Pointer) -> None:
-        """Run by one warp of each CTA: take all of its TMEM, of which nobody else has any."""
+        """Run by one warp of each CTA: allocate all of its TMEM; no other kernel may have any."""
         cute.arch.alloc_tmem(NUM_COLUMNS, address, is_two_cta=self.is_pair)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.is_pair)
 
     def free(self) -> None:
-        """Run by the warps that allocated, when all threads of the group are done."""
+        """Run by the allocating warps when all threads of the group are done."""
         cute.arch.dealloc_tmem(column(0), NUM_COLUMNS, is_two_cta=self.is_pair)
 
     @cute.jit
@@ -122,7 +122,7 @@ class Group:
 
 
 def accumulator(mma: cute.TiledMma, shape: tuple[int, int], first: int | Int32) -> cute.Tensor:
-    """The result of a product (rows of all CTAs, columns), from a column on."""
+    """The result of a product (rows of all CTAs, columns), starting at a column."""
     layout = mma.make_fragment_C(mma.partition_shape_C(shape)).layout
     return cute.make_tensor(column(first), layout)
 
@@ -130,7 +130,7 @@ def accumulator(mma: cute.TiledMma, shape: tuple[int, int], first: int | Int32) 
 def operand_a(
     mma: cute.TiledMma, layout: cute.ComposedLayout, dtype: type, first: int | Int32
 ) -> cute.Tensor:
-    """16-bit values in TMEM, two to a column from a column on, as operand A of a product."""
+    """16-bit values in TMEM, two per column, starting at a column, as operand A of a product."""
     tile = cute.make_tensor(cute.recast_ptr(column(0), dtype=dtype), layout.outer)
     fragment = mma.make_fragment_A(tile)[None, None, None, 0]
     return cute.make_tensor(fragment.iterator + 2 * first, fragment.layout)
@@ -159,7 +159,7 @@ def issue_parts(
     b: cute.Tensor,
     accumulate: bool | Boolean,
 ) -> None:
-    """`issue`, where the k-steps of operand A lie in several places."""
+    """`issue` for k-steps of operand A in several places."""
     mma, k = cute.make_mma_atom(tiled_mma.op), 0
     for part in parts:
         for i in cutlass.range_constexpr(cute.size(part, mode=[2])):
@@ -177,8 +177,8 @@ def issue(
     accumulate: bool | Boolean,
     most: cutlass.Constexpr[int] = 8,
 ) -> None:
-    """Start acc (+)= a b; `accumulate` False overwrites acc. most: steps of a product that is not
-    rolled."""
+    """Start acc (+)= a b; `accumulate` False overwrites acc. most: the most k-steps without a
+    rolled loop."""
     # an atom of its own, so that the flag set here is not carried out of a dynamic region
     mma = cute.make_mma_atom(tiled_mma.op)
     num_steps = cute.size(a, mode=[2])
@@ -194,12 +194,12 @@ def issue(
 
 
 def fence_after_wait() -> None:
-    """Order what follows behind the tcgen05 work of others that a barrier has told about."""
+    """Order the following work behind tcgen05 work of others that a barrier has signalled."""
     primitives.tcgen05_fence("after_thread_sync")
 
 
 def fence_before_arrival() -> None:
-    """Order this thread's tcgen05 work before an arrival that tells others about it."""
+    """Order this thread's tcgen05 work before an arrival that signals it to others."""
     primitives.tcgen05_fence("before_thread_sync")
 
 
@@ -209,7 +209,8 @@ def _lanes(first: Int32, count: int) -> cute.Tensor:
 
 
 def load_columns(first: int | Int32, count: int, thread: Int32) -> cute.Tensor:
-    """(1, count) fp32 values of this thread's lane, from a column on; valid after `wait_loads`."""
+    """(1, count) fp32 values of this thread's lane, starting at a column; valid after
+    `wait_loads`."""
     lanes = _lanes(first, count)
     atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(count)), Float32)
     load = tcgen05.make_tmem_copy(atom, lanes).get_slice(thread)
@@ -221,7 +222,8 @@ def load_columns(first: int | Int32, count: int, thread: Int32) -> cute.Tensor:
 
 
 def store_columns(values: cute.Tensor, first: int | Int32, thread: Int32) -> None:
-    """Write 32-bit values to this thread's lane, from a column on; `wait_stores` completes it."""
+    """Write 32-bit values to this thread's lane, starting at a column; `wait_stores` completes
+    it."""
     count = cute.size(values)
     lanes = _lanes(first, count)
     atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(count)), Float32)

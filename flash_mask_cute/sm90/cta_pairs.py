@@ -1,9 +1,10 @@
-"""A cluster of two CTAs with neighbouring keys, which sum dQ together: what passes between them.
+"""Communication in a cluster of two CTAs with neighbouring keys, which sum dQ together.
 
-Both visit the same query blocks, each with its own keys, and each sums half of the columns of dQ
-over the keys of both. For that a CTA has the keys of its peer in these columns, once for a work
-tile, and gets dS of its peer with every query block, as one copy from shared memory to shared
-memory. Nothing else is shared: dK and dV are of a CTA's own keys, and each loads its queries.
+Both CTAs visit the same query blocks, each with its own keys. Each sums half of the columns of dQ
+over the keys of both. For this a CTA holds the keys of its peer in these columns, loaded once for a
+work tile. With every query block it also gets dS of its peer, as one copy from shared memory to
+shared memory. Nothing else is shared: dK and dV belong to a CTA's own keys, and each CTA loads its
+own queries.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ LEADER = 0
 
 
 def rank() -> Int32:
-    """Number of this CTA in its cluster, uniform, so that descriptors are too."""
+    """Rank of this CTA in its cluster, warp-uniform so that descriptors are uniform too."""
     return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
 
@@ -29,18 +30,18 @@ def peer() -> Int32:
 
 
 def sync() -> None:
-    """Wait until all threads of both CTAs are here."""
+    """Wait until all threads of both CTAs have arrived."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 
 
 @dataclass(frozen=True)
 class PeerGrads:
-    """dS of a query block, of 64 queries by 64 keys, from each CTA to the other.
+    """Exchange of dS of a query block, 64 queries by 64 keys, between the CTAs.
 
-    own, received: where this CTA has its own, and that of its peer; num_bytes of each. channel:
-    this CTA's mbarriers. A fill is full when the peer's dS has come, and empty when the MMA warps
-    of both CTAs have read this CTA's own, in both places.
+    own, received: the places of this CTA's dS and of its peer's; num_bytes of each. channel: this
+    CTA's mbarriers. A fill is full when the peer's dS has arrived. It is empty when the MMA warps
+    of both CTAs have read this CTA's dS, in both places.
     """
 
     channel: Channel
@@ -65,8 +66,8 @@ class PeerGrads:
 
     @cute.jit
     def send(self, block: Int32) -> None:
-        """Start the copy of dS to the peer, which all have written, and expect the peer's; run by a
-        warp that has acquired the block."""
+        """Start the copy of dS to the peer, and expect the peer's dS. All threads have written dS,
+        and the calling warp has acquired the block."""
         with cute.arch.elect_one():
             barrier = self.channel.barrier(block)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.num_bytes)
@@ -83,7 +84,7 @@ class PeerGrads:
 
     @cute.jit
     def release(self, block: Int32) -> None:
-        """This warp has read both for the last time."""
+        """Signal that this warp has read both for the last time."""
         if cute.arch.lane_idx() == 0:
             vacancy = self.channel.vacancy(block)
             cute.arch.mbarrier_arrive(vacancy)
@@ -92,9 +93,10 @@ class PeerGrads:
 
 @dataclass(frozen=True)
 class Claims:
-    """The numbers of work tiles that the leader claims for both CTAs, one at a time.
+    """Work tile numbers that the leader claims for both CTAs, one at a time.
 
-    word: where the other CTA gets them. channel: full is used on its side, empty on the leader's.
+    word: the place where the other CTA reads them. channel: full is used on its side, empty on the
+    leader's.
     """
 
     channel: Channel
@@ -109,7 +111,8 @@ class Claims:
 
     @cute.jit
     def share(self, number: Int32, claimed: Int32) -> Int32:
-        """The leader's claim `number`, in both CTAs; claimed: the leader's, in the leader. Run by a
+        """Give the leader's claim `number` to both CTAs; claimed: the leader's, in the leader. Run
+        by a
         whole warp of each."""
         if self.is_leader():
             self.channel.acquire(number)

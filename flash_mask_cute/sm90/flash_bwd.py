@@ -1,7 +1,8 @@
 """FlashAttention backward for Hopper: dQ, dK, dV from dO, LSE and delta = rowsum(dO * O) - dLSE.
 
-A persistent CTA computes one work tile of tile_n keys of a KV head after another; the queries of
-the group's heads pass by in blocks of tile_m. With P = exp(S - LSE) and dP = dO V^T,
+A persistent CTA computes work tiles of tile_n keys of a KV head, one after another. For each it
+walks over the queries of the group's heads in blocks of tile_m. With P = exp(S - LSE) and dP = dO
+V^T,
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
@@ -22,25 +23,25 @@ Channels (full/empty mbarrier pairs):
     mma ----------dq----> load         a part of a block's dQ, to be added to the others'
     mask ---------bits--> mma          the bits of a query block that is cut
 
-and between two CTAs that sum dQ together (`key_pairs`):
+and between two CTAs that sum dQ together (`cta_pairs`):
 
     mma ---------grads--> mma          dS of a query block, both ways
     plan --------claims-> plan         the number of the next work tile, from the leader
 
-A warpgroup computes S^T and dP^T of its own keys, 64 rows by tile_m columns, so that P^T and dS^T
-lie in registers as dV and dK want them (FlashAttention-3's choice). dS also goes to shared memory,
-where both warpgroups sum dQ over the keys of both, a part of the block's rows or columns each. Of
-wide heads, whose dK and dV are too many registers for that, both have the same keys and half of the
-columns, and share the work on S and dP (`flash_bwd_scores`). There two CTAs with neighbouring keys
-may sum dQ together, half of the columns each (`key_pairs`).
+A warpgroup computes S^T and dP^T of its own keys, 64 rows by tile_m columns, so P^T and dS^T are in
+registers in the layout that dV and dK need (FlashAttention-3's choice). dS also goes to shared
+memory, where both warpgroups sum dQ over the keys of both, each for a part of the block's rows or
+columns. For wide heads dK and dV would take too many registers. There both warpgroups have the same
+keys and half of the columns each, and share the work on S and dP (`flash_bwd_scores`). There two
+CTAs with neighbouring keys may also sum dQ together, half of the columns each (`cta_pairs`).
 
-The products of a block, in the order of their issue: S, dP, dV, dQ, dK. The sums of dQ go, in fp32
-and in the order of the accumulators, to shared memory, from where the load warp
-(`flash_bwd_loads`) has them added to scratch memory. As in the forward, the mma warps know no mask
-but bits (`rules/backward_mask.py`), and a key block that nobody sees visits one hidden query block.
-Where aux tensors of score_mod have gradients, the mma warps add these to memory by themselves
+The products of a block are issued in the order S, dP, dV, dQ, dK. The sums of dQ go to shared
+memory, in fp32 and in accumulator order. From there the load warp (`flash_bwd_loads`) adds them to
+scratch memory. As in the forward, the mma warps see masks only as bits (`rules/backward_mask.py`),
+and a key block that no query sees visits one hidden query block.
+If aux tensors of score_mod have gradients, the mma warps add these to memory themselves
 (`mods/aux_gradients.py`).
-docs/backward_sm90.md tells why.
+docs/backward_sm90.md gives the reasons.
 """
 
 from collections.abc import Callable
@@ -99,7 +100,7 @@ from flash_mask_cute.sm90.warpgroups import (
 
 
 class BwdScoreArgs(NamedTuple):
-    """What happens to the scores, and what the modifier reads and has gradients for."""
+    """Processing of the scores, and the tensors that the modifier reads and has gradients for."""
 
     scales: ScoreScales
     aux_tensors: Any
@@ -123,15 +124,15 @@ class FlashAttentionBackwardSm90:
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param deterministic: dQ is summed in an order that does not depend on the run
-    :param clears_dq: dQ is cleared before, and all add to it; otherwise who comes first to a row
-        block stores
-    :param may_empty_rows: masks may leave queries that see nothing; those whose rows of Q or dO are
-        not finite come marked
-    :param cta_pair: two CTAs sum dQ together (`BwdPlan`); with clears_dq, without score_mod and
-        soft cap, and for two SMs at least
-    :param splits_group: several CTAs take the same keys, each some of the group's heads, and leave
-        sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
-    :param num_sms: CTAs to launch at most
+    :param clears_dq: the sums of dQ are cleared first, and all CTAs add to them; otherwise the
+        first CTA at a row block stores
+    :param may_empty_rows: masks may leave queries that see nothing; rows of these are marked if
+        their Q or dO is not finite
+    :param cta_pair: two CTAs sum dQ together (`BwdPlan`); requires clears_dq, no score_mod, no soft
+        cap, and at least two SMs
+    :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
+        leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
+    :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -297,11 +298,11 @@ class FlashAttentionBackwardSm90:
         )  # fmt: skip
 
     def _passes_over(self, masks: MaskArgs, scales: ScoreScales) -> bool:
-        """Whether a warpgroup passes over blocks of which a mask hides all of its keys.
+        """Whether a warpgroup skips blocks in which a mask hides all of its keys.
 
-        Not where scores are modified (with such a branch the compiler copies S while its product is
-        in flight, for which ptxas waits after each product), nor where only a walk's first block
-        can be such a one, whose bits come too late.
+        It does not if scores are modified: with such a branch the compiler copies S while its
+        product is in flight, and ptxas then waits after each product. Nor does it if only a walk's
+        first block can be such a block, because its bits come too late.
         """
         is_plain = self.score_mod is None and scales.cap is None
         may_hide = self.is_local or masks.may_shorten(self)
@@ -490,8 +491,8 @@ class FlashAttentionBackwardSm90:
             tile += 1
 
     def _may_be_empty(self, kind: Kind) -> bool:
-        """Whether a block may have rows of queries that see nothing: where masks hide scores, those
-        that they cut."""
+        """Whether a block may have rows of queries that see nothing: if masks hide scores, the
+        blocks that they cut may."""
         return self.plan.has_marks and (kind == Kind.PARTIAL or self.score_mod is not None)
 
     def _first_visible_block(self, work: Work) -> Int32:
@@ -509,11 +510,11 @@ class FlashAttentionBackwardSm90:
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
     ) -> Peeked:
-        """Add a query block, which has come but for its dO, to the sums; returns what is known of
-        the next one.
+        """Add a query block to the sums; its dO may still be in flight. Returns what is known of
+        the next block.
 
-        sums: dV and dK so far, and whether there is anything in them; None: this warpgroup's keys
-        are hidden from the block, and add nothing but 0 to its dQ.
+        sums: dV and dK so far, and whether anything is in them. None: this warpgroup's keys are
+        hidden from the block, and add only 0 to its dQ.
         """
         plan, block = self.plan, state.block
         following_cut = state.cut + int(kind == Kind.PARTIAL)
@@ -580,7 +581,7 @@ class FlashAttentionBackwardSm90:
     def _pass_over(
         self, tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32
     ):
-        """Take a query block, which is cut, in a work tile without scores: it adds 0 to dQ."""
+        """Take a cut query block in a work tile without scores: it adds 0 to dQ."""
         # dO is released first, as after a block's products: the load warp may wait for that before
         # it takes a part of dQ
         channels.do.wait(block)
@@ -610,8 +611,8 @@ class FlashAttentionBackwardSm90:
         issue_dK: Callable,
         acc_dK: list,
     ) -> tuple[list, int]:
-        """Start the first part of dQ, and dK, behind dV; returns the accumulators of dQ, and how
-        many products were begun after it."""
+        """Start the first part of dQ, and dK, behind dV; returns the accumulators of dQ, and the
+        number of products issued after it."""
         if not self.plan.cta_pair:
             acc_dQ = issue_dQ(0)
             issue_dK(acc_dK, operands_b=fragments.dk_q)
@@ -632,14 +633,14 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def _send_grads(self, channels: Channels, block: Int32):
-        """dS to the other CTA, if there is one, by one warp, when all have written it."""
+        """Send dS to the other CTA, if there is one; one warp does so when all have written it."""
         if const_expr(self.plan.cta_pair):  # noqa: SIM102 (decided while tracing)
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == Role.MMA:
                 channels.grads.send(block)
 
     def _release_summed(self, channels: Channels, block: Int32):
-        """What nobody reads when the first part of dQ is complete: dS of both CTAs where dQ is
-        theirs, and where it is not, dO."""
+        """Release what is no longer read when the first part of dQ is complete: dS of both CTAs if
+        they share dQ, otherwise dO."""
         if self.plan.cta_pair:
             channels.grads.release(block)
         else:

@@ -1,9 +1,10 @@
-"""The load warp of the Hopper backward: what it fetches, and the sums of dQ that it sends off.
+"""The load warp of the Hopper backward: its loads, and the sums of dQ that it sends.
 
-By the time the MMA warpgroups begin a query block, its Q and dO have been asked for a block ago;
-then comes, in this order, the next block's Q and dO, the wait until the dQ of the block before last
-has left its staging memory, and the dQ of the last block. With a work tile's first block come its
-keys and values. docs/backward_sm90.md tells why.
+Q and dO of a query block are requested one block ahead of the MMA warpgroups. When they begin a
+block, the load warp does three things in this order. It requests the next block's Q and dO. It
+waits until the dQ of the block before last has left its staging memory. It sends the dQ of the last
+block. Keys and values of a work tile come with its first block. docs/backward_sm90.md gives the
+reasons.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan, Channels, Tiles
 
 
 class Loaded(NamedTuple):
-    """The number of the next query block, and of the two before it their row blocks: the dQ of the
-    earlier one has been sent, or it is nothing."""
+    """The number of the next query block, and the row blocks of the two before it. The dQ of the
+    earlier one has been sent, or there is none."""
 
     number: Int32
     sent: Summed
@@ -36,7 +37,7 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class BwdLoads:
-    """What the load warp knows."""
+    """State of the load warp."""
 
     plan: cutlass.Constexpr[BwdPlan]
     operands: BwdOperands
@@ -58,8 +59,8 @@ class BwdLoads:
         lengths: Lengths,
         group_splits: Int32 | None,
     ) -> "BwdLoads":
-        """scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`. group_splits: work
-        tiles of the same keys, or None where there are none such."""
+        """scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`. group_splits: number
+        of work tiles with the same keys, or None if there is only one."""
         first = partial(_first_value, plan) if plan.cta_pair else None
         sizes = tuple(plan.size_dq(widths) for widths in plan.parts_dq)
         staged = tiles.dq.iterator
@@ -69,7 +70,7 @@ class BwdLoads:
 
     @cute.jit
     def run(self):
-        """Keys and values of every work tile, and the query blocks of its walk."""
+        """Load keys and values of every work tile, and the query blocks of its walk."""
         channels = self.channels
         tile, chunk = Int32(0), Int32(0)
         state = Loaded(Int32(0), Summed.nothing(), Summed.nothing())
@@ -101,9 +102,9 @@ class BwdLoads:
     def _load_block(
         self, work: Work, tile: Int32, first: Int32, state: Loaded, block: Block
     ) -> Loaded:
-        """Fetch a query block, and send the dQ of the one before.
+        """Load a query block, and send the dQ of the one before.
 
-        first: the number of the work tile's first one, which its keys and values come with.
+        first: the number of the work tile's first block, which its keys and values come with.
         """
         plan, queries, number = self.plan, self.queries, state.number
         row_blocks = RowBlocks(self.lengths, plan.tile_m)
@@ -136,11 +137,11 @@ class BwdLoads:
         return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.predecessor))
 
     def _load_keys(self, work: Work, tile: Int32, first: Int32):
-        """Fetch the keys and values of a work tile, which complete query block `first` and its dO.
+        """Load the keys and values of a work tile, which complete query block `first` and its dO.
 
-        Where they have one stage, the block before has to read those of the work tile before until
-        its dQ is complete; then it releases dO, or Q if dQ has several parts. Where they have two,
-        whoever read the stage released a Q that `first` has taken the place of.
+        With one stage, the previous block reads the keys and values of the previous work tile until
+        its dQ is complete; then it releases dO, or Q if dQ has several parts. With two stages, the
+        readers of the stage have already released a Q whose place `first` has taken.
         """
         plan, operands, tiles, channels = self.plan, self.operands, self.tiles, self.channels
         side, copies = tma.Side.of_keys(self.lengths), []
@@ -177,5 +178,5 @@ class BwdLoads:
 
 
 def _first_value(plan: BwdPlan) -> Int32:
-    """Where this CTA's columns begin in a row block's sums."""
+    """The start of this CTA's columns in a row block's sums."""
     return cta_pairs.rank() * (plan.cols_dq * plan.tile_m)

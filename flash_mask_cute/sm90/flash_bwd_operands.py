@@ -1,4 +1,4 @@
-"""Operands of the Hopper backward's products, as shared memory is read by WGMMA."""
+"""Operands of the Hopper backward's products, as WGMMA reads them from shared memory."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,10 +13,10 @@ from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx
 
 
 class Fragments(NamedTuple):
-    """Shared memory as operands: a letter for the product, one for the operand.
+    """Shared memory as operands; names are product, then operand.
 
-    dv_do and dk_q: one for each part of the product's columns; dq_k: one for each width of each
-    part. peer_ds, peer_k: those of dQ that the other CTA's keys have, in its one part.
+    dv_do and dk_q: one for each part of the product's columns. dq_k: one for each width of each
+    part. peer_ds, peer_k: the operands of dQ for the other CTA's keys, in its only part.
     """
 
     dv_do: tuple[cute.Tensor, ...]
@@ -28,7 +28,7 @@ class Fragments(NamedTuple):
 
     @staticmethod
     def create(plan: BwdPlan, tiles: Tiles) -> "Fragments":
-        """This warpgroup's."""
+        """The operands of this warpgroup."""
         operands, dq_k = _of_dq(plan, tiles.k, 0), []
         for widths in plan.parts_dq:
             dq_k.append(operands[: len(widths)])
@@ -51,7 +51,8 @@ class Fragments(NamedTuple):
 def _of_columns(
     smem: cute.Tensor, rows: int, make_mma: Callable, parts: tuple
 ) -> tuple[cute.Tensor, ...]:
-    """This warpgroup's columns of (first, width) parts as operands B, whose rows they are."""
+    """This warpgroup's columns of (first, width) parts as operands B; the columns are operand
+    rows."""
     operands = []
     for first, width in parts:
         part = wgmma.transposed(smem)
@@ -63,16 +64,16 @@ def _of_columns(
 
 
 def _of_keys(plan: BwdPlan, smem: cute.Tensor, cols: int) -> tuple[cute.Tensor, ...]:
-    """dO or Q, in the products that sum dV or dK."""
+    """Operand dO or Q, in the products that sum dV or dK."""
     parts = dq_parts(cols, 1) if plan.shares_keys else ((0, cols),)
     return _of_columns(smem, plan.tile_m, plan.mma_keys, parts)
 
 
 def _of_dq(plan: BwdPlan, smem: cute.Tensor, skipped: Int32 | int) -> tuple[cute.Tensor, ...]:
-    """K, in the products that sum dQ; skipped: columns that the memory does not begin with."""
+    """Operand K, in the products that sum dQ; skipped: columns before the start of the memory."""
 
     def first_of(part: ColumnPart) -> Int32 | int:
-        """Where columns begin in this CTA: those of the second one mirror the first one's."""
+        """The start of columns in this CTA: the second CTA's columns mirror the first's."""
         if not plan.cta_pair:
             return part.first
         mirrored = plan.tile_d - 2 * (part.first + part.width)

@@ -1,6 +1,6 @@
 """Static facts of the Hopper backward: tiles, WGMMA shapes, shared memory, warps and registers.
 
-Like `flash_fwd_plan`: Python ints decide, layouts and MMA atoms are made where they are needed.
+Like `flash_fwd_plan`: Python ints decide; layouts and MMA atoms are made where they are needed.
 """
 
 import math
@@ -60,8 +60,8 @@ PAIR_WIDTHS = (192, 256)
 class Barrier(IntEnum):
     """Named barriers (0 is __syncthreads).
 
-    PROBS: where the warpgroups share keys, P of a block has been written. SENT and the next: the
-    warps of an MMA warpgroup have sent dK and dV.
+    PROBS: P of a block has been written, if the warpgroups share keys. SENT and the next: the warps
+    of an MMA warpgroup have sent dK and dV.
     """
 
     BOTH = 1
@@ -70,7 +70,7 @@ class Barrier(IntEnum):
 
 
 class Channels(NamedTuple):
-    """How the roles of a CTA hand things on (see the top of `flash_bwd`)."""
+    """The channels between the roles of a CTA (see the top of `flash_bwd`)."""
 
     q: Channel
     do: Channel
@@ -83,13 +83,13 @@ class Channels(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What lies in shared memory: see `BwdPlan` for the layouts.
+    """The contents of shared memory: see `BwdPlan` for the layouts.
 
-    p: P of a block, where the warpgroups share keys. peer_k, peer_ds: of the other CTA. dq: fp32
+    p: P of a block, if the warpgroups share keys. peer_k, peer_ds: from the other CTA. dq: fp32
     sums of a part. stats: `core.row_blocks.stats_words`, words: `QUERY_WORDS`, of a query block.
-    bits: of a partial block. any_bits: for each 32 keys, the bits that any of them has set. ready:
-    two places, used alternately: whether the bits of the next block had arrived when both
-    warpgroups met in a block.
+    bits: of a partial block. any_bits: for each 32 keys, the OR of their bits. ready: two places,
+    used alternately: whether the bits of the next block had arrived when both warpgroups met in a
+    block.
     """
 
     q: cute.Tensor  # (tile_m, tile_d, stages_q)
@@ -110,20 +110,19 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class BwdPlan:
-    """Shape of one CTA's work: tile_n keys, and blocks of tile_m queries that pass by.
+    """Shape of one CTA's work: tile_n keys, and a walk over blocks of tile_m queries.
 
-    Each of two MMA warpgroups owns 64 keys: its S^T and dP^T have keys as rows, so that P^T and
-    dS^T are register operands of dV and dK. Only dS goes through shared memory, for dQ, which sums
-    over the keys of both. Of heads wider than 128 the sums of dK and dV do not fit a warpgroup's
-    registers: there both work on the same 64 keys, each has half of the columns of dK and dV, and
-    one computes S, the other one dP. stages_kv 2: the next work tile's keys and values arrive while
-    this one computes. value_cols: columns of its values that a warpgroup keeps in registers, where
-    nothing modifies the scores; the products of dO with these read half as much.
+    Each of two MMA warpgroups owns 64 keys. Its S^T and dP^T have keys as rows, so P^T and dS^T are
+    register operands of dV and dK. Only dS goes through shared memory, for dQ, which sums over the
+    keys of both. For heads wider than 128 the sums of dK and dV do not fit a warpgroup's registers.
+    Then both warpgroups work on the same 64 keys, each has half of the columns of dK and dV, and
+    one computes S, the other dP. stages_kv 2: the next work tile's keys and values arrive while
+    this one computes. value_cols: columns of its values that a warpgroup keeps in registers, if
+    nothing modifies the scores; the products of dO with these read half as much shared memory.
 
-    has_reference: the statistics of a query have a third number, for scores of any size.
+    has_reference: the statistics of a query have a third number, for scores of any magnitude.
     cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
-    each. Then P takes the way of dS, of which there is one place, so that nothing modifies scores.
-
+    each. P then takes the way of dS, which has only one place, so nothing may modify scores.
     has_marks: rows of queries that see nothing may be marked to be cleared.
     """
 
@@ -154,7 +153,7 @@ class BwdPlan:
 
     @property
     def column_groups(self) -> int:
-        """Groups of columns of dK and dV that MMA warpgroups have."""
+        """Number of groups into which the MMA warpgroups divide the columns of dK and dV."""
         return NUM_MMA_WARPGROUPS // self.key_groups
 
     @property
@@ -163,18 +162,18 @@ class BwdPlan:
 
     @property
     def num_ctas(self) -> int:
-        """CTAs that have a work tile together."""
+        """CTAs that process a work tile together."""
         return cta_pairs.CTAS if self.cta_pair else 1
 
     @property
     def cluster_tile_n(self) -> int:
-        """Keys that one walk over the queries is for."""
+        """Keys that share one walk over the queries."""
         return self.tile_n * self.num_ctas
 
     @property
     def ds_stages(self) -> int:
-        """dS of a block is written while the other warpgroup may still sum that of the block
-        before, where there is room for both."""
+        """Stages of dS. With two, a warpgroup writes dS of a block while the other one may still
+        sum the previous block; used if there is room."""
         return 1 if self.cta_pair else 2
 
     @property
@@ -197,9 +196,10 @@ class BwdPlan:
         return self.tile_m // ROWS_PER_WARPGROUP
 
     def num_score_parts(self, num_aux_grads: int) -> int:
-        """Parts of the columns of S and dP, one after the other, by aux tensors with gradients.
+        """Parts of the columns of S and dP, processed in turn if aux tensors have gradients.
 
-        These need S and dP of a score at a time, for which there are no registers otherwise.
+        Such gradients need S and dP of a score at once, and all columns would not fit the
+        registers.
         """
         return 1 if num_aux_grads == 0 else 2 if num_aux_grads == 1 else 4
 
@@ -209,10 +209,10 @@ class BwdPlan:
 
     @property
     def parts_dq(self) -> tuple[tuple[int, ...], ...]:
-        """A warpgroup's parts of dQ, which leave one after the other, each by the widths of its
+        """A warpgroup's parts of dQ, which leave in turn; each part is given by the widths of its
         products.
 
-        Where a block has 64 rows, the warpgroups share its columns.
+        If a block has 64 rows, the warpgroups share its columns.
         """
         if self.num_row_groups > 1:
             return ((self.tile_d,),)
@@ -225,7 +225,7 @@ class BwdPlan:
 
     @property
     def columns_dq(self) -> tuple[ColumnPart, ...]:
-        """The columns of these products, one after the other, in the first CTA."""
+        """The columns of these products, in order, in the first CTA."""
         if self.num_row_groups > 1:
             return (ColumnPart(0, self.tile_d),)
         return dq_parts(self.tile_d, self.num_ctas)[: sum(map(len, self.parts_dq))]
@@ -241,8 +241,7 @@ class BwdPlan:
 
     @property
     def do_says_dq(self) -> bool:
-        """Whether dO of a block is released when its dQ is complete, and not before, and Q after
-        that."""
+        """Whether dO of a block is released only when its dQ is complete, and Q after that."""
         return len(self.parts_dq) == 1 and not self.cta_pair
 
     @property
@@ -307,7 +306,7 @@ class BwdPlan:
 
     @property
     def bytes_p(self) -> int:
-        """P, which one warpgroup computes for both where they share keys."""
+        """Bytes of P, which one warpgroup computes for both if they share keys."""
         return ROWS_PER_WARPGROUP * ROWS_PER_WARPGROUP * 2 if self.has_p else 0
 
     @property
@@ -317,12 +316,12 @@ class BwdPlan:
 
     @property
     def bytes_peer_k(self) -> int:
-        """The peer's keys, in the columns that this CTA sums."""
+        """Bytes of the peer's keys, in the columns that this CTA sums."""
         return ROWS_PER_WARPGROUP * self.cols_dq * 2 if self.cta_pair else 0
 
     @property
     def bytes_with_q(self) -> int:
-        """What comes with the Q of a work tile's first block, and with its dO."""
+        """Bytes that come with the Q of a work tile's first block, and with its dO."""
         return self.bytes_k + self.bytes_peer_k
 
     @property
@@ -373,7 +372,7 @@ class BwdPlan:
         )
 
     def infeasible(self) -> str | None:
-        """Why this plan cannot run, or None."""
+        """The reason why this plan cannot run, or None."""
         if self.tile_m not in (64, 128):
             return f"tile_m must be 64 or 128, got {self.tile_m}"
         if max(self.head_dim, self.head_dim_v) > MAX_DIM:
@@ -512,11 +511,11 @@ class BwdPlan:
         return self.key_group() * ROWS_PER_WARPGROUP
 
     def key_group(self) -> Int32:
-        """Which keys this MMA warpgroup has."""
+        """The index of this MMA warpgroup's group of keys."""
         return Int32(0) if self.shares_keys else mma_warpgroup_idx()
 
     def column_group(self) -> Int32:
-        """Which columns of dK and dV this MMA warpgroup has."""
+        """The index of this MMA warpgroup's columns of dK and dV."""
         return mma_warpgroup_idx() if self.shares_keys else Int32(0)
 
     def storage(self) -> cute.struct:
@@ -592,7 +591,7 @@ class BwdPlan:
     def channels(
         self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
     ) -> Channels:
-        """The channels in a CTA's `storage`, made by all threads; they need a barrier afterwards.
+        """The channels in a CTA's `storage`, made by all threads; a barrier must follow.
 
         predecessors: see `WalkRing`; fields: see `WorkRing`.
         """
@@ -635,5 +634,5 @@ class BwdPlan:
 
 
 def _shared_width(dim: int) -> int:
-    """The columns of a tile that warpgroups share (`column_parts`), for heads of a dimension."""
+    """The shared columns of a tile (`column_parts`), for heads of a dimension."""
     return -(-dim // 32) * 32

@@ -1,17 +1,17 @@
-"""The Hopper backward of a query block up to its sums: S and dP, and of them P and dS.
+"""The Hopper backward of a query block before its sums: S and dP, then P and dS.
 
 A warpgroup has 64 keys as rows and the block's queries as columns. P^T and dS^T come out in 16 bits
 as register operands of dV and dK; dS^T also goes to shared memory, where dQ reads it.
 
-Where each warpgroup has keys of its own, it computes both products. Where both have the same keys,
-the first one computes S and P and the second one dP and dS, and they exchange P and dS by way of
-shared memory:
+If warpgroups have different keys, each computes both products. If both have the same keys, the
+first one computes S and P and the second one dP and dS, and they exchange P and dS through shared
+memory:
 
     warpgroup 0: S -> P -> store                      -> load dS
     warpgroup 1: dP              -> load P -> dS -> store
 
-dS is then made from P in 16 bits. Gradients of aux tensors need S and dP of a score at a time:
-where they are wanted, the first warpgroup computes both products and the second one only loads.
+dS is then made from P in 16 bits. Gradients of aux tensors need S and dP of a score at once. If
+they are wanted, the first warpgroup computes both products and the second one only loads.
 """
 
 from dataclasses import dataclass
@@ -73,10 +73,11 @@ def sync_both() -> None:
 
 
 class Peeked(NamedTuple):
-    """Which fills for the next query block are known to have arrived (`Channel.is_full`).
+    """Fills for the next query block that are known to have arrived (`Channel.is_full`).
 
-    bits: those of the next partial block, as far as this warp knows. bits_for_all: the same, as all
-    warps of both warpgroups know it. unmarked: Q has arrived, and no row of it is to be cleared.
+    bits: the bits of the next partial block, as far as this warp knows. bits_for_all: the same, as
+    all warps of both warpgroups know it. unmarked: Q has arrived, and none of its rows must be
+    cleared.
     """
 
     q: Boolean
@@ -103,7 +104,8 @@ class MainloopState(NamedTuple):
 class BlockScores:
     """P^T and dS^T of a query block.
 
-    probs, grads: their words (`wgmma.round_pairs`), for the sums of dV and dK. values: the first
+    probs, grads: words of P^T and dS^T (`wgmma.round_pairs`), for the sums of dV and dK. values:
+    the first
     columns of this warpgroup's values as an operand (`BwdPlan.value_steps`).
     """
 
@@ -155,16 +157,16 @@ class BlockScores:
         return bool(self.chain.wants_aux)
 
     def begin(self, tile: Int32, block: Int32) -> None:
-        """Take the values of a work tile that lie in registers, with its first query block."""
+        """Load the values that stay in registers for a work tile, with its first query block."""
         if self.values is not None:
             self.channels.do.wait(block)
             smem = self.tiles.v[None, None, self.plan.own_keys(tile)]
             keep_columns(self.values, self.plan.mma_values(), smem)
 
     def compute(self, kind: Kind, state: MainloopState) -> None:
-        """Compute P and dS of a query block, which has arrived but for its dO.
+        """Compute P and dS of a query block that has arrived, except perhaps its dO.
 
-        Without products in flight before; afterwards dO has arrived, and dQ may read dS after
+        No products may be in flight before. Afterwards dO has arrived, and dQ may read dS after
         `sync_both`.
         """
         if self.plan.shares_keys:
@@ -176,10 +178,11 @@ class BlockScores:
 
     @cute.jit
     def clear_marked_rows(self, block: Int32) -> None:
-        """Put 0 in place of the rows of Q and dO, of a query block of which Q has come, that
-        probabilities of 0 would not keep from the sums (`core.row_blocks.marks_of`).
+        """Clear the marked rows of Q and dO in a query block whose Q has arrived.
 
-        By both warpgroups, without products of the block in flight; they meet only if there are
+        Probabilities of 0 would not keep these rows from the sums (`core.row_blocks.marks_of`).
+
+        Run by both warpgroups, with no products of the block in flight; they meet only if there are
         such rows.
         """
         plan, channels = self.plan, self.channels
@@ -198,7 +201,7 @@ class BlockScores:
 
     @cute.jit
     def is_unmarked(self, block: Int32, has_come: Boolean) -> Boolean:
-        """Whether Q of a block has come, as is told, and has no row to be cleared."""
+        """Whether Q of a block has arrived, as given, and has no row to clear."""
         is_unmarked = Boolean(False)
         if has_come:
             is_unmarked = self._any_mark(block) == Boolean(False)
@@ -212,26 +215,26 @@ class BlockScores:
         return marks_of(stats, self.plan.tile_m, self.plan.num_stats)
 
     def is_hidden(self) -> Boolean:
-        """Whether the bits at hand, which have come, hide all keys of this warpgroup."""
+        """Whether the current bits, which have arrived, hide all keys of this warpgroup."""
         first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
         return (self.tiles.any_bits[first] | self.tiles.any_bits[first + 1]) == 0
 
     @cute.jit
     def tell_ready(self, block: Int32, following_cut: Int32) -> None:
-        """Note, for both warpgroups when they meet in a block, whether the next bits have come.
+        """Record whether the next bits have arrived, for both warpgroups when they meet in a block.
 
-        What a warpgroup does must not depend on what each of its warps finds.
+        The behaviour of a warpgroup must not depend on what each of its warps observes.
         """
         is_ready, ready = self.channels.bits.is_full(following_cut), self.tiles.ready
         if cute.arch.thread_idx()[0] == THREADS_PER_WARPGROUP:
             ready[block % 2] = Int32(is_ready)
 
     def was_ready(self, block: Int32) -> Boolean:
-        """What was noted in a block, after both have met."""
+        """The value recorded in a block, after both have met."""
         return self.tiles.ready[block % 2] != 0
 
     def clear(self, state: MainloopState) -> None:
-        """`compute` of a block that is hidden from this warpgroup's keys, of which dS is 0."""
+        """`compute` of a block that is hidden from this warpgroup's keys: its dS is 0."""
         self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
         cute.arch.sync_warp()
         self.channels.bits.release(state.cut)
@@ -241,14 +244,14 @@ class BlockScores:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def complete(self, block: Int32) -> None:
-        """Take what the other warpgroup has computed, after `sync_both`."""
+        """Take the other warpgroup's results, after `sync_both`."""
         if self.plan.shares_keys:
             # by both, because a branch would serialise the products that are in flight
             self._load_grads(self.grads, self.plan.ds_stage(block))
 
     @cute.jit
     def discard_bits(self, cut: Int32) -> None:
-        """Take the bits of a block that is passed over, where this warpgroup is to read them."""
+        """Take the bits of a skipped block, if this warpgroup reads them."""
         if const_expr(not self.plan.shares_keys) or mma_warpgroup_idx() == 0:
             self._bits(Kind.PARTIAL, cut, Boolean(False))
 
@@ -294,8 +297,11 @@ class BlockScores:
             wgmma.round_pairs(self.probs, acc_S, plan.dtype)
 
     def _compute_by_parts(self, kind: Kind, state: MainloopState) -> None:
-        """P and dS in their words, and the gradients of aux tensors, for one part of the columns
-        after the other: there are no registers for S and dP of all."""
+        """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
+        time.
+
+        S and dP of all columns would not fit the registers.
+        """
         width = self.plan.tile_m // self.num_parts
         statistics = self._statistics(state.block)
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
@@ -385,7 +391,7 @@ class BlockScores:
     def _apply(
         self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics
     ) -> None:
-        """In place of S, P or, where there is a chain, what dS has for it; then P is in probs."""
+        """Replace S by P; or, with a chain, by the factor of dS, and write P into probs."""
         bits = self._bits(kind, state.cut, state.peeked.bits)
         if self.chain.is_empty:
             if bits is not None:
@@ -406,7 +412,7 @@ class BlockScores:
         return self.channels.ring.read(state.tile), words[2], words[1]
 
     def _statistics(self, block: Int32) -> Statistics:
-        """Of the queries that this thread's columns are."""
+        """Statistics of the queries of this thread's columns."""
         tile_m = self.plan.tile_m
         first = wgmma.first_col_of(thread_in_warpgroup())
         layout = cute.make_layout((2, tile_m // 8), stride=(1, 8))
@@ -454,7 +460,8 @@ class BlockScores:
         load_rows(self.tiles.p[None, None, 0], self._exchange_mma(), operand)
 
     def _store_grads(self, words: cute.Tensor, unit: Int32) -> None:
-        """Write dS^T of 64 keys and 64 queries as dQ reads it: a query's are contiguous."""
+        """Write dS^T of 64 keys and 64 queries in the layout that dQ reads, with a query's values
+        contiguous."""
         values = wgmma.rounded_values(words, self.plan.dtype)
         store_rows(values, self._exchange_mma(), self._grads_by_keys(unit), transposes=True)
 

@@ -9,8 +9,8 @@ A persistent CTA computes one work tile of tile_m query rows after another. Its 
 | 2, 3 of warpgroup 0 (*) | mask  | bits of the scores that count, for blocks that a mask cuts |
 | warpgroups 1..tile_m/64 | mma   | 64 rows each: S = Q K^T, softmax, P V, output              |
 
-(*) or four warps in a warpgroup of their own, after the others, where there is a mask_mod, and
-registers for it.
+(*) or four warps in a warpgroup of their own, after the others, if there is a mask_mod and enough
+registers.
 
 Channels (full/empty mbarrier pairs):
 
@@ -21,23 +21,24 @@ Channels (full/empty mbarrier pairs):
     load ---------v-----> mma          one value block
     mask ---------bits--> mma          the bits of a key block that is cut
 
-A stage of k is released when its S is complete, one of v when its P V is. There is one bit tile: it
-is free again as soon as the mma warps hold its bits in registers, a whole block before they need
-the next ones. Where tiles have three warpgroups or more, each passes over the cut blocks of which
-its own 64 rows see nothing, without a product, and multiplies one half of those of which they see
-no key of the other.
+A stage of k is released when its S is complete, a stage of v when its P V is complete. There is one
+bit tile. It is free again as soon as the mma warps hold its bits in registers, a whole block before
+they need the next ones. In tiles with three warpgroups or more, a warpgroup skips the product of a
+cut block of which its 64 rows see nothing, and multiplies only one half of a block if its rows see
+no key of the other half.
 
 S of the next key block is issued together with P V of this one. With two warpgroups S goes first,
-so the tensor cores have P V to do while the exponentials of the next block are computed; with
-three, P V goes first, and they have the others' products to do. At the end of a work tile the last
-P V goes out together with the first S of the *next* tile, whose operands the load warp fetched
-meanwhile; the output is scaled, staged in shared memory and stored by TMA under that product.
-Warpgroups take turns to issue (FlashAttention-3's ping-pong), so that one computes exponentials
-while another multiplies.
+so the tensor cores work on P V while the exponentials of the next block are computed. With three, P
+V goes first, and the tensor cores work on the other warpgroups' products meanwhile. At the end of a
+work tile the last P V is issued together with the first S of the *next* tile; the load warp has
+already loaded its operands. Under that product the output is scaled, staged in shared memory and
+stored by TMA. Warpgroups take turns to issue (FlashAttention-3's ping-pong), so that one computes
+exponentials while another multiplies.
 
-The mma warps know no mask: a block is cut or it is not, and if it is, a word of bits per row says
-which scores count (`rules/mask_rules.py`). A walk that sees nothing still visits one block, all of
-it hidden: no role has a special case, the softmax of a row that saw nothing is O = 0, LSE = -inf.
+The mma warps see masks only as bits: a cut block comes with a word of bits per row for the scores
+that count (`rules/mask_rules.py`). A walk that sees nothing still visits one block, all of it
+hidden. So no role needs a special case, and the softmax of a row that saw nothing is O = 0, LSE =
+-inf.
 """
 
 from collections.abc import Callable
@@ -96,21 +97,21 @@ class FlashAttentionForwardSm90:
     :param pack_gqa: the query heads of a KV head (at most 64) share a tile's rows
     :param tile_m, tile_n: query rows and keys of a tile
     :param num_stages: key and value blocks in flight
-    :param num_threads: None, or what follows from the tiles; with mask_mod, the number without a
-        warpgroup of mask warps asks for none
+    :param num_threads: None, or the number that follows from the tiles; with mask_mod, the number
+        without a warpgroup of mask warps requests none
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param has_aux_tensors: the call passes aux_tensors to them
     :param stages_q: query tiles in flight, 1 or 2
     :param share_qo: the output is staged in its query's shared memory
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
-    :param num_sms: CTAs to launch at most
+    :param num_sms: the most CTAs to launch
     :param cta_pair: False
-    :param split: how work tiles are computed in pieces: "rows", as many of each as the launch says,
-        "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
-    :param page_box: keys lie in pages, in each so many side by side; a divisor of tile_n and of the
-        page size of every launch
-    :raises NotImplementedError: for an option of other kernels that this one does not have
+    :param split: how work tiles are computed in pieces: "rows", in a number of pieces that the
+        launch gives, "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
+    :param page_box: for keys in pages: keys that lie side by side in a page; a divisor of tile_n
+        and of the page size of every launch
+    :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -225,8 +226,8 @@ class FlashAttentionForwardSm90:
 
         Shapes: mQ (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with
         mCuSeqlensQ; mK, mV alike; mO like mQ with head_dim_v; mLSE (batch, heads_q, seqlen_q) or
-        (heads_q, total_q). tile_counter (2,) int32, zero before the launch and after it: CTAs take
-        work tiles as they get free instead of in turns; launches that may overlap need one each.
+        (heads_q, total_q). tile_counter (2,) int32, zero before and after the launch: CTAs take the
+        next free work tile instead of fixed turns. Launches that may overlap need one each.
 
         blocksparse_tensors: a `BlockSparseTensors` of blocks of block_size, a pair of multiples of
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
@@ -236,13 +237,14 @@ class FlashAttentionForwardSm90:
         (`rules/mask_rules.py`). They are for the query blocks that this launch computes, its
         `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, what rounding takes
         from it. mMaxScores: like mLSE, the largest score of each row. mQStart: `Lengths.q_start`;
-        block lists are then given as bits only, as rows of a tile need not begin where blocks do.
+        block lists are then given as bits only, because rows of a tile need not begin where blocks
+        do.
 
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
         head_dim), in whose pages keys lie (`core/pages.py`).
 
-        mPartials: where pieces of work tiles go, the tensors and the number of `Partials`. By slots
-        all is written that `Combine` needs, by rows mO and mLSE are left to it.
+        mPartials: destination of pieces of work tiles: the tensors and the number of `Partials`. By
+        slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
         """
         plan = self.plan
         lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
@@ -527,11 +529,11 @@ class FlashAttentionForwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _can_be_cut(self, masks: MaskArgs) -> bool:
-        """Whether blocks after a walk's first may be cut."""
+        """Whether blocks after the first one of a walk may be cut."""
         return not self.skip_blocks or self._has_cutters(masks)
 
     def _has_cutters(self, masks: MaskArgs) -> bool:
-        """Whether something may cut blocks besides the end of the keys."""
+        """Whether anything besides the end of the keys may cut blocks."""
         callables = (self.score_mod, self.mask_mod)
         lists = (masks.columns, masks.bits, masks.mask_bits)
         cutters = (self.is_causal, self.is_local, *callables, *lists)
@@ -541,7 +543,7 @@ class FlashAttentionForwardSm90:
     def _first_scores(
         self, blocks: KeyBlocks, acc_S: cute.Tensor, tile: Int32, block: Int32, is_valid: Boolean
     ):
-        """S of a work tile's first key block, with nothing to overlap it."""
+        """Issue S of a work tile's first key block, with nothing to overlap it."""
         # gives the registers a value on the other path, so that they need not live on from before
         acc_S.fill(0.0)
         if is_valid:
@@ -557,8 +559,8 @@ class FlashAttentionForwardSm90:
     ):
         """Issue S of the next tile's first key block.
 
-        Where there is no next tile the product is issued all the same, for nothing, on this tile's
-        operands: a product under a branch would make the compiler serialise all of them.
+        If there is no next tile, the product is still issued on this tile's operands, and its
+        result unused: a product under a branch would make the compiler serialise all products.
         """
         if is_valid:
             tile += 1

@@ -1,7 +1,7 @@
-"""The end of a work tile of the Hopper forward: O and LSE of a warpgroup's rows, stored.
+"""The end of a work tile of the Hopper forward: stores O and LSE of a warpgroup's rows.
 
-A whole tile leaves by TMA, by way of shared memory. A piece of one (`core/partials.py`), and a tile
-of which some rows are no head's, is stored from registers, row by row.
+A whole tile is stored by TMA through shared memory. A piece (`core/partials.py`), or a tile with
+padding rows of no head, is stored from registers, row by row.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows, sync_
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Where results go. sink: logits (heads_q,), or None. mO: the output, where rows of a tile may
-    be no head's, else None."""
+    """The destination of results. sink: logits (heads_q,), or None. mO: the output if a tile may
+    have padding rows, else None."""
 
     plan: cutlass.Constexpr[FwdPlan]
     operands: tma.Operands
@@ -89,11 +89,11 @@ class Epilogue:
             self._store_rows(output, work, partials)
 
     def _is_row(self, work: Work, row: Int32) -> Boolean:
-        """Whether a row of a tile is one of a query head, in use or not."""
+        """Whether a row of a tile belongs to a query head, in use or not."""
         return (row // self.plan.packed_heads < work.slot) & self._is_head(row)
 
     def _is_head(self, row: Int32) -> Boolean | bool:
-        """Whether a row of a tile is a query head's, if there are so many queries."""
+        """Whether a row of a tile belongs to a query head, if the query exists."""
         plan = self.plan
         return row % plan.packed_heads < plan.group_size if plan.is_padded else True
 
@@ -107,7 +107,7 @@ class Epilogue:
 
     @cute.jit
     def _store_tile(self, sO: cute.Tensor, acc_O: cute.Tensor, work: Work):
-        """Store this warpgroup's rows of the output by way of sO."""
+        """Store this warpgroup's rows of the output through sO."""
         plan = self.plan
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # the previous tile's store must have read the staging memory, and all warps their queries
@@ -133,7 +133,7 @@ class Epilogue:
 
     @cute.jit
     def _store_rows(self, output: cute.Tensor, work: Work, target: Partials | OutputRows):
-        """Store this thread's rows and columns straight from registers."""
+        """Store this thread's rows and columns directly from registers."""
         plan, thread = self.plan, thread_in_warpgroup()
         is_packed = self.lengths.cu_seqlens_q is not None
         for r, row in enumerate(tile_rows(plan, work, thread)):
@@ -150,7 +150,7 @@ class Epilogue:
 
 
 def _store_pair(target: cute.Tensor, column: Int32, first: Float32, second: Float32) -> None:
-    """Write two values to a row, from an even column on."""
+    """Write two values to a row, starting at an even column."""
     values = cute.make_rmem_tensor((2,), target.element_type)
     values[0], values[1] = (x.to(target.element_type) for x in (first, second))
     cute.autovec_copy(values, cute.local_tile(target, (2,), (column // 2,)))

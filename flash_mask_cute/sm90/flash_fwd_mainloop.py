@@ -1,14 +1,14 @@
 """The Hopper forward of a key block: S = Q K^T, its softmax, and P V of the block before.
 
-What a step issues and what it overlaps is told at the top of `flash_fwd` and in
-docs/forward_sm90.md. A warpgroup has 64 query rows; P lies in words of two probabilities
-(`wgmma.round_pairs`), which are a register operand of P V.
+The order and overlap of a step are described at the top of `flash_fwd` and in docs/forward_sm90.md.
+A warpgroup has 64 query rows. P is stored in words of two probabilities (`wgmma.round_pairs`),
+which are a register operand of P V.
 
-A step takes P of the block before from one tensor of words and leaves its own in another or in the
-same one. Where P V is complete before the exponentials begin, the same one is free
-(`FwdPlan.values_first`). Where they overlap, another one needs no copy, but the code of a step
-twice, as registers have no index: it pays for whole blocks, of which many follow each other
-(`KeyBlocks.alternates`).
+A step reads P of the previous block from one tensor of words and writes its own to another or to
+the same one. If P V is complete before the exponentials begin, the same tensor is free
+(`FwdPlan.values_first`). If they overlap, a second tensor saves a copy. But registers have no
+index, so the code of a step then exists twice. This pays for whole blocks, of which many are
+consecutive (`KeyBlocks.alternates`).
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ from flash_mask_cute.sm90.warpgroups import keep_columns, mma_warpgroup_idx, tak
 
 
 class Channels(NamedTuple):
-    """How the roles of a CTA hand things on (see the top of `flash_fwd`)."""
+    """The channels between the roles of a CTA (see the top of `flash_fwd`)."""
 
     q: Channel
     k: Channel
@@ -54,9 +54,9 @@ class Channels(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What lies in shared memory: operands with stages, a word per key stage, one bit tile.
+    """The contents of shared memory: operands with stages, a word per key stage, one bit tile.
 
-    any_bits: for 32 rows of the bit tile each, whether any bit is set.
+    any_bits: for each 32 rows of the bit tile, whether any bit is set.
     """
 
     q: cute.Tensor  # (64, tile_d, warpgroups * stages_q)
@@ -69,11 +69,11 @@ class Tiles(NamedTuple):
 
 
 class MainloopState(NamedTuple):
-    """Where a warpgroup is in its walks.
+    """The position of a warpgroup in its walks.
 
     block, cut: the newest key block, and the next cut block, numbered from 0. passed: key blocks
-    passed over since the one that P is of. accumulate: whether this work tile has an output yet.
-    The others: whether fills that are needed next are known to be there.
+    skipped since the block of the current P. accumulate: whether this work tile already has an
+    output. The others: whether the next fills are known to have arrived.
     """
 
     block: Int32
@@ -89,16 +89,17 @@ class MainloopState(NamedTuple):
         return MainloopState(*(Int32(0) for _ in range(3)), *(Boolean(False) for _ in range(4)))
 
     def next_tile(self) -> "MainloopState":
-        """At the first key block of the next work tile."""
+        """The state at the first key block of the next work tile."""
         return MainloopState.start()._replace(block=self.block + 1, cut=self.cut)
 
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """What the steps of an MMA warpgroup share.
+    """Shared facts of the steps of an MMA warpgroup.
 
-    can_be_cut: a block after a walk's first one may be. kept_q: the first columns of the query, in
-    registers, or None (`FwdPlan.query_steps`). opaque_one: 1, which the compiler must not know.
+    can_be_cut: a block after the first one of a walk may be cut. kept_q: the first columns of the
+    query, in registers, or None (`FwdPlan.query_steps`). opaque_one: a 1 whose value the compiler
+    must not know.
     """
 
     plan: cutlass.Constexpr[FwdPlan]
@@ -164,24 +165,24 @@ class KeyBlocks:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What blocks after a walk's first may be."""
+        """The possible kinds of blocks after a walk's first one."""
         return (Kind.PARTIAL, Kind.FULL) if self.can_be_cut else (Kind.FULL,)
 
     @property
     def may_pass_over(self) -> bool:
-        """Whether a block is passed over if a mask hides it from this warpgroup's rows; not where a
-        walk's first block alone may be cut."""
+        """Whether a block is skipped if a mask hides it from this warpgroup's rows; false if only
+        the first block of a walk may be cut."""
         return self.plan.passes_over and self.can_be_cut
 
     def alternates(self, kind: Kind) -> bool:
-        """Whether a step over such a block leaves P in other words than it takes."""
+        """Whether a step over such a block writes P to other words than it reads."""
         plan = self.plan
         return kind == Kind.FULL and plan.keeps_scores and not plan.values_first
 
     # -- products -------------------------------------------------------------------------------
 
     def take_query(self, tile: Int32) -> None:
-        """Take what is kept of the query of a work tile, which has arrived."""
+        """Load the kept part of a work tile's query, which has arrived."""
         if self.kept_q is not None:
             smem = self.tiles.q[None, None, self._query_stage(tile)]
             keep_columns(self.kept_q, self.plan.mma_qk(warpgroup.OperandSource.RMEM), smem)
@@ -189,9 +190,9 @@ class KeyBlocks:
     def issue_scores(
         self, acc_S: cute.Tensor, tile: Int32, block: Int32, half: Int32 | None = None
     ) -> None:
-        """Start S = Q K^T of this warpgroup's rows of a work tile and a key block.
+        """Start S = Q K^T for this warpgroup's rows of a work tile and a key block.
 
-        half: of the keys, 0 or 1, or None for all.
+        half: which half of the keys, 0 or 1, or None for all.
         """
         keys = self.tiles.k
         if half is not None:
@@ -208,7 +209,7 @@ class KeyBlocks:
             wgmma.issue_with_kept(mma, acc_S, kept, q_tile, k_tile)
 
     def issue_values(self, probs: cute.Tensor, state: MainloopState) -> None:
-        """Start O += P V of the last block that was not passed over."""
+        """Start O += P V of the last block that was not skipped."""
         mma = self.plan.mma_pv()
         operand = wgmma.words_as_operand_a(probs, self.plan.dtype)
         v_stage = self.channels.v.index(state.block - state.passed)
@@ -219,10 +220,10 @@ class KeyBlocks:
         self.channels.v.wait_unless(state.v_ready, state.block - state.passed)
 
     def release_values(self, state: MainloopState) -> None:
-        """Release the values of a complete P V, and those of the last block if it was passed over.
+        """Release the values of a complete P V, and those of the last block if it was skipped.
 
-        `_pass_over` leaves these, because a tile's last values may come after the next query, which
-        waits for this tile's end.
+        `_pass_over` leaves the latter, because a tile's last values may come after the next query,
+        which waits for this tile's end.
         """
         self.channels.v.release(state.block - state.passed)
         if const_expr(self.may_pass_over):
@@ -244,7 +245,7 @@ class KeyBlocks:
     def first(
         self, tile: Int32, state: MainloopState, acc_S: cute.Tensor, probs: cute.Tensor
     ) -> tuple:
-        """P of a work tile's first key block, whose S is complete; returns the position, and the
+        """P of a work tile's first key block, whose S is complete. Returns the position, and the
         kind of the next block."""
         channels = self.channels
         flags, scores = self._block_flags(state.block), wgmma.rows_by_cols(acc_S)
@@ -279,10 +280,10 @@ class KeyBlocks:
         probs: cute.Tensor,
         target: cute.Tensor,
     ) -> tuple:
-        """Take the next key block, of this kind: P V of the one before, whose P is in `probs`, and
-        P of this one into `target`, the same words unless the kind `alternates`.
+        """Process the next key block, of this kind: P V of the previous block, whose P is in
+        `probs`, and P of this block into `target`, the same words unless the kind `alternates`.
 
-        Without products in flight before and afterwards. Returns the position, and the kind of the
+        No products are in flight before or afterwards. Returns the position, and the kind of the
         block after it.
         """
         self.channels.k.wait_unless(state.k_ready, state.block + 1)
@@ -302,7 +303,7 @@ class KeyBlocks:
         probs: cute.Tensor,
         target: cute.Tensor,
     ) -> MainloopState:
-        """Take a cut block, of which this warpgroup's rows may see nothing, or one half only."""
+        """Process a cut block of which this warpgroup's rows may see nothing, or only one half."""
         self.channels.bits.wait_unless(state.bits_ready, state.cut)
         state = state._replace(bits_ready=Boolean(True))
         visible = self._visible_columns()
@@ -331,7 +332,8 @@ class KeyBlocks:
         target: cute.Tensor,
         half: Int32 | None = None,
     ) -> MainloopState:
-        """half: of the keys, 0 or 1, if no row sees the other one; P of that is 0."""
+        """half: which half of the keys, 0 or 1, if no row sees the other half; P of the other half
+        is 0."""
         plan, channels = self.plan, self.channels
         block, cut, bits = state.block + 1, state.cut, None
         if const_expr(kind == Kind.PARTIAL):
@@ -398,7 +400,7 @@ class KeyBlocks:
         return MainloopState(block, cut, Int32(0), Boolean(True), k_ready, v_ready, bits_ready)
 
     def _pass_over(self, state: MainloopState) -> MainloopState:
-        """Take a key block, which is cut, without a product."""
+        """Skip a cut key block without a product."""
         channels, block = self.channels, state.block + 1
         cute.arch.sync_warp()
         channels.bits.release(state.cut)
@@ -425,9 +427,9 @@ class KeyBlocks:
     ) -> tuple:
         """Probabilities of a block's scores, and their sums.
 
-        They are left in the words of fresh_probs where scores are kept, else in place of these.
-        may_be_first: rows may well have seen nothing before this block. Returns the factor per row
-        for what was accumulated before.
+        They are written to the words of fresh_probs if scores are kept, else in place of the
+        scores. may_be_first: rows may have seen nothing before this block. Returns the factor per
+        row for what was accumulated before.
         """
         softmax = self.softmax
         softmax.see(scores)
@@ -468,13 +470,13 @@ class KeyBlocks:
         return take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_ready)
 
     def _visible_columns(self) -> Int32:
-        """Bits that some row of this warpgroup has in the block whose bits have arrived."""
+        """The OR of the bits of this warpgroup's rows in the block whose bits have arrived."""
         first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
         return self.tiles.any_bits[first] | self.tiles.any_bits[first + 1]
 
     @cute.jit
     def _modify(self, places: tuple | None, scores: cute.Tensor):
-        """Soft-cap the scores of a key block, and let score_mod have them, with their `places`."""
+        """Soft-cap the scores of a key block, and apply score_mod with their `places`."""
         scales = self.scales
         if const_expr(scales.cap is not None):
             for i in cutlass.range_constexpr(cute.size(scores)):
@@ -488,9 +490,9 @@ class KeyBlocks:
     def _places(
         self, tile: Int32, flags: Int32, is_cut: bool, half: Int32 | None = None
     ) -> tuple | None:
-        """Where the rows of a thread's scores lie, and the key of a column as a function.
+        """The places of a thread's score rows, and the key of a column as a function.
 
-        None where nobody asks. Rows and keys past the end are in cut blocks only.
+        None if nothing needs them. Rows and keys past the end occur only in cut blocks.
         """
         if self.score_mod is None:
             return None
@@ -517,7 +519,7 @@ class KeyBlocks:
 
     @cute.jit
     def start_scheduler_barrier(self):
-        """Let the first warpgroup begin: they issue their products one after another."""
+        """Let the first warpgroup begin: warpgroups issue their products in turn."""
         if const_expr(self.plan.is_ordered):  # noqa: SIM102 (decided while tracing)
             if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
                 self.arrive_scheduler_barrier()
@@ -542,6 +544,6 @@ class KeyBlocks:
 
 
 def tile_rows(plan: FwdPlan, work: Work, thread: Int32) -> tuple:
-    """Rows of the sequence (of its packed rows) that a thread's accumulator holds."""
+    """Rows of the sequence (packed rows) that a thread's accumulator holds."""
     first = work.block * plan.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
     return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))

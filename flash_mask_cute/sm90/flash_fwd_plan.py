@@ -1,8 +1,8 @@
 """Static facts of the Hopper forward: tiles, WGMMA shapes, shared memory, warps and registers.
 
-Everything here follows from Python ints, so a configuration can be judged without a GPU; layouts
-and MMA atoms are made afresh wherever they are needed (host function or kernel), because they are
-static and cost nothing.
+Everything here follows from Python ints, so a configuration can be judged without a GPU. Layouts
+and MMA atoms are made anew at each place of use (host function or kernel), because they are static
+and cost nothing.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ HALF_KEYS = 64
 
 
 class Barrier(IntEnum):
-    """Named barriers (0 is __syncthreads); one per MMA warpgroup counted from the given number."""
+    """Named barriers (0 is __syncthreads); one per MMA warpgroup, starting at the given number."""
 
     SCHEDULER = 1
     EPILOGUE = 5
@@ -64,12 +64,13 @@ class Barrier(IntEnum):
 class FwdPlan:
     """Shape of one CTA's work.
 
-    A second query stage, or an output of its own, lets the next tile's query arrive, and its first
-    scores be computed, while this tile's output leaves. With `mask_warpgroup` a warpgroup of its
-    own makes mask bits, instead of two warps: evaluating a mask_mod for every score of a block is
-    much work. cta_pair: what other kernels do, and this one does not. packed_heads: rows of a
-    position, a power of two (`padded_group`), of which the first `heads_there` are heads. page_box:
-    of keys and values in pages, keys that a page has together, None: they lie in rows.
+    With a second query stage, or a separate output buffer, the next tile's query can arrive and its
+    first scores can be computed while this tile's output is stored. With `mask_warpgroup` a
+    separate warpgroup makes mask bits instead of two warps, because evaluating a mask_mod for every
+    score of a block is much work. cta_pair: an option of other kernels; not supported here.
+    packed_heads: rows of a position, a power of two (`padded_group`), of which the first
+    `heads_there` are heads. page_box: for keys and values in pages, the keys that a page has side
+    by side; None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -93,17 +94,18 @@ class FwdPlan:
 
     @property
     def is_padded(self) -> bool:
-        """Whether rows of a tile are no head's, and must not be stored."""
+        """Whether a tile has padding rows of no head, which must not be stored."""
         return self.group_size != self.packed_heads
 
     @property
     def moves_registers(self) -> bool:
-        """Whether warpgroup 0 gives registers to the others: one of these has as many as it can."""
+        """Whether warpgroup 0 gives registers to the others; a single MMA warpgroup has the most
+        anyway."""
         return self.num_mma_warpgroups > 1
 
     @property
     def is_ordered(self) -> bool:
-        """Whether MMA warpgroups issue their products one after the other."""
+        """Whether MMA warpgroups issue their products in turn."""
         return self.num_mma_warpgroups > 1
 
     @property
@@ -146,49 +148,49 @@ class FwdPlan:
 
     @property
     def mma_registers(self) -> int:
-        """The least that is enough for the products and `keeps_scores`: others want the rest."""
+        """The smallest number that suffices for the products and `keeps_scores`; other warps need
+        the rest."""
         choices = self._register_choices
         needed = self.registers_needed + self.keeps_scores * self._registers_beside
         return next((n for n in choices if n >= needed), choices[-1])
 
     @property
     def values_first(self) -> bool:
-        """Whether P V of a block is issued before S of the next, which then waits for both.
+        """Whether P V of a block is issued before S of the next; the warpgroup then waits for both.
 
-        With two warpgroups S goes first, so that exponentials overlap P V. Three have others'
-        products for that, and do without a second P.
+        With two warpgroups S goes first, so that exponentials overlap P V. Three warpgroups overlap
+        with each other's products, and need no second P.
         """
         return self.num_mma_warpgroups > 2
 
     @property
     def _registers_beside(self) -> int:
-        """Registers for new probabilities beside those that P V reads."""
+        """Registers for new probabilities in addition to those that P V reads."""
         return 0 if self.values_first else self.tile_n // 4
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether registers hold scores and new probabilities beside those that P V reads.
+        """Whether registers hold scores and new probabilities in addition to those that P V reads.
 
-        The exponentials of a block then learn afterwards, by their sum, that the maximum in use is
-        too old. Otherwise they take the place of the scores, and the block's maximum has to be
-        found before, most of the latency besides theirs.
+        The sum of a block's exponentials then shows afterwards whether the maximum in use was too
+        old. Otherwise the exponentials replace the scores, and the block's maximum must be found
+        first. That search is most of the remaining latency.
         """
         return self.registers_needed + self._registers_beside <= self._register_choices[-1]
 
     @property
     def passes_over(self) -> bool:
-        """Whether a warpgroup passes over key blocks that masks hide from all of its own rows.
+        """Whether a warpgroup skips key blocks that masks hide from all of its rows.
 
-        Not with two: a block of which one of them sees something is seldom hidden from the other.
+        False with two warpgroups: a block visible to one of them is seldom hidden from the other.
         """
         return self.num_mma_warpgroups > 2
 
     @property
     def query_steps(self) -> int:
-        """Steps of 16 columns of its query that a warpgroup keeps in the registers that are left.
+        """Steps of 16 columns of its query that a warpgroup keeps in spare registers.
 
-        S reads so much less of shared memory then, and what that takes of the GPU's power is left
-        to the products.
+        S then reads less shared memory, and the power saved is available to the products.
         """
         if not self.keeps_scores or self.mask_warpgroup or self.tile_dv != KEPT_QUERY_DIM:
             return 0
@@ -197,13 +199,13 @@ class FwdPlan:
 
     @property
     def polynomial(self) -> tuple[int, tuple[float, ...]]:
-        """How many of 16 exponentials go by a polynomial where scores are modified by functions,
-        and by which: the fewer, the longer products take."""
+        """How many of 16 exponentials use a polynomial if functions modify scores, and which
+        polynomial: the longer products take, the fewer."""
         return (4, DEGREE_3) if self.tile_dv <= 64 else (1, DEGREE_5)
 
     @property
     def registers_needed(self) -> int:
-        """Registers of a thread that multiplies: fragments of S, P and O, and scalars."""
+        """Registers of an MMA thread: fragments of S, P and O, and scalars."""
         return self.tile_n // 2 + self.tile_n // 4 + self.tile_dv // 2 + SCALAR_REGISTERS
 
     @property
@@ -228,12 +230,12 @@ class FwdPlan:
 
     @property
     def keys_of_box(self) -> int:
-        """Keys that TMA brings at a time."""
+        """Keys per TMA load."""
         return self.tile_n if self.page_box is None else self.page_box
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
-        """What of the output leaves together: rows of a warpgroup, all columns."""
+        """The part of the output stored together: rows of a warpgroup, all columns."""
         return self.row_tile, self.tile_dv
 
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
@@ -272,7 +274,7 @@ class FwdPlan:
 
     @property
     def stages_k(self) -> int:
-        """Key blocks in flight: used a block earlier than values, so one more if it fits."""
+        """Key blocks in flight: used one block earlier than values, so one more if it fits."""
         return self.stages_kv + (self._smem_without_spare_key + self.bytes_k <= SMEM_CAPACITY)
 
     @property
@@ -281,11 +283,11 @@ class FwdPlan:
 
     @property
     def overlaps_tiles(self) -> bool:
-        """Whether the next tile's query can be there before this tile's output has left."""
+        """Whether the next tile's query can arrive before this tile's output is stored."""
         return self.stages_q > 1 or not self.share_qo
 
     def infeasible(self) -> str | None:
-        """Why this plan cannot run, or None."""
+        """The reason why this plan cannot run, or None."""
         if self.stages_q not in (1, 2):
             return f"stages_q must be 1 or 2, got {self.stages_q}"
         if self.cta_pair:
@@ -317,7 +319,7 @@ class FwdPlan:
 
     @property
     def halves_blocks(self) -> bool:
-        """Whether a warpgroup computes half of S in a cut block of which its rows see no more."""
+        """Whether a warpgroup computes half of S in a cut block if its rows see no more."""
         return self.passes_over and self.tile_n == 2 * HALF_KEYS
 
     def mma_qk(
@@ -325,7 +327,7 @@ class FwdPlan:
         source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
         num_keys: int | None = None,
     ) -> cute.TiledMma:
-        """S = Q K^T of a key block, or of num_keys of its keys; source: of Q."""
+        """S = Q K^T of a key block, or of num_keys of its keys; source: the source of Q."""
         return hopper.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -376,7 +378,7 @@ class FwdPlan:
         )
 
     def layout_o(self) -> cute.ComposedLayout:
-        """(64, tile_dv, warpgroup * stages): as many stages as the query has if they share them."""
+        """(64, tile_dv, warpgroup * stages): as many stages as the query if they share memory."""
         return hopper.make_smem_layout_epi(
             self.dtype,
             LayoutEnum.ROW_MAJOR,

@@ -1,4 +1,4 @@
-"""Gradients from the registers of an MMA warpgroup: dK and dV to memory, dQ to where it leaves."""
+"""Stores of gradients from MMA registers: dK and dV to memory, dQ to its staging memory."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from flash_mask_cute.sm90.warpgroups import Role, send_rows
 class KeyGradients(NamedTuple):
     """Each (row, d, head, batch), or (row, d, head) where sequences are packed.
 
-    Where a group is split over CTAs, each is fp32 (part of a group, key block, sums), in the order
+    If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in the order
     of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks.
     """
 
@@ -42,12 +42,13 @@ def send_gradients(
     work: Work,
     has_sums: Boolean,
 ) -> None:
-    """Store this warpgroup's parts of dK or dV of a work tile that ended before query `block`.
+    """Store this warpgroup's parts of dK or dV, for a work tile that ended before query `block`.
 
-    They go by way of where this warpgroup has its part of dS of that block. Nobody has used it
-    since both met in the last block, having summed the dS before, and only this warpgroup will
-    until they meet again. Of a block that was passed over, adding its dQ took both warpgroups'
-    sums of the block before. Where dS has one place, it has been acquired for that block.
+    They go through the place of this warpgroup's part of dS of that block. This place has been
+    unused since both warpgroups met in the last block, after summing the dS before it, and only
+    this warpgroup uses it until they meet again. If the last block was skipped, adding its dQ
+    needed both warpgroups' sums of the previous block. If dS has one place, it has been acquired
+    for that block.
     """
     rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // plan.column_groups
     unit = plan.ds_unit(plan.ds_stage(block), plan.key_group(), 0)
@@ -114,8 +115,8 @@ def stage_dq(
     part: cutlass.Constexpr[int],
     accs: list,
 ):
-    """Write this warp's sums of a part of dQ, those of each width, where the load warp adds them
-    from."""
+    """Write this warp's sums of a part of dQ, for each width, to the staging memory from which the
+    load warp adds them."""
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
     number = block * len(plan.parts_dq) + part

@@ -1,4 +1,4 @@
-"""The warps of a Hopper CTA: who is who, and what passes between registers and shared memory."""
+"""The warps of a Hopper CTA: their roles, and transfers between registers and shared memory."""
 
 from enum import IntEnum
 
@@ -34,7 +34,7 @@ class Role(IntEnum):
 
 
 def mma_warpgroup_idx() -> Int32:
-    """This MMA warpgroup, counted from the first; uniform, so that descriptors are too."""
+    """Index of this MMA warpgroup, counted from the first; uniform, so that descriptors are too."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1
 
 
@@ -50,8 +50,8 @@ def take_bits(
 ) -> tuple[Int32, ...]:
     """This thread's word of each of its accumulator's rows, from bit tile `number` of `channel`.
 
-    bits: (word, row). first: the row of the tile that is this warpgroup's first. is_ready: the tile
-    is known to be there. It is free afterwards.
+    bits: (word, row). first: this warpgroup's first row in the tile. is_ready: the tile is known to
+    have arrived. It is free afterwards.
     """
     channel.wait_unless(is_ready, number)
     thread = thread_in_warpgroup()
@@ -87,9 +87,9 @@ def send_rows(
 ) -> None:
     """`store_rows`, and from there to the first `num_rows` of `gmem`, (rows, columns).
 
-    Each warp moves 16 rows, and waits for no other; their place in `smem` is free again afterwards.
-    The tile has 16, 32 or 64 columns, and first_col, where it begins in `gmem`, is a multiple of as
-    many. `gmem` may end inside the tile, at a multiple of 8.
+    Each warp moves 16 rows, and waits for no other warp; their place in `smem` is free again
+    afterwards. The tile has 16, 32 or 64 columns. first_col, its start in `gmem`, is a multiple of
+    that number. `gmem` may end inside the tile, at a multiple of 8.
     """
     store_rows(values, tiled_mma, smem)
     cute.arch.sync_warp()
@@ -118,7 +118,7 @@ def send_rows(
 def _store_if(condition: Boolean, target: cute.Pointer, values: cute.Tensor) -> None:
     """Write 16 bytes to global memory if the condition holds.
 
-    As PTX: in a branch of its own, each store would have its address computed anew
+    Written as PTX: in a branch, each store would have its address computed anew
     (docs/facts/compiler.md).
     """
     words = cute.recast_tensor(values, Int32)
@@ -139,8 +139,8 @@ def load_rows(
 
 
 def keep_columns(words: cute.Tensor, tiled_mma: cute.TiledMma, smem: cute.Tensor) -> None:
-    """Take the first columns of a (64, d) tile into the words of a register operand A of
-    `tiled_mma`, as many as there are words for."""
+    """Load the first columns of a (64, d) tile into the words of a register operand A of
+    `tiled_mma`; the number of words determines the number of columns."""
     per_step = wgmma.WORDS_PER_STEP
     for step in range(cute.size(words) // per_step):
         part = cute.make_tensor(words.iterator + step * per_step, cute.make_layout(per_step))

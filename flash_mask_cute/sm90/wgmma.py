@@ -20,11 +20,12 @@ WORDS_PER_STEP = 4
 
 
 def tile_columns(dim: int) -> int:
-    """Columns of a tile in shared memory, for heads of a dimension; those behind it are zeros.
+    """Columns of a tile in shared memory, for heads of a dimension; the columns past it are zeros.
 
-    TMA brings a tile in boxes as wide as its swizzle, the widest of 64, 32 and 16 columns that
-    divides it. Where rows do not begin at multiples of 32 bytes, narrow boxes cost L2 up to twice
-    the sectors, more than a wider tile costs in products (docs/facts/hopper_forward.md).
+    TMA loads a tile in boxes as wide as its swizzle, the widest of 64, 32 and 16 columns that
+    divides it. If rows do not begin at multiples of 32 bytes, narrow boxes cost up to twice the L2
+    sectors. That is more than the additional products of a wider tile cost
+    (docs/facts/hopper_forward.md).
     """
     if dim <= 16 or dim in (48, 80):
         return -(-dim // 16) * 16
@@ -37,12 +38,12 @@ def make_accumulator(n: int) -> cute.Tensor:
 
 
 def make_operand_words(num_steps: int) -> cute.Tensor:
-    """Words of a register operand A, 64 rows by 16 columns a step (`words_as_operand_a`)."""
+    """Words of a register operand A, 64 rows by 16 columns per step (`words_as_operand_a`)."""
     return cute.make_rmem_tensor(num_steps * WORDS_PER_STEP, Int32)
 
 
 def num_cols(acc: cute.Tensor) -> int:
-    """Columns of the tile of which an accumulator is a thread's part."""
+    """Columns of the tile that an accumulator is a thread's part of."""
     return cute.size(acc) // ROWS_PER_THREAD * 4
 
 
@@ -54,7 +55,7 @@ def rows_by_cols(acc: cute.Tensor) -> cute.Tensor:
 
 
 def columns(acc: cute.Tensor, first: int, end: int) -> cute.Tensor:
-    """The accumulator of some of its columns, which are multiples of 8."""
+    """The part of an accumulator for some of its columns, multiples of 8."""
     return cute.make_tensor(acc.iterator + first // 2, make_accumulator(end - first).layout)
 
 
@@ -64,7 +65,7 @@ def row_of(thread: Int32, r: int) -> Int32:
 
 
 def row_offset(r: int) -> int:
-    """Distance of a thread's row r from its first, of which the fourth bit is 0."""
+    """Distance of a thread's row r from its first row, whose fourth bit is 0."""
     return 8 * r
 
 
@@ -79,7 +80,7 @@ def col_offset(c: int) -> int:
 
 
 class QuadColumns:
-    """`Columns` of bit tiles: word w has the columns of the threads whose number mod 4 is w."""
+    """`Columns` of bit tiles: word w has the columns of the threads with index mod 4 equal to w."""
 
     num_words = 4
 
@@ -96,7 +97,7 @@ COLUMNS = QuadColumns()
 
 
 class AccumulatorElements:
-    """`Elements` of accumulators, of which a thread has rows and columns as `rows_by_cols` says."""
+    """`Elements` of accumulators; a thread's rows and columns are those of `rows_by_cols`."""
 
     num_rows = ROWS_PER_THREAD
 
@@ -147,7 +148,7 @@ def as_operand_a(values: cute.Tensor) -> cute.Tensor:
 
 
 def rounded(acc: cute.Tensor, dtype: type) -> cute.Tensor:
-    """An accumulator in a 16-bit type."""
+    """An accumulator rounded to a 16-bit type."""
     values = cute.make_rmem_tensor(acc.layout, dtype)
     values.store(acc.load().to(dtype))
     return values
@@ -157,8 +158,8 @@ def rounded(acc: cute.Tensor, dtype: type) -> cute.Tensor:
 def round_pairs(pairs: cute.Tensor, acc: cute.Tensor, dtype: cutlass.Constexpr) -> None:
     """Round an accumulator into pairs of 16-bit values, two to a word of `pairs` (Int32).
 
-    As words, because the compiler may swap the halves of 16-bit pairs that live across loops, and
-    swap them back before each use.
+    Words are used because the compiler may swap the halves of 16-bit pairs that live across loops,
+    and swap them back before each use.
     """
     for i in cutlass.range_constexpr(cute.size(pairs)):
         pairs[i] = round_pair(acc[2 * i], acc[2 * i + 1], dtype)
@@ -181,10 +182,10 @@ def keep_pair(pairs: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Fl
 
 
 def copy_words(target: cute.Tensor, source: cute.Tensor, opaque_one: Int32) -> None:
-    """Copy operand words in a way that the compiler cannot see through, on two pipes in turns.
+    """Copy operand words in a way that is opaque to the compiler, alternating between two pipes.
 
-    A plain copy would be optimised away, and then an operand of the next product be written while
-    this one is in flight, which ptxas answers by serialising all products.
+    A plain copy would be optimised away. Then an operand of the next product would be written while
+    this product is in flight, and ptxas would serialise all products.
     """
     opaque_zero = opaque_one - 1
     for i in range(cute.size(target)):
@@ -218,9 +219,9 @@ def issue_with_kept(
     a: cute.Tensor,
     b: cute.Tensor,
 ) -> None:
-    """Start acc = a b as one commit group, where the first k-steps of a also lie in registers.
+    """Start acc = a b as one commit group; the first k-steps of a are also in registers.
 
-    kept: the product of an operand A in registers, and these.
+    kept: the MMA for an operand A in registers, and these registers.
     """
     tiled_kept, operand = kept
     mma_kept, mma = cute.make_mma_atom(tiled_kept.op), cute.make_mma_atom(tiled_mma.op)
