@@ -56,7 +56,7 @@ def test_each_part_of_a_wrapper_is_a_launch(simulator: ModuleType, name: str) ->
 
 @pytest.mark.parametrize("name", ["k", "learnable_sink", "aux_tensors", "startend_row_indices"])
 def test_the_host_call_launches_nothing(simulator: ModuleType, name: str) -> None:
-    case = Case("refused", 1, 100, 129, 2, 2, score_mod="t5", sink=torch.float32, column="random2")
+    case = Case("refused", 1, 129, 129, 2, 2, score_mod="t5", sink=torch.float32, column="random2")
     inputs = make_inputs(case)
     keywords = dict(inputs.keywords)
     if name == "k":
