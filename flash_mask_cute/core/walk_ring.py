@@ -149,8 +149,8 @@ class WalkRing:
         self.ring.channel.acquire(number - 1 + self.ring.channel.stages)
 
     def next_bit(self, chunk: Chunk, remaining: Int32) -> Int32:
-        """The bit that a walk visits first of a chunk's remaining blocks, of which there is at
-        least one."""
+        """The first bit that a walk visits among a chunk's remaining blocks; at least one must
+        remain."""
         if self.uncut_first:
             uncut = remaining & chunk.uncut
             remaining = Int32(cutlass.select_(uncut != 0, uncut, remaining))

@@ -72,14 +72,14 @@ def flash_attn_fwd_cpu(
 
     score_mod, mask_mod: CuTe callables; aux_tensors: the tensors that they index
     (`mods/on_cpu.py`). score_mod gets scaled and soft-capped scores. column_mask:
-    startend_row_indices
-    (batch | 1, 1 | heads_kv | heads_q, seqlen_k, n), with cu_seqlens_k (1, ..., total_k, n).
+    startend_row_indices (batch | 1, 1 | heads_kv | heads_q, seqlen_k, n), with cu_seqlens_k (1,
+    ..., total_k, n).
     block_lists: with block_size; blocks count from the start of a sequence. All masks apply
     together. skip_blocks False visits every tile of a sequence and applies every mask to it, to
     the same result bit for bit.
 
     out is laid out like q; lse is float32, (batch, heads_q, seqlen_q) or varlen (heads_q, total_q),
-    natural log; lse_low, like lse, is what rounding takes from it, max_scores, like lse, the
+    natural log. lse_low, shaped like lse, is its rounding error; max_scores, shaped like lse, the
     largest visible score of each row. A row that sees nothing gets 0 and -inf (the sink, if there
     is one). Rows past seqused_q are not written.
 

@@ -95,7 +95,7 @@ class BwdPostprocess:
         :param mdQaccum: fp32 (heads_q, num_row_blocks, tile_m * accum_cols), contiguous and aligned
             to 16 bytes
         :param mSemaphores: int32 (heads_q, num_row_blocks), or None if all row blocks have sums; 0:
-            nobody has written those of a row block, which are zeros
+            the sums of a row block were never written, and count as zeros
         :param mdQ: (batch, seqlen_q, heads_q, head_dim) or packed (total_q, heads_q, head_dim),
             rows contiguous and aligned to 16 bytes, other strides free. Gets scale times the sums;
             0 in rows of a sequence that are not in use; rows of no sequence stay as they are.

@@ -54,8 +54,8 @@ class Combine:
 
     :param head_dim_v: columns of the output, a multiple of 8 up to 256
     :param tile_m: rows of a slot; None: pieces lie by rows
-    :param packed_heads: by slots, query heads whose rows alternate in a tile, of which `group` are
-        there
+    :param packed_heads: by slots, query heads whose rows alternate in a tile; the first `group` of
+        them exist
     :raises ValueError: head_dim_v is none of these
     """
 

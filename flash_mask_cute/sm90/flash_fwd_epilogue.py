@@ -37,7 +37,7 @@ class Epilogue:
 
     @cute.jit
     def run(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
-        """Scale the accumulator, store it (by way of sO) and the LSE of this warpgroup's rows."""
+        """Scale the accumulator, and store it (through sO) and the LSE of this warpgroup's rows."""
         plan, lengths, partials, acc_O = self.plan, self.lengths, self.partials, blocks.acc_O
         thread = thread_in_warpgroup()
         is_packed = lengths.cu_seqlens_q is not None
