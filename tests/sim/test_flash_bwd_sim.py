@@ -229,7 +229,7 @@ def test_walks_that_begin_inside_a_chunk(
     """The second work tile visits blocks 5 and 6 of its two heads before 0 to 4."""
     monkeypatch.setitem(simulator.OPTIONS, "resident", 2)
     case = Case("staggered", 1, 430, 300, 2, 1, head_dim=72, column="stepped4")
-    run_sim(simulator, make_inputs(case), seeds=(None, 1))
+    run_sim(simulator, make_inputs(case), seeds=(None, 1), config={"group_splits": 1})
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
