@@ -389,7 +389,7 @@ SM90_BWD = (
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),
-        "all walks begin at the same queries, and would wait for who comes first to each block",
+        "all walks begin at the same queries; each would wait for the first one to store a block",
         (TuningClass.FULL,),
         max_seqlen_k=6144,
         clears_dq=True,

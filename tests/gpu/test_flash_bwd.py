@@ -360,10 +360,10 @@ def test_no_call_waits_for_the_device(case: Case) -> None:
 def test_a_column_mask_serves_many_calls_and_follows_its_tensor() -> None:
     case = Case("kept", 2, 255, 300, causal=True, column="stepped1")
     first, second = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=5)
-    indices = first.keywords["startend_row_indices"].clone()
-    mask = ColumnMask(indices, causal=True)
+    indices = first.column_mask.startend_row_indices.clone()
+    mask = ColumnMask(indices, causal=True, seqlen_q="any")
     for inputs in (first, first, second, first):
-        indices.copy_(inputs.keywords["startend_row_indices"])
+        indices.copy_(inputs.column_mask.startend_row_indices)
         dout, dlse = make_output_gradients(inputs)
         gradients = backward(
             inputs, forward(inputs), dout, dlse, startend_row_indices=mask, causal=False

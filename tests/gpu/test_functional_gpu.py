@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_mask_cute import (
     BlockSparseTensorsTorch,
-    ColumnMask,
     flash_attn_func,
     flash_attn_varlen_func,
 )
@@ -50,8 +49,8 @@ def arguments_of(inputs: Inputs) -> tuple[Callable[..., Any], dict[str, Any]]:
     if "block_sparse_tensors_torch" in keywords:
         keywords["block_sparse_tensors"] = keywords.pop("block_sparse_tensors_torch")
     if (inputs.case.column or "").startswith("documents"):
-        indices = keywords["startend_row_indices"]
-        keywords["startend_row_indices"] = ColumnMask(indices, inputs.case.causal, documents=True)
+        mask = inputs.column_mask
+        keywords["startend_row_indices"] = replace(mask, documents=True)
     for name in ("q", "k", "v", "learnable_sink"):
         if keywords[name] is not None:
             keywords[name] = keywords[name].detach().clone().requires_grad_()
@@ -161,9 +160,10 @@ def test_a_captured_step_follows_its_inputs(case: Case) -> None:
     """Forward and backward in one CUDA graph, replayed on other values and another mask."""
     captured, fresh = (make_inputs(case, "cuda", seed) for seed in (0, 1))
     function, keywords = arguments_of(captured)
-    indices = captured.keywords.get("startend_row_indices")
+    mask = captured.column_mask
+    indices = None if mask is None else mask.startend_row_indices
     if isinstance(keywords.get("startend_row_indices"), Tensor):
-        keywords["startend_row_indices"] = ColumnMask(indices, case.causal)
+        keywords["startend_row_indices"] = mask
     dout, dlse = make_output_gradients(captured)
     operands = [x for n in ("q", "k", "v", "learnable_sink") if (x := keywords[n]) is not None]
 
@@ -191,7 +191,7 @@ def test_a_captured_step_follows_its_inputs(case: Case) -> None:
         dout.copy_(new_dout)
         dlse.copy_(new_dlse)
         if indices is not None:
-            indices.copy_(fresh.keywords["startend_row_indices"])
+            indices.copy_(fresh.column_mask.startend_row_indices)
         for x in results:
             x.fill_(float("nan"))
     graph.replay()

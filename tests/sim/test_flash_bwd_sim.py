@@ -468,9 +468,10 @@ def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
     """Its bounds are kept, and follow the tensor when it changes."""
     case = Case("kept", 1, 129, 200, 1, 1, causal=True, column="stepped1")
     first, second = make_inputs(case), make_inputs(case, seed=5)
-    mask = ColumnMask(first.keywords["startend_row_indices"].clone(), causal=True)
+    indices = first.column_mask.startend_row_indices.clone()
+    mask = ColumnMask(indices, causal=True, seqlen_q="any")
     for inputs in (first, second):
-        mask.startend_row_indices.copy_(inputs.keywords["startend_row_indices"])
+        indices.copy_(inputs.column_mask.startend_row_indices)
         run_sim(simulator, inputs, seeds=(None,), causal=False, startend_row_indices=mask)
 
 

@@ -169,7 +169,7 @@ def test_rows_that_are_never_reached_may_be_any_number(
 ) -> None:
     case = Case("far", 1, 150, 300, 4, 1, column="documents2", pack_gqa=pack_gqa)
     inputs = make_inputs(case)
-    indices = inputs.mask_keywords["startend_row_indices"]
+    indices = inputs.column_mask.startend_row_indices
     far = indices >= case.seqlen_q
     assert far.any()
     indices[far] = torch.iinfo(torch.int32).max
@@ -249,9 +249,10 @@ def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
     """Its bounds are kept, and follow the tensor when it changes."""
     case = Case("kept", 1, 129, 200, 1, 1, causal=True, column="stepped1")
     first, second = make_inputs(case), make_inputs(case, seed=5)
-    mask = ColumnMask(first.keywords["startend_row_indices"].clone(), causal=True)
+    indices = first.column_mask.startend_row_indices.clone()
+    mask = ColumnMask(indices, causal=True, seqlen_q="any")
     for inputs in (first, first, second):
-        mask.startend_row_indices.copy_(inputs.keywords["startend_row_indices"])
+        indices.copy_(inputs.column_mask.startend_row_indices)
         run_sim(simulator, inputs, seeds=(None,), causal=False, startend_row_indices=mask)
 
 
