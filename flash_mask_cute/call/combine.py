@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.plan import ExecutionPlan
-from flash_mask_cute.call.splits import BY_SLOTS
+from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.limits import padded_group
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled

@@ -19,7 +19,6 @@ from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.packed import call_by_documents
 from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
 from flash_mask_cute.call.prepare import compiled_fwd
-from flash_mask_cute.call.splits import BY_SLOTS
 from flash_mask_cute.call.tile_classes import (
     ColumnVerdicts,
     ListVerdicts,
@@ -27,6 +26,7 @@ from flash_mask_cute.call.tile_classes import (
     Verdicts,
     judge_row,
 )
+from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.cpu.tiles import start_of
 from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan

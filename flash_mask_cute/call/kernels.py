@@ -9,7 +9,7 @@ from typing import Any
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.config import BwdTiles, FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem, Mods
-from flash_mask_cute.call.splits import BY_SLOTS
+from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled

@@ -48,8 +48,9 @@ from flash_mask_cute.call.problem import (
     may_empty_rows,
     sink_dtype,
 )
-from flash_mask_cute.call.splits import BY_SLOTS, Splits, choose_split, decode_rows
+from flash_mask_cute.call.splits import Splits, choose_split, decode_rows
 from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs
+from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key

@@ -12,9 +12,9 @@ import math
 from typing import NamedTuple
 
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.limits import padded_group
 
-BY_ROWS, BY_SLOTS = "rows", "slots"
 MOST_SPLITS = 256
 # rows of a KV head that one warpgroup computes: those of decoding
 DECODE_ROWS = 64

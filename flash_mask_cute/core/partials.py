@@ -9,12 +9,11 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.core.work_ring import Work
 
 # words of a `Merge` in memory
 MERGE_WORDS = 8
-# how work tiles are computed in pieces, and where these lie
-BY_ROWS, BY_SLOTS = "rows", "slots"
 # `Work.place` of a work tile that is computed as a whole
 WHOLE = -1
 

@@ -20,6 +20,9 @@ from typing import NamedTuple
 
 from flash_mask_cute.rules.band import IntLike, imax, imin
 
+# How work tiles are computed in pieces, and where their results lie: by rows of the output, as many
+# pieces of each work tile, or by slots of shares.
+BY_ROWS, BY_SLOTS = "rows", "slots"
 # places that a work tile takes besides its key blocks
 TILE_COST = 1
 SLOTS_PER_SHARE = 2

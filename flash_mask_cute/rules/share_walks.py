@@ -7,26 +7,29 @@ needs no lengths, and a captured launch is right for all later lengths.
 
 import operator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths, describe
-from flash_mask_cute.core.partials import WHOLE, Merge
+from flash_mask_cute.core.partials import WHOLE, Merge, Partials
+from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.shares import (
+    BY_SLOTS,
     LEAST_PLACES,
     TileOnLine,
     share_size,
     slot_of_first,
     slot_of_later,
 )
-from flash_mask_cute.core.tile_scheduler import WorkTile
+from flash_mask_cute.core.tile_scheduler import TileScheduler, WorkTile
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.rules.forward_mask import ForwardMask
+from flash_mask_cute.rules.mask_warps import plan_walks
 
 
 class Window(NamedTuple):
@@ -159,3 +162,30 @@ def plan_shares(
                 Merge.of(work, tile.num_pieces(size), is_packed).write(merges, share)
         place = tile.end
     ring.write(tiles, NO_WORK)
+
+
+def plan_forward(
+    kernel: Any,
+    rules: ForwardMask,
+    rings: tuple[WorkRing, WalkRing],
+    lengths: Lengths,
+    schedule: QuerySchedule,
+    tile_counter: cute.Tensor | None,
+    partials: Partials | None,
+    ctas_per_tile: int = 1,
+) -> None:
+    """The planning warp of a forward: choose work tiles, or pieces of them, and their walks.
+
+    kernel: says how work tiles are split, and which mask makes their walks unequal.
+    """
+    params = schedule.params
+    if const_expr(kernel.split == BY_SLOTS):
+        assert partials is not None
+        line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
+        plan_shares(line, *rings, partials.merges)
+    else:
+        last_first = kernel.is_causal or kernel.is_local
+        varlen = lengths.cu_seqlens_q is not None
+        scheduler = TileScheduler(params, tile_counter, last_first, varlen, ctas_per_tile)
+        num_splits = None if partials is None else partials.num_splits
+        plan_walks(scheduler, rules, lengths, *rings, num_splits=num_splits)

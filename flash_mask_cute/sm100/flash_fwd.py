@@ -55,10 +55,9 @@ from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.pages import Pages
-from flash_mask_cute.core.partials import BY_SLOTS, Partials
+from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
-from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import PIECE_FIELDS, Work
 from flash_mask_cute.limits import padded_group
@@ -73,8 +72,8 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
-from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
-from flash_mask_cute.rules.share_walks import KeyBlockLine, plan_shares
+from flash_mask_cute.rules.mask_warps import make_mask_bits
+from flash_mask_cute.rules.share_walks import plan_forward
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.exponentials import WholeRows
 from flash_mask_cute.sm100.flash_fwd_output import OutputWarps
@@ -330,7 +329,12 @@ class FlashAttentionForwardSm100:
                 if group.is_leader():
                     WalkProducts(plan, plan.products(storage), channels).run()
             elif warp_idx == Role.PLAN:
-                self.plan_work(channels, lengths, masks, schedule, tile_counter, partials)
+                rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
+                rules = rules.with_tile_m(plan.cluster_tile_m)
+                rings = channels.ring, channels.walk
+                plan_forward(
+                    self, rules, rings, lengths, schedule, tile_counter, partials, plan.group.size
+                )
         else:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             mask_warp = warp_idx - Role.MASK
@@ -341,33 +345,6 @@ class FlashAttentionForwardSm100:
         group.sync()
         if warp_idx == Role.MMA:
             group.free()
-
-    def plan_work(
-        self,
-        channels: Channels,
-        lengths: Lengths,
-        masks: MaskArgs,
-        schedule: QuerySchedule,
-        tile_counter: cute.Tensor | None,
-        partials: Partials | None,
-    ):
-        """Planning warp: choose work tiles, or pieces of them, and their walks."""
-        params, ring, walk = schedule.params, channels.ring, channels.walk
-        rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
-        rules = rules.with_tile_m(self.plan.cluster_tile_m)
-        if const_expr(self.split == BY_SLOTS):
-            line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
-            plan_shares(line, ring, walk, partials.merges)
-        else:
-            scheduler = TileScheduler(
-                params,
-                tile_counter,
-                self.is_causal or self.is_local,
-                lengths.cu_seqlens_q is not None,
-                self.plan.group.size,
-            )
-            num_splits = None if const_expr(partials is None) else partials.num_splits
-            plan_walks(scheduler, rules, lengths, ring, walk, num_splits=num_splits)
 
     # -- softmax --------------------------------------------------------------------------------
 

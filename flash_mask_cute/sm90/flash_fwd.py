@@ -59,10 +59,9 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.pages import Pages
-from flash_mask_cute.core.partials import BY_SLOTS, Partials
+from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
-from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import PIECE_FIELDS
 from flash_mask_cute.limits import padded_group
@@ -70,8 +69,8 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, Share, check_given
-from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
-from flash_mask_cute.rules.share_walks import KeyBlockLine, plan_shares
+from flash_mask_cute.rules.mask_warps import make_mask_bits
+from flash_mask_cute.rules.share_walks import plan_forward
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
 from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, MainloopState, Tiles
@@ -375,7 +374,8 @@ class FlashAttentionForwardSm90:
                 )
                 operand_loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.PLAN:
-                self.plan_work(channels, lengths, masks, schedule, tile_counter, partials)
+                rules, rings = self._rules(masks, lengths), (channels.ring, channels.walk)
+                plan_forward(self, rules, rings, lengths, schedule, tile_counter, partials)
             elif const_expr(not plan.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
@@ -385,32 +385,6 @@ class FlashAttentionForwardSm90:
         elif const_expr(plan.mask_warpgroup):
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             self.mask(mask_warp, tiles, channels, lengths, masks)
-
-    def plan_work(
-        self,
-        channels: Channels,
-        lengths: Lengths,
-        masks: MaskArgs,
-        schedule: QuerySchedule,
-        tile_counter: cute.Tensor | None,
-        partials: Partials | None,
-    ):
-        """Planning warp: choose work tiles, or pieces of them, and their walks."""
-        rules, params = self._rules(masks, lengths), schedule.params
-        if const_expr(self.split == BY_SLOTS):
-            line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
-            plan_shares(line, channels.ring, channels.walk, partials.merges)
-        else:
-            scheduler = TileScheduler(
-                params,
-                tile_counter,
-                self.is_causal or self.is_local,
-                lengths.cu_seqlens_q is not None,
-            )
-            num_splits = None if const_expr(partials is None) else partials.num_splits
-            plan_walks(
-                scheduler, rules, lengths, channels.ring, channels.walk, num_splits=num_splits
-            )
 
     def mask(
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs

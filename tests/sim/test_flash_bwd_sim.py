@@ -105,13 +105,21 @@ def test_against_oracle(simulator: ModuleType, position: int) -> None:
             {"deterministic": True},
         ),
         (Case("gqa2-seqused", 2, 65, 140, 2, 1, seqused_q=(65, 0), seqused_k=(9, 140)), 2, {}),
+        (Case("gqa2-mask-bits", 1, 65, 140, 4, 2, mask_mod="checks"), 2, {"launches": 5}),
+        (
+            Case(
+                "gqa4-bias", 1, 65, 140, 4, 1, head_dim=96, score_mod="head_bias", column="stepped2"
+            ),
+            2,
+            {},
+        ),
     ],
     ids=lambda x: x.id if isinstance(x, Case) else None,
 )
 def test_split_groups(simulator: ModuleType, case: Case, splits: int, more: dict[str, Any]) -> None:
     """Several CTAs with the same keys; a kernel more, which adds dK and dV."""
     config = {"group_splits": splits}
-    run_sim(simulator, make_inputs(case), launches=4, config=config, **more)
+    run_sim(simulator, make_inputs(case), config=config, **({"launches": 4} | more))
 
 
 def test_operands_that_share_elements(simulator: ModuleType) -> None:
