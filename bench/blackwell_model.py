@@ -107,7 +107,7 @@ def count_roles(text: str, tile_d: int, tile_dv: int) -> dict[str, dict[str, int
 
     Raises ValueError where the code is not what the kernel's plan says.
     """
-    code = Code.of(text)
+    code = Code.create(text)
     firsts = code.where(lambda x: x.opcode == "USETMAXREG")
 
     def with_query_chunk(part: int, *opcodes: str) -> list[int]:

@@ -125,7 +125,7 @@ class Breakdown:
     parts: dict[str, Parts]
 
     @staticmethod
-    def of(rows: Sequence[Json], d: int, way: str) -> Breakdown:
+    def create(rows: Sequence[Json], d: int, way: str) -> Breakdown:
         found = latest_run(rows, d, way)
         run = next((row["run"] for row in found.values()), "")
         shapes: dict[tuple[int, int], list[str]] = {}
@@ -166,7 +166,7 @@ def _told(parts: Parts | None) -> str:
 
 def table(rows: Sequence[Json], way: str) -> str:
     """Markdown: percent of our own full attention, and of the time, by mask, d and length."""
-    found = {d: Breakdown.of(rows, d, way) for d in DIMS}
+    found = {d: Breakdown.create(rows, d, way) for d in DIMS}
     header = ("mask", *(f"d={d}, {size[:-1]}K" for d in DIMS for size in SIZES))
     lines = []
     for mask in MASKS:

@@ -387,7 +387,7 @@ def _everyday() -> Iterator[BenchCase]:
             yield from (_width(width, mask, is_backward=way) for width in everyday.WIDTHS)
 
 
-def _cudnn(case_name: str, name: str, width: cudnn_cases.Width, n: int, **fields: Any) -> BenchCase:
+def _cudnn(case_name: str, name: str, width: everyday.Width, n: int, **fields: Any) -> BenchCase:
     """A mask that is measured beside `cudnn.flex_attention`, by its name in `cudnn_cases.MASKS`;
     ours is told it as a user would: by flags, else columns, else mask_mod with block lists."""
     mask = cudnn_cases.BENCHMARK.get(name, name)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from bench import masks
+from bench.everyday import Width
 from bench.masks import Draw, paper_draw, split
 
 if TYPE_CHECKING:
@@ -44,19 +45,6 @@ GROUPED = ("causal", "share_question")
 PACKED_KV_HEADS = (HIDDEN // 128, GROUPED_KV_HEADS)
 FEWER_DOCUMENTS = 2
 SEED = 42
-
-
-class Width(NamedTuple):
-    """Head dimensions of Q and K, and of V."""
-
-    d: int
-    d_v: int
-
-    @property
-    def label(self) -> str:
-        return f"d{self.d}" if self.d_v == self.d else f"d{self.d}v{self.d_v}"
-
-
 WIDTHS = (Width(128, 128), Width(192, 128), Width(64, 64))
 
 

@@ -46,7 +46,7 @@ class Shape:
     documents: tuple[int, ...]
 
     @classmethod
-    def of(cls, entry: dict[str, Any]) -> Shape:
+    def create(cls, entry: dict[str, Any]) -> Shape:
         left, right = entry.get("window", (None, 0))
         if right:
             raise ValueError(f"{entry['name']}: window={entry['window']} looks ahead")
@@ -77,7 +77,7 @@ class Width(NamedTuple):
         return f"{'bwd-' if is_backward else ''}width-{mask}-{self.label}"
 
 
-SHAPES = tuple(Shape.of(entry) for entry in json.loads(DATA.read_text())["shapes"])
+SHAPES = tuple(Shape.create(entry) for entry in json.loads(DATA.read_text())["shapes"])
 COMMON = tuple(Width(d, d) for d in (64, 96, 128, 192, 256))
 UNCOMMON = (*(Width(d, d) for d in (72, 80, 104, 112, 160)), Width(192, 128))
 WIDTHS = tuple(sorted((*COMMON, *UNCOMMON)))

@@ -40,7 +40,7 @@ class Code:
     following: tuple[tuple[int, ...], ...] = field(repr=False)
 
     @staticmethod
-    def of(text: str) -> Code:
+    def create(text: str) -> Code:
         """text: the disassembly of one kernel by nvdisasm or cuobjdump."""
         instructions: list[Instruction] = []
         places: dict[str, int] = {}

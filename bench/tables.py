@@ -140,7 +140,7 @@ class Sums(NamedTuple):
     tflop: float | None
 
     @classmethod
-    def of(cls, row: Json | None, direction: str) -> Sums:
+    def create(cls, row: Json | None, direction: str) -> Sums:
         if row is None:
             return cls(None, None)
         ms = row[f"{direction}_ms"]
@@ -166,7 +166,7 @@ def _lines(figures: Figures, d: int, size: str, letters: Letters) -> Iterator[li
         for peer in (peer for peer in PEER_LABELS if any(peer in found for found in ways)):
             rows = [found.get(peer) for found in ways]
             forward, backward = (
-                Sums.of(row, way) for row, way in zip(rows, DIRECTIONS, strict=True)
+                Sums.create(row, way) for row, way in zip(rows, DIRECTIONS, strict=True)
             )
             known = [row for row in rows if row is not None]
             is_one_run = len({row["run"] for row in known}) == 1

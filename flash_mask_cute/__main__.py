@@ -86,7 +86,7 @@ def _usable_device() -> torch.device:
         capability = torch.cuda.get_device_capability(device)
         name = f"{torch.cuda.get_device_name(device)}, compute capability {_dotted(capability)}"
         if capability in ARCHS:
-            _say(str(device), f"{name}: kernels for {Target.of(device).arch}")
+            _say(str(device), f"{name}: kernels for {Target.from_device(device).arch}")
             usable.append(device)
         else:
             known = ", ".join(map(_dotted, ARCHS))

@@ -91,7 +91,7 @@ class ComputedLists(tuple[BlockSparseTensors, TorchLists]):
     torch_lists: BlockSparseTensorsTorch
 
     @staticmethod
-    def of(lists: BlockSparseTensorsTorch) -> ComputedLists:
+    def create(lists: BlockSparseTensorsTorch) -> ComputedLists:
         for_kernels = to_cute_block_sparse_tensors(lists)
         assert for_kernels is not None
         pair = ComputedLists((for_kernels, lists[:4]))

@@ -90,7 +90,7 @@ def compute_blocksparse_tensors(
         has_full=compute_full_blocks,
         samples=use_fast_sampling,
     )
-    return ComputedLists.of(lists)
+    return ComputedLists.create(lists)
 
 
 compute_block_sparsity = compute_blocksparse_tensors
@@ -181,7 +181,7 @@ def _scan(
     # a mode of torch may make others
     check_plain("mask_block_cnt", cnt[0])
     aux = _as_torch_tensors(aux_tensors, cnt[0].device)
-    arch = Target.of(device).arch if device.type == "cuda" else HOST
+    arch = Target.from_device(device).arch if device.type == "cuda" else HOST
     problem = ScanProblem(arch, ScanProblem.describe_aux(aux), has_full, samples)
     if math.prod(shape) == 0:
         for x in cnt:

@@ -139,7 +139,7 @@ def _flash_attn_fwd(
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, None, False,
-        None if config is None else FwdConfig.of(config),
+        None if config is None else FwdConfig.from_value(config),
     )  # fmt: skip
     lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
     if not (score_mod is mask_mod is aux_tensors is lists is columns is None):
@@ -154,7 +154,7 @@ def _flash_attn_fwd(
 def check_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> None:
     """Raise what `_flash_attn_fwd` would raise for these arguments; nothing is compiled or
     launched."""
-    call = AttentionCall.of(Direction.FORWARD, q, k, v, **keywords)
+    call = AttentionCall.create(Direction.FORWARD, q, k, v, **keywords)
     masks = None if all(x is None for x in call.masks) else call.masks
     prepared, _ = find_fwd(_prepared_fwd, call.tensors, masks, call.options)
     if prepared is None:
@@ -248,7 +248,7 @@ def _flash_attn_bwd(
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, q_start, 1, None, True, score_mod_bwd, deterministic,
-        None if config is None else BwdConfig.of(config),
+        None if config is None else BwdConfig.from_value(config),
     )  # fmt: skip
     lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
     if not (score_mod is mask_mod is aux_tensors is lists is columns is None):
@@ -281,7 +281,7 @@ def explain(
     keywords = _in_host_names(keywords)
     if unknown := keywords.keys() - set(_FWD_KEYWORDS):
         refuse_keywords("explain", {name: keywords[name] for name in sorted(unknown)})
-    call = AttentionCall.of(Direction.FORWARD, q, k, v, **keywords)
+    call = AttentionCall.create(Direction.FORWARD, q, k, v, **keywords)
     masks, device = call.masks, getattr(q, "device", None)
     mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     call = call._replace(masks=masks._replace(**mods._asdict()))

@@ -97,7 +97,7 @@ def _head_gradients(
     x: OneSequence, rule: Rule, head_idx: int, dout: Tensor, dlse: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients by q, k, v and the sink of one head, and the sums of squares of their terms."""
-    head = Head.of(x, rule, head_idx).as_leaves()
+    head = Head.create(x, rule, head_idx).as_leaves()
     raw, scores = head.scores(x, rule, head_idx)
     (stretch,) = torch.autograd.grad(scores.sum(), raw, retain_graph=True)
     scores = scores.masked_fill(x.hidden(rule, head_idx), NEG_INF)

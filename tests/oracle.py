@@ -120,7 +120,7 @@ def largest_scores(
     for i, ((q_i, largest), (k_i, v_i)) in enumerate(slots):
         x = OneSequence(q_i, k_i, v_i, i, dense)
         for head_idx in range(q_i.shape[1] if k_i.shape[0] else 0):
-            _, scores = Head.of(x, rule, head_idx).scores(x, rule, head_idx)
+            _, scores = Head.create(x, rule, head_idx).scores(x, rule, head_idx)
             hidden = scores.masked_fill(x.hidden(rule, head_idx), NEG_INF)
             largest[:, head_idx] = hidden.amax(dim=1)
     return by_row.transpose(-1, -2)
@@ -180,7 +180,7 @@ class Head(NamedTuple):
     sink: Tensor | None
 
     @staticmethod
-    def of(x: OneSequence, rule: Rule, head_idx: int) -> Head:
+    def create(x: OneSequence, rule: Rule, head_idx: int) -> Head:
         k, v = (y[:, head_idx // x.group].double() for y in (x.k, x.v))
         sink = None if rule.sink is None else rule.sink[head_idx].double()
         return Head(x.q[:, head_idx].double(), k, v, sink)
@@ -216,7 +216,7 @@ def _float64_sequence(x: OneSequence, rule: Rule) -> tuple[Tensor, Tensor]:
     out = x.q.new_empty((*x.q.shape[:2], x.v.shape[-1]), dtype=FP64)
     lse = x.q.new_empty(x.q.shape[1::-1], dtype=FP64)
     for head_idx in range(x.q.shape[1]):  # one at a time: a long case would not fit otherwise
-        head = Head.of(x, rule, head_idx)
+        head = Head.create(x, rule, head_idx)
         _, scores = head.scores(x, rule, head_idx)
         scores = scores.masked_fill(x.hidden(rule, head_idx), NEG_INF)
         out[:, head_idx], lse[head_idx], _ = head.attend(scores)

@@ -200,7 +200,7 @@ def _aux_gradients(
     for i, ((q, dout_i, dlse_i), (k, v)) in enumerate(slots):
         x = OneSequence(q, k, v, i, dense)
         for head_idx in range(q.shape[1]):
-            head = Head.of(x, rule, head_idx)
+            head = Head.create(x, rule, head_idx)
             _, scores = head.scores(x, rule, head_idx)
             hidden = x.hidden(rule, head_idx)
             with torch.no_grad():

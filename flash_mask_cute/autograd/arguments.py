@@ -23,18 +23,18 @@ class Configs(NamedTuple):
     backward: BwdConfig | None
 
     @staticmethod
-    def of(config: Any) -> Configs:
+    def create(config: Any) -> Configs:
         """The configurations that the argument `config` stands for.
 
         Raises:
-            TypeError, ValueError: as `FwdConfig.of` and `BwdConfig.of`, or it is a tuple of another
-                length than 2.
+            TypeError, ValueError: as `FwdConfig.from_value` and `BwdConfig.from_value`, or
+                it is a tuple of another length than 2.
         """
         if not isinstance(config, tuple):
-            return Configs(FwdConfig.of(config), BwdConfig.of(config))
+            return Configs(FwdConfig.from_value(config), BwdConfig.from_value(config))
         if len(config) != 2:
             raise ValueError(f"config must be a pair (forward, backward), got {config!r}")
-        return Configs(FwdConfig.of(config[0]), BwdConfig.of(config[1]))
+        return Configs(FwdConfig.from_value(config[0]), BwdConfig.from_value(config[1]))
 
 
 NO_CONFIGS = Configs(None, None)
@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
     @property
     def configs(self) -> Configs:
-        return NO_CONFIGS if self.config is None else Configs.of(self.config)
+        return NO_CONFIGS if self.config is None else Configs.create(self.config)
 
     @property
     def has_tensors(self) -> bool:

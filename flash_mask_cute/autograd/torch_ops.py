@@ -318,7 +318,7 @@ def _from_operator(given: OperatorCall) -> Call:
         score_mod_bwd=optional_mod(x.score_mod_bwd),
         deterministic=x.deterministic,
         pack_gqa=x.pack_gqa,
-        config=None if x.config is None else Configs.of(tuple(json.loads(x.config))),
+        config=None if x.config is None else Configs.create(tuple(json.loads(x.config))),
         q_start=_start_of(x),
         page_table=x.page_table,
         num_splits=x.num_splits,
@@ -335,7 +335,7 @@ def _config_text(config: Any) -> str | None:
 
 @assume_constant_result
 def _text_of(pair: tuple[Any, ...]) -> str:
-    return json.dumps([None if x is None else asdict(x) for x in Configs.of(pair)])
+    return json.dumps([None if x is None else asdict(x) for x in Configs.create(pair)])
 
 
 def _without_identity(call: Call) -> Call:

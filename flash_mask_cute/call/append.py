@@ -81,7 +81,7 @@ class AppendFacts(NamedTuple):
     advances: bool
 
     @staticmethod
-    def of(x: Append) -> AppendFacts:
+    def create(x: Append) -> AppendFacts:
         rotates = x.cos is not None
         return AppendFacts(
             dtype_name(x.k_cache.dtype),
@@ -114,7 +114,9 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
         q = torch.empty_like(x.q, memory_format=torch.contiguous_format)
         rotary = (x.cos, x.sin, x.rotary_seqlens, x.q, q, x.cu_seqlens_q)
     torch._C._increment_version((x.k_cache, x.v_cache))
-    function = compile_append(AppendFacts.of(x), target or Target.of(x.k_cache.device)).function
+    function = compile_append(
+        AppendFacts.create(x), target or Target.from_device(x.k_cache.device)
+    ).function
     arguments = (
         (x.k, x.v, x.cu_seqlens_k_new),
         (x.k_cache, x.v_cache, x.cache_seqlens, total, x.leftpad, x.batch_idx, x.page_table),

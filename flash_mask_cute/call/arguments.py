@@ -129,7 +129,7 @@ class AttentionCall(NamedTuple):
     options: Options = Options()
 
     @staticmethod
-    def of(direction: Direction, *operands: Tensor, **keywords: Any) -> AttentionCall:
+    def create(direction: Direction, *operands: Tensor, **keywords: Any) -> AttentionCall:
         """Made from the arguments of `_flash_attn_fwd` or `_flash_attn_bwd`.
 
         Raises:
@@ -151,7 +151,9 @@ class AttentionCall(NamedTuple):
         options = Options(**fields(Options))
         config_kind: Any = FwdConfig if direction is Direction.FORWARD else BwdConfig
         scale = number_of("softmax_scale", options.softmax_scale)
-        options = options._replace(softmax_scale=scale, config=config_kind.of(options.config))
+        options = options._replace(
+            softmax_scale=scale, config=config_kind.from_value(options.config)
+        )
         return AttentionCall(direction, Tensors(**fields(Tensors)), Masks(**fields(Masks)), options)
 
     @staticmethod

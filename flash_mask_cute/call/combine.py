@@ -138,7 +138,7 @@ def merge_partials(
     facts = CombineFacts(
         dtype_name(out_partial.dtype), dtype_name(out.dtype), out.shape[-1], lse is not None
     )
-    function = compile_combine(facts, target or Target.of(out.device)).function
+    function = compile_combine(facts, target or Target.from_device(out.device)).function
     if target is not None:
         function(_readable(out_partial), lse_partial, None, out, lse)
         return

@@ -56,7 +56,7 @@ class FwdConfig:
         _check_values(self)
 
     @staticmethod
-    def of(value: FwdConfig | Mapping[str, Any] | None) -> FwdConfig | None:
+    def from_value(value: FwdConfig | Mapping[str, Any] | None) -> FwdConfig | None:
         """The config that the argument `config` of the public call stands for.
 
         Raises:
@@ -99,9 +99,9 @@ class BwdConfig:
         _check_values(self)
 
     @staticmethod
-    def of(value: BwdConfig | Mapping[str, Any] | None) -> BwdConfig | None:
+    def from_value(value: BwdConfig | Mapping[str, Any] | None) -> BwdConfig | None:
         """The config that `config` of the public backward stands for; errors as in
-        `FwdConfig.of`."""
+        `FwdConfig.from_value`."""
         return _config_of(BwdConfig, value)
 
 

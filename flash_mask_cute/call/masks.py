@@ -36,7 +36,7 @@ class ResolvedMasks(NamedTuple):
     block_lists: BlockSparseTensorsTorch | None
 
     @staticmethod
-    def of(
+    def create(
         masks: Masks, causal: bool, shapes: FwdShapes, device: torch.device, has_start: bool
     ) -> ResolvedMasks:
         """Made from arguments that passed `check_fwd_inputs`. has_start: q_start is among them.

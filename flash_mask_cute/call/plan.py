@@ -192,7 +192,7 @@ class ExecutionPlan:
 
 def target_of(q: torch.Tensor) -> Target:
     """The target of a call's kernels or, on the CPU, of its tiles."""
-    return Target.of(q.device) if q.is_cuda else Target.default()
+    return Target.from_device(q.device) if q.is_cuda else Target.default()
 
 
 def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
@@ -207,7 +207,7 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
     check = check_fwd_inputs if is_forward else check_bwd_inputs
     shapes = check(**call.arguments())
     device, start = call.tensors.q.device, call.options.q_start
-    masks = ResolvedMasks.of(call.masks, call.options.causal, shapes, device, start is not None)
+    masks = ResolvedMasks.create(call.masks, call.options.causal, shapes, device, start is not None)
     window = fold_window(
         call.options.causal or masks.is_causal,
         call.options.window_size_left,
@@ -374,7 +374,7 @@ def _choose_tiles(
     if problem.split is not None:
         number = target.num_sms if problem.split == BY_SLOTS else call.options.num_splits
         tile_m = chosen.fwd_choice.tiles.tile_m
-        chosen = replace(chosen, splits=Splits.of(chosen.problem, shapes, number, tile_m))
+        chosen = replace(chosen, splits=Splits.create(chosen.problem, shapes, number, tile_m))
     return chosen, choose
 
 

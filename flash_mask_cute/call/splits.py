@@ -43,7 +43,9 @@ class Splits(NamedTuple):
     lse_shape: tuple[int, ...]
 
     @staticmethod
-    def of(problem: AttentionProblem, shapes: FwdShapes, number: int, tile_m: int) -> Splits | None:
+    def create(
+        problem: AttentionProblem, shapes: FwdShapes, number: int, tile_m: int
+    ) -> Splits | None:
         """number: as in `Splits`. tile_m: query rows of a work tile."""
         if problem.split is None:
             return None

@@ -32,7 +32,7 @@ class Lengths(NamedTuple):
         return self.cu_seqlens_k is not None or self.seqused_k is not None
 
     @staticmethod
-    def of(
+    def create(
         mQ: cute.Tensor,
         mK: cute.Tensor,
         cu_seqlens_q: cute.Tensor | None,

@@ -63,7 +63,7 @@ class Pages(NamedTuple):
     v: cute.Tensor | None = None
 
     @staticmethod
-    def of(
+    def create(
         table: cute.Tensor | None, k: cute.Tensor, v: cute.Tensor, page_box: int | None
     ) -> "Pages | None":
         """Made from the arguments of a launch of a kernel with this `page_box`; k, v: the pools.

@@ -34,7 +34,7 @@ class Merge(NamedTuple):
     slot: Int32
 
     @staticmethod
-    def of(work: Work, num_pieces: Int32, queries_are_packed: bool) -> "Merge":
+    def create(work: Work, num_pieces: Int32, queries_are_packed: bool) -> "Merge":
         batch_idx = Int32(0) if queries_are_packed else work.batch_idx
         return Merge(num_pieces, batch_idx, work.head_idx, work.block, work.offset_q, work.slot)
 
@@ -64,7 +64,7 @@ class Partials(NamedTuple):
     num_splits: Int32 | None
 
     @staticmethod
-    def of(given: tuple | None, split: str | None) -> "Partials | None":
+    def create(given: tuple | None, split: str | None) -> "Partials | None":
         """Made from the argument of a launch of a kernel with this `split`.
 
         :raises ValueError: such a kernel does not take this argument

@@ -41,7 +41,7 @@ class BwdOperands(NamedTuple):
     peer_k: cute.Tensor | None = None
 
     @staticmethod
-    def of(
+    def create(
         plan: "QueryShape",
         tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
         lengths: Lengths,

@@ -235,7 +235,7 @@ class _Writer:
             tensor = self._known[node]
             if tensor.dim() == 0:
                 return Array.of_tensor(tensor)
-            return Table.of(self._number_of(Source(constant=tensor)), tensor, tensor)
+            return Table.create(self._number_of(Source(constant=tensor)), tensor, tensor)
         if node not in self._values:
             self._values[node] = self._table(node, False)
         return self._values[node]
@@ -258,7 +258,7 @@ class _Writer:
                 f"{described(path) or 'a tensor'}, which {name_of(self._mod)} reads, has dtype "
                 f"{tensor.dtype}, which no kernel reads"
             )
-        return Table.of(self._number_of(source), tensor)
+        return Table.create(self._number_of(source), tensor)
 
     def _number_of(self, source: Source) -> int:
         for number, other in enumerate(self._sources):

@@ -157,7 +157,7 @@ class Table:
     known: Tensor | None = None
 
     @staticmethod
-    def of(number: int, tensor: Tensor, known: Tensor | None = None) -> Table:
+    def create(number: int, tensor: Tensor, known: Tensor | None = None) -> Table:
         shape = tuple(tensor.shape)
         return Table(number, tensor.dtype, shape, (None,) * len(shape), known)
 

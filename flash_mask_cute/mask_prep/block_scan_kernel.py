@@ -128,7 +128,7 @@ class BlockScan:
         :param record: of the first index outside an aux tensor, see `mods.aux_reads`, or None
         """
         batch, heads, q_blocks = lists.mask_cnt.shape
-        checked = CheckedAux.of(aux_tensors, record)
+        checked = CheckedAux.create(aux_tensors, record)
         for batch_idx in range(batch):
             for head_idx in range(heads):
                 for m_block in range(q_blocks):

@@ -36,7 +36,7 @@ def launch_bounds(
         NotImplementedError: there is no kernel for the device.
     """
     compiled = compile_column_bounds(
-        indices.shape[3], cu_seqlens_k is not None, Target.of(indices.device).arch
+        indices.shape[3], cu_seqlens_k is not None, Target.from_device(indices.device).arch
     )
     if indices.get_device() == torch.cuda.current_device():
         compiled.function(indices, bounds, tile_n, cu_seqlens_k)

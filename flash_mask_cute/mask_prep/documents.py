@@ -86,7 +86,7 @@ def _launch(indices: Tensor, causal: bool, split: DocumentTensors) -> None:
     Raises:
         NotImplementedError: there is no kernel for the device.
     """
-    compiled = compile_split(indices.shape[3], causal, Target.of(indices.device).arch)
+    compiled = compile_split(indices.shape[3], causal, Target.from_device(indices.device).arch)
     if indices.get_device() == torch.cuda.current_device():
         compiled.function(indices, *split)
     else:

@@ -79,7 +79,7 @@ class CheckedAux(NamedTuple):
     record: cute.Tensor
 
     @staticmethod
-    def of(aux_tensors: Any, record: cute.Tensor | None) -> Any:
+    def create(aux_tensors: Any, record: cute.Tensor | None) -> Any:
         """Called at the start of a function for the CPU.
 
         Without a record it returns the tensors as they are, which may be None.
@@ -119,7 +119,7 @@ class AuxTensors(tuple):
     """The tensors, as a callable sees them."""
 
     @staticmethod
-    def of(aux_tensors: Any, place: Sequence[cute.TensorSSA]) -> "AuxTensors | None":
+    def create(aux_tensors: Any, place: Sequence[cute.TensorSSA]) -> "AuxTensors | None":
         """For one call of a callable at `place`: batch entry, head, query, key."""
         if aux_tensors is None:
             return None
@@ -129,7 +129,7 @@ class AuxTensors(tuple):
         elif _noted is not None:
             check = _Noter(place, _noted)
         tensors = enumerate(tensors_of(aux_tensors))
-        return AuxTensors(_AuxTensor.of(x, i, check) for i, x in tensors)
+        return AuxTensors(_AuxTensor.create(x, i, check) for i, x in tensors)
 
     def __getitem__(self, i: Any) -> Any:
         if not isinstance(i, int | slice):
@@ -270,7 +270,7 @@ class _AuxTensor(_Tensor):
     extents: tuple[Any, ...]
 
     @staticmethod
-    def of(tensor: cute.Tensor, number: int, check: _Check | None) -> "_AuxTensor":
+    def create(tensor: cute.Tensor, number: int, check: _Check | None) -> "_AuxTensor":
         dimensions = tuple(range(cute.rank(tensor)))
         return _AuxTensor._view(check, tensor, f"aux_tensors[{number}]", number, dimensions)
 

@@ -92,7 +92,7 @@ def _ask(
 ) -> Any:
     """Call a user callable; every call goes through here."""
     with tracing(kind, mod, aux_tensors is not None):
-        given = AuxTensors.of(aux_tensors, indices)
+        given = AuxTensors.create(aux_tensors, indices)
         result = mod(*values, *indices, given)
         if given is not None:
             given.finish()
@@ -141,7 +141,7 @@ class RowPlace(NamedTuple):
     q_idx: Int32
 
     @staticmethod
-    def of(work: Work, row: Int32, packed_heads: int, group_size: int) -> "RowPlace":
+    def create(work: Work, row: Int32, packed_heads: int, group_size: int) -> "RowPlace":
         """row: index among the call's queries, or among packed rows. A row past the end gets the
         last position, because a callable may index tensors with it. packed_heads: rows of a
         position, of which group_size are heads."""
@@ -224,7 +224,7 @@ class Reliance(NamedTuple):
     head: bool
 
     @staticmethod
-    def of(
+    def create(
         mask_mod: Callable[..., Any],
         batch_idx: Int32,
         head_idx: Int32,
@@ -290,7 +290,7 @@ class ScoreModTraits(NamedTuple):
     takes_rows: bool = False
 
     @staticmethod
-    def of(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
+    def create(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
         """Called while a kernel is traced. Traces the callable twice more, and removes the
         operations."""
         with ir_analysis.draft():

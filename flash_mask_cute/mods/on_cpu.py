@@ -378,7 +378,7 @@ def _loop() -> Any:
         record: Any,
         targets: Any,
     ) -> None:
-        checked = CheckedAux.of(aux_tensors, record)
+        checked = CheckedAux.create(aux_tensors, record)
         for i in range(cute.size(q_idx)):
             for j in range(cute.size(k_idx)):
                 place = (batch_idx, head_idx, q_idx[i], k_idx[j], checked)

@@ -67,7 +67,7 @@ def _trace_score_mod(score_mod: Callable[..., Any], problem: HasScoreMod) -> boo
     found: list[bool] = []
 
     def ask(aux_tensors: Any) -> None:
-        found.append(ScoreModTraits.of(score_mod, aux_tensors).computes_functions)
+        found.append(ScoreModTraits.create(score_mod, aux_tensors).computes_functions)
 
     _trace(ask, fake_tensors.aux_tensors(problem))
     return any(found)
@@ -80,7 +80,7 @@ def _trace_mask_mod(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Relian
     found: list[Reliance] = []
 
     def ask(aux_tensors: Any, batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> None:
-        found.append(Reliance.of(mask_mod, batch_idx, head_idx, q_idx, kv_idx, aux_tensors))
+        found.append(Reliance.create(mask_mod, batch_idx, head_idx, q_idx, kv_idx, aux_tensors))
 
     places = *fake_tensors.int32_pair(), *fake_tensors.int32_pair()
     _trace(ask, fake_tensors.aux_tensors(problem), *places)

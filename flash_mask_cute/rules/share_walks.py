@@ -159,7 +159,7 @@ def plan_shares(
             tiles += 1
             if (first == 0) & (stop < tile.num_blocks):
                 is_packed = const_expr(lengths.cu_seqlens_q is not None)
-                Merge.of(work, tile.num_pieces(size), is_packed).write(merges, share)
+                Merge.create(work, tile.num_pieces(size), is_packed).write(merges, share)
         place = tile.end
     ring.write(tiles, NO_WORK)
 

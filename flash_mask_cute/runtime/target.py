@@ -42,7 +42,7 @@ class Target:
         return Target("sm_90a", H200_SMS)
 
     @staticmethod
-    def of(device: torch.device) -> Target:
+    def from_device(device: torch.device) -> Target:
         """The target of a CUDA device.
 
         Raises:

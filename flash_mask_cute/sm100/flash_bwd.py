@@ -231,8 +231,8 @@ class FlashAttentionBackwardSm100:
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         plan = self.plan
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
+        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        operands = BwdOperands.create(plan, (mQ, mdO, mK, mV), lengths)
         window = (window_size_left, window_size_right)
         masks = MaskArgs.create(
             self, window, column_tensors, mQ.shape[-2], None, (), block_bits, aux_tensors

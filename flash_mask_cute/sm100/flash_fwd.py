@@ -222,12 +222,12 @@ class FlashAttentionForwardSm100:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         plan, group = self.plan, self.plan.group
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        pages = Pages.of(mPageTable, mK, mV, plan.page_box)
+        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        pages = Pages.create(mPageTable, mK, mV, plan.page_box)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())
-        partials = Partials.of(mPartials, self.split)
+        partials = Partials.create(mPartials, self.split)
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
@@ -297,7 +297,7 @@ class FlashAttentionForwardSm100:
         group.sync()
         tiles = plan.tiles(storage)
         if const_expr(self.score_mod is not None):
-            self.traits = ScoreModTraits.of(self.score_mod, masks.aux_tensors)
+            self.traits = ScoreModTraits.create(self.score_mod, masks.aux_tensors)
         score_args = score_args.multiplied(self.traits.factor)
 
         if warp_idx < Role.OUTPUT:
@@ -566,7 +566,7 @@ class FlashAttentionForwardSm100:
                 scores,
                 0,
                 scales.scale_mod,
-                RowPlace.of(work, row, self.plan.packed_heads, self.plan.group_size),
+                RowPlace.create(work, row, self.plan.packed_heads, self.plan.group_size),
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
                 self.traits.factor,

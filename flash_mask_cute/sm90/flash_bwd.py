@@ -260,8 +260,8 @@ class FlashAttentionBackwardSm90:
             check_given("softcap", softcap, False)
         plan = self.plan
         varlen_k = const_expr(mCuSeqlensK is not None)
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        operands = BwdOperands.of(plan, (mQ, mdO, mK, mV), lengths)
+        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        operands = BwdOperands.create(plan, (mQ, mdO, mK, mV), lengths)
         group_splits = None
         if const_expr(self.splits_group):
             group_splits = mdK.shape[0] // (mK.shape[1] if varlen_k else mK.shape[2])

@@ -245,8 +245,8 @@ class FlashAttentionForwardSm90:
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
         """
         plan = self.plan
-        lengths = Lengths.of(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        pages = Pages.of(mPageTable, mK, mV, plan.page_box)
+        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        pages = Pages.create(mPageTable, mK, mV, plan.page_box)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
@@ -258,7 +258,7 @@ class FlashAttentionForwardSm90:
                 blocks = query_chunk
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
-        partials = Partials.of(mPartials, self.split)
+        partials = Partials.create(mPartials, self.split)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         schedule = QuerySchedule.create(
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,

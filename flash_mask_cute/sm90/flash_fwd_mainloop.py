@@ -128,7 +128,7 @@ class KeyBlocks:
     ) -> "KeyBlocks":
         traits = ScoreModTraits()
         if score_mod is not None:
-            traits = ScoreModTraits.of(score_mod, aux_tensors)
+            traits = ScoreModTraits.create(score_mod, aux_tensors)
         computes_functions = scales.cap is not None or traits.computes_functions
         softmax = OnlineSoftmax.create(
             scales.scale_log2 * traits.factor,
@@ -502,7 +502,7 @@ class KeyBlocks:
         if half is not None:
             first_k_idx += half * HALF_KEYS
         group = heads, self.plan.group_size
-        places = [RowPlace.of(work, row, *group) for row in rows]
+        places = [RowPlace.create(work, row, *group) for row in rows]
         if is_cut:
             return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)
         first_q_idx = rows[0] // heads

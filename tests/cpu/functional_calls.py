@@ -59,7 +59,7 @@ class Arguments(NamedTuple):
     keywords: dict[str, Any]
 
     @staticmethod
-    def of(inputs: Inputs, **more: Any) -> Arguments:
+    def create(inputs: Inputs, **more: Any) -> Arguments:
         keywords = inputs.keywords | {"return_lse": True} | more
         window = keywords.pop("window_size_left"), keywords.pop("window_size_right")
         keywords["window_size"] = tuple(-1 if side is None else side for side in window)
@@ -117,7 +117,7 @@ def inputs_of(case: Case) -> Inputs:
 @lru_cache
 def eager_results(case: Case) -> Results:
     inputs = inputs_of(case)
-    return run(inputs, Arguments.of(inputs))
+    return run(inputs, Arguments.create(inputs))
 
 
 def qkv(

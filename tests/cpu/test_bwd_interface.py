@@ -66,7 +66,7 @@ def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int, packed:
     expected_dsink = torch.full((4,), NAN)
     expected = _flash_attn_bwd(*operands, **keywords, dsink=expected_dsink)
     dsink = torch.full((4,), NAN)
-    call = AttentionCall.of(Direction.BACKWARD, *operands, **keywords, dsink=dsink)
+    call = AttentionCall.create(Direction.BACKWARD, *operands, **keywords, dsink=dsink)
     planned = plan(call)
     assert planned.shapes.is_empty or (packed and batch and seqlen_k)
     found = EmptyBackward(planned)(call.tensors)
@@ -212,7 +212,7 @@ plain_tensors.PLAIN_TYPES += (OnBlackwell,)
 
 
 def test_wide_heads_are_refused_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface.Target, "of", lambda device: Target.named("sm_100a"))
+    monkeypatch.setattr(interface.Target, "from_device", lambda device: Target.named("sm_100a"))
     wide = {
         name: x if name == "lse" else x.new_zeros((*x.shape[:-1], 160))
         for name, x in arguments().items()
@@ -653,7 +653,7 @@ def test_what_a_call_says_of_its_scores_decides_on_pairs() -> None:
         inputs = make_inputs(Case("wide", 1, 20, 30, 1, 1, head_dim=256, causal=True, **more))
         out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
         operands = inputs.q, inputs.k, inputs.v, out, out, lse
-        call = AttentionCall.of(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
+        call = AttentionCall.create(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
         return plan(call).bwd_choice.tiles.cta_pair
 
     assert takes_pairs() and takes_pairs(column="stepped1") and takes_pairs(sink=BF16)

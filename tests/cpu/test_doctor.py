@@ -129,7 +129,7 @@ def test_which_gpu_is_tested(
         torch.cuda, "get_device_capability", lambda device: capabilities[device.index]
     )
     monkeypatch.setattr(
-        "flash_mask_cute.runtime.target.Target.of",
+        "flash_mask_cute.runtime.target.Target.from_device",
         lambda device: doctor_target(capabilities[device.index]),
     )
     asked = []

@@ -64,7 +64,7 @@ def test_bfloat16(case: Case) -> None:
     fields = {name: getattr(case, name) for name in case.__dataclass_fields__}
     inputs = make_inputs(Case(**fields | {"dtype": BF16}))
     dout, dlse = make_output_gradients(inputs)
-    results = run(inputs, Arguments.of(inputs))
+    results = run(inputs, Arguments.create(inputs))
     assert_close_to_oracle(results.out, results.lse, inputs)
     assert_gradients_close(results.gradients, inputs, dout, dlse)
 
@@ -73,7 +73,7 @@ def test_bfloat16(case: Case) -> None:
 def test_gradcheck(case: Case) -> None:
     """Numerically, and with gradients of out or lse that are absent."""
     inputs = inputs_of(case)
-    arguments = Arguments.of(inputs)
+    arguments = Arguments.create(inputs)
     in_use = inputs.rows_in_use("q")
     names = list(arguments.operands)
 
@@ -232,7 +232,7 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "learnable_sink", "qv"])
 def test_some_inputs_require_gradients(wanted: str) -> None:
     case = FEATURES[2]
-    leaves = Arguments.of(inputs_of(case)).leaves()
+    leaves = Arguments.create(inputs_of(case)).leaves()
     names = [name for name in leaves.operands if name in (wanted, *wanted)]
     for name, x in leaves.operands.items():
         x.requires_grad_(name in names)
@@ -343,7 +343,7 @@ def test_a_change_between_forward_and_backward_is_noticed(which: str) -> None:
         )
     )  # fmt: skip
     inputs = make_inputs(case)
-    leaves = Arguments.of(inputs).leaves()
+    leaves = Arguments.create(inputs).leaves()
     out, _ = leaves()
     keywords = leaves.keywords
     changed = {
@@ -414,7 +414,7 @@ CHECKPOINTED = [
 @pytest.mark.parametrize("case", CHECKPOINTED, ids=lambda case: case.id)
 def test_checkpoint(case: Case, use_reentrant: bool) -> None:
     inputs = inputs_of(case)
-    arguments = Arguments.of(inputs)
+    arguments = Arguments.create(inputs)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
         return checkpoint(
@@ -429,7 +429,7 @@ def test_checkpoint(case: Case, use_reentrant: bool) -> None:
 def test_selective_checkpoint_sees_operators(case: Case) -> None:
     """Their results can be kept, so that nothing is computed again."""
     inputs = inputs_of(case)
-    arguments = Arguments.of(inputs)
+    arguments = Arguments.create(inputs)
     seen = []
 
     def policy(context: Any, operator: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
@@ -450,7 +450,7 @@ def test_selective_checkpoint_sees_operators(case: Case) -> None:
 
 
 def test_saved_tensors_elsewhere() -> None:
-    inputs, arguments = (x := inputs_of(FEATURES[-1])), Arguments.of(x)
+    inputs, arguments = (x := inputs_of(FEATURES[-1])), Arguments.create(x)
     with torch.autograd.graph.save_on_cpu():
         run(inputs, arguments).assert_equal(eager_results(FEATURES[-1]))
 

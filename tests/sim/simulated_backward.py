@@ -46,7 +46,7 @@ def launch_on_simulator(
 def launch(
     operands: tuple[Tensor, ...], keywords: dict[str, Any], arch: str = HOPPER
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = AttentionCall.of(Direction.BACKWARD, *operands, **keywords)
+    call = AttentionCall.create(Direction.BACKWARD, *operands, **keywords)
     prepared = prepare_bwd(call, Target(arch, num_sms=SMS))
     return prepared(call.tensors, None if call.masks == NO_MASKS else call.masks)
 

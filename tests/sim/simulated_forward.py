@@ -24,7 +24,7 @@ def launch_on_simulator(
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel for tensors on the CPU. sms: what the host takes the GPU to have."""
     keywords = inputs.keywords | more
-    call = AttentionCall.of(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
+    call = AttentionCall.create(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
     prepared = prepare_fwd(call, Target(arch, num_sms=sms))
     out, lse = prepared(call.tensors, None if call.masks == NO_MASKS else call.masks)
     assert lse is not None

@@ -39,7 +39,7 @@ def calls(drawn: tuple[tuple[int, int], ...]) -> Iterator[PlacedCall]:
 
 
 def run_forward(call: PlacedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    made = AttentionCall.of(Direction.FORWARD, call.q, call.k, call.v, **call.keywords)
+    made = AttentionCall.create(Direction.FORWARD, call.q, call.k, call.v, **call.keywords)
     prepared = prepare_fwd(made, Target(ARCH, num_sms=simulated_backward.SMS))
     out, lse = prepared(made.tensors, None if made.masks == NO_MASKS else made.masks)
     assert lse is not None

@@ -39,7 +39,7 @@ def test_random_calls(simulator: ModuleType) -> None:
         q, total = append(given, target)
         left, right = (None if side < 0 else side for side in x["window_size"])
         keywords = {name: x[name] for name in SAME if name in x}
-        made = AttentionCall.of(
+        made = AttentionCall.create(
             Direction.FORWARD, q, given.k_cache, given.v_cache, **keywords, seqused_k=total,
             window_size_left=left, window_size_right=right, q_start="end", num_splits=0,
         )  # fmt: skip

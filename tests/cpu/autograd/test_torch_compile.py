@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 @by_id
 def test_compiled_equals_eager(case: Case) -> None:
     inputs = inputs_of(case)
-    arguments = Arguments.of(inputs)
+    arguments = Arguments.create(inputs)
     compiled = torch.compile(arguments.function, fullgraph=True, backend="aot_eager")
     run(inputs, arguments, compiled).assert_equal(eager_results(case))
 
@@ -204,7 +204,7 @@ def operator_arguments(case: Case) -> dict[str, tuple[Any, ...]]:
 
     inputs = inputs_of(case)
     with Watch():
-        run(inputs, Arguments.of(inputs)).assert_equal(eager_results(case))
+        run(inputs, Arguments.create(inputs)).assert_equal(eager_results(case))
     return found
 
 
@@ -233,7 +233,7 @@ def test_operators_know_shapes_of_any_strides() -> None:
     real_out, real_lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v)
     for fake, real in ((out, real_out), (lse, real_lse)):
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-    real_grads = run(inputs, Arguments.of(inputs)).gradients
+    real_grads = run(inputs, Arguments.create(inputs)).gradients
     for fake, name in zip(grads, ("dq", "dk", "dv"), strict=True):
         real = real_grads[name]
         assert real is not None and (fake.shape, fake.dtype) == (real.shape, real.dtype)

@@ -30,7 +30,7 @@ def made_up(way: str, d: int, costs: tuple[float, ...] = COSTS) -> list[bench.Js
 
 @pytest.mark.parametrize(("way", "d"), [("fwd", 128), ("fwd", 64), ("bwd", 128)])
 def test_known_costs_are_found(way: str, d: int) -> None:
-    found = breakdown.Breakdown.of(made_up(way, d), d, way)
+    found = breakdown.Breakdown.create(made_up(way, d), d, way)
     assert found.run == "made up" and found.costs
     for costs in found.costs.values():
         # rows hold five digits of the milliseconds
@@ -71,8 +71,8 @@ def test_counts_are_those_of_a_dense_mask() -> None:
 def test_runs_without_enough_masks_are_passed_over() -> None:
     rows = made_up("fwd", 128)
     later = [entry | {"run": "later"} for entry in rows[:3]]
-    assert breakdown.Breakdown.of([*rows, *later], 128, "fwd").run == "made up"
-    assert breakdown.Breakdown.of(later, 128, "fwd").parts == {}
+    assert breakdown.Breakdown.create([*rows, *later], 128, "fwd").run == "made up"
+    assert breakdown.Breakdown.create(later, 128, "fwd").parts == {}
     text = breakdown.table([*rows, *later], "fwd")
     assert "run made up" in text and text.count("| share question ") == 1
     assert "No run has enough masks." in breakdown.table([], "bwd")

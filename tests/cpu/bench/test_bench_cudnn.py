@@ -9,16 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cutlass
-import cutlass.cute as cute
 import numpy as np
 import pytest
 import torch
-from cutlass.cute.runtime import from_dlpack
+from dsl_masks import visible_by_mask_mod
 from small_cases import ODD, dense, masked, small
 from test_bench_everyday import bar_of, made_up
 
-from bench import cudnn_cases, flops, masks, mods, peers, prep, row_intervals, run
+from bench import cudnn_cases, flops, masks, peers, prep, row_intervals, run
 from bench.cases import CASES, BenchCase, make_tensors
 from bench.masks import Draw
 
@@ -113,21 +111,9 @@ def test_row_intervals_of_packed_sequences_count_from_their_own_first_key() -> N
 
 
 def test_mask_mods_of_static_masks_in_the_dsl() -> None:
-    @cute.jit
-    def fill(out: cute.Tensor, one: cute.Tensor, two: cute.Tensor, mod: cutlass.Constexpr) -> None:
-        for q in range(out.shape[0]):
-            for k in range(out.shape[1]):
-                zero = cute.full((1,), 0, cutlass.Int32)
-                at = [cute.full((1,), i, cutlass.Int32) for i in (q, k)]
-                out[q, k] = cutlass.Int32(mod(zero, zero, at[0], at[1], "lengths", [one, two])[0])
-
     for mask in masks.BEYOND_COLUMNS:
-        whole = static(mask).mask_of(244)
-        out = torch.full((244, 244), -1, dtype=torch.int32)
-        tables = mods.mask_tables(whole, torch.device("cpu")).values()
-        views = [from_dlpack(tensor) for tensor in (*tables, out, out)]
-        fill(from_dlpack(out), *views[:2], mods.cute_mask_mod(whole))
-        assert np.array_equal(out.numpy(), by_hand(mask)), mask
+        found = visible_by_mask_mod(static(mask).mask_of(244))
+        assert np.array_equal(found, by_hand(mask)), mask
 
 
 def test_cases_of_the_table() -> None:

@@ -32,7 +32,7 @@ def test_each_shape_is_a_case_in_both_directions() -> None:
     assert (chunked.n, chunked.n_k, chunked.mask) == (1024, 32768, "causal")
     assert CASES["shape-gpt-oss-20b-b1-n4096-window-128-sink"].sink
     with pytest.raises(ValueError, match="looks ahead"):
-        everyday.Shape.of({"name": "x", "window": [3, 3]})
+        everyday.Shape.create({"name": "x", "window": [3, 3]})
 
 
 def test_the_table_takes_all_of_them_and_widths_of_ours_alone() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cutlass.cute.runtime import from_dlpack
+from dsl_masks import visible_by_mask_mod
 from small_cases import ODD, dense, masked, small
 
 from bench import flops, gate, masks, mods, peers
@@ -139,21 +140,9 @@ def test_drawn_documents() -> None:
 
 
 def test_mask_mods_in_the_dsl() -> None:
-    @cute.jit
-    def fill(out: cute.Tensor, one: cute.Tensor, two: cute.Tensor, mod: cutlass.Constexpr) -> None:
-        for q in range(out.shape[0]):
-            for k in range(out.shape[1]):
-                zero = cute.full((1,), 0, cutlass.Int32)
-                at = [cute.full((1,), i, cutlass.Int32) for i in (q, k)]
-                out[q, k] = cutlass.Int32(mod(zero, zero, at[0], at[1], "lengths", [one, two])[0])
-
     for mask in masks.MASKS:
         case = masked(mask, 101)
-        out = torch.full((101, 101), -1, dtype=torch.int32)
-        tables = mods.mask_tables(case.mask_of(101), torch.device("cpu")).values()
-        views = [from_dlpack(tensor) for tensor in (*tables, out, out)]
-        fill(from_dlpack(out), *views[:2], mods.cute_mask_mod(case.mask_of(101)))
-        assert np.array_equal(out.numpy(), dense(case)), mask
+        assert np.array_equal(visible_by_mask_mod(case.mask_of(101)), dense(case)), mask
 
 
 @pytest.mark.parametrize("mod", ["alibi", "t5_bias", "softcap"])

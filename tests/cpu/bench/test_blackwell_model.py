@@ -32,7 +32,7 @@ TEXT = """
 
 
 def test_ways_through_code() -> None:
-    code = Code.of(TEXT)
+    code = Code.create(TEXT)
     assert [x.opcode for x in code.instructions][:3] == ["SYNCS", "BRA", "BRA"]
     (first,) = code.where(lambda x: (x.opcode, x.kind) == ("MUFU", ".EX2"))
     (product,) = code.where(lambda x: x.opcode == "UTCHMMA")
@@ -50,7 +50,7 @@ def test_ways_through_code() -> None:
 
 def test_addresses_stand_for_labels() -> None:
     """As cuobjdump prints them."""
-    code = Code.of(
+    code = Code.create(
         "        /*0000*/                   MUFU.EX2 R1, R2 ;\n"
         "        /*0010*/              @!P0 BRA 0x0 ;\n"
         "        /*0020*/                   EXIT ;\n"

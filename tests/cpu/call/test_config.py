@@ -275,10 +275,12 @@ def test_fields_not_given_make_room_for_those_given() -> None:
 
 
 def test_a_mapping_is_a_config() -> None:
-    assert FwdConfig.of({"tile_n": 64, "share_qo": False}) == FwdConfig(tile_n=64, share_qo=False)
-    assert FwdConfig.of(None) is None
+    assert FwdConfig.from_value({"tile_n": 64, "share_qo": False}) == FwdConfig(
+        tile_n=64, share_qo=False
+    )
+    assert FwdConfig.from_value(None) is None
     config = FwdConfig(tile_m=128)
-    assert FwdConfig.of(config) is config
+    assert FwdConfig.from_value(config) is config
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ def test_a_mapping_is_a_config() -> None:
 )
 def test_bad_config_values(value: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=f"config.*{said}"):
-        FwdConfig.of(value)
+        FwdConfig.from_value(value)
 
 
 def test_a_config_that_exists_has_valid_values() -> None:

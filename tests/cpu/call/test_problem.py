@@ -19,7 +19,9 @@ from flash_mask_cute.seqlen_info import SeqlenInfoQK
 def problem_of(q: torch.Tensor, v: torch.Tensor, **keywords: Any) -> AttentionProblem:
     """Of a forward with these arguments, whose heads are not packed."""
     k = v.new_zeros((*v.shape[:-1], q.shape[-1]))
-    return plan(AttentionCall.of(Direction.FORWARD, q, k, v, pack_gqa=False, **keywords)).problem
+    return plan(
+        AttentionCall.create(Direction.FORWARD, q, k, v, pack_gqa=False, **keywords)
+    ).problem
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

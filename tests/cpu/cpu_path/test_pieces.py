@@ -33,7 +33,7 @@ def test_against_oracle(split: SplitCase, monkeypatch: pytest.MonkeyPatch) -> No
     )
     inputs = make_inputs(split.case)
     keywords = inputs.keywords | {"num_splits": split.num_splits}
-    call = AttentionCall.of(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
+    call = AttentionCall.create(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
     monkeypatch.setattr(Target, "default", lambda: Target("sm_90a", num_sms=split.sms))
     out, lse = prepared_fwd(plan(call))(
         call.tensors, None if call.masks == NO_MASKS else call.masks
@@ -49,7 +49,7 @@ def test_pieces_of_float64_are_those_of_one_pass() -> None:
     results = []
     for num_splits in (1, 4, 0):
         keywords = inputs.keywords | {"num_splits": num_splits}
-        call = AttentionCall.of(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
+        call = AttentionCall.create(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
         results.append(prepared_fwd(plan(call))(call.tensors)[0])
     for out in results[1:]:
         torch.testing.assert_close(out, results[0], atol=1e-12, rtol=1e-12)

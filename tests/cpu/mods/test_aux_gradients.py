@@ -65,7 +65,7 @@ def check(given: TrainedInputs, call: TorchCall | None = None) -> list[Tensor]:
     call: what to call instead of the function, with its arguments.
     """
     inputs = given.inputs
-    arguments = Arguments.of(inputs).leaves()
+    arguments = Arguments.create(inputs).leaves()
     aux_tensors = [
         x.clone().requires_grad_() if i in given.wants_aux else x
         for i, x in enumerate(given.aux_tensors)
@@ -203,7 +203,7 @@ def test_what_the_page_on_mods_shows(tmp_path: Path) -> None:
 @ways
 def test_compiled(case: Case, name: str) -> None:
     given = make_trained(case, name)
-    function = Arguments.of(given.inputs).function
+    function = Arguments.create(given.inputs).function
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for x, y in zip(check(given, compiled), check(given), strict=True):
         assert torch.equal(x, y)
@@ -218,7 +218,7 @@ def test_inductor() -> None:
 @pytest.mark.parametrize(("case", "name"), (PAIR, PACKED), ids=lambda x: getattr(x, "id", x))
 def test_checkpoint(case: Case, name: str, use_reentrant: bool) -> None:
     given = make_trained(case, name)
-    function = Arguments.of(given.inputs).function
+    function = Arguments.create(given.inputs).function
 
     def call(**everything: Any) -> Any:
         if not use_reentrant:
@@ -289,7 +289,7 @@ def test_two_calls_with_one_table_add_up() -> None:
     given = make_trained(*T5)
     (once,) = check(given)
     (table,) = (x.float().requires_grad_() for x in given.trained)
-    arguments = Arguments.of(given.inputs)
+    arguments = Arguments.create(given.inputs)
     keywords = arguments.keywords | {"aux_tensors": [table]}
     dout, dlse = make_output_gradients(given.inputs)
     for _ in range(2):

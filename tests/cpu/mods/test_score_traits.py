@@ -111,7 +111,7 @@ def test_which_callables_take_rows(mod: Any, expected: bool) -> None:
 
     @cute.jit
     def ask(aux_tensors: Any) -> None:
-        found.append(ScoreModTraits.of(mod, aux_tensors))
+        found.append(ScoreModTraits.create(mod, aux_tensors))
 
     with compile_lock():
         cute.compile(ask, fake_tensors.aux_tensors(problem), no_jit_engine=True)

@@ -31,7 +31,7 @@ def device(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> torch.dev
 def test_devices_with_kernels(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str, name: str
 ) -> None:
-    target = Target.of(device(monkeypatch, *capability))
+    target = Target.from_device(device(monkeypatch, *capability))
     assert target == Target(arch, num_sms=7)
     assert arch_spec(target).name == name
     assert arch_spec(Target.named(arch)).name == name
@@ -44,7 +44,7 @@ def test_other_devices_are_refused(
 ) -> None:
     found = "compute capability {}.{}".format(*capability)
     with pytest.raises(NotImplementedError, match=found):
-        Target.of(device(monkeypatch, *capability))
+        Target.from_device(device(monkeypatch, *capability))
     _of_index.cache_clear()
 
 
