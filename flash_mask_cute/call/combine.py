@@ -99,6 +99,11 @@ class MergedForward:
         )
         self._function = compile_combine(facts, plan.target).function
 
+    @property
+    def counts(self) -> bool:
+        """Whether CTAs of the attention kernel take work tiles from a counter."""
+        return not self._by_slots
+
     def new_partials(self, like: Tensor) -> tuple[Any, ...]:
         """Scratch memory, as the attention kernel takes it."""
         splits = self._splits

@@ -1,7 +1,7 @@
 """The choice whether a forward computes its work tiles in pieces, and the destination of pieces.
 
 *By rows*: each work tile in the number of pieces that the caller requests (`num_splits` of 2 and
-more), as `BlockInfo` cuts it. *By slots*: all key blocks in shares, which CTAs take
+more), as `BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
 (`core/shares.py`); the library chooses this if the choice is its own (`num_splits` 0). One split is
 one pass, without a merge.
 """
@@ -12,12 +12,10 @@ import math
 from typing import NamedTuple
 
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, SHARES_PER_SEGMENT, SLOTS_PER_SHARE
+from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, DECODE_ROWS, SLOTS_PER_SHARE
 from flash_mask_cute.limits import padded_group
 
 MOST_SPLITS = 256
-# rows of a KV head that one warpgroup computes: those of decoding
-DECODE_ROWS = 64
 # keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
 # known yet
 _KEYS, _ROWS = 128, 128
@@ -33,14 +31,12 @@ _FULL_WAVES = 0.95
 class Splits(NamedTuple):
     """Scratch of a forward that computes work tiles in pieces.
 
-    kind: BY_ROWS or BY_SLOTS. number: pieces of each work tile, or the most shares. num_ctas: those
-    that take shares. out_shape, lse_shape: shapes of the fp32 tensors that all pieces are written
-    to.
+    kind: BY_ROWS or BY_SLOTS. number: pieces of each work tile, or CTAs that have a share.
+    out_shape, lse_shape: shapes of the fp32 tensors that all pieces are written to.
     """
 
     kind: str
     number: int
-    num_ctas: int | None
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
 
@@ -49,7 +45,7 @@ class Splits(NamedTuple):
         """number: pieces of each work tile."""
         rows = (1, shapes.total_q) if problem.varlen_q else (shapes.batch, shapes.seqlen_q)
         lse_shape = (number, *rows, shapes.heads_q)
-        return Splits(BY_ROWS, number, None, (*lse_shape, shapes.head_dim_v), lse_shape)
+        return Splits(BY_ROWS, number, (*lse_shape, shapes.head_dim_v), lse_shape)
 
     @staticmethod
     def by_slots(
@@ -59,10 +55,8 @@ class Splits(NamedTuple):
         rows = tile_m
         if not problem.varlen_q:
             rows = min(rows, shapes.seqlen_q * padded_group(problem.packed_heads))
-        # more queries are limited by products, whose speed is the same on all SMs
-        number = num_ctas * (SHARES_PER_SEGMENT if tile_m <= DECODE_ROWS else 1)
-        lse_shape = SLOTS_PER_SHARE * number, rows
-        return Splits(BY_SLOTS, number, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape)
+        lse_shape = SLOTS_PER_SHARE * num_ctas, rows
+        return Splits(BY_SLOTS, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape)
 
     @property
     def num_bytes(self) -> int:
@@ -72,10 +66,7 @@ class Splits(NamedTuple):
         """The splits in words."""
         scratch = f"{self.num_bytes} bytes of scratch, and a launch that merges"
         if self.kind == BY_SLOTS:
-            return (
-                f"all key blocks in up to {self.number} shares for {self.num_ctas} CTAs, found on "
-                f"the device; {scratch}"
-            )
+            return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
         return f"{self.number} of each work tile; {scratch}"
 
 

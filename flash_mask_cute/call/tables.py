@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar
 
 from flash_mask_cute.call.problem import TuningClass
 
-
 # keys of a query, in units of the queries, from which on causal walks are about equal
 _LATE = 8
 
@@ -76,11 +75,11 @@ class FwdRow(NamedTuple):
     least this many queries and keys; max_seqlen_q: for at most this many queries. above_dim:
     head_dim is greater. splits_sectors: only if rows begin inside an L2 sector. gain: the speedup
     over tiles of 128 rows, if equally many SMs are busy; if walks are equal and the last wave of
-    CTAs costs more than that, the row does not apply. cta_pair: a pair of CTAs, with a tile each, walks
-    over the keys together. native_block_lists: only with block lists whose blocks consist of whole
-    tiles of this row. The kernel then reads the lists as they are, and a block is partial only by
-    its own mask. It does not apply to problems that read mask bits, which exist for tiles of any
-    size. needs_sfu: only if functions of scores are computed under causal masking alone, which
+    CTAs costs more than that, the row does not apply. cta_pair: a pair of CTAs, with a tile each,
+    walks over the keys together. native_block_lists: only with block lists whose blocks consist of
+    whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
+    only by its own mask. It does not apply to problems that read mask bits, which exist for tiles
+    of any size. needs_sfu: only if functions of scores are computed under causal masking alone, which
     keeps the special function units busy. for_decode: only for forwards in pieces or over pages, if
     the rows that share keys fit a tile.
     """
@@ -123,9 +122,7 @@ class FwdRow(NamedTuple):
             gain = self.gain
             yield Condition(
                 f"waves as full as with 128 rows, or {gain - 1:.0%} less, of equal walks",
-                lambda call: (
-                    not call.has_equal_walks or call.fill(128) <= gain * call.fill(192)
-                ),
+                lambda call: not call.has_equal_walks or call.fill(128) <= gain * call.fill(192),
             )
         if self.splits_sectors:
             yield Condition("rows that begin inside a sector", lambda call: call.splits_sectors)

@@ -21,6 +21,8 @@ N_BLOCK_SHIFT = 4
 # Steps of copies by rows, a key block and a value block each, that are not waited for at once.
 # There is a stage more, for who reads them to release.
 STEPS_IN_FLIGHT = 1
+# boxes of pages whose loads are prepared together
+BOXES_UNROLLED = 2
 
 
 class LoadShape(Protocol):
@@ -70,16 +72,16 @@ class Place(NamedTuple):
 class LoadState(NamedTuple):
     """Number of key blocks loaded so far, and the value block to load next.
 
-    v_pages, next_pages: this lane's looked-up pages for the value block and for the block before
-    it, which a walk usually visits next. Each lane has one box of a block, or there are
-    `BlockRows`. k_ready, v_ready: number of those blocks that were handed over.
+    v_pages, next_pages: looked up for the value block and for the block before it, which a walk
+    usually visits next: the place of this lane's box of the block, or `BlockRows`. k_ready,
+    v_ready: number of those blocks that were handed over.
     """
 
     blocks: Int32
     v_block: Int32
     v_place: Place
-    v_pages: Int32 | BlockRows | None = None
-    next_pages: Int32 | BlockRows | None = None
+    v_pages: PageRow | BlockRows | None = None
+    next_pages: PageRow | BlockRows | None = None
     k_ready: Int32 | None = None
     v_ready: Int32 | None = None
 
@@ -112,7 +114,7 @@ class OperandLoads:
         tile, chunk = Int32(0), Int32(0)
         state = LoadState(Int32(0), Int32(-1), Place(*[Int32(0)] * len(Place._fields)))
         if const_expr(self.pages is not None):
-            state = state._replace(v_pages=Int32(0), next_pages=Int32(0))
+            state = state._replace(v_pages=PageRow.none(), next_pages=PageRow.none())
         if const_expr(self._by_rows):
             nowhere = self._copies.nowhere()
             state = state._replace(v_pages=nowhere, next_pages=nowhere)
@@ -191,7 +193,7 @@ class OperandLoads:
             smem = self.k.smem[None, None, channel.index(number)]
             self._copies.copy(self.pages.k, place.head, pages, smem)
         else:
-            self._load_key_boxes(place, block.index, pages, number)
+            self._load_key_boxes(place, pages, number)
         next_pages = self._look_up(place, block.index - 1)
         self._load_paged_values(state)
         state = state._replace(
@@ -206,11 +208,11 @@ class OperandLoads:
         return state
 
     @cute.jit
-    def _load_key_boxes(self, place: Place, block: Int32, pages: Int32, number: Int32) -> None:
+    def _load_key_boxes(self, place: Place, pages: PageRow, number: Int32) -> None:
         shape, channel = self.shape, self.k.channel
         channel.expect(number, shape.bytes_k)
-        for box in cutlass.range(shape.tile_n // shape.page_box, unroll=1):
-            at = self._page_row(place, block, box, pages)
+        for box in cutlass.range(shape.tile_n // shape.page_box, unroll=BOXES_UNROLLED):
+            at = pages.of_lane(box)
             gK = self.operands.k[None, None, place.head, at.page]
             gK = cute.domain_offset((at.row, 0), gK)
             smem, tile = self.k.smem, shape.box_k
@@ -232,8 +234,8 @@ class OperandLoads:
                 self._copies.copy(self.pages.v, place.head, state.v_pages, stage)
             else:
                 channel.expect(number, shape.bytes_v)
-                for box in cutlass.range(shape.tile_n // shape.page_box, unroll=1):
-                    at = self._page_row(place, state.v_block, box, state.v_pages)
+                for box in cutlass.range(shape.tile_n // shape.page_box, unroll=BOXES_UNROLLED):
+                    at = state.v_pages.of_lane(box)
                     gV = self.operands.v[None, None, None, at.page]
                     gV = tma.at_ragged_sequence(gV, Int32(0), at.in_use, self.pages.page_size)
                     gV = cute.domain_offset(((place.head, at.row), 0), gV)
@@ -263,19 +265,18 @@ class OperandLoads:
         key = block * self.shape.tile_n + box * self.shape.page_box
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
-    def _look_up(self, place: Place, block: Int32) -> Int32 | BlockRows:
-        """The page of this lane's box of a block, or the places of its rows."""
+    def _look_up(self, place: Place, block: Int32) -> PageRow | BlockRows:
+        """The place of this lane's box of a block, or the places of its rows.
+
+        Lanes compute the places of all boxes at once. Done when a box is loaded, the divisions and
+        clamps would take longer than the load.
+        """
         if self._by_rows:
             return self._copies.look_up(place.batch_idx, cutlass.max(block, 0), place.length)
         last = self.shape.tile_n // self.shape.page_box - 1
         box = cutlass.min(cute.arch.lane_idx(), last)
         key = self._key(place, cutlass.max(block, 0), box)
-        return self.pages.number(place.batch_idx, key)
-
-    def _page_row(self, place: Place, block: Int32, box: Int32, pages: Int32) -> PageRow:
-        """The place of a box of a block; pages: the pages that the lanes have looked up."""
-        page = cute.arch.shuffle_sync(pages, box)
-        return self.pages.place(page, self._key(place, block, box), place.length)
+        return self.pages.place(self.pages.number(place.batch_idx, key), key, place.length)
 
     # -- rows of pages --------------------------------------------------------------------------
 

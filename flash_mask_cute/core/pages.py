@@ -18,6 +18,15 @@ class PageRow(NamedTuple):
     row: Int32
     in_use: Int32
 
+    @staticmethod
+    def none() -> "PageRow":
+        """Some place, before the first one is known."""
+        return PageRow(Int32(0), Int32(0), Int32(1))
+
+    def of_lane(self, lane: Int32) -> "PageRow":
+        """What a lane of this warp has."""
+        return PageRow(*(cute.arch.shuffle_sync(word, lane) for word in self))
+
 
 # the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
 # swizzled in groups of so many

@@ -19,14 +19,16 @@ WHOLE = -1
 
 
 class Merge(NamedTuple):
-    """A work tile that begins in a share and ends behind it.
+    """A work tile that begins in a CTA's share and ends behind it.
 
-    num_pieces: 0 if there is no such tile. batch_idx: 0 if queries are packed. offset_q: the output
+    num_pieces: 0 if there is no such tile. stride: from the CTA of a piece to that of the next one.
+    batch_idx: 0 if queries are packed. offset_q: the output
     row at which its sequence begins; slot: the number of rows of that sequence. head_idx, block: as
     in `Work`.
     """
 
     num_pieces: Int32
+    stride: Int32
     batch_idx: Int32
     head_idx: Int32
     block: Int32
@@ -34,9 +36,10 @@ class Merge(NamedTuple):
     slot: Int32
 
     @staticmethod
-    def create(work: Work, num_pieces: Int32, queries_are_packed: bool) -> "Merge":
+    def create(work: Work, num_pieces: Int32, stride: Int32, queries_are_packed: bool) -> "Merge":
         batch_idx = Int32(0) if queries_are_packed else work.batch_idx
-        return Merge(num_pieces, batch_idx, work.head_idx, work.block, work.offset_q, work.slot)
+        place = batch_idx, work.head_idx, work.block, work.offset_q, work.slot
+        return Merge(num_pieces, stride, *place)
 
     @staticmethod
     def none() -> "Merge":
@@ -44,15 +47,15 @@ class Merge(NamedTuple):
         return Merge(*[Int32(0)] * len(Merge._fields))
 
     @staticmethod
-    def read(merges: cute.Tensor, share: Int32) -> "Merge":
-        return Merge(*(merges[share, i] for i in range(len(Merge._fields))))
+    def read(merges: cute.Tensor, cta: Int32) -> "Merge":
+        return Merge(*(merges[cta, i] for i in range(len(Merge._fields))))
 
     @cute.jit
-    def write(self, merges: cute.Tensor, share: Int32) -> None:
+    def write(self, merges: cute.Tensor, cta: Int32) -> None:
         """Run by a whole warp."""
         if cute.arch.lane_idx() == 0:
             for i, word in enumerate(self):
-                merges[share, i] = word
+                merges[cta, i] = word
 
 
 class Partials(NamedTuple):
@@ -60,7 +63,7 @@ class Partials(NamedTuple):
 
     By rows: o (pieces, batch, row, head, d), lse (pieces, batch, row, head), with one batch entry
     for packed queries, and the number of pieces of each work tile. By slots: o (slots, rows, d),
-    lse (slots, rows), merges (shares, MERGE_WORDS) int32; rows: those of a work tile that may
+    lse (slots, rows), merges (CTAs, MERGE_WORDS) int32; rows: those of a work tile that may
     exist.
     """
 
@@ -86,10 +89,9 @@ class Partials(NamedTuple):
             raise ValueError(f"mPartials must be for split={split!r}")
         return partials
 
-    def grid(self, by_tiles: Int32, num_sms: int) -> Int32:
-        """CTAs to launch: one for each SM if they take shares, or the number that work tiles
-        need."""
-        return by_tiles if self.merges is None else Int32(num_sms)
+    def grid(self, by_tiles: Int32) -> Int32:
+        """CTAs to launch: one for each share, or the number that work tiles need."""
+        return by_tiles if self.merges is None else Int32(self.merges.shape[0])
 
     @property
     def by_slots(self) -> bool:

@@ -43,30 +43,35 @@ class RowCuts(NamedTuple):
 
 
 class ShareCuts:
-    """Shares of all key blocks, at most `most`, for `num_ctas` CTAs (`core/shares.py`)."""
+    """Equal shares of all key blocks, one for each CTA (`core/shares.py`)."""
 
     def __init__(
-        self, walks: Sequence[SequenceWalk], num_heads: int, num_ctas: int, most: int
+        self, walks: Sequence[SequenceWalk], num_heads: int, num_ctas: int, tile_m: int
     ) -> None:
         self._walks, self._num_heads = walks, num_heads
         self._tiles: dict[tuple[int, int, int], TileOnLine] = {}
+        tiles = [max(len(walk.n_blocks(i)), 1) for walk in walks for i in range(walk.num_m_blocks)]
+        of_head = sum(TileOnLine(0, num_blocks).end for num_blocks in tiles)
+        shares = Shares.create(of_head, num_heads, num_ctas, tile_m)
+        self._size = shares.size
+        heads_of_line = num_heads // shares.num_lines
         place = 0
         for sequence, walk in enumerate(walks):
-            for head_idx in range(num_heads):
+            for head_idx in range(heads_of_line):
                 for m_block in range(walk.num_m_blocks):
                     tile = TileOnLine(place, max(len(walk.n_blocks(m_block)), 1))
-                    self._tiles[sequence, head_idx, m_block] = tile
+                    for line in range(shares.num_lines):
+                        self._tiles[sequence, head_idx + line, m_block] = tile
                     place = tile.end
-        self._shares = Shares.create(place, num_ctas, most)
 
     def of(self, sequence: int, m_block: int) -> Mapping[int, Tensor]:
         cuts: dict[int, Tensor] = {}
         first_block = self._walks[sequence].n_blocks(m_block).start
         for head_idx in range(self._num_heads):
             tile = self._tiles[sequence, head_idx, m_block]
-            first = tile.first_share(self._shares)
-            for share in range(first + 1, first + tile.num_pieces(self._shares)):
-                begin, _ = tile.piece(self._shares, share)
+            first = tile.first_share(self._size)
+            for share in range(first + 1, first + tile.num_pieces(self._size)):
+                begin, _ = tile.piece(share, self._size)
                 none = torch.zeros(self._num_heads, dtype=torch.bool)
                 cuts.setdefault(first_block + begin, none)[head_idx] = True
         return cuts

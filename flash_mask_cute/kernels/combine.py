@@ -6,8 +6,8 @@ nothing has LSE -inf and does not count, whatever its O holds; a row of such pie
 and LSE -inf. A sink, one more logit of the row, is part of one piece's LSE.
 
 Pieces have one of two layouts. *By rows*: piece j of all rows is O_partial[j]. *By slots*: a kernel
-that processed key blocks by shares (`core/shares.py`) left a tile's pieces in slots of tile_m rows
-each. For each share it recorded the work tile that begins there and that other shares continue
+that processed key blocks by shares (`core/shares.py`) left a tile's pieces in slots of CTAs. For
+each CTA it recorded the work tile that begins in its share and that other shares continue
 (`Merge`).
 
 A row is merged by one warp or by the four of a CTA, always in the same order, so bits do not depend
@@ -37,7 +37,8 @@ BATCH = 8
 class Row(NamedTuple):
     """A row of the output, and its pieces.
 
-    tile_row, share: by slots, its row in a tile, and the share in which that tile begins.
+    tile_row, cta, stride: by slots, its row in a tile, the CTA of its first piece, and the distance
+    to that of the next.
     """
 
     is_there: Boolean
@@ -46,7 +47,8 @@ class Row(NamedTuple):
     q_idx: Int32
     head_idx: Int32
     tile_row: Int32
-    share: Int32
+    cta: Int32
+    stride: Int32
 
 
 class Combine:
@@ -93,7 +95,7 @@ class Combine:
         :param mO_partial: fp32, bf16 or fp16, (pieces, batch, row, head, d), last stride 1, others
             multiples of 4; by slots fp32 (slots, rows, d), with the rows of a tile that may exist
         :param mLSE_partial: fp32 (pieces, batch, row, head), or (slots, rows)
-        :param mMerges: int32 (shares, MERGE_WORDS), a `Merge` each; by slots only
+        :param mMerges: int32 (CTAs, MERGE_WORDS), a `Merge` each; by slots only
         :param mO: (batch, row, head, d), last stride 1, others multiples of 4
         :param mLSE: fp32 (batch, row, head)
         """
@@ -150,32 +152,34 @@ class Combine:
         is_there = number < batch * rows * heads
         pieces = mO_partial.shape[0]
         zero = Int32(0)
-        return Row(is_there, pieces, of_head // rows, of_head % rows, head_idx, zero, zero)
+        place = of_head // rows, of_head % rows, head_idx
+        return Row(is_there, pieces, *place, zero, zero, zero)
 
     def _row_by_slots(self, number: Int32, mMerges: cute.Tensor, rows: Int32) -> Row:
-        share, tile_row = number // rows, number % rows
-        is_share = share < mMerges.shape[0]
-        merge = Merge.read(mMerges, cutlass.min(share, mMerges.shape[0] - 1))
+        cta, tile_row = number // rows, number % rows
+        is_cta = cta < mMerges.shape[0]
+        merge = Merge.read(mMerges, cutlass.min(cta, mMerges.shape[0] - 1))
         packed_row = merge.block * self.tile_m + tile_row
         q_idx = packed_row // self.packed_heads
         of_group = packed_row % self.packed_heads
         is_row = (q_idx < merge.slot) & (of_group < self.group)
         return Row(
-            is_share & is_row & (merge.num_pieces > 0),
+            is_cta & is_row & (merge.num_pieces > 0),
             merge.num_pieces,
             merge.batch_idx,
             merge.offset_q + q_idx,
             merge.head_idx * self.group + of_group,
             tile_row,
-            share,
+            cta,
+            merge.stride,
         )
 
     def _piece(self, row: Row, piece: Int32) -> tuple:
         """The place of a row's piece in a tensor of pieces, without the column."""
         if self.tile_m is None:
             return piece, row.batch_idx, row.q_idx, row.head_idx
-        share = row.share + piece
-        slot = cutlass.select_(piece == 0, slot_of_first(share), slot_of_later(share))
+        cta = row.cta + piece * row.stride
+        slot = cutlass.select_(piece == 0, slot_of_first(cta), slot_of_later(cta))
         return slot, row.tile_row
 
     # -- a row ----------------------------------------------------------------------------------

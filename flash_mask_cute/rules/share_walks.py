@@ -1,12 +1,12 @@
 """The planning warp of a forward whose key blocks are distributed evenly (`core/shares.py`).
 
-The planning warp of each CTA computes the line of all key blocks from the lengths on the device,
-walks along the first share of its segment, and then claims shares from a counter. So the host needs
-no lengths, and a captured launch is right for all later lengths.
+The planning warp of each CTA computes the line of key blocks from the lengths on the device, and
+walks along its share. So CTAs need no communication, the host needs no lengths, and a captured
+launch is right for all later lengths.
 """
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -52,21 +52,27 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyBlockLine:
-    """The line of all key blocks of a launch. heads: work tiles of a block of queries."""
+    """The line of all key blocks of some heads of a launch. heads: work tiles of a block of
+    queries."""
 
     rules: ForwardMask
     lengths: Lengths
+    first_head: Int32
     num_heads: Int32
     num_batch: Int32
 
+    def part(self, first_head: Int32, num_heads: Int32) -> "KeyBlockLine":
+        """The line of some of these heads."""
+        return replace(self, first_head=self.first_head + first_head, num_heads=num_heads)
+
     @cute.jit
-    def measure(self) -> Int32:
-        """Number of places on the line. Run by a whole warp, like everything here."""
+    def measure_head(self) -> Int32:
+        """Number of places of one head. Run by a whole warp, like everything here."""
         places, batch_start = Int32(0), Int32(0)
         while batch_start < self.num_batch:
             places += self._places_of_head(batch_start + cute.arch.lane_idx())
             batch_start += WARP
-        return Int32(cute.arch.warp_redux_sync(places, "add")) * self.num_heads
+        return Int32(cute.arch.warp_redux_sync(places, "add"))
 
     @cute.jit
     def locate(self, window: Window, place: Int32) -> tuple:
@@ -89,7 +95,7 @@ class KeyBlockLine:
         start = begin + cute.arch.shuffle_sync(ends, owner) - places * self.num_heads
         head_idx = (place - start) // places
         start += head_idx * places
-        work = self._work(batch_start + owner, head_idx)
+        work = self._work(batch_start + owner, self.first_head + head_idx)
         block, num_blocks = Int32(0), self._num_blocks(work)
         while place >= TileOnLine(start, num_blocks).end:
             start = TileOnLine(start, num_blocks).end
@@ -121,67 +127,34 @@ class KeyBlockLine:
 @cute.jit
 def plan_shares(
     line: KeyBlockLine,
-    scheduler: TileScheduler,
+    tile_m: cutlass.Constexpr[int],
     ring: WorkRing,
     walk: WalkRing,
     merges: cute.Tensor,
 ) -> None:
-    """Take shares, and announce their pieces of work tiles and the walks of these. Run by one warp.
+    """Walk along this CTA's share, and announce its pieces of work tiles and their walks. Run by
+    one warp.
 
-    scheduler: counts the turns of shares, as it counts work tiles elsewhere. merges: (shares,
-    MERGE_WORDS) int32, with room for as many shares as a segment may have, or for one.
+    line: of all heads. tile_m: rows of a work tile. merges: (CTAs, MERGE_WORDS) int32.
     """
-    num_ctas, _, _ = cute.arch.grid_dim()
-    room = merges.shape[0]
-    places = line.measure()
-    shares = Shares.create(places, num_ctas, room)
-    search = scheduler.start()
-    if shares.unit == 0:
-        # records of shares that there are not
-        for record in cutlass.range(num_ctas + search.index, room, num_ctas, unroll=1):
-            Merge.none().write(merges, record)
-    tiles, chunks = Int32(0), Int32(0)
-    while search.index < shares.number:
-        share = shares.of_turn(search.index)
-        range_of_share = shares.begin(share), cutlass.min(shares.end(share), places)
-        tiles, chunks = _plan_share(
-            line, shares, share, range_of_share, ring, walk, merges, tiles, chunks
-        )
-        if shares.unit == 0:
-            search = search._replace(index=shares.number)
-        else:
-            # claimed as late as can be: another CTA may be free for it sooner
-            if chunks > 0:
-                walk.wait_until_read(chunks)
-            search = scheduler.advance(search, tiles)
-    scheduler.finish()
-    ring.write(tiles, NO_WORK)
-
-
-@cute.jit
-def _plan_share(
-    line: KeyBlockLine,
-    shares: Shares,
-    share: Int32,
-    range_of_share: tuple[Int32, Int32],
-    ring: WorkRing,
-    walk: WalkRing,
-    merges: cute.Tensor,
-    tiles: Int32,
-    chunks: Int32,
-) -> tuple:
-    """Announce the pieces in a share, the places [begin, end) of the line. tiles, chunks: announced
-    so far; returns both with these."""
     rules, lengths = line.rules, line.lengths
-    place, end = range_of_share
-    Merge.none().write(merges, share)
+    cta, _, _ = cute.arch.block_idx()
+    num_ctas, _, _ = cute.arch.grid_dim()
+    of_head = line.measure_head()
+    shares = Shares.create(of_head, line.num_heads, num_ctas, tile_m)
+    first_head, share = shares.of_cta(cta)
+    line = line.part(first_head, line.num_heads // shares.num_lines)
+    size = shares.size
+    place, end = share * size, cutlass.min((share + 1) * size, of_head * line.num_heads)
+    Merge.none().write(merges, cta)
+    tiles, chunks = Int32(0), Int32(0)
     window = Window(Int32(0), Int32(0))
     while place < end:
         found, window = line.locate(window, place)
         tile = found.tile
-        first, stop = tile.piece(shares, share)
+        first, stop = tile.piece(share, size)
         is_whole = (first == 0) & (stop == tile.num_blocks)
-        slot = cutlass.select_(first == 0, slot_of_first(share), slot_of_later(share))
+        slot = cutlass.select_(first == 0, slot_of_first(cta), slot_of_later(cta))
         n_block_min, _ = rules.key_blocks(found.work)
         work = found.work._replace(
             first_block=n_block_min + first,
@@ -194,9 +167,10 @@ def _plan_share(
             tiles += 1
             if (first == 0) & (stop < tile.num_blocks):
                 is_packed = const_expr(lengths.cu_seqlens_q is not None)
-                Merge.create(work, tile.num_pieces(shares), is_packed).write(merges, share)
+                pieces = tile.num_pieces(size)
+                Merge.create(work, pieces, shares.num_lines, is_packed).write(merges, cta)
         place = tile.end
-    return tiles, chunks
+    ring.write(tiles, NO_WORK)
 
 
 def plan_forward(
@@ -214,17 +188,17 @@ def plan_forward(
     kernel: says how work tiles are split, and which mask makes their walks unequal.
     """
     params = schedule.params
-    last_first = kernel.is_causal or kernel.is_local
-    varlen = lengths.cu_seqlens_q is not None
-    mirrored = last_first and kernel.split is None
-    scheduler = TileScheduler(params, tile_counter, last_first, varlen, ctas_per_tile, mirrored)
     if const_expr(partials is not None):
         # the merge is launched now, and waits for the results
         cute.arch.griddepcontrol_launch_dependents()
     if const_expr(kernel.split == BY_SLOTS):
         assert partials is not None
-        line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
-        plan_shares(line, scheduler, *rings, partials.merges)
+        line = KeyBlockLine(rules, lengths, Int32(0), schedule.num_heads, params.num_batch)
+        plan_shares(line, kernel.plan.tile_m, *rings, partials.merges)
     else:
+        last_first = kernel.is_causal or kernel.is_local
+        varlen = lengths.cu_seqlens_q is not None
+        mirrored = last_first and kernel.split is None
+        scheduler = TileScheduler(params, tile_counter, last_first, varlen, ctas_per_tile, mirrored)
         num_splits = None if partials is None else partials.num_splits
         plan_walks(scheduler, rules, lengths, *rings, num_splits=num_splits)

@@ -236,11 +236,7 @@ class FlashAttentionForwardSm100:
             plan.packed_heads, plan.group_size, group_bytes, self.num_sms // group.size,
             num_splits=None if const_expr(partials is None) else partials.num_splits,
         )  # fmt: skip
-        grid = (
-            schedule.grid
-            if const_expr(partials is None)
-            else partials.grid(schedule.grid, self.num_sms)
-        )
+        grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         masks = MaskArgs.create(
             self,
             (window_size_left, window_size_right),
