@@ -10,6 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from flash_mask_cute.limits import LEAST_BOX
+
 
 class PageRow(NamedTuple):
     """The place of keys: the page, the row in it, and the number of rows of the page in use."""
@@ -17,11 +19,6 @@ class PageRow(NamedTuple):
     page: Int32
     row: Int32
     in_use: Int32
-
-
-# the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
-# swizzled in groups of so many
-LEAST_BOX = 8
 
 
 class BoxShape(Protocol):
