@@ -115,7 +115,7 @@ def _flash_attn_fwd(
     with pages of 1 to 256 keys and any strides but the last. Page j of sequence b is number
     page_table[b, j]. seqused_k counts the keys (None: all); keys behind them are never seen.
     num_splits: 0 lets the library choose: a call with few queries and many keys is computed in
-    parts, equal shares of all key blocks, one for each SM. Equal calls give equal bits, but these
+    parts, shares of all key blocks, and these are merged. Equal calls give equal bits, but these
     may depend on the batch. 1 computes each output in one pass. N computes the keys of each work
     tile in N parts and merges them (docs/serving.md).
 

@@ -28,6 +28,12 @@ _RAGGED = Case(
 _MANY = Case(
     "many", 35, 1, 512, 2, 1, head_dim=64, seqused_k=tuple(1 + i * 97 % 512 for i in range(35))
 )
+# 60 and more places for each of two CTAs, so that they claim shares
+_CLAIMED = Case(
+    "claimed", 6, 1, 1100, 4, 2, head_dim=64, causal=True, sink=FP32,
+    seqused_k=(1100, 1100, 900, 0, 1100, 1000),
+)  # fmt: skip
+_USED = (1200, 1100, 700, 1200, 1199)
 _CHUNK = Case("chunk", 1, 150, 1100, 2, 1, causal=True, pack_gqa=False)
 _PACKED = Case(
     "packed", heads_q=4, heads_kv=1, lengths_q=(1, 70, 0, 3), lengths_k=(600, 513, 9, 0),
@@ -43,6 +49,8 @@ SPLIT_CASES = (
     SplitCase(_RAGGED),
     SplitCase(_RAGGED, 4),
     SplitCase(_MANY, sms=11),
+    SplitCase(_CLAIMED, sms=2),
+    SplitCase(Case("claimed-group3", 5, 5, 1200, 6, 2, head_dim=64, seqused_k=_USED), sms=2),
     SplitCase(_CHUNK),
     SplitCase(_CHUNK, 2),
     SplitCase(_PACKED, sms=13),

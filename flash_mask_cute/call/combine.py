@@ -20,13 +20,16 @@ from flash_mask_cute.runtime.target import Target
 COMBINE_NAME = "combine"
 # `core/partials.py` has it too; importing that needs the compiler
 _MERGE_WORDS = 8
+# Of a work tile of so few rows, four warps merge a row: its pieces are many, and CTAs are not.
+_FEW_ROWS = 16
 
 
 class CombineFacts(NamedTuple):
     """Facts that determine the code of the merge kernel.
 
     partial_dtype, dtype: names of torch dtypes, of the pieces' outputs and of the output. tile_m:
-    rows of a slot; None: pieces lie by rows. packed_heads, group: by slots, see `Combine`.
+    rows of a work tile by slots; None: pieces lie by rows. packed_heads, group, warps_per_row: see
+    `Combine`.
     """
 
     partial_dtype: str
@@ -36,6 +39,7 @@ class CombineFacts(NamedTuple):
     tile_m: int | None = None
     packed_heads: int = 1
     group: int = 1
+    warps_per_row: int = 1
 
 
 def compile_combine(facts: CombineFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
@@ -55,7 +59,9 @@ def build_combine(facts: CombineFacts, target: Target) -> Compiled:
     """Compile now."""
     from flash_mask_cute.kernels.combine import Combine
 
-    kernel = Combine(facts.head_dim_v, facts.tile_m, facts.packed_heads, facts.group)
+    kernel = Combine(
+        facts.head_dim_v, facts.tile_m, facts.packed_heads, facts.group, facts.warps_per_row
+    )
     by_slots = facts.tile_m is not None
     arguments: list[Any] = [
         operand(facts.partial_dtype, 3 if by_slots else 5, facts.head_dim_v),
@@ -86,16 +92,12 @@ class MergedForward:
                 "tile_m": tiles.tile_m,
                 "packed_heads": padded_group(problem.packed_heads),
                 "group": problem.packed_heads,
+                "warps_per_row": 4 if plan.splits.lse_shape[1] <= _FEW_ROWS else 1,
             }
         facts = CombineFacts(
             "float32", problem.dtype, problem.head_dim_v, problem.needs_lse, **by_slots
         )
         self._function = compile_combine(facts, plan.target).function
-
-    @property
-    def counts(self) -> bool:
-        """Whether CTAs of the attention kernel take work tiles from a counter."""
-        return not self._by_slots
 
     def new_partials(self, like: Tensor) -> tuple[Any, ...]:
         """Scratch memory, as the attention kernel takes it."""

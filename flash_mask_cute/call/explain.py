@@ -254,7 +254,7 @@ def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
         return 0
     ctas = run.fwd_choice.tiles.ctas_per_tile
     if run.splits is not None and run.splits.kind == BY_SLOTS:
-        return run.splits.number
+        return run.splits.num_ctas
     if run.splits is not None and work_tiles is not None:
         work_tiles *= run.splits.number
     most = run.target.num_sms // ctas

@@ -160,7 +160,7 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         lists,
         fake_tensors.aux_tensors(problem),
         cutlass.Float32(1.0) if problem.has_softcap else None,
-        None if problem.split == BY_SLOTS else fake_tensors.counter(),
+        fake_tensors.counter(),
         columns(problem),
         int32_pair() if problem.has_lists else None,
         fake_tensors.block_bits(problem),

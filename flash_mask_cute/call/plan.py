@@ -389,10 +389,13 @@ def _choose_tiles(
     if call.tensors.page_table is not None:
         box = page_box_of(call.tensors.k.shape[1], chosen.fwd_choice.tiles.tile_n)
         chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
-    if problem.split is not None:
-        number = target.num_sms if problem.split == BY_SLOTS else call.options.num_splits
+    if problem.split == BY_SLOTS:
         tile_m = chosen.fwd_choice.tiles.tile_m
-        chosen = replace(chosen, splits=Splits.create(chosen.problem, shapes, number, tile_m))
+        by_slots = Splits.by_slots(chosen.problem, shapes, target.num_sms, tile_m)
+        chosen = replace(chosen, splits=by_slots)
+    elif problem.split is not None:
+        by_rows = Splits.by_rows(chosen.problem, shapes, call.options.num_splits)
+        chosen = replace(chosen, splits=by_rows)
     return chosen, choose
 
 

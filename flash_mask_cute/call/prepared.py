@@ -105,7 +105,7 @@ class KernelForward:
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         merge = self._merge
         partials = None if merge is None else merge.new_partials(q)
-        counter = tile_counter(q, index) if merge is None or merge.counts else None
+        counter = tile_counter(q, index)
         for mask_bits, query_chunk, found in (
             NO_MASK_BITS if make_mask_bits is None else make_mask_bits(q, mask_inputs)
         ):
@@ -205,6 +205,7 @@ class CpuForward:
             skip_blocks=plan.choice.tiles.skip_blocks,
             split=plan.problem.split,
             num_pieces=1 if plan.splits is None else plan.splits.number,
+            num_ctas=None if plan.splits is None else plan.splits.num_ctas,
         )
         return out, lse
 

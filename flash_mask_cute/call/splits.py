@@ -1,7 +1,7 @@
 """The choice whether a forward computes its work tiles in pieces, and the destination of pieces.
 
 *By rows*: each work tile in the number of pieces that the caller requests (`num_splits` of 2 and
-more), as `BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
+more), as `BlockInfo` cuts it. *By slots*: all key blocks in shares, which CTAs take
 (`core/shares.py`); the library chooses this if the choice is its own (`num_splits` 0, the default).
 One split is one pass, without a merge.
 """
@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
+from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, SHARES_PER_SEGMENT, SLOTS_PER_SHARE
 from flash_mask_cute.limits import padded_group
 
 MOST_SPLITS = 256
@@ -33,28 +33,36 @@ _FULL_WAVES = 0.95
 class Splits(NamedTuple):
     """Scratch of a forward that computes work tiles in pieces.
 
-    kind: BY_ROWS or BY_SLOTS. number: pieces of each work tile, or shares. out_shape, lse_shape:
-    shapes of the fp32 tensors that all pieces are written to.
+    kind: BY_ROWS or BY_SLOTS. number: pieces of each work tile, or the most shares. num_ctas: those
+    that take shares. out_shape, lse_shape: shapes of the fp32 tensors that all pieces are written
+    to.
     """
 
     kind: str
     number: int
+    num_ctas: int | None
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
 
     @staticmethod
-    def create(
-        problem: AttentionProblem, shapes: FwdShapes, number: int, tile_m: int
-    ) -> Splits | None:
-        """number: as in `Splits`. tile_m: query rows of a work tile."""
-        if problem.split is None:
-            return None
-        if problem.split == BY_SLOTS:
-            lse_shape: tuple[int, ...] = (2 * number, tile_m)
-        else:
-            rows = (1, shapes.total_q) if problem.varlen_q else (shapes.batch, shapes.seqlen_q)
-            lse_shape = (number, *rows, shapes.heads_q)
-        return Splits(problem.split, number, (*lse_shape, shapes.head_dim_v), lse_shape)
+    def by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) -> Splits:
+        """number: pieces of each work tile."""
+        rows = (1, shapes.total_q) if problem.varlen_q else (shapes.batch, shapes.seqlen_q)
+        lse_shape = (number, *rows, shapes.heads_q)
+        return Splits(BY_ROWS, number, None, (*lse_shape, shapes.head_dim_v), lse_shape)
+
+    @staticmethod
+    def by_slots(
+        problem: AttentionProblem, shapes: FwdShapes, num_ctas: int, tile_m: int
+    ) -> Splits:
+        """tile_m: query rows of a work tile."""
+        rows = tile_m
+        if not problem.varlen_q:
+            rows = min(rows, shapes.seqlen_q * padded_group(problem.packed_heads))
+        # more queries are limited by products, whose speed is the same on all SMs
+        number = num_ctas * (SHARES_PER_SEGMENT if tile_m <= DECODE_ROWS else 1)
+        lse_shape = SLOTS_PER_SHARE * number, rows
+        return Splits(BY_SLOTS, number, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape)
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +72,10 @@ class Splits(NamedTuple):
         """The splits in words."""
         scratch = f"{self.num_bytes} bytes of scratch, and a launch that merges"
         if self.kind == BY_SLOTS:
-            return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
+            return (
+                f"all key blocks in up to {self.number} shares for {self.num_ctas} CTAs, found on "
+                f"the device; {scratch}"
+            )
         return f"{self.number} of each work tile; {scratch}"
 
 

@@ -12,6 +12,10 @@ from typing import NamedTuple, TypeVar
 from flash_mask_cute.call.problem import TuningClass
 
 
+# keys of a query, in units of the queries, from which on causal walks are about equal
+_LATE = 8
+
+
 class CallFacts(NamedTuple):
     """The facts about a call that conditions of rows use.
 
@@ -42,6 +46,14 @@ class CallFacts(NamedTuple):
         """Whether rows of queries and keys begin inside L2 sectors, which have 32 bytes."""
         return self.head_dim % 16 != 0
 
+    @property
+    def has_equal_walks(self) -> bool:
+        """Whether all queries see about as many keys: all, or all but a few under causal masking at
+        the end of a long context."""
+        is_late = self.seqlen_k >= _LATE * self.seqlen_q
+        is_causal = self.tuning_class == TuningClass.CAUSAL
+        return self.tuning_class == TuningClass.FULL or (is_causal and is_late)
+
     def fill(self, tile_m: int) -> float:
         """The fill of a launch's CTA waves with queries, with a tile of tile_m rows in each."""
         tiles = self.sequences * -(-self.seqlen_q // tile_m)
@@ -63,8 +75,8 @@ class FwdRow(NamedTuple):
     are closed on both sides and have at most this many keys. min_seqlen_q, min_seqlen_k: for at
     least this many queries and keys; max_seqlen_q: for at most this many queries. above_dim:
     head_dim is greater. splits_sectors: only if rows begin inside an L2 sector. gain: the speedup
-    of full attention over tiles of 128 rows, if equally many SMs are busy; if the last wave of CTAs
-    costs more than that, the row does not apply. cta_pair: a pair of CTAs, with a tile each, walks
+    over tiles of 128 rows, if equally many SMs are busy; if walks are equal and the last wave of
+    CTAs costs more than that, the row does not apply. cta_pair: a pair of CTAs, with a tile each, walks
     over the keys together. native_block_lists: only with block lists whose blocks consist of whole
     tiles of this row. The kernel then reads the lists as they are, and a block is partial only by
     its own mask. It does not apply to problems that read mask bits, which exist for tiles of any
@@ -110,9 +122,9 @@ class FwdRow(NamedTuple):
         if self.gain is not None:
             gain = self.gain
             yield Condition(
-                f"waves as full as with 128 rows, or {gain - 1:.0%} less, of full attention",
+                f"waves as full as with 128 rows, or {gain - 1:.0%} less, of equal walks",
                 lambda call: (
-                    call.tuning_class != TuningClass.FULL or call.fill(128) <= gain * call.fill(192)
+                    not call.has_equal_walks or call.fill(128) <= gain * call.fill(192)
                 ),
             )
         if self.splits_sectors:
@@ -294,6 +306,7 @@ SM90_FWD = (
         "each key serves more queries; in long walks waste along the diagonal weighs little",
         masks=(TuningClass.CAUSAL, TuningClass.SCORE_MOD),
         min_seqlen_k=32768,
+        gain=1.05,
     ),
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),

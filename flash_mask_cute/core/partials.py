@@ -39,6 +39,11 @@ class Merge(NamedTuple):
         return Merge(num_pieces, batch_idx, work.head_idx, work.block, work.offset_q, work.slot)
 
     @staticmethod
+    def none() -> "Merge":
+        """No such tile."""
+        return Merge(*[Int32(0)] * len(Merge._fields))
+
+    @staticmethod
     def read(merges: cute.Tensor, share: Int32) -> "Merge":
         return Merge(*(merges[share, i] for i in range(len(Merge._fields))))
 
@@ -54,8 +59,9 @@ class Partials(NamedTuple):
     """Destination of pieces: fp32 outputs and LSE and, by slots, the merges.
 
     By rows: o (pieces, batch, row, head, d), lse (pieces, batch, row, head), with one batch entry
-    for packed queries, and the number of pieces of each work tile. By slots: o (slots, tile_m, d),
-    lse (slots, tile_m), merges (shares, MERGE_WORDS) int32.
+    for packed queries, and the number of pieces of each work tile. By slots: o (slots, rows, d),
+    lse (slots, rows), merges (shares, MERGE_WORDS) int32; rows: those of a work tile that may
+    exist.
     """
 
     o: cute.Tensor
@@ -80,9 +86,10 @@ class Partials(NamedTuple):
             raise ValueError(f"mPartials must be for split={split!r}")
         return partials
 
-    def grid(self, by_tiles: Int32) -> Int32:
-        """CTAs to launch: the number of shares, or the number that work tiles need."""
-        return by_tiles if self.merges is None else Int32(self.merges.shape[0])
+    def grid(self, by_tiles: Int32, num_sms: int) -> Int32:
+        """CTAs to launch: one for each SM if they take shares, or the number that work tiles
+        need."""
+        return by_tiles if self.merges is None else Int32(num_sms)
 
     @property
     def by_slots(self) -> bool:

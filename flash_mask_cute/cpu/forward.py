@@ -61,6 +61,7 @@ def flash_attn_fwd_cpu(
     skip_blocks: bool = True,
     split: str | None = None,
     num_pieces: int = 1,
+    num_ctas: int | None = None,
 ) -> None:
     """Write `out` and, if given, `lse` and `lse_low`, from arguments that the caller has validated.
 
@@ -84,7 +85,7 @@ def flash_attn_fwd_cpu(
     is one). Rows past seqused_q are not written.
 
     split: "rows": each work tile is computed in num_pieces pieces, which are merged. "slots": all
-    key blocks are divided into num_pieces equal shares. None: one pass.
+    key blocks are divided into shares for num_ctas CTAs, at most num_pieces. None: one pass.
 
     Raises:
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on
@@ -117,8 +118,11 @@ def flash_attn_fwd_cpu(
     cuts: Cuts | None = None
     if split is not None:
         heads = q.shape[-2] // pack_gqa
-        by_rows = split == "rows"
-        cuts = RowCuts(walks, heads, num_pieces) if by_rows else ShareCuts(walks, heads, num_pieces)
+        if split == "rows":
+            cuts = RowCuts(walks, heads, num_pieces)
+        else:
+            assert num_ctas is not None
+            cuts = ShareCuts(walks, heads, num_ctas, num_pieces)
     targets = [None if x is None else x.transpose(-1, -2) for x in (lse, lse_low, max_scores)]
     for number, walk in enumerate(walks):
         sequence_out, *row_values = _attend_sequence(

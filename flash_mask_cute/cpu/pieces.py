@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flash_mask_cute.core.shares import LEAST_PLACES, TileOnLine, share_size
+from flash_mask_cute.core.shares import Shares, TileOnLine
 from flash_mask_cute.cpu.tiles import SequenceWalk
 
 
@@ -43,9 +43,11 @@ class RowCuts(NamedTuple):
 
 
 class ShareCuts:
-    """Equal shares of all key blocks (`core/shares.py`)."""
+    """Shares of all key blocks, at most `most`, for `num_ctas` CTAs (`core/shares.py`)."""
 
-    def __init__(self, walks: Sequence[SequenceWalk], num_heads: int, num_shares: int) -> None:
+    def __init__(
+        self, walks: Sequence[SequenceWalk], num_heads: int, num_ctas: int, most: int
+    ) -> None:
         self._walks, self._num_heads = walks, num_heads
         self._tiles: dict[tuple[int, int, int], TileOnLine] = {}
         place = 0
@@ -55,16 +57,16 @@ class ShareCuts:
                     tile = TileOnLine(place, max(len(walk.n_blocks(m_block)), 1))
                     self._tiles[sequence, head_idx, m_block] = tile
                     place = tile.end
-        self._size = share_size(place, num_shares, LEAST_PLACES)
+        self._shares = Shares.create(place, num_ctas, most)
 
     def of(self, sequence: int, m_block: int) -> Mapping[int, Tensor]:
         cuts: dict[int, Tensor] = {}
         first_block = self._walks[sequence].n_blocks(m_block).start
         for head_idx in range(self._num_heads):
             tile = self._tiles[sequence, head_idx, m_block]
-            first = tile.first_share(self._size)
-            for share in range(first + 1, first + tile.num_pieces(self._size)):
-                begin, _ = tile.piece(share, self._size)
+            first = tile.first_share(self._shares)
+            for share in range(first + 1, first + tile.num_pieces(self._shares)):
+                begin, _ = tile.piece(self._shares, share)
                 none = torch.zeros(self._num_heads, dtype=torch.bool)
                 cuts.setdefault(first_block + begin, none)[head_idx] = True
         return cuts

@@ -10,9 +10,9 @@ that processed key blocks by shares (`core/shares.py`) left a tile's pieces in s
 each. For each share it recorded the work tile that begins there and that other shares continue
 (`Merge`).
 
-A warp merges a row in key order, so bits do not depend on timing. The kernel is launched
-programmatically: its CTAs may start before the kernel whose results it merges has ended, and wait
-for its end.
+A row is merged by one warp or by the four of a CTA, always in the same order, so bits do not depend
+on timing. The kernel is launched programmatically: its CTAs may start before the kernel whose
+results it merges has ended, and wait for its end.
 """
 
 from typing import NamedTuple
@@ -30,8 +30,8 @@ WARPS_PER_CTA = 4
 VECTOR = 4
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# pieces whose loads are in flight together
-UNROLL = 8
+# pieces of a warp whose loads are in flight together
+BATCH = 8
 
 
 class Row(NamedTuple):
@@ -56,14 +56,23 @@ class Combine:
     :param tile_m: rows of a slot; None: pieces lie by rows
     :param packed_heads: by slots, query heads whose rows alternate in a tile; the first `group` of
         them exist
-    :raises ValueError: head_dim_v is none of these
+    :param warps_per_row: 1 or WARPS_PER_CTA
+    :raises ValueError: head_dim_v or warps_per_row is none of these
     """
 
     def __init__(
-        self, head_dim_v: int, tile_m: int | None = None, packed_heads: int = 1, group: int = 1
+        self,
+        head_dim_v: int,
+        tile_m: int | None = None,
+        packed_heads: int = 1,
+        group: int = 1,
+        warps_per_row: int = 1,
     ):
         if head_dim_v % 8 or not 0 < head_dim_v <= 256:
             raise ValueError(f"head_dim_v must be a multiple of 8 up to 256, got {head_dim_v}")
+        if warps_per_row not in (1, WARPS_PER_CTA):
+            raise ValueError(f"warps_per_row must be 1 or {WARPS_PER_CTA}, got {warps_per_row}")
+        self.warps_per_row = warps_per_row
         self.head_dim_v = head_dim_v
         self.tile_m = tile_m
         self.packed_heads = packed_heads
@@ -82,8 +91,8 @@ class Combine:
         """Launch on `stream`, for at least one row.
 
         :param mO_partial: fp32, bf16 or fp16, (pieces, batch, row, head, d), last stride 1, others
-            multiples of 4; by slots fp32 (slots, tile_m, d)
-        :param mLSE_partial: fp32 (pieces, batch, row, head), or (slots, tile_m)
+            multiples of 4; by slots fp32 (slots, rows, d), with the rows of a tile that may exist
+        :param mLSE_partial: fp32 (pieces, batch, row, head), or (slots, rows)
         :param mMerges: int32 (shares, MERGE_WORDS), a `Merge` each; by slots only
         :param mO: (batch, row, head, d), last stride 1, others multiples of 4
         :param mLSE: fp32 (batch, row, head)
@@ -92,9 +101,9 @@ class Combine:
             batch, rows, heads, _ = mO.shape
             num_rows = batch * rows * heads
         else:
-            num_rows = mMerges.shape[0] * self.tile_m
+            num_rows = mMerges.shape[0] * mLSE_partial.shape[1]
         self.kernel(mO_partial, mLSE_partial, mMerges, mO, mLSE).launch(
-            grid=(cute.ceil_div(num_rows, WARPS_PER_CTA), 1, 1),
+            grid=(cute.ceil_div(num_rows, WARPS_PER_CTA // self.warps_per_row), 1, 1),
             block=(WARP * WARPS_PER_CTA, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -109,23 +118,27 @@ class Combine:
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
     ):
-        thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        number = cta * WARPS_PER_CTA + thread // WARP
+        number = cta
+        if const_expr(self.warps_per_row == 1):
+            number = cta * WARPS_PER_CTA + cute.arch.warp_idx()
+        vectors = -(-self.head_dim_v // (VECTOR * WARP))
+        values = cute.make_rmem_tensor((VECTOR, vectors), Float32)
         cute.arch.griddepcontrol_wait()
         if const_expr(self.tile_m is None):
             row = self._row_by_rows(number, mO_partial, mO)
         else:
-            row = self._row_by_slots(number, mMerges)
+            row = self._row_by_slots(number, mMerges, mLSE_partial.shape[1])
         if row.is_there:
-            lse = self._merged_lse(row, mLSE_partial)
-            if const_expr(mLSE is not None):  # noqa: SIM102 (decided while tracing)
-                if thread % WARP == 0:
-                    mLSE[row.batch_idx, row.q_idx, row.head_idx] = lse
-            for first in cutlass.range_constexpr(0, self.head_dim_v // VECTOR, WARP):
-                vector = first + thread % WARP
-                if vector < self.head_dim_v // VECTOR:
-                    self._merge_vector(row, vector, lse, mO_partial, mLSE_partial, mO)
+            if const_expr(self.warps_per_row == 1):
+                sums = self._merged(row, Int32(0), mO_partial, mLSE_partial, values)
+                self._store(row, sums, values, mO, mLSE)
+            else:
+                layout = cute.make_layout((self.head_dim_v + 2, self.warps_per_row))
+                storage = cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout, 16)
+                sums = self._merged_by_warps(row, storage, mO_partial, mLSE_partial, values)
+                if cute.arch.warp_idx() == 0:
+                    self._store(row, sums, values, mO, mLSE)
 
     # -- rows -----------------------------------------------------------------------------------
 
@@ -139,8 +152,8 @@ class Combine:
         zero = Int32(0)
         return Row(is_there, pieces, of_head // rows, of_head % rows, head_idx, zero, zero)
 
-    def _row_by_slots(self, number: Int32, mMerges: cute.Tensor) -> Row:
-        share, tile_row = number // self.tile_m, number % self.tile_m
+    def _row_by_slots(self, number: Int32, mMerges: cute.Tensor, rows: Int32) -> Row:
+        share, tile_row = number // rows, number % rows
         is_share = share < mMerges.shape[0]
         merge = Merge.read(mMerges, cutlass.min(share, mMerges.shape[0] - 1))
         packed_row = merge.block * self.tile_m + tile_row
@@ -168,51 +181,132 @@ class Combine:
     # -- a row ----------------------------------------------------------------------------------
 
     @cute.jit
-    def _merged_lse(self, row: Row, mLSE_partial: cute.Tensor) -> Float32:
-        """LSE of a row, computed by the lanes of a warp."""
-        lane = cute.arch.lane_idx()
-        largest = -Float32.inf
-        for start in cutlass.range(0, row.num_pieces, WARP, unroll=1):
-            if start + lane < row.num_pieces:
-                lse = mLSE_partial[self._piece(row, start + lane)]
-                largest = cute.arch.fmax(largest, lse)
-        largest = cute.arch.warp_reduction_max(largest)
-        reference = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-        total = Float32(0.0)
-        for start in cutlass.range(0, row.num_pieces, WARP, unroll=1):
-            if start + lane < row.num_pieces:
-                lse = mLSE_partial[self._piece(row, start + lane)]
-                total += cute.math.exp2((lse - reference) * LOG2_E, fastmath=True)
-        total = cute.arch.warp_reduction_sum(total)
-        lse = reference + cute.math.log2(total, fastmath=True) * LN_2
-        return cutlass.select_(largest == -Float32.inf, -Float32.inf, lse)
-
-    @cute.jit
-    def _merge_vector(
+    def _merged(
         self,
         row: Row,
-        vector: Int32,
-        lse: Float32,
+        first_piece: Int32,
         mO_partial: cute.Tensor,
         mLSE_partial: cute.Tensor,
+        values: cute.Tensor,
+    ) -> tuple:
+        """Sums of every warps_per_row-th piece of a row, from first_piece on.
+
+        Writes to `values` this lane's columns of the sum of exp(LSE_j - largest) O_j, and returns
+        `largest` and the sum of exp(LSE_j - largest). One pass: the loads of a batch of pieces, LSE
+        and O, wait for nothing but each other.
+        """
+        largest, total = -Float32.inf, Float32(0.0)
+        values.fill(0.0)
+        vectors = cute.size(values, mode=[1])
+        lses = cute.make_rmem_tensor((BATCH,), Float32)
+        of_pieces = cute.make_rmem_tensor((VECTOR, vectors, BATCH), mO_partial.element_type)
+        stride = BATCH * self.warps_per_row
+        for start in cutlass.range(first_piece, row.num_pieces, stride, unroll=1):
+            lses.fill(-Float32.inf)
+            for i in cutlass.range_constexpr(BATCH):
+                piece = start + i * self.warps_per_row
+                if piece < row.num_pieces:
+                    place = self._piece(row, piece)
+                    lses[i] = mLSE_partial[place]
+                    for v in cutlass.range_constexpr(vectors):
+                        vector = v * WARP + cute.arch.lane_idx()
+                        if vector < self.head_dim_v // VECTOR:
+                            columns = mO_partial[(*place, None)]
+                            source = cute.local_tile(columns, (VECTOR,), (vector,))
+                            cute.autovec_copy(source, of_pieces[None, v, i])
+            largest_before = largest
+            for i in cutlass.range_constexpr(BATCH):
+                largest = cute.arch.fmax(largest, lses[i])
+            reference = _finite(largest)
+            scale = _exp(largest_before - reference)
+            total *= scale
+            for v in cutlass.range_constexpr(vectors):
+                for c in cutlass.range_constexpr(VECTOR):
+                    values[c, v] = values[c, v] * scale
+            for i in cutlass.range_constexpr(BATCH):
+                weight, counts = _exp(lses[i] - reference), lses[i] != -Float32.inf
+                total += weight
+                for v in cutlass.range_constexpr(vectors):
+                    for c in cutlass.range_constexpr(VECTOR):
+                        # not a product: what counts for nothing may hold NaN
+                        added = weight * of_pieces[c, v, i].to(Float32)
+                        values[c, v] = values[c, v] + cutlass.select_(counts, added, Float32(0.0))
+        return largest, total
+
+    @cute.jit
+    def _merged_by_warps(
+        self,
+        row: Row,
+        storage: cute.Tensor,
+        mO_partial: cute.Tensor,
+        mLSE_partial: cute.Tensor,
+        values: cute.Tensor,
+    ) -> tuple:
+        """`_merged` of all pieces of a row, by the warps of a CTA. Every warp gets the sums, added
+        in the order of the warps.
+
+        storage: fp32 (head_dim_v + 2, warps_per_row) in shared memory; the last two rows are for
+        `largest` and the sum.
+        """
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        largest, total = self._merged(row, warp, mO_partial, mLSE_partial, values)
+        vectors = cute.size(values, mode=[1])
+        for v in cutlass.range_constexpr(vectors):
+            for c in cutlass.range_constexpr(VECTOR):
+                column = (v * WARP + lane) * VECTOR + c
+                if column < self.head_dim_v:
+                    storage[column, warp] = values[c, v]
+        if lane == 0:
+            storage[self.head_dim_v, warp] = largest
+            storage[self.head_dim_v + 1, warp] = total
+        cute.arch.sync_threads()
+        largest, total = -Float32.inf, Float32(0.0)
+        for w in cutlass.range_constexpr(self.warps_per_row):
+            largest = cute.arch.fmax(largest, storage[self.head_dim_v, w])
+        values.fill(0.0)
+        for w in cutlass.range_constexpr(self.warps_per_row):
+            scale = _exp(storage[self.head_dim_v, w] - _finite(largest))
+            total += scale * storage[self.head_dim_v + 1, w]
+            for v in cutlass.range_constexpr(vectors):
+                for c in cutlass.range_constexpr(VECTOR):
+                    column = (v * WARP + lane) * VECTOR + c
+                    if column < self.head_dim_v:
+                        values[c, v] = values[c, v] + scale * storage[column, w]
+        return largest, total
+
+    @cute.jit
+    def _store(
+        self,
+        row: Row,
+        sums: tuple,
+        values: cute.Tensor,
         mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
     ):
-        """VECTOR columns of a row of the output."""
-        sums = cute.make_rmem_tensor((VECTOR,), Float32)
-        sums.fill(0.0)
-        for piece in cutlass.range(row.num_pieces, unroll=UNROLL):
-            place = self._piece(row, piece)
-            of_piece = mLSE_partial[place]
-            values = cute.make_rmem_tensor((VECTOR,), mO_partial.element_type)
-            source = cute.local_tile(mO_partial[(*place, None)], (VECTOR,), (vector,))
-            cute.autovec_copy(source, values)
-            weight = cute.math.exp2((of_piece - lse) * LOG2_E, fastmath=True)
-            counts = of_piece != -Float32.inf
-            for i in cutlass.range_constexpr(VECTOR):
-                # not a product: what counts for nothing may hold NaN
-                added = cutlass.select_(counts, weight * values[i].to(Float32), Float32(0.0))
-                sums[i] = sums[i] + added
-        merged = cute.make_rmem_tensor((VECTOR,), mO.element_type)
-        merged.store(sums.load().to(mO.element_type))
-        place = row.batch_idx, row.q_idx, row.head_idx, None
-        cute.autovec_copy(merged, cute.local_tile(mO[place], (VECTOR,), (vector,)))
+        """Normalise and store a row, by one warp."""
+        largest, total = sums
+        # NaN is not empty
+        is_empty = total == Float32(0.0)
+        if const_expr(mLSE is not None):
+            lse = largest + cute.math.log2(total, fastmath=True) * LN_2
+            if cute.arch.lane_idx() == 0:
+                lse = cutlass.select_(is_empty, -Float32.inf, lse)
+                mLSE[row.batch_idx, row.q_idx, row.head_idx] = lse
+        factor = cutlass.select_(is_empty, Float32(0.0), Float32(1.0) / total)
+        for v in cutlass.range_constexpr(cute.size(values, mode=[1])):
+            vector = v * WARP + cute.arch.lane_idx()
+            if vector < self.head_dim_v // VECTOR:
+                merged = cute.make_rmem_tensor((VECTOR,), mO.element_type)
+                for c in cutlass.range_constexpr(VECTOR):
+                    merged[c] = (values[c, v] * factor).to(mO.element_type)
+                columns = mO[row.batch_idx, row.q_idx, row.head_idx, None]
+                cute.autovec_copy(merged, cute.local_tile(columns, (VECTOR,), (vector,)))
+
+
+def _finite(largest: Float32) -> Float32:
+    """What exponents are relative to, also if nothing was seen."""
+    return cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+
+
+def _exp(x: Float32) -> Float32:
+    return cute.math.exp2(x * LOG2_E, fastmath=True)

@@ -1,8 +1,8 @@
 """The planning warp of a forward whose key blocks are distributed evenly (`core/shares.py`).
 
-Each CTA has the share with its own number. Its planning warp computes the line of all key blocks
-from the lengths on the device, and walks along its share. So CTAs need no communication, the host
-needs no lengths, and a captured launch is right for all later lengths.
+The planning warp of each CTA computes the line of all key blocks from the lengths on the device,
+walks along the first share of its segment, and then claims shares from a counter. So the host needs
+no lengths, and a captured launch is right for all later lengths.
 """
 
 import operator
@@ -18,9 +18,8 @@ from flash_mask_cute.core.partials import WHOLE, Merge, Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.shares import (
     BY_SLOTS,
-    LEAST_PLACES,
+    Shares,
     TileOnLine,
-    share_size,
     slot_of_first,
     slot_of_later,
 )
@@ -122,29 +121,65 @@ class KeyBlockLine:
 @cute.jit
 def plan_shares(
     line: KeyBlockLine,
+    scheduler: TileScheduler,
     ring: WorkRing,
     walk: WalkRing,
     merges: cute.Tensor,
 ) -> None:
-    """Walk along this CTA's share, and announce its pieces of work tiles and their walks. Run by
-    one warp.
+    """Take shares, and announce their pieces of work tiles and the walks of these. Run by one warp.
 
-    merges: (shares, MERGE_WORDS) int32.
+    scheduler: counts the turns of shares, as it counts work tiles elsewhere. merges: (shares,
+    MERGE_WORDS) int32, with room for as many shares as a segment may have, or for one.
     """
-    rules, lengths = line.rules, line.lengths
-    share, _, _ = cute.arch.block_idx()
-    num_shares, _, _ = cute.arch.grid_dim()
+    num_ctas, _, _ = cute.arch.grid_dim()
+    room = merges.shape[0]
     places = line.measure()
-    size = share_size(places, num_shares, LEAST_PLACES)
-    place, end = share * size, cutlass.min((share + 1) * size, places)
-    nothing = Int32(0)
-    Merge(*[nothing] * len(Merge._fields)).write(merges, share)
+    shares = Shares.create(places, num_ctas, room)
+    search = scheduler.start()
+    if shares.unit == 0:
+        # records of shares that there are not
+        for record in cutlass.range(num_ctas + search.index, room, num_ctas, unroll=1):
+            Merge.none().write(merges, record)
     tiles, chunks = Int32(0), Int32(0)
+    while search.index < shares.number:
+        share = shares.of_turn(search.index)
+        range_of_share = shares.begin(share), cutlass.min(shares.end(share), places)
+        tiles, chunks = _plan_share(
+            line, shares, share, range_of_share, ring, walk, merges, tiles, chunks
+        )
+        if shares.unit == 0:
+            search = search._replace(index=shares.number)
+        else:
+            # claimed as late as can be: another CTA may be free for it sooner
+            if chunks > 0:
+                walk.wait_until_read(chunks)
+            search = scheduler.advance(search, tiles)
+    scheduler.finish()
+    ring.write(tiles, NO_WORK)
+
+
+@cute.jit
+def _plan_share(
+    line: KeyBlockLine,
+    shares: Shares,
+    share: Int32,
+    range_of_share: tuple[Int32, Int32],
+    ring: WorkRing,
+    walk: WalkRing,
+    merges: cute.Tensor,
+    tiles: Int32,
+    chunks: Int32,
+) -> tuple:
+    """Announce the pieces in a share, the places [begin, end) of the line. tiles, chunks: announced
+    so far; returns both with these."""
+    rules, lengths = line.rules, line.lengths
+    place, end = range_of_share
+    Merge.none().write(merges, share)
     window = Window(Int32(0), Int32(0))
     while place < end:
         found, window = line.locate(window, place)
         tile = found.tile
-        first, stop = tile.piece(share, size)
+        first, stop = tile.piece(shares, share)
         is_whole = (first == 0) & (stop == tile.num_blocks)
         slot = cutlass.select_(first == 0, slot_of_first(share), slot_of_later(share))
         n_block_min, _ = rules.key_blocks(found.work)
@@ -159,9 +194,9 @@ def plan_shares(
             tiles += 1
             if (first == 0) & (stop < tile.num_blocks):
                 is_packed = const_expr(lengths.cu_seqlens_q is not None)
-                Merge.create(work, tile.num_pieces(size), is_packed).write(merges, share)
+                Merge.create(work, tile.num_pieces(shares), is_packed).write(merges, share)
         place = tile.end
-    ring.write(tiles, NO_WORK)
+    return tiles, chunks
 
 
 def plan_forward(
@@ -179,13 +214,17 @@ def plan_forward(
     kernel: says how work tiles are split, and which mask makes their walks unequal.
     """
     params = schedule.params
+    last_first = kernel.is_causal or kernel.is_local
+    varlen = lengths.cu_seqlens_q is not None
+    mirrored = last_first and kernel.split is None
+    scheduler = TileScheduler(params, tile_counter, last_first, varlen, ctas_per_tile, mirrored)
+    if const_expr(partials is not None):
+        # the merge is launched now, and waits for the results
+        cute.arch.griddepcontrol_launch_dependents()
     if const_expr(kernel.split == BY_SLOTS):
         assert partials is not None
         line = KeyBlockLine(rules, lengths, schedule.num_heads, params.num_batch)
-        plan_shares(line, *rings, partials.merges)
+        plan_shares(line, scheduler, *rings, partials.merges)
     else:
-        last_first = kernel.is_causal or kernel.is_local
-        varlen = lengths.cu_seqlens_q is not None
-        scheduler = TileScheduler(params, tile_counter, last_first, varlen, ctas_per_tile)
         num_splits = None if partials is None else partials.num_splits
         plan_walks(scheduler, rules, lengths, *rings, num_splits=num_splits)

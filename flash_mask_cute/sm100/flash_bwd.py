@@ -287,6 +287,7 @@ class FlashAttentionBackwardSm100:
         aux_grads: tuple[cute.Tensor, ...] | None,
     ):
         plan = self.plan
+        # -- shared memory, TMEM and channels
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == Role.LOAD:
             for atom in (*operands[:8:2], *gradients[::2]):
@@ -302,6 +303,7 @@ class FlashAttentionBackwardSm100:
         plan.group.sync()
         tiles = plan.tiles(storage)
 
+        # -- roles
         if warp_idx < Role.REDUCE:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
@@ -339,6 +341,7 @@ class FlashAttentionBackwardSm100:
             rules = BackwardMask.create(self, umma.COLUMNS, masks, lengths, group)
             make_mask_bits(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
 
+        # -- end: TMEM is freed when no thread uses it any more
         plan.group.sync()
         if warp_idx == Role.MMA:
             plan.group.free()
@@ -373,9 +376,11 @@ class FlashAttentionBackwardSm100:
         tile, chunk = Int32(0), Int32(0)
         state = Blocks(Int32(0), Int32(0))
         while channels.ring.wait(tile):
+            # -- query blocks: S^T and dP^T of the half, (128 keys, 64 queries), become P^T and dS^T
             if const_expr(plan.holds_keys):
                 self._hold_keys(tiles, channels, tile, state.number, half)
             chunk, state = channels.walk.visit(chunk, state, partial(scores.visit, tile))
+            # -- dV (128 keys, tile_dv) leaves by one warpgroup, dK (128 keys, tile_d) by the other
             channels.sums.wait(tile)
             umma.fence_after_wait()
             work = channels.ring.read(tile)
@@ -489,10 +494,12 @@ class FlashAttentionBackwardSm100:
         plan, row = self.plan, thread_in_warpgroup()
         parts = plan.parts_dq
         num_quads = umma.CHUNK // 4
+        # -- dQ of the block is complete: (128 queries, tile_d)
         channels.dq.wait(number)
         umma.fence_after_wait()
         first = 0
         for i in cutlass.range_constexpr(len(parts)):
+            # -- a part, (128 queries, parts[i]) in fp32, to its staging memory
             layout = cute.make_layout((4, plan.tile_m, parts[i] // 4))
             staged = cute.make_tensor(tiles.dq.iterator, layout)
             fill = number * len(parts) + i
@@ -505,10 +512,12 @@ class FlashAttentionBackwardSm100:
                 quads = cute.make_tensor(values.iterator, cute.make_layout((4, num_quads)))
                 for g in cutlass.range_constexpr(num_quads):
                     cute.autovec_copy(quads[None, g], staged[None, row, c * num_quads + g])
+            # -- after the last part, dQ of the next block may replace this one in TMEM
             if const_expr(i + 1 == len(parts)):
                 umma.fence_before_arrival()
                 cute.arch.sync_warp()
                 channels.dq.release(number)
+            # -- the send warp may add the part
             cute.arch.fence_proxy("async.shared", space="cta")
             channels.out.publish(fill)
             first += parts[i]

@@ -38,12 +38,14 @@ class BlockProducts:
         group = self.plan.group
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
         while self.channels.ring.wait(tile):
+            # -- query blocks of a work tile
             first = number
             if const_expr(self.plan.holds_keys):
                 self.channels.kv.wait(tile)
                 umma.fence_after_wait()
             step = self._step(tile, first)
             chunk, number = self.channels.walk.visit(chunk, number, step)
+            # -- dK and dQ of the last block; then dV and dK of the tile are complete
             if const_expr(not self.wants_both):
                 self._issue_gradients(number - 1, first)
             group.commit(self.channels.sums.barrier(tile))
@@ -61,9 +63,11 @@ class BlockProducts:
         self.channels.q.wait(number)
         if const_expr(plan.has_marks):
             self._clear_marked_rows(number)
+        # -- S, then dK and dQ of the previous block, while the compute warps make P
         self._issue_scores(number)
         if number > first:
             self._issue_gradients(number - 1, first)
+        # -- dV and dP, which both read dO
         self.channels.do.wait(number)
         self._issue_values(tile, number, first)
         self._issue_dp(number)
@@ -78,9 +82,11 @@ class BlockProducts:
         self.channels.q.wait(number)
         if const_expr(plan.has_marks):
             self._clear_marked_rows(number)
+        # -- S and dP
         self._issue_scores(number)
         self.channels.do.wait(number)
         self._issue_dp(number)
+        # -- dV when P is there, dK and dQ when dS is
         self._issue_values(tile, number, first)
         self.plan.group.commit(self.channels.do.vacancy(number))
         self._issue_gradients(number, first)
@@ -137,12 +143,14 @@ class BlockProducts:
         """Issue dK and dQ of a block. This releases its Q, which also shows that keys have been
         read."""
         plan, group = self.plan, self.plan.group
+        # -- dK += dS^T Q: (128 keys, tile_d)
         # dS is there
         self.channels.dp.wait_until_released(number)
         umma.fence_after_wait()
         dk_q = self.products.dk_q[None, None, None, self.channels.q.index(number)]
         mma = plan.mma_sums(plan.tile_d)
         umma.issue_parts(mma, self.products.dk, self.products.ds, dk_q, number > first)
+        # -- dQ = dS K, (128 queries, tile_d), in the place of the previous block's
         self.channels.dq.acquire(number)
         umma.fence_after_wait()
         dq_ds, dq_k = (x[None, None, None, 0] for x in (self.products.dq_ds, self.products.dq_k))

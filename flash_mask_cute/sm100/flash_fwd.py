@@ -236,7 +236,11 @@ class FlashAttentionForwardSm100:
             plan.packed_heads, plan.group_size, group_bytes, self.num_sms // group.size,
             num_splits=None if const_expr(partials is None) else partials.num_splits,
         )  # fmt: skip
-        grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
+        grid = (
+            schedule.grid
+            if const_expr(partials is None)
+            else partials.grid(schedule.grid, self.num_sms)
+        )
         masks = MaskArgs.create(
             self,
             (window_size_left, window_size_right),
@@ -282,6 +286,7 @@ class FlashAttentionForwardSm100:
         mO: cute.Tensor | None,
     ):
         plan, group = self.plan, self.plan.group
+        # -- shared memory, TMEM and channels
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == Role.LOAD:
             for atom in operands.atoms:
@@ -300,6 +305,7 @@ class FlashAttentionForwardSm100:
             self.traits = ScoreModTraits.create(self.score_mod, masks.aux_tensors)
         score_args = score_args.multiplied(self.traits.factor)
 
+        # -- roles
         if warp_idx < Role.OUTPUT:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             if const_expr(plan.softmax_warps == Role.OUTPUT) or warp_idx < plan.softmax_warps:
@@ -342,6 +348,7 @@ class FlashAttentionForwardSm100:
             rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
             make_mask_bits(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
 
+        # -- end: TMEM is freed when no thread of the group uses it any more
         group.sync()
         if warp_idx == Role.MMA:
             group.free()
@@ -371,6 +378,7 @@ class FlashAttentionForwardSm100:
         tile, chunk = Int32(0), Int32(0)
         state = SoftmaxState(Int32(0), Int32(0), Boolean(True))
         while channels.ring.wait(tile):
+            # -- key blocks: S of the half, (128, tile_n), becomes P
             rows.clear()
             step = partial(
                 self._visit_block, tiles, channels, scales, masks.aux_tensors, rows, half, tile
@@ -378,6 +386,7 @@ class FlashAttentionForwardSm100:
             state = state._replace(is_first=Boolean(True))
             chunk, state = channels.walk.visit(chunk, state, step)
             half_tile = self.plan.halves * tile + half
+            # -- maximum and sum of each row go to the output warps
             channels.sums.acquire(half_tile)
             tiles.sums[0, row] = rows.row_max[0]
             tiles.sums[1, row] = rows.row_sum[0]
@@ -466,6 +475,7 @@ class FlashAttentionForwardSm100:
         plan = self.plan
         first = plan.column_s(plan.buffer_s(half, number))
         probs = cute.make_rmem_tensor(plan.tile_n // 2, Int32)
+        # -- S is complete: rows may need a maximum first
         channels.s.wait(number)
         umma.fence_after_wait()
         total = Float32(0.0)
@@ -476,6 +486,7 @@ class FlashAttentionForwardSm100:
             # sums do not tell what is far below 0 from nothing, and of a far maximum nothing at all
             is_old = is_first | rows.is_empty()[0] | rows.far()[0]
             renews = softmax_math.any_in_warp((is_old,))
+        # -- P in registers, and again with newer maxima where they were too old
         while is_done == Boolean(False):
             if renews:
                 self._renew(channels, prepare, rows, half, number, is_old, is_first)
@@ -488,6 +499,7 @@ class FlashAttentionForwardSm100:
         if const_expr(rows.takes_any_size):  # noqa: SIM102 (while tracing)
             if softmax_math.any_in_warp(rows.far()):
                 total = self._exponentials(prepare, rows, first, probs, exactly=True)
+        # -- P to TMEM over S, two columns in a word
         rows.add((total,))
         thread = thread_in_warpgroup()
         for at in cutlass.range_constexpr(0, plan.tile_n // 2, umma.CHUNK):

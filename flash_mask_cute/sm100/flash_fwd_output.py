@@ -78,12 +78,14 @@ class OutputWarps:
         """Write the LSE of this thread's row, scale the row, and store this warp's rows by TMA."""
         plan, channels, tiles, lengths = self.plan, self.channels, self.tiles, self.lengths
         partials = self.partials
+        # -- this thread's row: its query head, and its query in the sequence
         half_tile = plan.halves * tile + half
         work = channels.ring.read(tile)
         thread = thread_in_warpgroup()
         row = work.block * plan.tile_m + half * umma.ROWS + thread
         q_idx = row // plan.packed_heads
         head_idx = head_of_row(work, row, plan.packed_heads, plan.group_size)
+        # -- final factor and LSE of the row
         sinks = None
         if const_expr(self.sink is not None):
             sink = self.sink[head_idx].to(Float32)
@@ -96,6 +98,7 @@ class OutputWarps:
         cute.arch.sync_warp()
         channels.sums.release(half_tile)
         factor, row_lse, low = rows.finalize(sinks)[0]
+        # -- whether the row is in use, and whether it is a query head's
         # what was loaded for an empty sequence is a row that is not in use, or a neighbour's
         is_used = work.has_scores
         if const_expr(lengths.seqused_q is not None):
@@ -106,6 +109,7 @@ class OutputWarps:
         is_row = q_idx < work.slot
         if const_expr(plan.is_padded):
             is_row = is_row & (row % plan.packed_heads < plan.group_size)
+        # -- LSE leaves: to the tensor, or to the slot of a piece
         is_whole = is_row
         is_packed = lengths.cu_seqlens_q is not None
         at = RowAt(work, head_idx, q_idx, half * umma.ROWS + thread)
@@ -117,6 +121,7 @@ class OutputWarps:
             if is_whole:
                 self.lse.store(lengths, work, head_idx, q_idx, row_lse, low)
 
+        # -- O leaves, (128, head_dim_v) of the half: columns_o columns at a time
         zeroes = lengths.seqused_q is not None or lengths.keys_may_be_absent
         channels.o.wait(half_tile)
         umma.fence_after_wait()

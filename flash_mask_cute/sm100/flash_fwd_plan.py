@@ -30,6 +30,7 @@ from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
+from flash_mask_cute.limits import PackedHeads
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.umma import COLUMNS, NUM_COLUMNS, ROWS
 
@@ -114,14 +115,13 @@ class SoftmaxState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FwdPlan:
+class FwdPlan(PackedHeads):
     """Shape of one CTA's work.
 
     stages_kv, stages_q: key blocks and query tiles in flight. share_qo: an option of other kernels;
     not supported here. cta_pair: two CTAs with adjacent query tiles walk over the keys together,
-    and each loads half of every block. packed_heads: rows of a position, a power of two
-    (`padded_group`), of which the first `heads_there` are heads. page_box: for keys and values in
-    pages, the keys that a page has side by side; None: they lie in rows.
+    and each loads half of every block. packed_heads, heads_there: see `PackedHeads`. page_box: for
+    keys and values in pages, the keys that a page has side by side; None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -136,16 +136,6 @@ class FwdPlan:
     cta_pair: bool = False
     heads_there: int | None = None
     page_box: int | None = None
-
-    @property
-    def group_size(self) -> int:
-        """Query heads of a KV head that share a tile."""
-        return self.packed_heads if self.heads_there is None else self.heads_there
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether a tile has padding rows of no head, which must not be stored."""
-        return self.group_size != self.packed_heads
 
     # boxes of rows that TMA brings for a fill of the query channel
     q_boxes = 1

@@ -43,13 +43,16 @@ class WalkProducts:
         tile, chunk = Int32(0), Int32(0)
         state = MmaState(Int32(0), Boolean(True), Boolean(False))
         while channels.ring.wait(tile):
+            # -- key blocks of a work tile
             step = self._step(tile)
             state = state._replace(is_first=Boolean(True))
             chunk, state = channels.walk.visit(chunk, state, step)
+            # -- Q may be replaced when the tile's last S is complete
             for half in cutlass.range_constexpr(halves):
                 self.plan.group.commit(channels.q.vacancy(halves * tile + half))
             channels.ring.release(tile)
             tile += 1
+        # -- P V of the last block of all
         state = state._replace(is_first=Boolean(True))
         if tile > 0:
             for half in cutlass.range_constexpr(halves):
@@ -90,6 +93,7 @@ class WalkProducts:
         """Issue S of the next block."""
         plan, channels = self.plan, self.channels
         half_tile, number = plan.halves * tile + half, plan.halves * state.blocks + half
+        # -- S = Q K^T: (rows of the group, tile_n)
         if state.is_first:
             channels.q.wait(half_tile)
         umma.issue(
@@ -110,12 +114,14 @@ class WalkProducts:
         plan, channels, block = self.plan, self.channels, state.blocks - 1
         half_tile = plan.halves * (tile - Int32(state.is_first)) + half
         number = plan.halves * block + half
+        # -- V, P and, in the first block of a tile, the room for O
         if const_expr(half == 0):
             channels.v.wait(block)
         # the scores of the block have made room for its probabilities
         channels.s.acquire(number + BUFFERS_S)
         if state.accumulates == Boolean(False):
             channels.o.acquire(half_tile)
+        # -- O (+)= P V: (rows of the group, tile_dv)
         umma.fence_after_wait()
         umma.issue(
             plan.mma_pv(),
@@ -124,6 +130,7 @@ class WalkProducts:
             self.products.v[None, None, None, channels.v.index(block)],
             state.accumulates,
         )
+        # -- completion frees V, and gives O to the output warps after the tile's last block
         if const_expr(half == plan.halves - 1):
             plan.group.commit(channels.v.vacancy(block))
         if state.is_first:

@@ -264,7 +264,11 @@ class FlashAttentionForwardSm90:
             lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
             plan.group_size, group_bytes, self.num_sms, blocks, num_splits,
         )  # fmt: skip
-        grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
+        grid = (
+            schedule.grid
+            if const_expr(partials is None)
+            else partials.grid(schedule.grid, self.num_sms)
+        )
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(

@@ -26,6 +26,7 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.limits import PackedHeads
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (
@@ -61,16 +62,15 @@ class Barrier(IntEnum):
 
 
 @dataclass(frozen=True)
-class FwdPlan:
+class FwdPlan(PackedHeads):
     """Shape of one CTA's work.
 
     With a second query stage, or a separate output buffer, the next tile's query can arrive and its
     first scores can be computed while this tile's output is stored. With `mask_warpgroup` a
     separate warpgroup makes mask bits instead of two warps, because evaluating a mask_mod for every
     score of a block is much work. cta_pair: an option of other kernels; not supported here.
-    packed_heads: rows of a position, a power of two (`padded_group`), of which the first
-    `heads_there` are heads. page_box: for keys and values in pages, the keys that a page has side
-    by side; None: they lie in rows.
+    packed_heads, heads_there: see `PackedHeads`. page_box: for keys and values in pages, the keys
+    that a page has side by side; None: they lie in rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -86,16 +86,6 @@ class FwdPlan:
     cta_pair: bool = False
     heads_there: int | None = None
     page_box: int | None = None
-
-    @property
-    def group_size(self) -> int:
-        """Query heads of a KV head that share a tile."""
-        return self.packed_heads if self.heads_there is None else self.heads_there
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether a tile has padding rows of no head, which must not be stored."""
-        return self.group_size != self.packed_heads
 
     @property
     def moves_registers(self) -> bool:

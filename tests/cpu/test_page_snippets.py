@@ -1,7 +1,7 @@
 """The Python of the pages that a user reads first runs on the CPU.
 
-A block of README.md or docs/coming_from.md runs alone, as its reader copies it. The blocks of the
-other pages continue each other.
+A block of a page in ALONE runs alone, as its reader copies it. The blocks of a page in IN_ORDER
+continue each other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from example_modules import ROOT, load_example
 
-ALONE = ("README.md", "docs/coming_from.md")
+ALONE = ("README.md", "docs/coming_from.md", "docs/serving.md", "docs/flex.md")
 IN_ORDER = ("docs/masks.md", "docs/pytorch.md")
 
 
