@@ -138,6 +138,14 @@ def test_explain_says_how_pages_are_copied(
     assert rows.pages == "" and "pages" not in str(rows)
 
 
+@pytest.mark.parametrize("size", [-1e30, 0.0, 3e7])
+def test_weights_of_merged_parts_sum_to_1(size: float) -> None:
+    """Also where LSE in fp32 does not hold how many parts there are."""
+    parts = torch.randn(4, 1, 3, 2, 16)
+    out, _ = flash_attn_combine(parts, torch.full(parts.shape[:-1], size))
+    torch.testing.assert_close(out, parts.mean(dim=0))
+
+
 def test_gradients_of_a_contiguous_cache() -> None:
     leaves = [x.requires_grad_() for x in (step(), *cache())]
     out = flash_attn_with_kvcache(*leaves, cache_seqlens=int32(5, 9), causal=True)
