@@ -53,7 +53,7 @@ WindowSize: TypeAlias = tuple[int | None, int | None]
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
@@ -66,7 +66,7 @@ def flash_attn_func(
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
@@ -79,7 +79,7 @@ def flash_attn_func(
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
@@ -92,7 +92,7 @@ def flash_attn_func(
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
@@ -111,7 +111,7 @@ def flash_attn_func(
     window_size: WindowSize = (None, None),
     learnable_sink: Tensor | None = None,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int = 0,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     mask_mod: Mod | None = None,
@@ -146,6 +146,9 @@ def flash_attn_func(
     Without it score_mod is differentiated from its trace.
     block_sparse_tensors: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
     returned, or a torch `BlockMask` with its mask as mask_mod.
+    num_splits: 0 takes 1 where the grid fills the GPU or a gradient is recorded. Otherwise few
+    queries over many keys are computed in parts. Equal calls give equal bits, but these may depend
+    on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
     has the same effect. With its warn_only, calls with aux tensors that require grad only warn.
     config: a mapping of fields of `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
@@ -187,7 +190,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
     softmax_scale: float | None = None, causal: bool = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
@@ -204,7 +207,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
     softmax_scale: float | None = None, causal: bool = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
@@ -221,7 +224,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
     softmax_scale: float | None = None, causal: bool = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
@@ -238,7 +241,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
     softmax_scale: float | None = None, causal: bool = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
@@ -264,7 +267,7 @@ def flash_attn_varlen_func(
     window_size: WindowSize = (None, None),
     learnable_sink: Tensor | None = None,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int = 0,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     *,
@@ -472,9 +475,9 @@ def attend(
         except NotPlainError as error:
             refused = error
     if refused is None:
-        return _attend_by_operators(q, k, v, sink, call, return_max)
+        return _attend_by_operators(q, k, v, sink, call, wants_aux, return_max)
     with refused.named_unless_from(IMPLEMENTATIONS):
-        return _attend_by_operators(q, k, v, sink, call, return_max)
+        return _attend_by_operators(q, k, v, sink, call, wants_aux, return_max)
 
 
 def _with_cute_mods(call: Call, q: Any) -> Call:
@@ -526,7 +529,7 @@ def _attend_eagerly(
         mask = ColumnMask(call.startend_row_indices, call.causal)
         call = call._replace(startend_row_indices=mask)
     if wants_aux or _needs_graph(q, k, v, sink):
-        call = _recorded(call)
+        _refuse_pages(call)
         aux_tensors: Any = call.aux_tensors
         wanted = [aux_tensors[i] for i in wants_aux]
         out, lse, *more = Attention.apply(q, k, v, sink, call, wants_aux, return_max, *wanted)
@@ -537,7 +540,13 @@ def _attend_eagerly(
 
 
 def _attend_by_operators(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_max: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    call: Call,
+    wants_aux: tuple[int, ...],
+    return_max: bool,
 ) -> Results:
     """Attention by operators, for a trace, a dispatch mode or a tensor subclass."""
     refuse_transforms(but_functionalize=True)
@@ -547,27 +556,22 @@ def _attend_by_operators(
         call.max_seqlen_k, call.score_mod, call.mask_mod, call.block_sparse_tensors_torch,
         start_that_counts(call.q_start),
     )  # fmt: skip
-    if _needs_graph(q, k, v, sink):
-        call = _recorded(call)
+    if wants_aux or _needs_graph(q, k, v, sink):
+        _refuse_pages(call)
+        call = call._replace(num_splits=call.num_splits_recorded)
     packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
     arguments = to_operator(call, q.shape[0] if packs else None, return_max)
     out, lse, _, largest = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
     return Results(out, lse, largest.detach() if return_max else None)
 
 
-def _recorded(call: Call) -> Call:
-    """The call when autograd records a graph.
-
-    Raises:
-        NotImplementedError: with pages, which have no gradients.
-    """
+def _refuse_pages(call: Call) -> None:
+    """Refuse pages where autograd records a graph: they have no gradients."""
     if call.page_table is not None:
         raise NotImplementedError(
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
             "use torch.no_grad(), or detach what requires grad"
         )
-    # one pass has the bits of which a backward is the derivative
-    return call._replace(num_splits=1) if call.num_splits == 0 else call
 
 
 def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:

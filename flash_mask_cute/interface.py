@@ -58,7 +58,7 @@ def _flash_attn_fwd(
     score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStart = None,
-    num_splits: int = 1, pack_gqa: bool | None = None, out: Tensor | None = None,
+    num_splits: int = 0, pack_gqa: bool | None = None, out: Tensor | None = None,
     lse: Tensor | None = None, lse_low: Tensor | None = None, max_scores: Tensor | None = None,
     return_lse: bool = True, config: FwdConfig | Mapping[str, Any] | None = None,
     **unknown: NoReturn,
@@ -114,10 +114,10 @@ def _flash_attn_fwd(
     page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
     with pages of 1 to 256 keys and any strides but the last. Page j of sequence b is number
     page_table[b, j]. seqused_k counts the keys (None: all); keys behind them are never seen.
-    num_splits: 1 computes each output in one pass, with the same bits on every device. N computes
-    the keys of each work tile in N parts and merges them. 0 lets the library choose: a call with
-    few queries and many keys is computed in parts, equal shares of all key blocks, one for each SM
-    (docs/serving.md).
+    num_splits: 0 lets the library choose: a call with few queries and many keys is computed in
+    parts, shares of all key blocks, and these are merged. Equal calls give equal bits, but these
+    may depend on the batch. 1 computes each output in one pass. N computes the keys of each work
+    tile in N parts and merges them (docs/serving.md).
 
     pack_gqa: query heads of a KV head share tiles; None packs if queries are few. Block lists or
     column intervals by query head rule it out. config: a `FwdConfig`, or some of its fields.
@@ -247,7 +247,7 @@ def _flash_attn_bwd(
     )  # fmt: skip
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start, 1, None, True, score_mod_bwd, deterministic,
+        max_seqlen_k, q_start, 0, None, True, score_mod_bwd, deterministic,
         None if config is None else BwdConfig.from_value(config),
     )  # fmt: skip
     lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
@@ -266,7 +266,7 @@ def explain(
     """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why.
 
     For a mask with documents, report the packed sequences that are made of them. No attention is
-    launched.
+    launched. Where autograd records a graph, num_splits=0 means 1: pass that.
 
     `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
     mods may be written in torch, as there.

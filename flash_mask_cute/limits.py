@@ -9,6 +9,9 @@ ADDRESS_MASK = 15
 OPEN_WINDOW = 1 << 30
 # keys of a page
 MAX_PAGE_SIZE = 256
+# the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
+# swizzled in groups of so many
+LEAST_BOX = 8
 # Positions of queries are smaller, so that they and window sides add up in 32 bits.
 MAX_POSITION = 1 << 29
 # keys of a bit tile, whatever the tile has

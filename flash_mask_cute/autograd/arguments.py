@@ -65,11 +65,17 @@ class Call(NamedTuple):
     config: Any
     q_start: QStart = None
     page_table: Tensor | None = None
-    num_splits: int = 1
+    num_splits: int = 0
 
     @property
     def configs(self) -> Configs:
         return NO_CONFIGS if self.config is None else Configs.create(self.config)
+
+    @property
+    def num_splits_recorded(self) -> int:
+        """`num_splits` if autograd records a graph: the library then takes one pass, of whose bits
+        the backward is the derivative."""
+        return self.num_splits or 1
 
     @property
     def has_tensors(self) -> bool:

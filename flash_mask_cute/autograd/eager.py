@@ -41,7 +41,9 @@ class Attention(torch.autograd.Function):
         """
         lse_low = new_lse_low(q, call)
         max_scores = new_max_scores(q) if wants_max else None
-        out, lse = run_forward(q, k, v, sink, call, lse_low=lse_low, max_scores=max_scores)
+        out, lse = run_forward(
+            q, k, v, sink, call, lse_low=lse_low, max_scores=max_scores, is_recorded=True
+        )
         save(ctx, q, k, v, sink, out, lse, lse_low, call)
         ctx.wants_aux = wants_aux
         if max_scores is None:

@@ -38,8 +38,12 @@ def run_forward(
     return_lse: bool = True,
     lse_low: Tensor | None = None,
     max_scores: Tensor | None = None,
+    is_recorded: bool = False,
 ) -> tuple[Tensor, Any]:
+    """is_recorded: autograd records a graph."""
     keywords = _forward_keywords(sink, call, return_lse)
+    if is_recorded:
+        keywords["num_splits"] = call.num_splits_recorded
     return _flash_attn_fwd(q, k, v, lse_low=lse_low, max_scores=max_scores, **keywords)
 
 

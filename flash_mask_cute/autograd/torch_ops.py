@@ -102,7 +102,7 @@ class OperatorCall(NamedTuple):
     q_start: int | None = None
     q_starts: Tensor | None = None
     page_table: Tensor | None = None
-    num_splits: int = 1
+    num_splits: int = 0
     wants_max: bool = False
 
 

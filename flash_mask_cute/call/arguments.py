@@ -83,7 +83,7 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     q_start: int | str | None = None
-    num_splits: int = 1
+    num_splits: int = 0
     pack_gqa: bool | None = None
     return_lse: bool = True
     score_mod_bwd: Callable[..., Any] | None = None

@@ -38,7 +38,7 @@ class FwdConfig:
     share_qo: the output is staged in the query's shared memory.
     cta_pair: on Blackwell, two CTAs with adjacent query tiles walk over the keys together.
     skip_blocks: skip hidden key blocks, and skip the masking of blocks that no mask edge cuts.
-    False visits and masks every block, with the same result bit for bit.
+    False visits and masks every block, with the same result as one pass, bit for bit.
 
     Raises:
         TypeError, ValueError: a value has the wrong type, or a number is not positive.

@@ -17,6 +17,7 @@ from flash_mask_cute.call.group_splits import partial_sums_bytes, split_group
 from flash_mask_cute.call.kernels_bwd import num_row_blocks
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.packed import call_by_documents
+from flash_mask_cute.call.pages import describe_pages
 from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
 from flash_mask_cute.call.prepare import compiled_fwd
 from flash_mask_cute.call.tile_classes import (
@@ -47,7 +48,8 @@ class Explanation:
     and tiles between documents are empty; `note` counts the tiles of the sequences. registers: per
     thread at launch. copies: the tensors that each launch copies for the kernel, with reasons,
     empty if there are none; the CPU path takes them as they are. splits: the pieces of work tiles,
-    and their scratch memory, empty if there are none.
+    and their scratch memory, empty if there are none. pages: how the kernel copies keys from pages,
+    empty if there are none; the CPU path puts them side by side first.
     """
 
     where: str
@@ -68,6 +70,7 @@ class Explanation:
     note: str
     copies: str = ""
     splits: str = ""
+    pages: str = ""
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -94,6 +97,8 @@ class Explanation:
             "shared memory": f"{self.smem_bytes} bytes",
             "copies": self.copies or "none",
         }
+        if self.pages:
+            lines["pages"] = self.pages
         if self.note:
             lines["note"] = self.note
         return "\n".join(f"{name:<19}{value}" for name, value in lines.items())
@@ -156,7 +161,15 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         note="; ".join(notes),
         copies=describe_copies(**run.conversions),
         splits="" if run.splits is None else run.splits.describe(),
+        pages=_describe_pages(run, call.tensors),
     )
+
+
+def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
+    box = run.problem.page_box
+    if box is None:
+        return ""
+    return describe_pages(tensors.k.shape[1], box, run.fwd_choice.tiles.tile_n)
 
 
 def _describe_split_backward(run: ExecutionPlan) -> str | None:

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from flash_mask_cute.limits import MAX_PAGE_SIZE
+from flash_mask_cute.limits import LEAST_BOX, MAX_PAGE_SIZE
 from flash_mask_cute.runtime.checks import brief, check_device, check_tensor
 
 
@@ -27,6 +27,17 @@ def page_box_of(page_size: int, tile_n: int) -> int:
     These are the keys that lie side by side in each page, wherever a tile begins.
     """
     return math.gcd(page_size, tile_n)
+
+
+def describe_pages(page_size: int, page_box: int, tile_n: int) -> str:
+    """How a kernel copies keys from pages, in words. page_box: see `page_box_of`."""
+    if page_box % LEAST_BOX:
+        how = f"row by row, for {LEAST_BOX} does not divide the page size"
+    elif page_box == tile_n:
+        how = "by TMA, a whole tile in a box"
+    else:
+        how = f"by TMA, in boxes of {page_box} keys"
+    return f"of {page_size} keys, copied {how}"
 
 
 def check_page_table(k: torch.Tensor, page_table: object) -> None:

@@ -13,7 +13,13 @@ import torch
 
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.arguments import EACH, AttentionCall, Direction, Tensors
-from flash_mask_cute.call.config import BwdChoice, FwdChoice, select_bwd_config, select_fwd_config
+from flash_mask_cute.call.config import (
+    BwdChoice,
+    FwdChoice,
+    given_fields,
+    select_bwd_config,
+    select_fwd_config,
+)
 from flash_mask_cute.call.copies import (
     Conversion,
     input_conversion,
@@ -48,7 +54,7 @@ from flash_mask_cute.call.problem import (
     may_empty_rows,
     sink_dtype,
 )
-from flash_mask_cute.call.splits import Splits, choose_split, decode_rows
+from flash_mask_cute.call.splits import DECODE_ROWS, Splits, choose_split, decode_rows
 from flash_mask_cute.call.validate import check_bwd_inputs, check_fwd_inputs
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
@@ -226,7 +232,19 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
+    if _may_share_bits_instead(chosen, call):
+        one_pass = plan(call._replace(options=call.options._replace(num_splits=1)), target)
+        if one_pass.mask_bits is not None:
+            return one_pass
     return _with_mask_bits(chosen, choose, call)
+
+
+def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
+    """Whether the library chose pieces of a call in which asking a mask_mod once for all heads may
+    be worth more: decoding waits for keys, more queries wait for the mask_mod."""
+    by_library = chosen.splits is not None and call.options.num_splits == 0
+    rows = chosen.shapes.seqlen_q * chosen.problem.packed_heads
+    return by_library and chosen.masks.mask_mod is not None and rows > DECODE_ROWS
 
 
 _FoldedWindow: TypeAlias = tuple[bool, int | None, int | None]
@@ -393,13 +411,14 @@ def _with_split(
 
     A single query sees the same without causal masking, and kernels without masks do least work.
     """
-    may_pack = _may_pack(call, shapes, masks, target)
+    may_pack, options = _may_pack(call, shapes, masks, target), call.options
+    has_config = bool(given_fields(options.config))
     split = choose_split(
-        call.options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms
+        options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms, has_config
     )
     if split is None:
         return problem
-    is_at_end = problem.q_start is None or call.options.q_start == END
+    is_at_end = problem.q_start is None or options.q_start == END
     sees_all = shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
     is_causal = problem.is_causal and not sees_all
     return replace(problem, split=split, is_causal=is_causal)

@@ -2,8 +2,8 @@
 
 *By rows*: each work tile in the number of pieces that the caller requests (`num_splits` of 2 and
 more), as `BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
-(`core/shares.py`); the library chooses this if the choice is its own (`num_splits` 0). One split is
-one pass, without a merge.
+(`core/shares.py`); the library chooses this if the choice is its own (`num_splits` 0, the default).
+One split is one pass, without a merge.
 """
 
 from __future__ import annotations
@@ -82,11 +82,13 @@ def choose_split(
     may_pack: bool,
     window: int | None,
     num_sms: int,
+    has_config: bool,
 ) -> str | None:
     """BY_ROWS, BY_SLOTS, or None: one pass.
 
     num_splits: the caller's, checked. may_pack: heads of a group can share a tile. window: the most
-    keys that a query sees, None: all.
+    keys that a query sees, None: all. has_config: the caller chose tiles, which are for one pass
+    unless the caller also asks for pieces.
 
     Raises:
         NotImplementedError: num_splits is requested together with lse_low or max_scores.
@@ -101,7 +103,10 @@ def choose_split(
         return BY_ROWS
     if num_splits == 1:
         return None
-    if problem.needs_lse_low or problem.needs_max_scores:
+    if has_config or problem.needs_lse_low or problem.needs_max_scores:
+        return None
+    if problem.score_mod is not None:
+        # its scores may be far from 0, where LSE in fp32 is too coarse for the weight of a piece
         return None
     keys = shapes.seqlen_k if window is None else min(shapes.seqlen_k, window + shapes.seqlen_q)
     rows = decode_rows(shapes, may_pack)

@@ -79,9 +79,9 @@ class FwdRow(NamedTuple):
     walks over the keys together. native_block_lists: only with block lists whose blocks consist of
     whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
     only by its own mask. It does not apply to problems that read mask bits, which exist for tiles
-    of any size. needs_sfu: only if functions of scores are computed under causal masking alone, which
-    keeps the special function units busy. for_decode: only for forwards in pieces or over pages, if
-    the rows that share keys fit a tile.
+    of any size. needs_sfu: only if functions of scores are computed under causal masking alone,
+    which keeps the special function units busy. for_decode: only for forwards in pieces or over
+    pages, if the rows that share keys fit a tile.
     """
 
     max_dim: int

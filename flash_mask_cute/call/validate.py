@@ -82,7 +82,7 @@ def check_fwd_inputs(
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: torch.Tensor | ColumnMask | None = None,
     q_start: QStart = None,
-    num_splits: int = 1,
+    num_splits: int = 0,
     pack_gqa: bool | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,

@@ -10,6 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from flash_mask_cute.limits import LEAST_BOX
+
 
 class PageRow(NamedTuple):
     """The place of keys: the page, the row in it, and the number of rows of the page in use."""
@@ -26,11 +28,6 @@ class PageRow(NamedTuple):
     def of_lane(self, lane: Int32) -> "PageRow":
         """What a lane of this warp has."""
         return PageRow(*(cute.arch.shuffle_sync(word, lane) for word in self))
-
-
-# the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
-# swizzled in groups of so many
-LEAST_BOX = 8
 
 
 class BoxShape(Protocol):

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.experimental import primitives
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.pages import LEAST_BOX
+from flash_mask_cute.limits import LEAST_BOX
 
 # bound of a ragged row coordinate: no sequence is longer (see `ragged_rows`)
 RAGGED_BOUND = 1 << 26

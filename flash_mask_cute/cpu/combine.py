@@ -46,5 +46,7 @@ def _weights(lse_partial: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of the pieces, 0 where nothing was seen; and lse of all pieces."""
     wide = lse_partial.to(torch.promote_types(lse_partial.dtype, torch.float32))
     lse = torch.logsumexp(wide, dim=0) if len(wide) else wide.sum(dim=0) - torch.inf
-    reference = lse.masked_fill(lse == -torch.inf, 0.0)
-    return torch.exp(wide - reference), lse
+    # not by lse, which far from 0 does not hold how many pieces there are
+    largest = wide.amax(dim=0) if len(wide) else lse
+    weights = torch.exp(wide - largest.masked_fill(largest == -torch.inf, 0.0))
+    return weights / weights.sum(dim=0).masked_fill(largest == -torch.inf, 1.0), lse

@@ -106,11 +106,44 @@ def test_sinks_and_a_window_visit_two_ranges(monkeypatch: pytest.MonkeyPatch) ->
     q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     k = torch.zeros(1, 131072, 1, 64, dtype=torch.bfloat16)
     mask = builders.sink_window(131072, 4, 128)
-    found = explain(q, k, k, startend_row_indices=mask, q_start="end", num_splits=0)
+    found = explain(q, k, k, startend_row_indices=mask, q_start="end")
     assert found.packed_heads == 8
+    assert "shares for" in found.splits
     assert found.full_key_tiles is not None and found.partial_key_tiles is not None
     assert 2 <= found.full_key_tiles + found.partial_key_tiles <= 3
     assert found.empty_key_tiles is not None and found.empty_key_tiles > 1000
+
+
+@pytest.mark.parametrize(
+    ("page_size", "how"),
+    [
+        (1, "of 1 keys, copied row by row, for 8 does not divide the page size"),
+        (20, "of 20 keys, copied row by row, for 8 does not divide the page size"),
+        (24, "of 24 keys, copied by TMA, in boxes of 8 keys"),
+        (64, "of 64 keys, copied by TMA, in boxes of 64 keys"),
+        (256, "of 256 keys, copied by TMA, a whole tile in a box"),
+    ],
+)
+def test_explain_says_how_pages_are_copied(
+    page_size: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
+    q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+    pool = torch.zeros(3, page_size, 2, 64, dtype=torch.bfloat16)
+    found = explain(q, pool, pool, page_table=int32(2, 0, 1)[None])
+    assert found.tiles.tile_n == 128
+    assert found.pages == how
+    assert how in str(found)
+    rows = explain(q, pool[:1], pool[:1])
+    assert rows.pages == "" and "pages" not in str(rows)
+
+
+@pytest.mark.parametrize("size", [-1e30, 0.0, 3e7])
+def test_weights_of_merged_parts_sum_to_1(size: float) -> None:
+    """Also where LSE in fp32 does not hold how many parts there are."""
+    parts = torch.randn(4, 1, 3, 2, 16)
+    out, _ = flash_attn_combine(parts, torch.full(parts.shape[:-1], size))
+    torch.testing.assert_close(out, parts.mean(dim=0))
 
 
 def test_gradients_of_a_contiguous_cache() -> None:

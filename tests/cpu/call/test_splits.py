@@ -1,0 +1,164 @@
+"""Which calls are computed in pieces: by default, beside other arguments, and with a graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_mask_cute
+from flash_mask_cute.autograd import passes, torch_ops
+from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Options
+from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
+from flash_mask_cute.interface import _flash_attn_fwd
+from flash_mask_cute.runtime.target import Target
+
+HOPPER, BLACKWELL = Target.named("sm_90a"), Target.named("sm_100a")
+# queries, keys, query heads and KV heads that leave SMs idle in one pass
+FEW = {"decode": (1, 1024, 8, 2), "prefill": (512, 8192, 8, 8)}
+
+
+def planned(shape: tuple[int, ...], target: Target = HOPPER, **keywords: Any) -> ExecutionPlan:
+    queries, keys, heads_q, heads_kv = shape
+    q = torch.zeros(1, queries, heads_q, 128, dtype=torch.bfloat16)
+    k, v = (torch.zeros(1, keys, heads_kv, 128, dtype=torch.bfloat16) for _ in "kv")
+    return plan(AttentionCall.create(Direction.FORWARD, q, k, v, **keywords), target)
+
+
+def below(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return k <= q
+
+
+def far_below(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score - 1e30
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        flash_mask_cute.flash_attn_func,
+        flash_mask_cute.flash_attn_varlen_func,
+        flash_mask_cute.flash_attn_with_kvcache,
+        _flash_attn_fwd,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_the_library_decides_by_default(function: Callable[..., Any]) -> None:
+    assert inspect.signature(function).parameters["num_splits"].default == 0
+
+
+def test_arguments_on_their_way_have_the_same_default() -> None:
+    for fields in (Options, Call, torch_ops.OperatorCall):
+        assert fields._field_defaults["num_splits"] == 0
+
+
+@pytest.mark.parametrize("shape", FEW.values(), ids=FEW)
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)
+def test_few_work_tiles(shape: tuple[int, ...], target: Target) -> None:
+    assert planned(shape, target).problem.split == BY_SLOTS
+    assert planned(shape, target, num_splits=1).splits is None
+    assert planned(shape, target, num_splits=2).problem.split == BY_ROWS
+
+
+@pytest.mark.parametrize("shape", [(1, 511, 8, 2), (512, 4095, 1, 1), (4096, 4096, 8, 8)])
+def test_walks_too_short_or_enough_work_tiles(shape: tuple[int, ...]) -> None:
+    assert planned(shape).splits is None
+
+
+@pytest.mark.parametrize("shape", FEW.values(), ids=FEW)
+def test_one_pass_beside_what_pieces_are_not_for(shape: tuple[int, ...]) -> None:
+    """Nothing is refused, and tiles that the caller chose are those of one pass."""
+    queries, _, heads, _ = shape
+    low = torch.empty(1, heads, queries)
+    others: list[dict[str, Any]] = [
+        {"max_scores": low},
+        {"score_mod": far_below},
+        {"score_mod": far_below, "lse_low": low},
+        {"config": {"tile_m": 128, "tile_n": 64, "num_stages": 2}},
+        {"config": {"skip_blocks": False}},
+    ]
+    for keywords in others:
+        default, one_pass = planned(shape, **keywords), planned(shape, num_splits=1, **keywords)
+        assert default.splits is None
+        assert default.choice == one_pass.choice
+    pairs = planned((512, 8192, 8, 8), BLACKWELL, config={"cta_pair": True})
+    assert pairs.splits is None and pairs.fwd_choice.tiles.cta_pair
+    # a config that leaves all to the library chooses nothing
+    assert planned(shape, config={"tile_m": None}).problem.split == BY_SLOTS
+
+
+def test_answers_for_all_heads_rather_than_pieces() -> None:
+    """Of decoding, keys are waited for; of more queries, the answers of a mask_mod."""
+    prefill, decode = FEW["prefill"], (1, 8192, 8, 8)
+    assert planned(prefill, mask_mod=below).mask_bits is not None
+    assert planned(prefill, mask_mod=below) == planned(prefill, mask_mod=below, num_splits=1)
+    assert planned(decode, mask_mod=below).problem.split == BY_SLOTS
+    # too few heads to share answers
+    assert planned((512, 8192, 2, 2), mask_mod=below).problem.split == BY_SLOTS
+
+
+def test_rows_of_nothing_but_a_low_number_by_default() -> None:
+    """The mean of v, which pieces would lose: their LSE does not hold how many keys they saw."""
+    q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 1500, 1500))
+    out = flash_mask_cute.flash_attn_func(q, k, v, score_mod=far_below)
+    torch.testing.assert_close(out, v.mean(dim=1, keepdim=True), atol=1e-6, rtol=1e-5)
+
+
+# -- with a graph ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The num_splits that reach the host call."""
+    found: list[int] = []
+    forward = passes._flash_attn_fwd
+
+    def recording(*tensors: Tensor, **keywords: Any) -> Any:
+        found.append(keywords["num_splits"])
+        return forward(*tensors, **keywords)
+
+    monkeypatch.setattr(passes, "_flash_attn_fwd", recording)
+    return found
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_recorded_call_is_one_pass(asked: list[int], is_compiled: bool) -> None:
+    attend: Any = flash_mask_cute.flash_attn_func
+    if is_compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 600, 600))
+    whole = flash_mask_cute.flash_attn_func(q, k, v, num_splits=1)
+    asked.clear()
+    out = attend(q.clone().requires_grad_(), k, v)
+    out.sum().backward()
+    assert asked == [1] and torch.equal(out, whole)
+    asked.clear()
+    attend(q.clone().requires_grad_(), k, v, num_splits=3)
+    assert asked == [3]
+    asked.clear()
+    pieces = attend(q, k, v)
+    assert asked == [0] and torch.equal(attend(q, k, v), pieces)
+    torch.testing.assert_close(pieces, whole)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_aux_tensor_alone_may_ask_for_a_graph(asked: list[int], is_compiled: bool) -> None:
+    attend: Any = flash_mask_cute.flash_attn_func
+    if is_compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 600, 600))
+    bias = torch.zeros(600, requires_grad=True)
+    attend(q, k, v, score_mod=add_bias, aux_tensors=[bias])
+    assert asked == [1]
+
+
+def add_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[0][k[0]]
