@@ -401,7 +401,8 @@ def flashmask_attention(
 def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
     """Indices of the aux tensors that require grad; empty where autograd records nothing."""
     aux_tensors = call.aux_tensors
-    if not isinstance(aux_tensors, list | tuple) or not torch.is_grad_enabled():
+    # a tuple: Dynamo of torch 2.9 does not know unions
+    if not isinstance(aux_tensors, (list, tuple)) or not torch.is_grad_enabled():
         return ()
     return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
 
