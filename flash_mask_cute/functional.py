@@ -377,7 +377,8 @@ def flashmask_attention(
     if dropout and training:
         raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
     check_bool("return_softmax_lse", return_softmax_lse)
-    if not isinstance(window_size, tuple | list):
+    # a tuple here and below: Dynamo of torch 2.9 does not know unions
+    if not isinstance(window_size, (tuple, list)):
         if isinstance(window_size, Integral) and window_size < -1:
             raise ValueError(
                 "window_size must be an int >= 0 for both sides, None or -1 for none, or (left, "
@@ -404,7 +405,7 @@ def flashmask_attention(
 def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
     """Indices of the aux tensors that require grad; empty where autograd records nothing."""
     aux_tensors = call.aux_tensors
-    if not isinstance(aux_tensors, list | tuple) or not torch.is_grad_enabled():
+    if not isinstance(aux_tensors, (list, tuple)) or not torch.is_grad_enabled():
         return ()
     return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
 

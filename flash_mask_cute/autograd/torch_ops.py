@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -328,9 +328,18 @@ def _from_operator(given: OperatorCall) -> Call:
 def _config_text(config: Any) -> str | None:
     if config is None:
         return None
-    # Dynamo knows dictionaries as constants, but not dataclasses
     pair = config if isinstance(config, tuple) else (config, config)
-    return _text_of(tuple(asdict(x) if isinstance(x, FwdConfig | BwdConfig) else x for x in pair))
+    return _text_of(tuple(_as_dictionary(x) for x in pair))
+
+
+def _as_dictionary(config: Any) -> Any:
+    """Dynamo knows dictionaries as constants, but not dataclasses, nor the copies that `asdict`
+    makes before Python 3.12."""
+    names = _NAMES.get(type(config))
+    return config if names is None else {name: getattr(config, name) for name in names}
+
+
+_NAMES = {kind: tuple(x.name for x in fields(kind)) for kind in (FwdConfig, BwdConfig)}
 
 
 @assume_constant_result

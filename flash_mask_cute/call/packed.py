@@ -56,7 +56,8 @@ def holds_documents(
 
 def start_that_counts(q_start: Any) -> Any:
     """An argument q_start; None if it means nothing for equal numbers of queries and keys."""
-    is_first = isinstance(q_start, Integral | str) and q_start in (0, END)
+    # a tuple: Dynamo of torch 2.9 does not know unions
+    is_first = isinstance(q_start, (Integral, str)) and q_start in (0, END)
     return None if is_first else q_start
 
 

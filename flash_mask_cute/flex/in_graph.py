@@ -23,12 +23,23 @@ from flash_mask_cute.flex.lower import Program, found_program, lower_mod, with_c
 from flash_mask_cute.flex.text import Source
 from flash_mask_cute.flex.together import CuteMods, put_together
 from flash_mask_cute.flex.trace import name_of
-from flash_mask_cute.runtime.constant_result import assume_constant_result
+from flash_mask_cute.runtime.constant_result import (
+    VERSION,
+    as_constants,
+    assume_constant_result,
+    of_constants,
+)
 
 # A step from an object to what it holds: what to take of it, and a name or a number.
 _Steps = tuple[tuple[str, Any], ...]
 # in place of the name of a CuTe mod
 OF_CUTE = "cute"
+# whether Dynamo says that what the traced region defines lacks attributes
+_LACKS_GLOBALS = VERSION >= "2.12"
+_MADE_INSIDE = (
+    "a score_mod or mask_mod is defined inside of the region that torch.compile traces: "
+    "define it, and make its block mask, outside, and pass them in"
+)
 
 
 def mods_in_graph(
@@ -48,7 +59,8 @@ def mods_in_graph(
     # CuTe mods may be made inside
     told_score = None if _is_made_inside(score_mod, must) else score_mod
     told_mask = None if _is_made_inside(mask_mod, must) else mask_mod
-    told = _told_of_mods(*_parts(told_score), *_parts(told_mask), given, device, must)
+    parts = *as_constants(told_score), *as_constants(told_mask)
+    told = _told_of_mods(*parts, given, device, must)
     score_name, mask_name, sources, functions, numbers = told
     # named where operators take them, so that Dynamo guards which objects they are
     if told_score is None or score_name == OF_CUTE:
@@ -57,7 +69,8 @@ def mods_in_graph(
         mask_name = mask_mod
     mods = score_mod, mask_mod
     for which, steps in functions:
-        id(_reached(mods[which], steps).__code__)
+        # Dynamo guards the code of a function of which an attribute is read
+        _reached(mods[which], (*steps, ("attribute", "__code__")))
     for which, steps, value in numbers:
         if _reached(mods[which], steps) != value:
             raise RuntimeError("what a mod captured has changed while it was traced")
@@ -76,28 +89,27 @@ def mods_in_graph(
     )
 
 
-def _parts(mod: Any) -> tuple[Any, Any]:
-    """A function and whose method it is, as Dynamo hands over the parts of a method only."""
-    return (mod.__func__, mod.__self__) if isinstance(mod, types.MethodType) else (mod, None)
-
-
 def _is_made_inside(mod: Any, must: bool) -> bool:
     """Whether the traced region defines a function; refused if it is torch's.
 
-    Dynamo has no function object of what it defines itself, and does not know its globals.
+    Dynamo has no function object of what it defines itself, and does not know its globals. Before
+    torch 2.12 it also does not say that it lacks them, but then none of the attributes below is
+    None. A function from outside for which none is None either is taken for one from inside there.
     """
     if not isinstance(mod, types.FunctionType):
         return False
-    try:
-        mod.__globals__["__name__"]
-    except AttributeError:
-        if not must:
-            return True
-        raise NotImplementedError(
-            "a score_mod or mask_mod is defined inside of the region that torch.compile traces: "
-            "define it, and make its block mask, outside, and pass them in"
-        ) from None
-    return False
+    if not _LACKS_GLOBALS:
+        if mod.__kwdefaults__ is None or mod.__closure__ is None or mod.__doc__ is None:
+            return False
+    else:
+        try:
+            mod.__globals__["__name__"]
+            return False
+        except AttributeError:
+            pass
+    if must:
+        raise NotImplementedError(_MADE_INSIDE)
+    return True
 
 
 def _reached(value: Any, steps: _Steps) -> Any:
@@ -119,9 +131,9 @@ def _reached(value: Any, steps: _Steps) -> Any:
 
 @assume_constant_result
 def _told_of_mods(
-    score_mod: Any,
+    score_function: Any,
     score_owner: Any,
-    mask_mod: Any,
+    mask_function: Any,
     mask_owner: Any,
     given: int,
     device: str,
@@ -130,10 +142,8 @@ def _told_of_mods(
     """Constants: names of both mods (None: there is none, or it changes nothing); where each aux
     tensor comes from; where functions are whose code is guarded; numbers that are constants."""
     # a mod is traced by itself, not as a part of what is traced around it
-    if score_owner is not None:
-        score_mod = types.MethodType(score_mod, score_owner)
-    if mask_owner is not None:
-        mask_mod = types.MethodType(mask_mod, mask_owner)
+    score_mod = of_constants(score_function, score_owner)
+    mask_mod = of_constants(mask_function, mask_owner)
     with torch._guards.tracing(None):
         return _told(score_mod, mask_mod, given, device, must)
 

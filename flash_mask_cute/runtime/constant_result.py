@@ -1,11 +1,25 @@
-"""`torch.compiler.assume_constant_result` without the import of torch._dynamo."""
+"""`torch.compiler.assume_constant_result` without the import of torch._dynamo, and how callables
+are handed over to such functions.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+from torch.torch_version import TorchVersion
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+VERSION = TorchVersion(torch.__version__)
+# what Dynamo of each version hands over; a tuple, as Dynamo of some does not know unions
+_CONSTANTS = (types.FunctionType, types.BuiltinFunctionType, functools.partial, type, type(None))
+# Dynamo hands over other objects, and guards which they are
+_HANDS_OBJECTS = VERSION >= "2.12"
 
 
 def assume_constant_result(function: _Function) -> _Function:
@@ -17,3 +31,26 @@ def assume_constant_result(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def as_constants(mod: Any) -> tuple[Any, Any]:
+    """A callable as the arguments that Dynamo can hand over to a marked function: a function and
+    what stands for the object whose method it is, or None and what stands for a callable object.
+
+    Dynamo hands over the parts of a method, but not the method. Before torch 2.12 it does not hand
+    over objects either. But it traces id() of them, and then guards which objects they are.
+    """
+    if isinstance(mod, types.MethodType):
+        return mod.__func__, mod.__self__ if _HANDS_OBJECTS else id(mod.__self__)
+    if isinstance(mod, _CONSTANTS):
+        return mod, None
+    return None, mod if _HANDS_OBJECTS else id(mod)
+
+
+def of_constants(function: Any, owner: Any) -> Any:
+    """The callable of `as_constants`. The traced region keeps it alive."""
+    if owner is None:
+        return function
+    if not _HANDS_OBJECTS:
+        owner = ctypes.cast(owner, ctypes.py_object).value
+    return owner if function is None else types.MethodType(function, owner)

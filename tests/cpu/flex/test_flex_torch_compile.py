@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -64,8 +64,13 @@ def backend() -> Iterator[Counting]:
     torch._dynamo.reset()
 
 
-def check(compiled: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> None:
-    leaves = [*args[:3], SLOPES]
+def check(
+    compiled: Callable[..., Any],
+    plain: Callable[..., Any],
+    *args: Any,
+    leaves: Sequence[Tensor] = (SLOPES,),
+) -> None:
+    leaves = [*args[:3], *leaves]
     found, wanted = compiled(*args), plain(*args)
     torch.testing.assert_close(found, wanted)
     for got, expected in zip(
@@ -91,6 +96,69 @@ def test_masks_made_outside(backend: Counting) -> None:
     mask = mask_of(9)
     check(compiled, attend, *tensors(), mask)
     assert backend.graphs == 1
+
+
+def test_a_captured_parameter_beside_a_block_mask(backend: Counting) -> None:
+    """As a training step makes them: new functions of the same code that capture another Parameter
+    compile nothing new."""
+
+    def closures(length: int) -> tuple[Callable[..., Tensor], nn.Parameter, BlockMask]:
+        table = nn.Parameter(torch.randn(2, N))
+
+        def biased(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + table[h, k]
+
+        return biased, table, mask_of(length)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, mod: Any, mask: BlockMask) -> Tensor:
+        return flex_attention(q, k, v, score_mod=mod, block_mask=mask)
+
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
+    for length in (20, 7):
+        mod, table, mask = closures(length)
+        check(compiled, plain, *tensors(), mod, mask, leaves=[table])
+    assert backend.graphs == 1
+
+
+@pytest.mark.parametrize("place", ["closure", "tuple", "default"])
+def test_code_of_captured_functions_is_guarded(place: str, backend: Counting) -> None:
+    def halves() -> Callable[[Tensor], Tensor]:
+        return lambda x: x * 0.5
+
+    def squares() -> Callable[[Tensor], Tensor]:
+        return lambda x: x * x
+
+    def calling(captured: Any) -> Callable[..., Tensor]:
+        several = (captured, captured)
+        if place == "closure":
+            return lambda s, b, h, q, k: captured(s)
+        if place == "tuple":
+            return lambda s, b, h, q, k: several[1](s)
+        return lambda s, b, h, q, k, f=captured: f(s)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, mod: Any) -> Tensor:
+        return flex_attention(q, k, v, score_mod=mod)
+
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
+    graphs = []
+    for made in (halves, halves, squares, squares, halves):
+        check(compiled, plain, *tensors(), calling(made()))
+        graphs.append(backend.graphs)
+    assert graphs == [1, 1, 2, 2, 2]
+
+
+def test_keyword_defaults_outside(backend: Counting) -> None:
+    table = torch.randn(N)
+
+    def mod(
+        s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, factor: float = 2.0
+    ) -> Tensor:
+        return s + table[k] * factor
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, score_mod=mod)
+
+    check(torch.compile(plain, fullgraph=True, backend=backend), plain, *tensors())
 
 
 def test_another_mod_and_another_number_are_noticed(backend: Counting) -> None:
