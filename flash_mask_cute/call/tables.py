@@ -227,8 +227,9 @@ SM90_FWD = (
         for_decode=True,
     ),
     FwdRow(
-        *(128, 128, 64, 128, 3, 1, False),
-        "decoding waits for memory: one warpgroup, and as many keys in flight as fit",
+        *(128, 128, 64, 128, 3, 2, True),
+        "decoding waits for memory: one warpgroup, as many keys in flight as fit, and keys of the "
+        "next tile before this one's last product",
         for_decode=True,
     ),
     FwdRow(
