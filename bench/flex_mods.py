@@ -149,7 +149,7 @@ def _global_window(x: Sizes) -> Made:
     def global_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q < GLOBAL_TOKENS) | (k < GLOBAL_TOKENS) | ((q - k).abs() < half)
 
-    own = _builders().global_sliding_window(x.n, GLOBAL_TOKENS, half, device=x.device)
+    own = _builders().global_sliding_window(x.n, GLOBAL_TOKENS, half - 1, device=x.device)
     return Made(global_window, own=_columns(own))
 
 
@@ -358,7 +358,9 @@ def _draft_tree(x: Sizes) -> Made:
     ancestors = (place[:, None] >= place) & (place[:, None] < ends)
 
     def draft_tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return torch.where(k < context, k <= q, ancestors[q - context, k - context] & (q >= k))
+        # torch's kernel reads before the table where an index is negative
+        is_seen = ancestors[(q - context).clamp(min=0), (k - context).clamp(min=0)]
+        return torch.where(k < context, k <= q, is_seen & (q >= k))
 
     return Made(draft_tree)
 

@@ -9,6 +9,7 @@ instead (autograd/torch_ops.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
 
@@ -25,8 +26,9 @@ from flash_mask_cute.autograd.passes import (
     run_forward,
 )
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
-from flash_mask_cute.call.arguments import QStart, window_sides
+from flash_mask_cute.call.arguments import Masks, QStart, Tensors, window_sides
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
+from flash_mask_cute.call.lookup import in_transform, mask_key
 from flash_mask_cute.call.packed import holds_documents, start_that_counts
 from flash_mask_cute.call.validate import (
     check_gradient_settings,
@@ -35,6 +37,7 @@ from flash_mask_cute.call.validate import (
     settle_order,
 )
 from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.interface import run_bundles
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.checks import check_bool, number_of
@@ -400,6 +403,71 @@ def flashmask_attention(
 
 
 # -- a call, eager or by operators ---------------------------------------------------------------
+
+
+class KnownCall:
+    """A call without lengths whose masks are known, all but the scale and the aux tensors.
+
+    aux_tensors: those of the first call; later ones have the same metadata.
+    """
+
+    __slots__ = ("_key", "_options", "call")
+
+    def __init__(self, call: Call, aux_tensors: list[Tensor] | None) -> None:
+        self.call = call
+        self._options = (
+            call.causal, call.window_size_left, call.window_size_right, call.softcap, None, None,
+            None, call.num_splits, call.pack_gqa,
+        )  # fmt: skip
+        masks = self._masks(aux_tensors)
+        self._key = None
+        # what no valid call has is refused, by its name, when it is called
+        with suppress(AttributeError, RuntimeError, TypeError, ValueError):
+            self._key = None if masks is None else mask_key(masks)
+
+    def _masks(self, aux_tensors: list[Tensor] | None) -> Masks | None:
+        call = self.call
+        lists, columns = call.block_sparse_tensors_torch, call.startend_row_indices
+        if call.score_mod is call.mask_mod is aux_tensors is lists is columns is None:
+            return None
+        fields = call.score_mod, call.mask_mod, aux_tensors, lists, columns
+        return tuple.__new__(Masks, fields)
+
+    def results(
+        self, q: Tensor, k: Tensor, v: Tensor, aux_tensors: list[Tensor] | None,
+        scale: float | None, return_lse: bool, return_max: bool,
+    ) -> Results:  # fmt: skip
+        """As `attend`, of which a forward of plain tensors without a graph needs little."""
+        if return_max or not _is_forward_alone(q, k, v, aux_tensors):
+            call = self.call._replace(softmax_scale=scale, aux_tensors=aux_tensors)
+            return attend(q, k, v, None, call, return_lse, return_max)
+        check_bool("return_lse", return_lse)
+        options = (scale, *self._options, return_lse, None, False, None)
+        tensors = tuple.__new__(Tensors, (q, k, v, *_NO_OTHERS))
+        out, lse = run_bundles(tensors, self._masks(aux_tensors), options, self._key)
+        return tuple.__new__(Results, (out, lse, None))
+
+
+_NO_OTHERS = (None,) * (len(Tensors._fields) - 3)
+
+
+def _is_forward_alone(q: Any, k: Any, v: Any, aux_tensors: Sequence[Tensor] | None) -> bool:
+    """Whether there is nothing to record, to cast or to hand to anyone else."""
+    if not type(q) is type(k) is type(v) is Tensor:
+        return False
+    if torch.is_grad_enabled():
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            return False
+        for x in aux_tensors or ():
+            if x.requires_grad:
+                return False
+    return not (
+        forward_ad._current_level >= 0
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.are_deterministic_algorithms_enabled()
+        or in_transform()
+    )
 
 
 def _aux_that_require_grad(call: Call) -> tuple[int, ...]:

@@ -144,7 +144,14 @@ def _flash_attn_fwd(
     lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
     if not (score_mod is mask_mod is aux_tensors is lists is columns is None):
         masks = Masks(score_mod, mask_mod, aux_tensors, lists, columns)
-    prepared, key = find_fwd(_prepared_fwd, tensors, masks, options)
+    return run_bundles(tensors, masks, options)
+
+
+def run_bundles(
+    tensors: Tensors, masks: Masks | None, options: tuple[Any, ...], key_of_masks: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    """A forward of arguments in bundles; options and key_of_masks as in `find_fwd`."""
+    prepared, key = find_fwd(_prepared_fwd, tensors, masks, options, key_of_masks)
     if prepared is None:
         prepared = prepare_fwd(AttentionCall.made(Direction.FORWARD, tensors, masks, options))
         _keep(_prepared_fwd, key, prepared)

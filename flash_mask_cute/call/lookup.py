@@ -75,11 +75,14 @@ def find_fwd(
     tensors: Tensors,
     masks: Masks | None,
     options: tuple[Any, ...],
+    key_of_masks: Any = None,
 ) -> tuple[PreparedFwd | None, Any]:
     """The prepared forward for these arguments, if there is one, and its key.
 
-    options: the fields of `Options`. Calls have equal keys only if one prepared call serves them.
-    They have the same metadata of all tensors, the same tensors among q, k and v aligned to 16
+    options: the fields of `Options`. key_of_masks: `mask_key(masks)`, if it is known.
+
+    Calls have equal keys only if one prepared call serves them. They have the same metadata of all
+    tensors, the same tensors among q, k and v aligned to 16
     bytes, and the same other arguments. The key is None if out is not aligned, which is refused, or
     if an argument is of a kind that no valid call has: a wrapper has the metadata of the tensor
     that it wraps.
@@ -115,7 +118,7 @@ def find_fwd(
             page_table if page_table is None else metadata(page_table),
             q_starts if q_starts is None else metadata(q_starts),
             max_scores if max_scores is None else metadata(max_scores),
-            masks if masks is None else mask_key(masks),
+            masks if masks is None else key_of_masks or mask_key(masks),
             options,
         )  # fmt: skip
         if address & ADDRESS_MASK:

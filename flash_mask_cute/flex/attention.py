@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.flex.block_mask import (
+    SeenLists,
     intervals_of,
     lists_in_graph,
     lists_of,
@@ -21,10 +21,11 @@ from flash_mask_cute.flex.block_mask import (
 from flash_mask_cute.flex.captures import Path, described
 from flash_mask_cute.flex.convention import check_torch_mod
 from flash_mask_cute.flex.in_graph import mods_in_graph
-from flash_mask_cute.flex.lower import lower_mod
-from flash_mask_cute.flex.together import put_together
+from flash_mask_cute.flex.lower import LoweredMod, lower_mod
+from flash_mask_cute.flex.together import known_of, put_together
 from flash_mask_cute.flex.trace import name_of
-from flash_mask_cute.functional import attend
+from flash_mask_cute.flex.watch import Kept
+from flash_mask_cute.functional import KnownCall, attend
 from flash_mask_cute.runtime.checks import number_of
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -114,23 +115,90 @@ def flex_attention(
     Example:
         >>> flex_attention(q, k, v, score_mod=lambda s, b, h, q, k: s - 0.1 * (q - k).abs())
     """
-    _check_tensors(query, key, value, enable_gqa)
-    _check_batch(query, key, block_mask)
-    _check_block_mask(query, key, block_mask)
-    _check_results(return_lse, return_aux)
-    _check_options(kernel_options)
     if torch.compiler.is_compiling():
+        _check(query, key, value, block_mask, enable_gqa)
+        _check_results(return_lse, return_aux)
+        _check_options(kernel_options)
         return _in_graph(query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
+    told, place = None, None
+    try:
+        place = (
+            id(score_mod), id(block_mask), None if block_mask is None else id(block_mask.mask_mod),
+            query.shape, key.shape, value.dim(), query.device, key.device, value.device, enable_gqa,
+        )  # fmt: skip
+        known = _kept.get(place)
+        if known is not None and known.holds() and known.value.has(block_mask):
+            told, aux_tensors = known.value, known.aux_tensors()
+    except (AttributeError, RuntimeError, TypeError):
+        # no tensors of a known size, which the checks name
+        place = None
+    if return_aux is not None:
+        _check_results(return_lse, return_aux)
+    if kernel_options is not None:
+        _check_options(kernel_options)
+    if told is None:
+        _check(query, key, value, block_mask, enable_gqa)
+        told, aux_tensors = _told(query, key, score_mod, block_mask, place)
+    if scale is not None and type(scale) is not float:
+        scale = number_of("scale", scale)
+    wants_lse, wants_max = return_lse, False
+    if return_aux is not None:
+        wants_lse, wants_max = return_lse or return_aux.lse, return_aux.max_scores
+    if told.expands:
+        key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    try:
+        out, lse, max_scores = told.ready.results(q, k, v, aux_tensors, scale, wants_lse, wants_max)
+    except IndexError as error:
+        mods = {"score_mod": score_mod, "mask_mod": getattr(block_mask, "mask_mod", None)}
+        raise _named_as_captured(error, told.origins, mods) from error
+    out = _in_order_of(query, out.transpose(1, 2))
+    if return_aux is not None:
+        return out, AuxOutput(lse if wants_lse else None, max_scores)
+    return (out, lse) if wants_lse else out
+
+
+class _Told:
+    """What attention is told for two mods, a block mask and lengths.
+
+    expands: keys and values of one batch entry serve all. origins: of the aux tensors.
+    """
+
+    __slots__ = ("_lists", "expands", "origins", "ready")
+
+    def __init__(
+        self, ready: KnownCall, expands: bool, origins: tuple[Path, ...], lists: SeenLists | None
+    ) -> None:
+        self.ready = ready
+        self.expands = expands
+        self.origins = origins
+        self._lists = lists
+
+    def has(self, block_mask: BlockMask | None) -> bool:
+        return block_mask is None or (self._lists is not None and self._lists.are_in(block_mask))
+
+
+_kept: Kept[_Told] = Kept()
+
+
+def _told(
+    query: Tensor, key: Tensor, score_mod: Any, block_mask: BlockMask | None, place: Any
+) -> tuple[_Told, list[Tensor] | None]:
+    """What attention is told, and the aux tensors. place: where to keep it; None: nowhere."""
     score = mask = lists = window = columns = None
+    seen = None if block_mask is None else SeenLists(block_mask)
+    lowered: list[tuple[Any, LoweredMod, bool]] = []
     if score_mod is not None:
         check_torch_mod(score_mod, "score_mod")
         score = lower_mod(score_mod, "score_mod", query.device)
+        lowered.append((score_mod, score, False))
         if score.is_identity:
             # as transformers passes one where there is nothing to do
             score = None
     if block_mask is not None:
         check_torch_mod(block_mask.mask_mod, "mask_mod")
         mask = lower_mod(block_mask.mask_mod, "mask_mod", query.device)
+        lowered.append((block_mask.mask_mod, mask, mask.columns is not None))
         seqlens = query.shape[2], key.shape[2]
         if mask.band is not None and says_no_more(block_mask, mask.band, seqlens):
             window = mask.band.as_window(*seqlens)
@@ -142,28 +210,23 @@ def flex_attention(
             # the mask is told without the mod
             mask = None
     mods = put_together(score, mask)
-    if key.shape[0] != query.shape[0]:
-        key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
-    origins = (*(score.origins if score else ()), *(mask.origins if mask else ()))
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    scale = number_of("scale", scale)
     left, right = window or (None, None)
     # a side of 0 by another name, under which the choice of tiles knows it
     causal = right == 0
     right = None if causal else right
     call = Call(
-        None, None, None, None, None, None, scale, causal, left, right, 0.0, mods.score_mod,
-        mods.mask_mod, mods.aux_tensors, lists, columns, None, False, None, None,
+        None, None, None, None, None, None, None, causal, left, right, 0.0, mods.score_mod,
+        mods.mask_mod, None, lists, columns, None, False, None, None,
     )  # fmt: skip
-    by_kind = {"score_mod": score_mod, "mask_mod": getattr(block_mask, "mask_mod", None)}
-    with _named_as_captured(origins, by_kind):
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        wants_max = return_aux is not None and return_aux.max_scores
-        found = attend(q, k, v, None, call, wants_lse, wants_max)
-    out = _in_order_of(query, found.out.transpose(1, 2))
-    if return_aux is not None:
-        return out, AuxOutput(found.lse if wants_lse else None, found.max_scores)
-    return (out, found.lse) if wants_lse else out
+    aux_tensors = mods.aux_tensors
+    origins = (*(score.origins if score else ()), *(mask.origins if mask else ()))
+    expands = key.shape[0] != query.shape[0]
+    told = _Told(KnownCall(call, aux_tensors), expands, origins, seen)
+    if place is not None:
+        known = known_of(told, lowered, aux_tensors)
+        if known is not None:
+            _kept.keep(place, known, [x for x in (score_mod, block_mask) if x is not None])
+    return told, aux_tensors
 
 
 def _in_graph(
@@ -206,31 +269,33 @@ _OUTSIDE = re.compile(
 )
 
 
-@contextmanager
-def _named_as_captured(origins: Sequence[Path], mods: Mapping[str, Any]) -> Iterator[None]:
-    """Report an index outside an aux tensor as an index outside the tensor that the mod captured.
+def _named_as_captured(
+    error: IndexError, origins: Sequence[Path], mods: Mapping[str, Any]
+) -> IndexError:
+    """An index outside an aux tensor as an index outside the tensor that the mod captured.
 
     mods: the caller's mods, by kind.
     """
-    try:
-        yield
-    except IndexError as error:
 
-        def told(found: re.Match[str]) -> str:
-            kind, number, index, where, extent = found.groups()[:5]
-            # what was below 0 has been counted from the end already
-            asked = int(index) - int(extent) * (int(index) < 0)
-            return (
-                f"{kind} {name_of(mods[kind])} reads {described(origins[int(number)])} at index "
-                f"{asked} of {where}, whose extent is {extent}"
-            )
+    def told(found: re.Match[str]) -> str:
+        kind, number, index, where, extent = found.groups()[:5]
+        # what was below 0 has been counted from the end already
+        asked = int(index) - int(extent) * (int(index) < 0)
+        return (
+            f"{kind} {name_of(mods[kind])} reads {described(origins[int(number)])} at index "
+            f"{asked} of {where}, whose extent is {extent}"
+        )
 
-        raise IndexError(_OUTSIDE.sub(told, str(error))) from error
+    return IndexError(_OUTSIDE.sub(told, str(error)))
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     """out, copied unless its dimensions are ordered in memory as the query's are, the last one
     innermost."""
+    strides_found = query.stride()
+    if out.stride() == strides_found and strides_found[-1] == 1:
+        # a new tensor has no gaps, so its strides tell the order
+        return out
     order = sorted(range(3), key=lambda i: (query.stride(i), i))
     strides, step = [0, 0, 0, 1], out.shape[-1]
     for i in order:
@@ -242,6 +307,14 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
 
 
 # -- what torch refuses, with its types of errors -----------------------------------------------
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, enable_gqa: bool
+) -> None:
+    _check_tensors(query, key, value, enable_gqa)
+    _check_batch(query, key, block_mask)
+    _check_block_mask(query, key, block_mask)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

@@ -19,6 +19,7 @@ from flash_mask_cute.block_sparsity import (
 from flash_mask_cute.flex.intervals import Rows
 from flash_mask_cute.flex.lower import Columns
 from flash_mask_cute.flex.simplify import Band
+from flash_mask_cute.flex.watch import is_capturing
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 
@@ -43,6 +44,42 @@ class _Kept(NamedTuple):
     lists: BlockSparseTensorsTorch
     says_no_more: dict[tuple[Band, tuple[int, int]], bool]
     intervals: list[_Intervals]
+
+
+class SeenLists:
+    """The tensors and sizes of a block mask, to be compared with those at a later call."""
+
+    __slots__ = ("_block_mask", "_sizes", "_tensors")
+
+    def __init__(self, block_mask: BlockMask) -> None:
+        self._block_mask = weakref.ref(block_mask)
+        self._sizes: Any = (block_mask.BLOCK_SIZE, block_mask.seq_lengths)
+        self._tensors = [
+            (weakref.ref(x) if x is not None else type(None), *(_state(x) or (None,) * 3)[1:])
+            for x in _tensors_of(block_mask)
+        ]
+
+    def are_in(self, block_mask: BlockMask) -> bool:
+        """Whether block_mask is the same object, with the same tensors, not written to since."""
+        if self._block_mask() is not block_mask:
+            return False
+        found = zip(_tensors_of(block_mask), self._tensors, strict=True)
+        for tensor, (ref, version, shape) in found:
+            if tensor is not ref():
+                return False
+            if tensor is not None and (
+                (version is not None and tensor._version != version) or tensor.shape != shape
+            ):
+                return False
+        sizes: Any = block_mask.BLOCK_SIZE, block_mask.seq_lengths
+        return bool(sizes == self._sizes)
+
+
+def _tensors_of(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
+    return (
+        block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )  # fmt: skip
 
 
 _kept: weakref.WeakKeyDictionary[BlockMask, _Kept] = weakref.WeakKeyDictionary()
@@ -79,7 +116,7 @@ def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) ->
     kept = _kept_of(block_mask)
     band_and_lengths = band, seqlens
     if band_and_lengths not in kept.says_no_more:
-        if _is_capturing():
+        if is_capturing():
             return False
         kept.says_no_more[band_and_lengths] = _agree(kept.lists, band, seqlens)
     return kept.says_no_more[band_and_lengths]
@@ -100,7 +137,7 @@ def intervals_of(
     for known in kept.intervals:
         if known.key == key:
             return known.mask
-    if _is_capturing():
+    if is_capturing():
         return None
     with torch.inference_mode(False):
         mask = _column_mask(kept.lists, columns, seqlens, batch)
@@ -174,14 +211,9 @@ def _kept_of(block_mask: BlockMask) -> _Kept:
     kept = _kept.get(block_mask)
     if kept is None or kept.state != state:
         kept = _Kept(state, _sorted_lists(given), {}, [])
-        # what a captured graph makes is its own, and not there before it runs
-        if not _is_capturing():
+        if not is_capturing():
             _kept[block_mask] = kept
     return kept
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _state(tensor: Tensor | None) -> Any:

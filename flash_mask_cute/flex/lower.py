@@ -44,7 +44,9 @@ class LoweredMod:
     passed as aux_tensors. source: the text of `mod`. origins: for each tensor, the path by which
     the torch mod reaches it. band: the mask_mod as two numbers, if these express it. columns: the
     mask_mod as column intervals, if these may express it. is_identity: a score_mod returns the
-    score.
+    score. is_lasting: it serves later calls as it is, as long as nothing that the torch mod reaches
+    changes; each of aux_tensors is then a captured tensor itself, or none that a captured one
+    changes. makes_tensors: some of them are new ones, of numbers.
     """
 
     mod: Callable[..., Any]
@@ -54,6 +56,8 @@ class LoweredMod:
     band: Band | None = None
     columns: Columns | None = None
     is_identity: bool = False
+    is_lasting: bool = False
+    makes_tensors: bool = False
 
     @property
     def form(self) -> str:
@@ -192,6 +196,7 @@ class Program:
         computed = _Computed(self.module, captured, numbers)
         made: list[Tensor] = []
         origins: list[Path] = []
+        is_lasting = self.found is None
         path: Path
         for source in self.sources:
             if source.captured is not None:
@@ -199,7 +204,9 @@ class Program:
             elif source.number is not None:
                 assert source.computed is not None
                 number = computed.of(source.computed)
-                tensor = torch.full((1,), number, dtype=source.number, device=device)
+                with torch.inference_mode(False):
+                    # another call may save it for its backward
+                    tensor = torch.full((1,), number, dtype=source.number, device=device)
                 path = (("", "a number"),)
             elif source.computed is not None:
                 tensor, path = computed.of(source.computed), (("", "a tensor computed inside"),)
@@ -210,15 +217,21 @@ class Program:
                 tensor = tensor.detach()
             made.append(_as_aux(tensor, device, mod, path))
             origins.append(path)
+            if source.captured is not None:
+                is_lasting &= made[-1] is captured[source.captured].tensor
+            else:
+                is_lasting &= source.computed is None or source.number is not None
         band = None if self.bounds is None else band_of(self.bounds, computed.of)
         columns = None
         if self.form is not None:
             tensors = tuple(x.tensor for x in captured)
             columns = Columns(self.form, tensors, numbers, computed.of)
         is_identity = _returns_its_first(self.module)
+        makes_tensors = any(source.number is not None for source in self.sources)
         lowered = LoweredMod(
-            self.mod, tuple(made), self.source, tuple(origins), band, columns, is_identity
-        )
+            self.mod, tuple(made), self.source, tuple(origins), band, columns, is_identity,
+            is_lasting, makes_tensors,
+        )  # fmt: skip
         claims = (tuple(map(int, found.groups())) for found in _CLAIM.finditer(self.source))
         holds = all(made[i].shape[dimension] >= extent for i, dimension, extent in claims)
         return lowered if holds else with_checks(lowered)
@@ -233,7 +246,8 @@ class Program:
     def _constant_on(self, tensor: Tensor, device: torch.device) -> Tensor:
         key = id(tensor), device
         if key not in self.constants:
-            self.constants[key] = tensor.to(device)
+            with torch.inference_mode(False):
+                self.constants[key] = tensor.to(device)
         return self.constants[key]
 
 

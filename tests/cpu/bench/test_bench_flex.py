@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,47 @@ def test_cases() -> None:
 def test_calls_agree(name: str) -> None:
     """flex_attention, our own way of saying the same, and rows in float64."""
     case = flex.Case(name, 160, 16, batch=2, heads=2)
-    calls, remarks = flex.ready_calls(flex.Problem(case, "cpu", torch.float32))
+    problem = flex.Problem(case, "cpu", torch.float32)
+    calls, remarks = flex.ready_calls(problem)
     assert list(calls["fwd"]) == list(calls["bwd"]) == ["ours", "own"]
     (remark,) = remarks
     assert remark.startswith("torch left out: NotImplementedError")
+    for peers in flex.AHEAD[1:]:
+        flex.compile_calls(problem, peers)
+
+
+def test_a_forward_stays_without_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = flex.Problem(flex.Case("causal", 64, 16, heads=1), "cpu", torch.float32)
+    own = problem.call_of("own")
+
+    def call_of(peer: str) -> Callable[[], torch.Tensor]:
+        def call() -> torch.Tensor:
+            if peer == "torch" and torch.is_grad_enabled():
+                raise RuntimeError("no backward")
+            return own()
+
+        return call
+
+    monkeypatch.setattr(problem, "call_of", call_of)
+    calls, remarks = flex.ready_calls(problem)
+    assert list(calls["fwd"]) == ["ours", "own", "torch"] and list(calls["bwd"]) == ["ours", "own"]
+    assert remarks == ["torch's backward left out: RuntimeError: no backward"]
+
+
+MASKED = [x.name for x in NAMED if x.name not in ("alibi", "soft_cap", "t5_bias")]
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_by_hand_are_those_of_the_mods(name: str) -> None:
+    """By the mean of the values that a query sees, at a length that the windows do not cover."""
+    case = flex.Case(name, 1300, 8, heads=1)
+    problem = flex.Problem(case, "cpu", torch.float64)
+    if problem.made.own is None:
+        pytest.skip("nothing by hand")
+    problem.q, problem.k = (torch.zeros_like(x) for x in (problem.q, problem.k))
+    with torch.no_grad():
+        ours, own = (problem.call_of(peer)() for peer in ("ours", "own"))
+    torch.testing.assert_close(own, ours, rtol=1e-9, atol=1e-9)
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch_values import dense_attention
 
 import flash_mask_cute
 from flash_mask_cute.flex import flex_attention, patch_flex_attention
-from flash_mask_cute.functional import Results
+from flash_mask_cute.functional import KnownCall, Results
 
 B, HQ, HKV, L, S, D = 2, 4, 2, 150, 150, 16
 
@@ -114,16 +114,14 @@ def test_out_lies_in_memory_as_torchs(order: tuple[int, int, int], dim_v: int) -
 
 
 def test_tensors_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_mask_cute.flex import attention
-
     q, k, v = tensors()
     seen: list[Tensor] = []
 
-    def record(*given: Any) -> Results:
+    def record(known: KnownCall, *given: Any) -> Results:
         seen.extend(given[:3])
         return Results(torch.zeros(B, L, HQ, D), None, None)
 
-    monkeypatch.setattr(attention, "attend", record)
+    monkeypatch.setattr(KnownCall, "results", record)
     flex_attention(q, k, v, enable_gqa=True)
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (q, k, v)]
 

@@ -19,7 +19,8 @@ from torch_values import dense_attention
 
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Masks
-from flash_mask_cute.flex import attention, flex_attention, lower_mod
+from flash_mask_cute.flex import flex_attention, lower_mod
+from flash_mask_cute.functional import KnownCall
 
 Mod = Callable[..., Tensor]
 N = 150
@@ -71,13 +72,13 @@ LEFT: dict[str, Mod] = {
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Masks]:
     """What attention is asked with."""
     seen: list[Any] = []
-    attend = attention.attend
+    results = KnownCall.results
 
-    def record(q: Tensor, k: Tensor, v: Tensor, sink: None, call: Any, *wanted: bool) -> Any:
-        seen.append(call)
-        return attend(q, k, v, sink, call, *wanted)
+    def record(known: KnownCall, *given: Any) -> Any:
+        seen.append(known.call)
+        return results(known, *given)
 
-    monkeypatch.setattr(attention, "attend", record)
+    monkeypatch.setattr(KnownCall, "results", record)
     return seen
 
 

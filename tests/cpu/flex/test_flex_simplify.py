@@ -18,8 +18,9 @@ from torch.nn.attention.flex_attention import (
 )
 from torch_values import dense_attention
 
-from flash_mask_cute.flex import attention, flex_attention, lower_mod
+from flash_mask_cute.flex import flex_attention, lower_mod
 from flash_mask_cute.flex.simplify import Band
+from flash_mask_cute.functional import KnownCall
 
 Mod = Callable[..., Tensor]
 
@@ -87,13 +88,13 @@ def test_a_number_that_changes_moves_the_band() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What attention is asked with."""
     seen: list[dict[str, Any]] = []
-    attend = attention.attend
+    results = KnownCall.results
 
-    def record(q: Tensor, k: Tensor, v: Tensor, sink: None, call: Any, *wanted: bool) -> Any:
-        seen.append(call._asdict())
-        return attend(q, k, v, sink, call, *wanted)
+    def record(known: KnownCall, *given: Any) -> Any:
+        seen.append(known.call._asdict())
+        return results(known, *given)
 
-    monkeypatch.setattr(attention, "attend", record)
+    monkeypatch.setattr(KnownCall, "results", record)
     return seen
 
 
