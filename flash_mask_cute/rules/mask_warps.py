@@ -2,9 +2,8 @@
 
 from functools import partial
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths, describe
@@ -23,14 +22,14 @@ def plan_walks(
     lengths: Lengths,
     ring: WorkRing,
     walk: WalkRing,
-    claims_late: cutlass.Constexpr[bool] = False,
+    claims_late: Boolean | None = None,
     num_splits: Int32 | None = None,
 ) -> None:
     """Choose work tiles and the blocks that they visit, and announce both. Run by one warp.
 
     num_splits: pieces of each work tile; the scheduler counts them as heads, piece by piece. None:
-    work tiles are computed as a whole. claims_late: a work tile is claimed when the previous one is
-    nearly done, not as soon as the ring has room.
+    work tiles are computed as a whole. claims_late: a work tile is claimed when the last chunk of
+    the previous one's walk is read, not as soon as the ring has room; None: it never is.
     """
     is_by_keys = isinstance(rules, BackwardMask)
     blocks_of = partial(rules.num_blocks, lengths), rules.first_block
@@ -45,8 +44,9 @@ def plan_walks(
         tiles += 1
         # a tile is claimed as late as can be: another CTA may be free for it sooner
         ring.acquire(tiles)
-        if const_expr(claims_late):
-            walk.wait_until_read(chunks)
+        if const_expr(claims_late is not None):  # noqa: SIM102 (decided while tracing)
+            if claims_late:
+                walk.wait_until_read(chunks)
         tile, search = scheduler.locate(scheduler.advance(search, tiles - 1), *blocks_of)
     scheduler.finish()
     ring.write(tiles, NO_WORK)

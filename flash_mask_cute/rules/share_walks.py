@@ -23,12 +23,16 @@ from flash_mask_cute.core.shares import (
     slot_of_first,
     slot_of_later,
 )
-from flash_mask_cute.core.tile_scheduler import TileScheduler, WorkTile
+from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler, WorkTile
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.mask_warps import plan_walks
+
+# Work tiles are claimed late if heads have at least LATE_BLOCKS query blocks, and if there are at
+# most LATE_TILES work tiles for each CTA.
+LATE_BLOCKS, LATE_TILES = 16, 16
 
 
 class Window(NamedTuple):
@@ -201,4 +205,16 @@ def plan_forward(
         mirrored = last_first and kernel.split is None
         scheduler = TileScheduler(params, tile_counter, last_first, varlen, ctas_per_tile, mirrored)
         num_splits = None if partials is None else partials.num_splits
-        plan_walks(scheduler, rules, lengths, *rings, num_splits=num_splits)
+        late = _claims_late(params) if mirrored and not varlen else None
+        plan_walks(scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits)
+
+
+def _claims_late(params: ScheduleParams) -> Boolean:
+    """Whether a work tile is claimed only when the previous one has begun.
+
+    Of few unequal work tiles, each should go to a CTA that will soon be free. Short walks leave no
+    time to wait.
+    """
+    num_ctas, _, _ = cute.arch.grid_dim()
+    num_tiles = params.num_blocks * params.num_heads * params.num_batch
+    return (params.num_blocks >= LATE_BLOCKS) & (num_tiles <= num_ctas * LATE_TILES)

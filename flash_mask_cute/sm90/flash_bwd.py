@@ -367,7 +367,7 @@ class FlashAttentionBackwardSm90:
                     self, wgmma.COLUMNS, masks, lengths, group, plan.cta_pair
                 ).with_tile_n(plan.cluster_tile_n)
                 rings = (channels.ring, channels.walk)
-                plan_walks(scheduler, rules, lengths, *rings, claims_late=True)
+                plan_walks(scheduler, rules, lengths, *rings, claims_late=Boolean(True))
             else:
                 mask_warp = warp_idx - Role.MASK
                 share = Share.create(mask_warp, plan.num_mask_warps, plan.tile_n, wgmma.COLUMNS)

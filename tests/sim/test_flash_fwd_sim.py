@@ -36,6 +36,7 @@ from flash_mask_cute.call import mask_bits_plan
 from flash_mask_cute.call.prepared_packed import PackedForward
 from flash_mask_cute.call.tables import SM90_FWD, FwdRow
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.rules import share_walks
 
 pytestmark = pytest.mark.sim
 
@@ -539,3 +540,10 @@ def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
 def test_rows_of_queries_that_see_nothing(simulator: ModuleType, case: Case) -> None:
     """Whose own rows of q may hold anything, too."""
     run_sim(simulator, with_empty(make_inputs(case), NAN).inputs, seeds=(1,))
+
+
+def test_work_tiles_claimed_late(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few long walks are; no other test has these head dimensions, so the kernel is new."""
+    monkeypatch.setattr(share_walks, "LATE_BLOCKS", 1)
+    case = Case("late", 2, 400, 400, 3, 3, head_dim=56, head_dim_v=24, causal=True)
+    run_sim(simulator, make_inputs(case), seeds=DELAY_SEEDS[:2])
