@@ -89,8 +89,8 @@ class TileScheduler:
     last_first: cutlass.Constexpr[bool]
     varlen: cutlass.Constexpr[bool]
     ctas_per_tile: cutlass.Constexpr[int] = 1
-    mirrored: cutlass.Constexpr[bool] = False
     claims: Claims | None = None
+    mirrored: cutlass.Constexpr[bool] = False
 
     def start(self) -> Search:
         return Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))

@@ -203,7 +203,9 @@ def plan_forward(
         last_first = kernel.is_causal or kernel.is_local
         varlen = lengths.cu_seqlens_q is not None
         mirrored = last_first and kernel.split is None
-        scheduler = TileScheduler(params, tile_counter, last_first, varlen, ctas_per_tile, mirrored)
+        scheduler = TileScheduler(
+            params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored
+        )
         num_splits = None if partials is None else partials.num_splits
         late = _claims_late(params) if mirrored and not varlen else None
         plan_walks(scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits)
