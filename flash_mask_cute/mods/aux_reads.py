@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, range_constexpr
 from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.tensor import _Tensor
 
 from flash_mask_cute.mods.errors import ModMistake
@@ -268,6 +269,8 @@ class _AuxTensor(_Tensor):
     """Of the whole tensor, those that are left in a slice."""
     check: _Check | None
     extents: tuple[Any, ...]
+    is_learned: bool
+    """Differentiation finds its reads."""
 
     @staticmethod
     def create(tensor: cute.Tensor, number: int, check: _Check | None) -> "_AuxTensor":
@@ -283,6 +286,7 @@ class _AuxTensor(_Tensor):
         view.__dict__.update(tensor.__dict__)
         view.name, view.number, view.dimensions = facts
         view.check, view.extents = None, ()
+        view.is_learned = getattr(tensor, "is_learned", False)
         return view
 
     def __new_from_mlir_values__(self, values: list[Any]) -> "_AuxTensor":
@@ -320,7 +324,17 @@ class _AuxTensor(_Tensor):
         return _AuxTensor._view(self.check, found, self.name, self.number, left)
 
     def _read(self, indices: tuple[Any, ...], given: Any) -> Any:
-        return super().__getitem__(indices if isinstance(given, tuple) else indices[0])
+        place = indices if isinstance(given, tuple) else indices[0]
+        is_slice = any(x is None for x in indices)
+        # Booleans are bytes in memory
+        is_plain = self.check is None and not is_slice and self.element_type is not Boolean
+        if not is_plain or self.is_learned:
+            return super().__getitem__(place)
+        # No kernel writes to what it reads here. Told so, the compiler reads an element once that
+        # many scores read, and computes once what follows from it.
+        address = (self.iterator + cute.crd2idx(place, self.layout)).to_llvm_ptr()
+        dtype = self.element_type
+        return dtype(llvm.load(dtype.mlir_type, address, invariant=True))
 
     def _inside(self, check: _Check, indices: tuple[Any, ...], is_flat: bool) -> tuple[Any, ...]:
         if is_flat:

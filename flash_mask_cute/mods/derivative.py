@@ -507,8 +507,12 @@ _SPECULATED = {
     "arith.trunci",
     "arith.uitofp",
     "arith.xori",
+    "builtin.unrealized_conversion_cast",
+    "cute.add_offset",
     "cute.crd2idx",
+    "cute.get_layout",
     "cute.get_leaves",
+    "cute.get_scalars",
     "cute.make_coord",
     "cute.make_int_tuple",
     "cute.make_layout",
@@ -618,7 +622,9 @@ def _view(aux_tensors: Any, i: int) -> cute.Tensor:
         raise ValueError(
             f"the gradient of aux_tensors[{i}] is wanted, which holds {tensor.element_type}"
         )
-    return cute.make_tensor(tensor.iterator, tensor.layout)
+    view: Any = cute.make_tensor(tensor.iterator, tensor.layout)
+    view.is_learned = True
+    return view
 
 
 def _loads_of(view: cute.Tensor) -> list[ir.Operation]:
