@@ -69,6 +69,27 @@ def notes_reads() -> Iterator[set[PlainRead]]:
         _noted = None
 
 
+# whether reads are marked as those of memory that nothing writes to
+_merges = False
+
+
+@contextmanager
+def merged_reads() -> Iterator[None]:
+    """Context around a call of a callable in a kernel that would read an element anew for each
+    score, although many scores read it.
+
+    No kernel writes to aux tensors. Told so, the compiler reads an element once, and computes once
+    what follows from it alone. It does so untold in a forward, where nothing is stored between the
+    reads, and where the mark can make registers spill.
+    """
+    global _merges
+    before, _merges = _merges, True
+    try:
+        yield
+    finally:
+        _merges = before
+
+
 class CheckedAux(NamedTuple):
     """Aux tensors whose reads are checked, and the record of the first index that is outside.
 
@@ -328,10 +349,8 @@ class _AuxTensor(_Tensor):
         is_slice = any(x is None for x in indices)
         # Booleans are bytes in memory
         is_plain = self.check is None and not is_slice and self.element_type is not Boolean
-        if not is_plain or self.is_learned:
+        if not _merges or not is_plain or self.is_learned:
             return super().__getitem__(place)
-        # No kernel writes to what it reads here. Told so, the compiler reads an element once that
-        # many scores read, and computes once what follows from it.
         address = (self.iterator + cute.crd2idx(place, self.layout)).to_llvm_ptr()
         dtype = self.element_type
         return dtype(llvm.load(dtype.mlir_type, address, invariant=True))
