@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, range_constexpr
 from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.tensor import _Tensor
 
 from flash_mask_cute.mods.errors import ModMistake
@@ -66,6 +67,27 @@ def notes_reads() -> Iterator[set[PlainRead]]:
         yield _noted
     finally:
         _noted = None
+
+
+# whether reads are marked as those of memory that nothing writes to
+_merges = False
+
+
+@contextmanager
+def merged_reads() -> Iterator[None]:
+    """Context around a call of a callable in a kernel that would read an element anew for each
+    score, although many scores read it.
+
+    No kernel writes to aux tensors. Told so, the compiler reads an element once, and computes once
+    what follows from it alone. It does so untold in a forward, where nothing is stored between the
+    reads, and where the mark can make registers spill.
+    """
+    global _merges
+    before, _merges = _merges, True
+    try:
+        yield
+    finally:
+        _merges = before
 
 
 class CheckedAux(NamedTuple):
@@ -268,6 +290,8 @@ class _AuxTensor(_Tensor):
     """Of the whole tensor, those that are left in a slice."""
     check: _Check | None
     extents: tuple[Any, ...]
+    is_learned: bool
+    """Differentiation finds its reads."""
 
     @staticmethod
     def create(tensor: cute.Tensor, number: int, check: _Check | None) -> "_AuxTensor":
@@ -283,6 +307,7 @@ class _AuxTensor(_Tensor):
         view.__dict__.update(tensor.__dict__)
         view.name, view.number, view.dimensions = facts
         view.check, view.extents = None, ()
+        view.is_learned = getattr(tensor, "is_learned", False)
         return view
 
     def __new_from_mlir_values__(self, values: list[Any]) -> "_AuxTensor":
@@ -320,7 +345,15 @@ class _AuxTensor(_Tensor):
         return _AuxTensor._view(self.check, found, self.name, self.number, left)
 
     def _read(self, indices: tuple[Any, ...], given: Any) -> Any:
-        return super().__getitem__(indices if isinstance(given, tuple) else indices[0])
+        place = indices if isinstance(given, tuple) else indices[0]
+        is_slice = any(x is None for x in indices)
+        # Booleans are bytes in memory
+        is_plain = self.check is None and not is_slice and self.element_type is not Boolean
+        if not _merges or not is_plain or self.is_learned:
+            return super().__getitem__(place)
+        address = (self.iterator + cute.crd2idx(place, self.layout)).to_llvm_ptr()
+        dtype = self.element_type
+        return dtype(llvm.load(dtype.mlir_type, address, invariant=True))
 
     def _inside(self, check: _Check, indices: tuple[Any, ...], is_flat: bool) -> tuple[Any, ...]:
         if is_flat:

@@ -29,7 +29,7 @@ from cutlass import Float32, Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, vector
 
-from flash_mask_cute.mods.aux_reads import METADATA, tensors_of, with_tensors
+from flash_mask_cute.mods.aux_reads import METADATA, merged_reads, tensors_of, with_tensors
 from flash_mask_cute.mods.calling import call_score_mod
 
 # (index of the aux tensor, coordinates of the element, d value / d element)
@@ -71,9 +71,10 @@ def differentiate(
     if views:
         tensors = enumerate(tensors_of(aux_tensors))
         given_tensors = with_tensors(aux_tensors, (views.get(i, x) for i, x in tensors))
-    value = call_score_mod(
-        score_mod, given_score, batch_idx, head_idx, q_idx, kv_idx, given_tensors
-    )
+    with merged_reads():
+        value = call_score_mod(
+            score_mod, given_score, batch_idx, head_idx, q_idx, kv_idx, given_tensors
+        )
 
     try:
         reads = [(i, load) for i, view in views.items() for load in _loads_of(view)]
@@ -123,7 +124,8 @@ def call_score_mod_bwd(
     """
     bound = functools.partial(score_mod_bwd, cute.full((1,), grad, Float32))
     place = batch_idx, head_idx, q_idx, kv_idx, aux_tensors
-    return call_score_mod(bound, score, *place, kind="score_mod_bwd")
+    with merged_reads():
+        return call_score_mod(bound, score, *place, kind="score_mod_bwd")
 
 
 # -- partial derivatives ------------------------------------------------------------------------
@@ -507,8 +509,12 @@ _SPECULATED = {
     "arith.trunci",
     "arith.uitofp",
     "arith.xori",
+    "builtin.unrealized_conversion_cast",
+    "cute.add_offset",
     "cute.crd2idx",
+    "cute.get_layout",
     "cute.get_leaves",
+    "cute.get_scalars",
     "cute.make_coord",
     "cute.make_int_tuple",
     "cute.make_layout",
@@ -618,7 +624,9 @@ def _view(aux_tensors: Any, i: int) -> cute.Tensor:
         raise ValueError(
             f"the gradient of aux_tensors[{i}] is wanted, which holds {tensor.element_type}"
         )
-    return cute.make_tensor(tensor.iterator, tensor.layout)
+    view: Any = cute.make_tensor(tensor.iterator, tensor.layout)
+    view.is_learned = True
+    return view
 
 
 def _loads_of(view: cute.Tensor) -> list[ir.Operation]:

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from compiled_code import B200, PLAIN, TARGET, build
 from flex_catalogue import BY_NAME, DOCUMENTS, T5_BIAS, CatalogueMod
 from mask_cases import MASK_MODS, SCORE_MODS
 
+from bench import codegen, codegen_variants
 from flash_mask_cute.call.config import select_bwd_config
 from flash_mask_cute.call.kernels import NO_MODS
 from flash_mask_cute.call.kernels_bwd import build_bwd
 from flash_mask_cute.call.problem import AttentionProblem, Mods
-from flash_mask_cute.flex import lower_mod
+from flash_mask_cute.flex import lower, lower_mod
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import dtype_name
@@ -112,3 +114,35 @@ def test_backward(name: str) -> None:
         with compile_lock():
             found.append(costs(dict(build_bwd(problem, choice, TARGET, mods).meta)))
     check_costs(f"{name} backward", *found)
+
+
+def _alibi_of(heads: int) -> Callable[..., Any]:
+    return lambda s, b, h, q, k: s + torch.exp2(-((h + 1) * 8.0 / heads)) * (k - q)
+
+
+def test_what_a_head_alone_decides_is_not_computed_for_each_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a number that varies and of a table, which kernels read from memory."""
+    slopes = torch.rand(64)
+    monkeypatch.setattr(lower, "_structures", {})
+    mods = {
+        "constant": lower_mod(_alibi_of(32), "score_mod"),
+        "varying": lower_mod(_alibi_of(64), "score_mod"),
+        "table": lower_mod(lambda s, b, h, q, k: s + slopes[h] * (k - q), "score_mod"),
+    }
+    assert "aux[" in mods["varying"].source and "aux[" not in mods["constant"].source
+    base = codegen_variants.VARIANTS["bwd-d64-score_mod"]
+    assert isinstance(base, codegen_variants.AttentionVariant)
+    counts: dict[str, dict[str, int]] = {}
+    for name, lowered in mods.items():
+        aux = tuple((dtype_name(x.dtype), x.dim()) for x in lowered.aux_tensors)
+        problem = replace(base.problem, aux=aux)
+        variant = replace(base, problem=problem, mods=Mods(score_mod=lowered.mod))
+        monkeypatch.setitem(codegen_variants.VARIANTS, name, variant)
+        counts[name] = codegen.compile_row(name)["opcodes"]
+    # a tile has 64 scores for each thread; loads of memory, exponentials and divisions
+    for opcode in ("ld", "ex2", "div", "LDG", "MUFU"):
+        least = counts["constant"].get(opcode, 0)
+        for name in ("varying", "table"):
+            assert counts[name].get(opcode, 0) < least + 32, (name, opcode, counts)

@@ -209,7 +209,7 @@ def _loops_inside(score, b, h, q, k, aux):
 def test_reads_under_a_condition() -> None:
     table = points(-1, 1).flatten()
     table = torch.cat([table, table])
-    with pytest.raises(NotImplementedError, match=r"branch .* contains cute\.memref\.load"):
+    with pytest.raises(NotImplementedError, match=r"branch .* contains llvm\.load"):
         derive(_loads_in_a_branch, points(0, 1), [table])
     with pytest.raises(NotImplementedError, match=r"branch .* contains cute\.memref\.load"):
         derive(_loads_beside_the_score, points(0, 1), [table], (0,))
