@@ -48,7 +48,9 @@ class DecodeCase:
     keys: of each sequence, or a range that they are drawn from. pages: page sizes, 0: contiguous.
     mask: "causal" (bottom right), "full", "sink" (a learnable sink, causal), "sink_window" (that,
     and a window of 128 keys), "blocks" (every fourth block of 128 keys hidden, by a mask_mod and
-    its lists), "mod" (the same without lists).
+    its lists), "mod" (the same without lists). decoding: sequences in front that have one query
+    each; those behind them have `queries`, and half as many keys. appends: the last key is written
+    into the cache by the call.
     """
 
     name: str
@@ -59,6 +61,8 @@ class DecodeCase:
     queries: int = 1
     pages: tuple[int, ...] = (0,)
     mask: str = "causal"
+    decoding: int = 0
+    appends: bool = False
 
     @property
     def most_keys(self) -> int:
@@ -67,7 +71,8 @@ class DecodeCase:
     @property
     def lengths(self) -> list[int]:
         if isinstance(self.keys, int):
-            return [self.keys] * self.batch
+            behind = self.batch - self.decoding if self.decoding else 0
+            return [self.keys] * (self.batch - behind) + [self.keys // 2] * behind
         generator = torch.Generator().manual_seed(0)
         low, high = self.keys
         return torch.randint(low, high + 1, (self.batch,), generator=generator).tolist()
@@ -99,6 +104,8 @@ CASES = (
     DecodeCase("q4-b16x32768", 16, 32768, queries=4, pages=(0, 64)),
     DecodeCase("blocks-b1x131072", 1, 131072, mask="blocks"),
     DecodeCase("mod-b1x131072", 1, 131072, mask="mod"),
+    DecodeCase("append-b1x131072", 1, 131072, appends=True),
+    DecodeCase("mixed-60x8192-4x512of4096", 64, 8192, queries=512, pages=(16,), decoding=60),
     DecodeCase("q985-b1x62208", 1, 62208, (9, 9), 64, queries=985, mask="full"),
     DecodeCase("group7-b8x32768", 8, 32768, (28, 4)),
 )
@@ -210,7 +217,7 @@ class Problem:
         self.group = heads_q // self.heads_kv
         self.lengths = case.lengths
         self.full = torch.tensor(self.lengths, dtype=torch.int32, device=device)
-        self.used = None if isinstance(case.keys, int) else self.full
+        self.used = None if isinstance(case.keys, int) and not case.decoding else self.full
         allocated = case.batch * most * self.heads_kv * d * 4
         copies = 2 if device == "cpu" else max(1, math.ceil(FOOTPRINT / allocated))
 
@@ -218,6 +225,12 @@ class Problem:
             return torch.randn(case.batch, rows, heads, d, device=device, dtype=torch.bfloat16)
 
         self.q = normal(case.queries, heads_q)
+        self.cu_seqlens_q = None
+        if case.decoding:
+            behind = case.batch - case.decoding
+            queries = torch.tensor([0] + [1] * case.decoding + [case.queries] * behind)
+            self.cu_seqlens_q = queries.cumsum(0).to(device, torch.int32)
+            self.q = self.q.flatten(0, 1)[: int(queries.sum())]
         self.copies = [
             (normal(most, self.heads_kv), normal(most, self.heads_kv)) for _ in range(copies)
         ]
@@ -248,6 +261,10 @@ class Problem:
             seen = seen & (k // 128 % 4 != 3)
         return seen
 
+    def of_last(self, x: Tensor) -> Tensor:
+        """The queries, or outputs, of the last sequence."""
+        return x[-1] if self.cu_seqlens_q is None else x[-self.case.queries :]
+
     def error(self, out: Tensor, page: int) -> float:
         """Of the last sequence and KV head 0, relative to the largest element."""
         k, v = self.copies[0]
@@ -257,7 +274,7 @@ class Problem:
             k, v = (self.pool(x, page)[at, :, 0].flatten(0, 1)[:length] for x in (k, v))
         else:
             k, v = k[last, :length, 0], v[last, :length, 0]
-        q = self.q[last, :, : self.group].float()
+        q = self.of_last(self.q)[:, : self.group].float()
         scores = torch.einsum("qgd,kd->qgk", q, k.float()) * self.case.d**-0.5
         scores = scores.masked_fill(~self.visible(length)[:, None], -math.inf)
         if self.sink is not None:
@@ -265,7 +282,7 @@ class Problem:
             scores = torch.cat([scores, extra], -1)
             v = torch.cat([v, v.new_zeros(1, v.shape[-1])])
         want = torch.einsum("qgk,kd->qgd", scores.softmax(-1), v.float())
-        got = out[last, :, : self.group].float()
+        got = self.of_last(out)[:, : self.group].float()
         return ((got - want).abs().max() / want.abs().max()).item()
 
 
@@ -320,11 +337,15 @@ def ours(run: Run, p: Problem) -> None:
     if case.mask == "blocks":
         from flash_mask_cute.compute_block_sparsity import compute_block_sparsity
 
-        _, lists = compute_block_sparsity(
+        keywords["block_sparse_tensors_torch"] = compute_block_sparsity(
             128, 128, case.batch, 1, case.queries, case.most_keys, _hides_fourth_block, None,
             p.device,
         )  # fmt: skip
-        keywords["block_sparse_tensors_torch"] = lists
+    if p.cu_seqlens_q is not None:
+        keywords |= {"cu_seqlens_q": p.cu_seqlens_q, "max_seqlen_q": case.queries}
+    if case.appends:
+        measure(run, p, "ours", appending(p))
+        return
 
     def call(k: Tensor, v: Tensor, **more: Any) -> Tensor:
         return _flash_attn_fwd(p.q, k, v, **keywords, **more)[0]
@@ -340,6 +361,23 @@ def ours(run: Run, p: Problem) -> None:
         for splits in (8, 16, 32):
             name = f"ours:splits{splits}"
             measure(run, p, name, functools.partial(call, num_splits=splits, seqused_k=p.used))
+
+
+def appending(p: Problem) -> Call:
+    """The call that writes the last key of each sequence, which is there already, once more."""
+    from flash_mask_cute import flash_attn_with_kvcache
+
+    before = p.full - 1
+    new = {k.data_ptr(): (k[:, -1:].clone(), v[:, -1:].clone()) for k, v in p.copies}
+
+    def call(k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_with_kvcache(
+            p.q, k, v, *new[k.data_ptr()], cache_seqlens=before, causal=True
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    return call
 
 
 def fa4(run: Run, p: Problem) -> None:
@@ -465,6 +503,9 @@ def measure_case(run: Run, case: DecodeCase, peers: Sequence[str], absent: set[s
     for peer in peers:
         if peer in absent:
             continue
+        if peer != "ours" and (case.decoding or case.appends):
+            run.log(kind="refused", case=case.name, peer=peer, why="not written for this peer")
+            continue
         try:
             _CALLED[peer](run, problem)
         except ImportError as error:
@@ -493,6 +534,9 @@ def main() -> int:
         cases = (
             DecodeCase("b1x512", 1, 512, (8, 2), 64, pages=(0, 16)),
             DecodeCase("ragged", 3, (100, 512), (8, 2), 64, 4),
+            DecodeCase("append", 1, 512, (8, 2), 64, appends=True),
+            DecodeCase("mixed", 3, 512, (8, 2), 64, 20, pages=(16,), decoding=2),
+            DecodeCase("blocks", 1, 1024, (8, 2), 64, mask="blocks"),
         )
         peers = ["ours", "sdpa"]
     else:
