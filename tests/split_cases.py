@@ -61,14 +61,20 @@ SPLIT_CASES = (
     SplitCase(Case("window", 2, 3, 900, 2, 2, window_left=200, causal=True), 3),
     SplitCase(Case("softcap", 1, 2, 700, 2, 2, softcap=9.0, head_dim=72, head_dim_v=40)),
     SplitCase(Case("mask_mod", 1, 4, 700, 4, 2, mask_mod="causal_offset")),
-    # the library takes one pass with a score_mod
+    SplitCase(Case("score_mod", 1, 4, 700, 4, 2, score_mod="alibi", causal=True)),
     SplitCase(Case("score_mod", 1, 4, 700, 4, 2, score_mod="alibi", causal=True), 3),
     SplitCase(Case("lists", 1, 200, 1024, 2, 2, blocks=(128, 128), causal=True)),
     SplitCase(Case("lists", 1, 200, 1024, 2, 2, blocks=(128, 128), causal=True), 3),
     SplitCase(Case("columns", 1, 700, 700, 1, 1, column="documents1", causal=True), sms=9),
     SplitCase(Case("group7", 1, 1, 600, 14, 2, causal=True, sink=BF16)),
     SplitCase(Case("group3", 2, 5, 600, 6, 2, head_dim=64, causal=True, mask_mod="checks"), 2),
-    SplitCase(Case("group5-whole", 3, 2, 513, 10, 2, head_dim=64, mask_mod="checks"), sms=4),
+    SplitCase(Case("group5-whole", 3, 2, 513, 10, 2, head_dim=64, score_mod="head_bias"), sms=4),
     SplitCase(Case("d192", 1, 2, 700, 2, 2, head_dim=192, head_dim_v=128)),
     SplitCase(Case("mqa64", 1, 1, 600, 64, 1), sms=3),
+)
+# for scores of any size (`score_tables.py`); of few rows, four warps merge one
+TABLED_CASES = (
+    SplitCase(Case("tables", 1, 30, 600, 2, 1, head_dim=64)),
+    SplitCase(Case("tables-few", 1, 8, 600, 2, 1, head_dim=64)),
+    SplitCase(Case("tables-sink", 1, 30, 600, 2, 1, head_dim=64, sink=FP32), 3),
 )

@@ -29,7 +29,7 @@ class CombineFacts(NamedTuple):
 
     partial_dtype, dtype: names of torch dtypes, of the pieces' outputs and of the output. tile_m:
     rows of a work tile by slots; None: pieces lie by rows. packed_heads, group, warps_per_row: see
-    `Combine`.
+    `Combine`. has_low: pieces have the rounding error of their LSE.
     """
 
     partial_dtype: str
@@ -40,11 +40,12 @@ class CombineFacts(NamedTuple):
     packed_heads: int = 1
     group: int = 1
     warps_per_row: int = 1
+    has_low: bool = False
 
 
 def compile_combine(facts: CombineFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
-    """The compiled kernel. `function` takes, by position: partial outputs, partial LSE, merges or
-    None, out, lse or None (shapes: `kernels/combine.py`)."""
+    """The compiled kernel. `function` takes, by position: partial outputs, partial LSE, its
+    rounding error or None, merges or None, out, lse or None (shapes: `kernels/combine.py`)."""
     return cache.get(
         COMBINE_NAME,
         facts._asdict,
@@ -66,6 +67,7 @@ def build_combine(facts: CombineFacts, target: Target) -> Compiled:
     arguments: list[Any] = [
         operand(facts.partial_dtype, 3 if by_slots else 5, facts.head_dim_v),
         strided(2 if by_slots else 4, "float32"),
+        strided(2 if by_slots else 4, "float32") if facts.has_low else None,
         strided(2) if by_slots else None,
         operand(facts.dtype, 4, facts.head_dim_v),
         strided(3, "float32") if facts.has_lse else None,
@@ -85,18 +87,20 @@ class MergedForward:
         self._splits = plan.splits
         self._is_packed = problem.varlen_q
         self._by_slots = problem.split == BY_SLOTS
-        by_slots: dict[str, Any] = {}
-        if self._by_slots:
-            tiles = plan.fwd_choice.tiles
-            by_slots = {
-                "tile_m": tiles.tile_m,
-                "packed_heads": padded_group(problem.packed_heads),
-                "group": problem.packed_heads,
-                "warps_per_row": 4 if plan.splits.lse_shape[1] <= _FEW_ROWS else 1,
-            }
         facts = CombineFacts(
-            "float32", problem.dtype, problem.head_dim_v, problem.needs_lse, **by_slots
+            "float32",
+            problem.dtype,
+            problem.head_dim_v,
+            problem.needs_lse,
+            has_low=plan.splits.has_low,
         )
+        if self._by_slots:
+            facts = facts._replace(
+                tile_m=plan.fwd_choice.tiles.tile_m,
+                packed_heads=padded_group(problem.packed_heads),
+                group=problem.packed_heads,
+                warps_per_row=4 if plan.splits.lse_shape[1] <= _FEW_ROWS else 1,
+            )
         self._function = compile_combine(facts, plan.target).function
 
     @property
@@ -109,18 +113,20 @@ class MergedForward:
         splits = self._splits
         out = like.new_empty(splits.out_shape, dtype=torch.float32)
         lse = like.new_empty(splits.lse_shape, dtype=torch.float32)
+        low = torch.empty_like(lse) if splits.has_low else None
         if not self._by_slots:
-            return out, lse, None, splits.number
-        return out, lse, like.new_empty((splits.number, _MERGE_WORDS), dtype=torch.int32), None
+            return out, lse, low, None, splits.number
+        merges = like.new_empty((splits.number, _MERGE_WORDS), dtype=torch.int32)
+        return out, lse, low, merges, None
 
     def __call__(self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None) -> None:
         """Merge the pieces in the scratch memory."""
-        of_out, of_lse, merges, _ = partials
+        of_out, of_lse, of_low, merges, _ = partials
         if self._is_packed:
             out = out.unsqueeze(0)
             lse = None if lse is None else lse.unsqueeze(0)
         lse = None if lse is None else lse.transpose(-1, -2)
-        self._function(of_out, of_lse, merges, out, lse)
+        self._function(of_out, of_lse, of_low, merges, out, lse)
 
 
 def merge_partials(
@@ -147,10 +153,10 @@ def merge_partials(
     )
     function = compile_combine(facts, target or Target.from_device(out.device)).function
     if target is not None:
-        function(_readable(out_partial), lse_partial, None, out, lse)
+        function(_readable(out_partial), lse_partial, None, None, out, lse)
         return
     with torch.cuda.device(out.device):
-        function(_readable(out_partial), lse_partial, None, out, lse)
+        function(_readable(out_partial), lse_partial, None, None, out, lse)
 
 
 def _readable(tensor: Tensor) -> Tensor:

@@ -183,6 +183,7 @@ def _partials(problem: AttentionProblem) -> tuple[Any, ...] | None:
     return (
         operand("float32", 3 if by_slots else 5, problem.head_dim_v),
         strided(2 if by_slots else 4, "float32"),
+        None if problem.score_mod is None else strided(2 if by_slots else 4, "float32"),
         strided(2) if by_slots else None,
         None if by_slots else cutlass.Int32(1),
     )

@@ -32,20 +32,23 @@ class Splits(NamedTuple):
     """Scratch of a forward that computes work tiles in pieces.
 
     kind: BY_ROWS or BY_SLOTS. number: pieces of each work tile, or CTAs that have a share.
-    out_shape, lse_shape: shapes of the fp32 tensors that all pieces are written to.
+    out_shape, lse_shape: shapes of the fp32 tensors that all pieces are written to. has_low: there
+    is another one like LSE, for its rounding error, because scores may have any size.
     """
 
     kind: str
     number: int
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    has_low: bool
 
     @staticmethod
     def by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) -> Splits:
         """number: pieces of each work tile."""
         rows = (1, shapes.total_q) if problem.varlen_q else (shapes.batch, shapes.seqlen_q)
         lse_shape = (number, *rows, shapes.heads_q)
-        return Splits(BY_ROWS, number, (*lse_shape, shapes.head_dim_v), lse_shape)
+        has_low = problem.score_mod is not None
+        return Splits(BY_ROWS, number, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
 
     @staticmethod
     def by_slots(
@@ -56,11 +59,13 @@ class Splits(NamedTuple):
         if not problem.varlen_q:
             rows = min(rows, shapes.seqlen_q * padded_group(problem.packed_heads))
         lse_shape = SLOTS_PER_SHARE * num_ctas, rows
-        return Splits(BY_SLOTS, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape)
+        has_low = problem.score_mod is not None
+        return Splits(BY_SLOTS, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
 
     @property
     def num_bytes(self) -> int:
-        return 4 * (math.prod(self.out_shape) + math.prod(self.lse_shape))
+        numbers_of_lse = 2 if self.has_low else 1
+        return 4 * (math.prod(self.out_shape) + numbers_of_lse * math.prod(self.lse_shape))
 
     def describe(self) -> str:
         """The splits in words."""
@@ -104,9 +109,6 @@ def choose_split(
     if num_splits == 1:
         return None
     if has_config or problem.needs_lse_low or problem.needs_max_scores:
-        return None
-    if problem.score_mod is not None:
-        # its scores may be far from 0, where LSE in fp32 is too coarse for the weight of a piece
         return None
     keys = shapes.seqlen_k if window is None else min(shapes.seqlen_k, window + shapes.seqlen_q)
     rows = decode_rows(shapes, may_pack)

@@ -7,7 +7,7 @@ slots of the shares into which key blocks were divided (`core/shares.py`).
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.core.work_ring import Work
@@ -64,17 +64,20 @@ class Partials(NamedTuple):
     By rows: o (pieces, batch, row, head, d), lse (pieces, batch, row, head), with one batch entry
     for packed queries, and the number of pieces of each work tile. By slots: o (slots, rows, d),
     lse (slots, rows), merges (CTAs, MERGE_WORDS) int32; rows: those of a work tile that may
-    exist.
+    exist. low: like lse, its rounding error; of scores of any size, lse alone is too coarse for
+    the weights of pieces.
     """
 
     o: cute.Tensor
     lse: cute.Tensor
+    low: cute.Tensor | None
     merges: cute.Tensor | None
     num_splits: Int32 | None
 
     @staticmethod
-    def create(given: tuple | None, split: str | None) -> "Partials | None":
-        """Made from the argument of a launch of a kernel with this `split`.
+    def create(given: tuple | None, split: str | None, has_low: bool) -> "Partials | None":
+        """Made from the argument of a launch of a kernel with this `split`, whose scores may have
+        any size (has_low).
 
         :raises ValueError: such a kernel does not take this argument
         """
@@ -87,6 +90,8 @@ class Partials(NamedTuple):
         is_of_rows = partials.merges is None and partials.num_splits is not None
         if not (is_of_slots if split == BY_SLOTS else is_of_rows):
             raise ValueError(f"mPartials must be for split={split!r}")
+        if (partials.low is not None) != has_low:
+            raise ValueError("mPartials must have low with a score_mod, and only then")
         return partials
 
     def grid(self, by_tiles: Int32) -> Int32:
@@ -107,6 +112,13 @@ class Partials(NamedTuple):
         By slots the first piece has an odd number, or WHOLE (`slot_of_first`).
         """
         return (work.place & 1) == 1 if self.by_slots else work.place == 0
+
+    @cute.jit
+    def store_lse(self, place: tuple, lse: Float32, low: Float32 | None) -> None:
+        """Write a row; place: of `row`."""
+        self.lse[place] = lse
+        if const_expr(self.low is not None):
+            self.low[place] = low
 
     def row(
         self, work: Work, queries_are_packed: bool, head_idx: Int32, q_idx: Int32, tile_row: Int32

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.cpu.combine import combine_partials
 from flash_mask_cute.cpu.pieces import Cuts, RowCuts, ShareCuts
 from flash_mask_cute.cpu.tiles import (
     NEG_INF,
@@ -172,7 +171,9 @@ def _attend_sequence(
                 scores = _score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, modify)
                 scores.masked_fill_(~visible, NEG_INF)
                 softmax.add(scores, v[..., keys, :])
-        out[..., rows, :], lse[..., rows], low[..., rows] = pieces.merged()
+        result = pieces.merged()
+        out[..., rows, :] = result.out
+        lse[..., rows], low[..., rows] = result.lse_and_low()
         largest[..., rows] = softmax.row_max
     return out, lse, low, largest
 
@@ -215,6 +216,22 @@ def _modify(
         )
 
 
+class _Result(NamedTuple):
+    """Rows of the output, and their LSE as the sum of two numbers: the largest score, and the
+    logarithm of the sum of exponentials relative to it. With a largest score of 1e17 and more, the
+    second would be lost in one number."""
+
+    out: Tensor
+    largest: Tensor
+    log_total: Tensor
+
+    def lse_and_low(self) -> tuple[Tensor, Tensor]:
+        """low is the float32 rounding error of lse, 0 where lse is -inf."""
+        is_empty = self.largest == NEG_INF
+        lse = (self.largest + self.log_total).masked_fill(is_empty, NEG_INF)
+        return lse, ((self.largest - lse.float()) + self.log_total).masked_fill(is_empty, 0.0)
+
+
 class _Pieces:
     """State of the rows of a query tile, piece by piece. sink: for its rows; the first piece of
     each head adds it."""
@@ -222,26 +239,31 @@ class _Pieces:
     def __init__(self, softmax: _OnlineSoftmax, sink: Tensor | None) -> None:
         self._softmax = softmax
         self._sink = None if sink is None else sink.expand(softmax.row_max.shape).clone()
-        self._ended: list[tuple[Tensor, Tensor]] = []
+        self._ended: list[_Result] = []
 
     def end(self, heads: Tensor) -> None:
         """End the pieces of some heads, Boolean (heads_kv, lanes), and begin others."""
-        out, lse, _ = self._softmax.finalize(self._sink)
-        self._ended.append((out, lse.masked_fill(~heads[..., None], NEG_INF)))
+        result = self._softmax.finalize(self._sink)
+        largest = result.largest.masked_fill(~heads[..., None], NEG_INF)
+        self._ended.append(result._replace(largest=largest))
         if self._sink is not None:
             self._sink[heads] = NEG_INF
         self._softmax.clear(heads)
 
-    def merged(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse, low), as `_OnlineSoftmax.finalize`."""
+    def merged(self) -> _Result:
         last = self._softmax.finalize(self._sink)
         if not self._ended:
             return last
-        pieces = [*self._ended, last[:2]]
-        out, lse = combine_partials(
-            *(torch.stack([piece[i] for piece in pieces]) for i in range(2))
-        )
-        return out, lse, torch.zeros_like(lse)
+        pieces = zip(*self._ended, last, strict=True)
+        outs, largest_of_each, log_totals = (torch.stack(tensors) for tensors in pieces)
+        largest = largest_of_each.amax(dim=0)
+        weights = torch.exp((largest_of_each - _finite(largest)) + log_totals)
+        total = weights.sum(dim=0)
+        weights = weights / total.masked_fill(largest == NEG_INF, 1.0)
+        weights = weights[..., None]
+        # what counts for nothing may hold infinities
+        out = (weights * torch.where(weights > 0, outs, 0.0)).sum(dim=0)
+        return _Result(out, largest, torch.log(total))
 
 
 class _OnlineSoftmax:
@@ -255,7 +277,7 @@ class _OnlineSoftmax:
     def add(self, scores: Tensor, v: Tensor) -> None:
         new_max = torch.maximum(self.row_max, scores.amax(dim=-1))
         # while a row has seen nothing, any finite reference makes its exponentials 0 instead of NaN
-        reference = new_max.masked_fill(new_max == NEG_INF, 0.0)
+        reference = _finite(new_max)
         rescale = torch.exp(self.row_max - reference)
         probabilities = torch.exp(scores - reference[..., None])
         self.row_max = new_max
@@ -268,20 +290,19 @@ class _OnlineSoftmax:
         self.row_max[heads] = NEG_INF
         self.row_sum[heads] = 0.0
 
-    def finalize(self, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse, low); low is the float32 rounding error of lse, 0 where lse is -inf.
-
-        A sink is one more term of the denominator, without a value row. With a maximum of 1e17 and
-        more the logarithm of the sum is lost in lse, so no factor is derived from lse.
-        """
+    def finalize(self, sink: Tensor | None) -> _Result:
+        """A sink is one more term of the denominator, without a value row."""
         largest, total, factor = self.row_max, self.row_sum, torch.ones_like(self.row_sum)
         if sink is not None:
             largest = torch.maximum(self.row_max, sink)
-            reference = largest.masked_fill(largest == NEG_INF, 0.0)
+            reference = _finite(largest)
             factor = torch.exp(self.row_max - reference)
             total = total * factor + torch.exp(sink - reference)
-        log_total = torch.log(total)
-        lse = (largest + log_total).masked_fill(largest == NEG_INF, NEG_INF)
-        low = ((largest - lse.float()) + log_total).masked_fill(lse == NEG_INF, 0.0)
         out = self.acc * factor[..., None] / total[..., None]
-        return out.masked_fill(self.row_sum[..., None] == 0, 0.0), lse, low
+        out = out.masked_fill(self.row_sum[..., None] == 0, 0.0)
+        return _Result(out, largest, torch.log(total))
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """What exponents are relative to, also if nothing was seen."""
+    return largest.masked_fill(largest == NEG_INF, 0.0)

@@ -5,6 +5,9 @@ LSE = log(sum of exp(LSE_j)) the row's output is the sum of exp(LSE_j - LSE) O_j
 nothing has LSE -inf and does not count, whatever its O holds; a row of such pieces has O = 0
 and LSE -inf. A sink, one more logit of the row, is part of one piece's LSE.
 
+If scores may have any size, each LSE_j comes as a sum of two numbers: rounded to fp32, and its
+rounding error. Far from 0 the first alone does not hold how many keys a piece saw.
+
 Pieces have one of two layouts. *By rows*: piece j of all rows is O_partial[j]. *By slots*: a kernel
 that processed key blocks by shares (`core/shares.py`) left a tile's pieces in slots of CTAs. For
 each CTA it recorded the work tile that begins in its share and that other shares continue
@@ -51,6 +54,14 @@ class Row(NamedTuple):
     stride: Int32
 
 
+class Pieces(NamedTuple):
+    """The tensors of pieces, as `Combine.__call__` takes them."""
+
+    o: cute.Tensor
+    lse: cute.Tensor
+    low: cute.Tensor | None
+
+
 class Combine:
     """Merges partial results; to be passed to `cute.compile`.
 
@@ -85,6 +96,7 @@ class Combine:
         self,
         mO_partial: cute.Tensor,
         mLSE_partial: cute.Tensor,
+        mLow_partial: cute.Tensor | None,
         mMerges: cute.Tensor | None,
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
@@ -95,6 +107,7 @@ class Combine:
         :param mO_partial: fp32, bf16 or fp16, (pieces, batch, row, head, d), last stride 1, others
             multiples of 4; by slots fp32 (slots, rows, d), with the rows of a tile that may exist
         :param mLSE_partial: fp32 (pieces, batch, row, head), or (slots, rows)
+        :param mLow_partial: like mLSE_partial, its rounding error, 0 where it is -inf
         :param mMerges: int32 (CTAs, MERGE_WORDS), a `Merge` each; by slots only
         :param mO: (batch, row, head, d), last stride 1, others multiples of 4
         :param mLSE: fp32 (batch, row, head)
@@ -104,7 +117,7 @@ class Combine:
             num_rows = batch * rows * heads
         else:
             num_rows = mMerges.shape[0] * mLSE_partial.shape[1]
-        self.kernel(mO_partial, mLSE_partial, mMerges, mO, mLSE).launch(
+        self.kernel(mO_partial, mLSE_partial, mLow_partial, mMerges, mO, mLSE).launch(
             grid=(cute.ceil_div(num_rows, WARPS_PER_CTA // self.warps_per_row), 1, 1),
             block=(WARP * WARPS_PER_CTA, 1, 1),
             stream=stream,
@@ -116,6 +129,7 @@ class Combine:
         self,
         mO_partial: cute.Tensor,
         mLSE_partial: cute.Tensor,
+        mLow_partial: cute.Tensor | None,
         mMerges: cute.Tensor | None,
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
@@ -132,13 +146,14 @@ class Combine:
         else:
             row = self._row_by_slots(number, mMerges, mLSE_partial.shape[1])
         if row.is_there:
+            pieces = Pieces(mO_partial, mLSE_partial, mLow_partial)
             if const_expr(self.warps_per_row == 1):
-                sums = self._merged(row, Int32(0), mO_partial, mLSE_partial, values)
+                sums = self._merged(row, Int32(0), pieces, values)
                 self._store(row, sums, values, mO, mLSE)
             else:
                 layout = cute.make_layout((self.head_dim_v + 2, self.warps_per_row))
                 storage = cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout, 16)
-                sums = self._merged_by_warps(row, storage, mO_partial, mLSE_partial, values)
+                sums = self._merged_by_warps(row, storage, pieces, values)
                 if cute.arch.warp_idx() == 0:
                     self._store(row, sums, values, mO, mLSE)
 
@@ -189,33 +204,39 @@ class Combine:
         self,
         row: Row,
         first_piece: Int32,
-        mO_partial: cute.Tensor,
-        mLSE_partial: cute.Tensor,
+        pieces: Pieces,
         values: cute.Tensor,
     ) -> tuple:
         """Sums of every warps_per_row-th piece of a row, from first_piece on.
 
         Writes to `values` this lane's columns of the sum of exp(LSE_j - largest) O_j, and returns
-        `largest` and the sum of exp(LSE_j - largest). One pass: the loads of a batch of pieces, LSE
-        and O, wait for nothing but each other.
+        `largest`, the maximum of LSE_j as rounded to fp32, and the sum of exp(LSE_j - largest). One
+        pass: the loads of a batch of pieces, LSE and O, wait for nothing but each other.
         """
         largest, total = -Float32.inf, Float32(0.0)
         values.fill(0.0)
         vectors = cute.size(values, mode=[1])
         lses = cute.make_rmem_tensor((BATCH,), Float32)
-        of_pieces = cute.make_rmem_tensor((VECTOR, vectors, BATCH), mO_partial.element_type)
+        lows = None
+        if const_expr(pieces.low is not None):
+            lows = cute.make_rmem_tensor((BATCH,), Float32)
+        of_pieces = cute.make_rmem_tensor((VECTOR, vectors, BATCH), pieces.o.element_type)
         stride = BATCH * self.warps_per_row
         for start in cutlass.range(first_piece, row.num_pieces, stride, unroll=1):
             lses.fill(-Float32.inf)
+            if const_expr(lows is not None):
+                lows.fill(0.0)
             for i in cutlass.range_constexpr(BATCH):
                 piece = start + i * self.warps_per_row
                 if piece < row.num_pieces:
                     place = self._piece(row, piece)
-                    lses[i] = mLSE_partial[place]
+                    lses[i] = pieces.lse[place]
+                    if const_expr(lows is not None):
+                        lows[i] = pieces.low[place]
                     for v in cutlass.range_constexpr(vectors):
                         vector = v * WARP + cute.arch.lane_idx()
                         if vector < self.head_dim_v // VECTOR:
-                            columns = mO_partial[(*place, None)]
+                            columns = pieces.o[(*place, None)]
                             source = cute.local_tile(columns, (VECTOR,), (vector,))
                             cute.autovec_copy(source, of_pieces[None, v, i])
             largest_before = largest
@@ -228,7 +249,11 @@ class Combine:
                 for c in cutlass.range_constexpr(VECTOR):
                     values[c, v] = values[c, v] * scale
             for i in cutlass.range_constexpr(BATCH):
-                weight, counts = _exp(lses[i] - reference), lses[i] != -Float32.inf
+                exponent, counts = lses[i] - reference, lses[i] != -Float32.inf
+                if const_expr(lows is not None):
+                    # the difference is exact, or so far below 0 that its error does not matter
+                    exponent = exponent + lows[i]
+                weight = _exp(exponent)
                 total += weight
                 for v in cutlass.range_constexpr(vectors):
                     for c in cutlass.range_constexpr(VECTOR):
@@ -242,8 +267,7 @@ class Combine:
         self,
         row: Row,
         storage: cute.Tensor,
-        mO_partial: cute.Tensor,
-        mLSE_partial: cute.Tensor,
+        pieces: Pieces,
         values: cute.Tensor,
     ) -> tuple:
         """`_merged` of all pieces of a row, by the warps of a CTA. Every warp gets the sums, added
@@ -253,7 +277,7 @@ class Combine:
         `largest` and the sum.
         """
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-        largest, total = self._merged(row, warp, mO_partial, mLSE_partial, values)
+        largest, total = self._merged(row, warp, pieces, values)
         vectors = cute.size(values, mode=[1])
         for v in cutlass.range_constexpr(vectors):
             for c in cutlass.range_constexpr(VECTOR):

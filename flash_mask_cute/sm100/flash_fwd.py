@@ -227,7 +227,7 @@ class FlashAttentionForwardSm100:
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())
-        partials = Partials.create(mPartials, self.split)
+        partials = Partials.create(mPartials, self.split, self.score_mod is not None)
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE

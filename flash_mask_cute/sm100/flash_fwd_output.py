@@ -116,7 +116,7 @@ class OutputWarps:
         if const_expr(partials is not None):
             is_whole = is_row & (partials.is_piece(work) == Boolean(False))
             if is_row & partials.is_piece(work):
-                partials.lse[at.place_in(partials, is_packed)] = row_lse
+                partials.store_lse(at.place_in(partials, is_packed), row_lse, low)
         if const_expr(self.lse.lse is not None):  # noqa: SIM102 (decided while tracing)
             if is_whole:
                 self.lse.store(lengths, work, head_idx, q_idx, row_lse, low)

@@ -69,7 +69,7 @@ class Epilogue:
                 if is_told & partials.is_piece(work):
                     tile_row = rows[r] - work.block * plan.tile_m
                     place = partials.row(work, is_packed, heads[r], q_idx[r], tile_row)
-                    partials.lse[place] = row_lse
+                    partials.store_lse(place, row_lse, low)
                 is_told = is_told & (partials.is_piece(work) == Boolean(False))
             if const_expr(self.lse.lse is not None):  # noqa: SIM102 (decided while tracing)
                 if is_told:

@@ -7,7 +7,8 @@ import torch
 from cases import Case
 from inputs import make_inputs
 from oracle import reference_attention
-from split_cases import SPLIT_CASES, SplitCase
+from score_tables import TABLES, make_tabled
+from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase
 from tolerances import assert_close_to_oracle
 
 from flash_mask_cute.interface import _flash_attn_fwd
@@ -28,6 +29,16 @@ def test_against_oracle(split: SplitCase) -> None:
     assert_close_to_oracle(out, lse, inputs)
     # bits do not depend on who comes first
     assert all(torch.equal(again, out) for again, _ in results)
+
+
+@pytest.mark.parametrize("split", TABLED_CASES, ids=lambda split: split.id)
+def test_scores_of_any_size(split: SplitCase) -> None:
+    for name in TABLES:
+        inputs = make_tabled(split.case, name, CUDA).inputs
+        call = inputs.keywords | {"num_splits": split.num_splits}
+        out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **call)
+        assert lse is not None
+        assert_close_to_oracle(out, lse, inputs)
 
 
 @pytest.mark.parametrize("num_splits", [0, 5])

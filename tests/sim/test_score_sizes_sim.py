@@ -11,6 +11,7 @@ from gradient_oracle import assert_gradients_close, make_output_gradients
 from score_tables import TABLES, make_tabled
 from simulated_backward import launch
 from simulated_forward import launch_on_simulator, run_sim
+from split_cases import TABLED_CASES, SplitCase
 from tolerances import lse_tolerance
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 
@@ -60,6 +61,15 @@ def test_smaller_tiles_of_keys(simulator: ModuleType) -> None:
         for name in ("descending", "extremes-descending", "hidden"):
             inputs = make_tabled(PLAIN, name).inputs
             run_sim(simulator, inputs, ARCH, seeds=(None,), config=config)
+
+
+@pytest.mark.parametrize("split", TABLED_CASES, ids=lambda split: split.id)
+def test_forward_in_pieces(simulator: ModuleType, split: SplitCase) -> None:
+    """Rows that a low number hides everywhere, too: their pieces weigh as many keys as they saw."""
+    for name in TABLES:
+        inputs = make_tabled(split.case, name).inputs
+        run_sim(simulator, inputs, ARCH, (1,), sms=split.sms, num_splits=split.num_splits)
+        assert len(simulator.RESULTS) == 2, "one kernel computes pieces, one merges them"
 
 
 def check_both_ways(simulator: ModuleType, given: TrainedInputs, seed: int | None = None) -> None:

@@ -9,6 +9,7 @@ import torch
 from cases import FP16, FP32, Case
 from score_tables import TABLES, make_tabled
 from simulated_forward import launch_on_simulator, run_sim
+from split_cases import TABLED_CASES, SplitCase
 from tolerances import lse_tolerance
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
@@ -39,6 +40,14 @@ def test_forward_of_other_kernels(simulator: ModuleType, case: Case) -> None:
 def test_forward_with_a_last_factor(simulator: ModuleType, name: str) -> None:
     given = make_tabled(PLAIN, name, has_factor=True)
     run_sim(simulator, given.inputs, ARCH, seeds=(None,))
+
+
+@pytest.mark.parametrize("split", TABLED_CASES, ids=lambda split: split.id)
+def test_forward_in_pieces(simulator: ModuleType, split: SplitCase) -> None:
+    for name in ("causal-1e30", "ascending", "extremes", "steps", "hidden"):
+        inputs = make_tabled(split.case, name).inputs
+        run_sim(simulator, inputs, ARCH, (1,), sms=split.sms, num_splits=split.num_splits)
+        assert len(simulator.RESULTS) == 2, "one kernel computes pieces, one merges them"
 
 
 @pytest.mark.parametrize("name", ["causal-bf16", "offsets", "hidden"])

@@ -19,10 +19,13 @@ _DECODE = Case(
 )
 _D128 = Case("d128", 2, 3, 600, 4, 2, causal=True, seqused_k=(513, 65))
 _GROUP3 = Case("group3", 1, 5, 600, 6, 2, head_dim=64, causal=True)
+_SCORE_MOD = Case("score_mod", 1, 4, 700, 4, 2, head_dim=64, score_mod="alibi", causal=True)
 CASES = (
     (SplitCase(_DECODE, sms=5), None, "NHD"),
     (SplitCase(_D128, 3, sms=2), None, "NHD"),
     (SplitCase(_GROUP3, sms=5), None, "NHD"),
+    (SplitCase(_SCORE_MOD, sms=5), None, "NHD"),
+    (SplitCase(_SCORE_MOD, 3, sms=2), None, "NHD"),
     (SplitCase(_D128, sms=3), 16, "HND"),
     (SplitCase(_DECODE, 1, sms=2), 128, "packed"),
     (SplitCase(_DECODE, sms=5), 1, "NHD"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,6 @@ def test_one_pass_beside_what_pieces_are_not_for(shape: tuple[int, ...]) -> None
     low = torch.empty(1, heads, queries)
     others: list[dict[str, Any]] = [
         {"max_scores": low},
-        {"score_mod": far_below},
         {"score_mod": far_below, "lse_low": low},
         {"config": {"tile_m": 128, "tile_n": 64, "num_stages": 2}},
         {"config": {"skip_blocks": False}},
@@ -103,10 +103,27 @@ def test_answers_for_all_heads_rather_than_pieces() -> None:
     assert planned((512, 8192, 2, 2), mask_mod=below).problem.split == BY_SLOTS
 
 
-def test_rows_of_nothing_but_a_low_number_by_default() -> None:
-    """The mean of v, which pieces would lose: their LSE does not hold how many keys they saw."""
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)
+@pytest.mark.parametrize("shape", FEW.values(), ids=FEW)
+def test_the_rounding_error_of_lse_beside_a_score_mod(
+    shape: tuple[int, ...], target: Target
+) -> None:
+    """Pieces of plain scores have no scratch memory for it."""
+    for num_splits in (0, 3):
+        plain = planned(shape, target, num_splits=num_splits).splits
+        modified = planned(shape, target, num_splits=num_splits, score_mod=far_below).splits
+        assert plain is not None and modified == plain._replace(has_low=True)
+        assert modified.num_bytes - plain.num_bytes == 4 * math.prod(plain.lse_shape)
+        assert f" {modified.num_bytes} bytes of scratch" in modified.describe()
+
+
+@pytest.mark.parametrize("num_splits", [0, 5])
+def test_rows_of_nothing_but_a_low_number(num_splits: int) -> None:
+    """The mean of v, though the LSE of a piece in fp32 does not hold how many keys it saw."""
     q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 1500, 1500))
-    out = flash_mask_cute.flash_attn_func(q, k, v, score_mod=far_below)
+    keywords: dict[str, Any] = {"score_mod": far_below, "num_splits": num_splits}
+    assert plan(AttentionCall.create(Direction.FORWARD, q, k, v, **keywords)).splits is not None
+    out = flash_mask_cute.flash_attn_func(q, k, v, **keywords)
     torch.testing.assert_close(out, v.mean(dim=1, keepdim=True), atol=1e-6, rtol=1e-5)
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inputs import make_inputs
-from split_cases import SPLIT_CASES, SplitCase
+from inputs import Inputs, make_inputs
+from score_tables import TABLES, make_tabled
+from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase
 from tolerances import assert_close_to_oracle
 
 from flash_mask_cute.call import splits
@@ -26,12 +27,22 @@ def short_walks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("split", SPLIT_CASES, ids=lambda split: split.id)
 def test_against_oracle(split: SplitCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(split, make_inputs(split.case), monkeypatch)
+
+
+@pytest.mark.parametrize("split", TABLED_CASES, ids=lambda split: split.id)
+@pytest.mark.parametrize("name", TABLES)
+def test_scores_of_any_size(split: SplitCase, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(split, make_tabled(split.case, name).inputs, monkeypatch)
+
+
+def check(split: SplitCase, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs are of split.case."""
     ended = []
     end = forward._Pieces.end
     monkeypatch.setattr(
         forward._Pieces, "end", lambda self, heads: (ended.append(heads), end(self, heads))
     )
-    inputs = make_inputs(split.case)
     keywords = inputs.keywords | {"num_splits": split.num_splits}
     call = AttentionCall.create(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
     monkeypatch.setattr(Target, "default", lambda: Target("sm_90a", num_sms=split.sms))
