@@ -3,8 +3,8 @@
 A work tile is one block of one head of one sequence: tile_m query rows in the forward, tile_n keys
 in the backward. Tiles have a fixed linear order. A CTA starts with the tile of its own number. When
 it is done, it takes the next free tile (an atomic counter), or, without a counter, every grid-th
-tile. A counter is read while the first tile is computed, so where walks are unequal the second tile
-is fixed, too: the CTA whose first tile is the longest gets the shortest one.
+tile. A counter is read while the first tile is computed, so of few unequal tiles the second one is
+fixed, too: the CTA whose first tile is the longest gets the shortest one.
 
 Linear order: first groups of heads, then the blocks of a group, then its heads. In the forward the
 keys and values of a group fit the L2 cache together. Blocks start from the last one if the launch
@@ -79,7 +79,8 @@ class TileScheduler:
     last_first: start with the last blocks, because their walks are the longest or other blocks must
     wait for them.
     varlen: blocks per sequence differ.
-    mirrored: with a counter, the second tile of a CTA is the one that mirrors its first.
+    mirrored: whether, with a counter, the second tile of a CTA is the one that mirrors its first;
+    None: it never is.
     ctas_per_tile: number of neighbouring CTAs that take tiles together; a tile then has one block
     for each of them. claims: how one of them claims for all; without it, such CTAs have no counter.
     """
@@ -90,7 +91,7 @@ class TileScheduler:
     varlen: cutlass.Constexpr[bool]
     ctas_per_tile: cutlass.Constexpr[int] = 1
     claims: Claims | None = None
-    mirrored: cutlass.Constexpr[bool] = False
+    mirrored: Boolean | None = None
 
     def start(self) -> Search:
         return Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
@@ -112,16 +113,17 @@ class TileScheduler:
             claimed, claims = Int32(0), cute.arch.lane_idx() == 0
             if const_expr(self.claims is not None):
                 claims = claims & self.claims.is_leader()
-            if const_expr(self.mirrored):
-                claims = claims & (number > 0)
+            if const_expr(self.mirrored is not None):
+                claims = claims & ((number > 0) | (self.mirrored == Boolean(False)))
             if claims:
                 claimed = cute.arch.atomic_add(self.counter.iterator, Int32(1))
             if const_expr(self.claims is not None):
                 claimed = self.claims.share(number, claimed)
             index = step + cute.arch.shuffle_sync(claimed, 0)
-            if const_expr(self.mirrored):
+            if const_expr(self.mirrored is not None):
                 mirror = 2 * step - 1 - search.index
-                index = cutlass.select_(number > 0, index + step, mirror)
+                later = cutlass.select_(number > 0, index + step, mirror)
+                index = cutlass.select_(self.mirrored, later, index)
         return search._replace(index=index)
 
     def finish(self) -> None:

@@ -30,9 +30,10 @@ from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.mask_warps import plan_walks
 
-# Work tiles are claimed late if heads have at least LATE_BLOCKS query blocks, and if there are at
-# most LATE_TILES work tiles for each CTA.
-LATE_BLOCKS, LATE_TILES = 16, 16
+# Work tiles are few up to so many for each CTA. Few unequal ones are claimed late, so that each
+# goes to a CTA that will soon be free, if heads have at least LATE_BLOCKS query blocks: short walks
+# leave no time to wait.
+FEW_TILES, LATE_BLOCKS = 16, 16
 
 
 class Window(NamedTuple):
@@ -202,21 +203,18 @@ def plan_forward(
     else:
         last_first = kernel.is_causal or kernel.is_local
         varlen = lengths.cu_seqlens_q is not None
-        mirrored = last_first and kernel.split is None
+        mirrored = late = None
+        if const_expr(last_first and kernel.split is None and not varlen):
+            mirrored = _has_few_tiles(params)
+            late = mirrored & (params.num_blocks >= LATE_BLOCKS)
         scheduler = TileScheduler(
             params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored
         )
         num_splits = None if partials is None else partials.num_splits
-        late = _claims_late(params) if mirrored and not varlen else None
         plan_walks(scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits)
 
 
-def _claims_late(params: ScheduleParams) -> Boolean:
-    """Whether a work tile is claimed only when the previous one has begun.
-
-    Of few unequal work tiles, each should go to a CTA that will soon be free. Short walks leave no
-    time to wait.
-    """
+def _has_few_tiles(params: ScheduleParams) -> Boolean:
+    """Whether work tiles are so few that, if unequal, it matters which CTA gets which."""
     num_ctas, _, _ = cute.arch.grid_dim()
-    num_tiles = params.num_blocks * params.num_heads * params.num_batch
-    return (params.num_blocks >= LATE_BLOCKS) & (num_tiles <= num_ctas * LATE_TILES)
+    return params.num_blocks * params.num_heads * params.num_batch <= num_ctas * FEW_TILES
