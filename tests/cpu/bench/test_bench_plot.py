@@ -113,7 +113,9 @@ def test_figures_do_not_depend_on_what_was_drawn_before(tmp_path: Path) -> None:
 
 
 def test_sizes_of_masks_are_those_that_were_measured() -> None:
-    measured = {(bench.name_of(r), r["peer"]): r["bytes"] for r in ROWS if r["kind"] == "prep"}
+    names = {(bench.name_of(r), r["peer"]): r["bytes"] for r in ROWS if r["kind"] == "prep"}
+    # cuDNN's masks have tables of their own
+    measured = {key: found for key, found in names.items() if key[0].startswith("meta-")}
     assert len(measured) == 10
     tables = {"causal_document": 1, "document": 1, "share_question": 2, "random_eviction": 1}
     for (name, peer), found in measured.items():
