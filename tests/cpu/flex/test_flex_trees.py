@@ -1,6 +1,6 @@
 """Random programs of torch operators, lowered: their values are torch's.
 
-More of them, once: `PYTHONPATH=.:tests python tests/cpu/test_flex_trees.py 1000 [FIRST_SEED]`.
+More of them, once: `PYTHONPATH=.:tests python tests/cpu/flex/test_flex_trees.py 1000 [FIRST_SEED]`.
 FLASH_MASK_FLEX_SEED is the first seed of a test run.
 """
 
