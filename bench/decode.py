@@ -71,8 +71,8 @@ class DecodeCase:
     @property
     def lengths(self) -> list[int]:
         if isinstance(self.keys, int):
-            behind = self.batch - self.decoding if self.decoding else 0
-            return [self.keys] * (self.batch - behind) + [self.keys // 2] * behind
+            in_front = self.decoding or self.batch
+            return [self.keys] * in_front + [self.keys // 2] * (self.batch - in_front)
         generator = torch.Generator().manual_seed(0)
         low, high = self.keys
         return torch.randint(low, high + 1, (self.batch,), generator=generator).tolist()

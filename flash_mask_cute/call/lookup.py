@@ -82,8 +82,8 @@ def find_fwd(
     options: the fields of `Options`. key_of_masks: `mask_key(masks)`, if it is known.
 
     Calls have equal keys only if one prepared call serves them. They have the same metadata of all
-    tensors, the same tensors among q, k and v aligned to 16
-    bytes, and the same other arguments. The key is None if out is not aligned, which is refused, or
+    tensors, the same tensors among q, k and v aligned to 16 bytes, and the same other arguments.
+    The key is None if out is not aligned, which is refused, or
     if an argument is of a kind that no valid call has: a wrapper has the metadata of the tensor
     that it wraps.
     """

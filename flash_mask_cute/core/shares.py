@@ -53,15 +53,9 @@ class Shares(NamedTuple):
 
     @classmethod
     def create(
-        cls,
-        places_of_head: IntLike,
-        num_heads: IntLike,
-        num_ctas: IntLike,
-        tile_m: int,
-        least: IntLike = LEAST_PLACES,
+        cls, places_of_head: IntLike, num_heads: IntLike, num_ctas: IntLike, tile_m: int
     ) -> Shares:
-        """places_of_head: of all work tiles of one head. tile_m: rows of a work tile. least: places
-        of a share at least."""
+        """places_of_head: of all work tiles of one head. tile_m: rows of a work tile."""
         lines: IntLike = 1
         if tile_m <= DECODE_ROWS:
             ctas_of_head = num_ctas // num_heads
@@ -69,7 +63,7 @@ class Shares(NamedTuple):
             are_long = imin(places_of_head // imax(ctas_of_head * _LEAST_PLACES_OF_HEAD, 1), 1)
             lines = are_busy * are_long * (num_heads - 1) + 1
         places, shares = places_of_head * (num_heads // lines), num_ctas // lines
-        return cls(lines, imax((places + (shares - 1)) // shares, least))
+        return cls(lines, imax((places + (shares - 1)) // shares, LEAST_PLACES))
 
     def of_cta(self, cta: IntLike) -> tuple[IntLike, IntLike]:
         """The line and the share of a CTA. Shares of the last CTAs may lie behind the end."""

@@ -144,12 +144,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_recorded_call_is_one_pass(asked: list[int], is_compiled: bool) -> None:
-    attend: Any = flash_mask_cute.flash_attn_func
-    if is_compiled:
-        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+@pytest.fixture(params=["eager", "compiled"])
+def attend(request: pytest.FixtureRequest, fresh_dynamo: None) -> Any:
+    function = flash_mask_cute.flash_attn_func
+    if request.param == "eager":
+        return function
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+def test_a_recorded_call_is_one_pass(asked: list[int], attend: Callable[..., Tensor]) -> None:
     q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 600, 600))
     whole = flash_mask_cute.flash_attn_func(q, k, v, num_splits=1)
     asked.clear()
@@ -165,12 +168,9 @@ def test_a_recorded_call_is_one_pass(asked: list[int], is_compiled: bool) -> Non
     torch.testing.assert_close(pieces, whole)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_an_aux_tensor_alone_may_ask_for_a_graph(asked: list[int], is_compiled: bool) -> None:
-    attend: Any = flash_mask_cute.flash_attn_func
-    if is_compiled:
-        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+def test_an_aux_tensor_alone_may_ask_for_a_graph(
+    asked: list[int], attend: Callable[..., Tensor]
+) -> None:
     q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 600, 600))
     bias = torch.zeros(600, requires_grad=True)
     attend(q, k, v, score_mod=add_bias, aux_tensors=[bias])

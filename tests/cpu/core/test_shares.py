@@ -8,6 +8,7 @@ import pytest
 
 from flash_mask_cute.core.shares import (
     DECODE_ROWS,
+    LEAST_PLACES,
     TILE_COST,
     Shares,
     TileOnLine,
@@ -29,11 +30,11 @@ def test_every_block_is_in_one_share(seed: int) -> None:
     draw = random.Random(seed)
     longest = draw.choice((1, 3, 20, 400))
     tiles = tiles_of([draw.randint(1, longest) for _ in range(draw.randint(1, 40))])
-    num_shares, least = draw.randint(1, 150), draw.choice((1, 1, 2, 5))
-    shares_of_line = Shares.create(tiles[-1].end, 1, num_shares, DECODE_ROWS, least)
+    num_shares = draw.randint(1, 150)
+    shares_of_line = Shares.create(tiles[-1].end, 1, num_shares, DECODE_ROWS)
     assert shares_of_line.num_lines == 1
     size = shares_of_line.size
-    assert size >= least
+    assert size >= LEAST_PLACES
     assert num_shares * size >= tiles[-1].end
     slots: dict[int, tuple[int, int]] = {}
     for number, tile in enumerate(tiles):
