@@ -1,11 +1,13 @@
 """Keys and values of small pages, copied row by row by the threads of the load warp.
 
 TMA cannot load pages with fewer keys than a swizzle atom of shared memory, or with a number of keys
-that has no divisor of that size. Each lane looks up the places of some rows of a block, and all
-lanes copy 16 bytes at a time (cp.async). A row behind the sequence's end is replaced by its last
-row: its probabilities are 0, and its values are finite, regardless of the memory behind the end.
+that has no divisor of that size. Each lane looks up the places of some rows of a block. Then a few
+lanes copy each row, 16 bytes at a time (cp.async), so that one address serves several copies. A row
+behind the sequence's end is replaced by its last row: its probabilities are 0, and its values are
+finite, regardless of the memory behind the end.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,8 +21,11 @@ from flash_mask_cute.core.pages import Pages
 WARP = 32
 # elements of 16 bits of a copy
 VECTOR = 8
-# copies of a lane whose addresses are worked out together
-UNROLL = 4
+# Lanes that copy a row, at most. A copy of the warp then reads 64 bytes of 8 rows: more lanes leave
+# more addresses to compute, and fewer leave parts of cache lines to each copy.
+LANES_OF_ROW = 4
+# rows of a lane whose addresses are worked out together
+UNROLL = 2
 
 
 class BlockRows(NamedTuple):
@@ -62,21 +67,24 @@ class RowCopies:
         """Start copying the rows of a block into smem (rows, columns), with as many columns as the
         pool."""
         per_row = cute.size(smem, mode=[1]) // VECTOR
+        lanes = math.gcd(per_row, LANES_OF_ROW)
+        rows_at_once = WARP // lanes
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL),
             pool.element_type,
             num_bits_per_copy=VECTOR * pool.element_type.width,
         )
+        row_of_lane, vector_of_lane = cute.arch.lane_idx() // lanes, cute.arch.lane_idx() % lanes
         for group in cutlass.range_constexpr(self.num_groups):
             num_rows = min(WARP, self.tile_n - group * WARP)
-            pages, rows = at.pages[group], at.rows[group]
-            for step in cutlass.range(num_rows * per_row // WARP, unroll=UNROLL):
-                number = step * WARP + cute.arch.lane_idx()
-                row, vector = number // per_row, number % per_row
-                page = cute.arch.shuffle_sync(pages, row)
-                source = pool[page, cute.arch.shuffle_sync(rows, row), head, None]
+            for step in cutlass.range(num_rows // rows_at_once, unroll=UNROLL):
+                row = step * rows_at_once + row_of_lane
+                page = cute.arch.shuffle_sync(at.pages[group], row)
+                source = pool[page, cute.arch.shuffle_sync(at.rows[group], row), head, None]
                 target = smem[group * WARP + row, None]
-                cute.copy(atom, _vector(source, vector), _vector(target, vector))
+                for vector in cutlass.range_constexpr(0, per_row, lanes):
+                    number = vector + vector_of_lane
+                    cute.copy(atom, _vector(source, number), _vector(target, number))
 
 
 def _vector(row: cute.Tensor, number: Int32) -> cute.Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
+from cutlass._mlir import ir
 
 from flash_mask_cute.mods import derivative
 
@@ -195,11 +196,45 @@ def power(x: Any, y: Any) -> Any:
 
 
 def sigmoid(x: Any) -> Any:
-    # the logarithm costs less than a division
-    return cute.math.exp2(
-        -cute.math.log2(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True), fastmath=True),
-        fastmath=True,
-    )
+    below = 1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True)
+    return cute.math.rcp(below, approx=True, ftz=True) if _is_in_kernel() else 1.0 / below
+
+
+def _is_in_kernel() -> bool:
+    """Whether a kernel is traced now, and not a function for the CPU."""
+    place = ir.InsertionPoint.current.block.owner
+    while place is not None and place.operation.name != "gpu.module":
+        place = place.operation.parent
+    return place is not None
+
+
+# -- waves --------------------------------------------------------------------------------------
+
+# Kernels reduce arguments up to here to a period with an error of 1e-6.
+MOST_WAVE = float(2**26)
+# 2 pi as a sum of two float32 numbers
+_PERIOD = 6.2831854820251465, -1.7484555314695172e-07
+
+
+def sin(x: Any) -> Any:
+    return _wave(cute.math.sin, x)
+
+
+def cos(x: Any) -> Any:
+    return _wave(cute.math.cos, x)
+
+
+def _wave(function: Callable[..., Any], x: Any) -> Any:
+    """sin or cos. In kernels, where `cute.math` has 300 instructions for each, one approximate
+    instruction behind a reduction to a period; NaN for |x| > MOST_WAVE."""
+    if not _is_in_kernel():
+        return function(x)
+    periods = cute.math.floor(x * (1.0 / math.tau) + 0.5)
+    rest = x
+    for part in _PERIOD:
+        # the product is exact
+        rest = cute.math.fma(periods, Float32(-part), rest)
+    return function(where(abs(x) <= MOST_WAVE, rest, math.nan), fastmath=True)
 
 
 def detached(x: Any) -> Any:

@@ -319,9 +319,10 @@ _FUNCTIONS = {
         name: f"cute.math.{name}({{}})"
         for name in (
             *("expm1", "log10", "log1p", "sqrt", "rsqrt"),
-            *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh"),
+            *("tan", "asin", "acos", "atan", "sinh", "cosh"),
         )
     },
+    **{name: f"ops.{name}({{}})" for name in ("sin", "cos")},
     # one instruction each on a GPU, of which docs/flex.md tells the errors
     **{x: f"cute.math.{x}({{}}, fastmath=True)" for x in ("exp", "exp2", "log", "log2", "tanh")},
     "sigmoid": "ops.sigmoid({})",
