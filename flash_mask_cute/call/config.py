@@ -218,11 +218,15 @@ def select_fwd_config(
     row = next(rows_for(kernel.rows, call))
     tiles, smem_bytes, reason = _fit(kernel, row, problem.head_dim, problem.head_dim_v, override)
     group = shapes.heads_q // shapes.heads_kv
+    queries = shapes.seqlen_q
+    if problem.varlen_q and problem.has_seqused_k:
+        # over a cache, where most of a batch decodes while few sequences have many queries
+        queries = min(queries, shapes.mean_seqlen_q)
     packed = _choose_packing(
-        kernel.packed_rows, group, shapes.seqlen_q, pack_gqa, unpackable, decode_rows is not None
+        kernel.packed_rows, group, queries, pack_gqa, unpackable, decode_rows is not None
     )
     if packed > 1:
-        cause = "asked for" if pack_gqa else f"seqlen_q {shapes.seqlen_q} < {SHORT_QUERY}"
+        cause = "asked for" if pack_gqa else f"{queries} queries a sequence < {SHORT_QUERY}"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
 
@@ -230,7 +234,7 @@ def select_fwd_config(
 def _choose_packing(
     rows: int,
     group: int,
-    seqlen_q: int,
+    queries: int,
     pack_gqa: bool | None,
     unpackable: str | None,
     decodes: bool,
@@ -247,7 +251,7 @@ def _choose_packing(
     if pack_gqa is None:
         # rows without a head waste products, which is worth it where memory is waited for
         can_pack = group <= rows and (decodes or padded_group(group) == group)
-        pack_gqa = can_pack and unpackable is None and seqlen_q < SHORT_QUERY
+        pack_gqa = can_pack and unpackable is None and queries < SHORT_QUERY
     return group if pack_gqa else 1
 
 

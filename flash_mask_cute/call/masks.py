@@ -119,14 +119,11 @@ class ResolvedMasks(NamedTuple):
             return True
         return self.block_lists.mask_block_cnt.shape[2] == -(-seqlen_q // self.block_size[0])
 
-    def unpackable(self, shapes: FwdShapes, lists_are_bits: bool) -> str | None:
-        """The argument, if any, that prevents query heads of a group from sharing a tile.
-
-        lists_are_bits: block lists are read by position, for any head.
-        """
-        lists = self.block_lists
-        if lists is not None and not (lists_are_bits and lists.mask_block_cnt.shape[1] == 1):
-            return "block lists (block_sparse_tensors)"
+    def unpackable(self, shapes: FwdShapes) -> str | None:
+        """The argument, if any, that prevents query heads of a group from sharing a tile."""
+        if self.block_lists is not None and self.block_lists.mask_block_cnt.shape[1] != 1:
+            heads = self.block_lists.mask_block_cnt.shape[1]
+            return f"block_sparse_tensors that differ by query head, of {heads} heads"
         if self.column_mask is not None:
             heads = self.column_mask.startend_row_indices.shape[1]
             if heads == shapes.heads_q > shapes.heads_kv:

@@ -427,13 +427,7 @@ def _with_split(
 def _may_pack(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target) -> bool:
     """Whether query heads of a group can share a tile."""
     can_pack = shapes.heads_q // shapes.heads_kv <= arch_spec(target).forward.packed_rows
-    return (
-        can_pack and _unpackable(call, shapes, masks) is None and call.options.pack_gqa is not False
-    )
-
-
-def _unpackable(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks) -> str | None:
-    return masks.unpackable(shapes, lists_are_bits=call.options.q_start is not None)
+    return can_pack and masks.unpackable(shapes) is None and call.options.pack_gqa is not False
 
 
 def _visible(window: _FoldedWindow) -> int | None:
@@ -460,7 +454,7 @@ def _fwd_chooser(
         override=call.options.config,
         window=_visible(window),
         block_size=masks.block_size,
-        unpackable=_unpackable(call, shapes, masks),
+        unpackable=masks.unpackable(shapes),
         spec=arch_spec(target),
         decode_rows=rows,
         num_sms=target.num_sms,

@@ -34,6 +34,11 @@ class FwdShapes(NamedTuple):
     head_dim_v: int
 
     @property
+    def mean_seqlen_q(self) -> int:
+        """Queries of a sequence on average, rounded up."""
+        return -(-self.total_q // max(self.batch, 1))
+
+    @property
     def is_empty(self) -> bool:
         """Whether there are no queries or no keys, so there is nothing to launch."""
         return not (self.batch and self.total_q and self.total_k)

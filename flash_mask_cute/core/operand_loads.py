@@ -13,6 +13,7 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.pages import PageRow, Pages
 from flash_mask_cute.core.row_copies import BlockRows, RowCopies
+from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 
@@ -187,21 +188,22 @@ class OperandLoads:
         number, pages = state.blocks, state.next_pages
         is_next = (block.index == state.v_block - 1) & (place.batch_idx == state.v_place.batch_idx)
         if is_next == Boolean(False):
-            pages = self._look_up(place, block.index)
+            pages = self._settled(self._look_up(place, block.index))
+        # the table is read while this block is loaded
+        next_pages = self._look_up(place, block.index - 1)
         channel = self._begin_block(number, block)
         if const_expr(self._by_rows):
             smem = self.k.smem[None, None, channel.index(number)]
             self._copies.copy(self.pages.k, place.head, pages, smem)
         else:
             self._load_key_boxes(place, pages, number)
-        next_pages = self._look_up(place, block.index - 1)
         self._load_paged_values(state)
         state = state._replace(
             blocks=number + 1,
             v_block=block.index,
             v_place=place,
             v_pages=pages,
-            next_pages=next_pages,
+            next_pages=self._settled(next_pages),
         )
         if const_expr(self._by_rows):
             state = self._hand_over_rows(state, STEPS_IN_FLIGHT)
@@ -266,7 +268,8 @@ class OperandLoads:
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
     def _look_up(self, place: Place, block: Int32) -> PageRow | BlockRows:
-        """The place of this lane's box of a block, or the places of its rows.
+        """The place of this lane's box of a block, or the places of its rows, of pages that have to
+        be `_settled`.
 
         Lanes compute the places of all boxes at once. Done when a box is loaded, the divisions and
         clamps would take longer than the load.
@@ -276,7 +279,13 @@ class OperandLoads:
         last = self.shape.tile_n // self.shape.page_box - 1
         box = cutlass.min(cute.arch.lane_idx(), last)
         key = self._key(place, cutlass.max(block, 0), box)
-        return self.pages.place(self.pages.number(place.batch_idx, key), key, place.length)
+        return self.pages.place(self.pages.entry(place.batch_idx, key), key, place.length)
+
+    def _settled(self, pages: PageRow | BlockRows) -> PageRow | BlockRows:
+        """Pages of the pool, from what was read in the table."""
+        if self._by_rows:
+            return self._copies.settled(pages)
+        return pages._replace(page=self.pages.number(pages.page))
 
     # -- rows of pages --------------------------------------------------------------------------
 
@@ -286,7 +295,7 @@ class OperandLoads:
 
     @property
     def _copies(self) -> RowCopies:
-        return RowCopies(self.pages, self.shape.tile_n)
+        return RowCopies(self.pages, self.shape.tile_n, self.shape.tile_m <= DECODE_ROWS)
 
     @cute.jit
     def _hand_over_rows(self, state: LoadState, in_flight: cutlass.Constexpr[int]) -> LoadState:

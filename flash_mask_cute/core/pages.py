@@ -88,10 +88,13 @@ class Pages(NamedTuple):
         """The most keys of a sequence."""
         return self.table.shape[1] * self.page_size
 
-    def number(self, batch_idx: Int32, key: Int32) -> Int32:
-        """The page of a key of a sequence with at least one key."""
-        column = cutlass.min(self._column(key), self.table.shape[1] - 1)
-        return cutlass.max(cutlass.min(self.table[batch_idx, column], self.num_pages - 1), 0)
+    def entry(self, batch_idx: Int32, key: Int32) -> Int32:
+        """What the table has for a key of a sequence with at least one key."""
+        return self.table[batch_idx, cutlass.min(self._column(key), self.table.shape[1] - 1)]
+
+    def number(self, entry: Int32) -> Int32:
+        """The page of an entry of the table."""
+        return cutlass.max(cutlass.min(entry, self.num_pages - 1), 0)
 
     def place(self, page: Int32, key: Int32, seqlen_k: Int32) -> PageRow:
         """The place of a key, in its page, of a sequence of seqlen_k keys."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from flash_mask_cute.core.pages import Pages
@@ -24,8 +24,9 @@ VECTOR = 8
 # Lanes that copy a row, at most. A copy of the warp then reads 64 bytes of 8 rows: more lanes leave
 # more addresses to compute, and fewer leave parts of cache lines to each copy.
 LANES_OF_ROW = 4
-# rows of a lane whose addresses are worked out together
-UNROLL = 2
+# Rows of a lane whose addresses are worked out together. In decoding all registers are free for
+# them, and a warp that waits for each address would copy more slowly than memory reads.
+UNROLL, UNROLL_OF_DECODING = 2, 4
 
 
 class BlockRows(NamedTuple):
@@ -37,10 +38,11 @@ class BlockRows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowCopies:
-    """tile_n: rows of a block."""
+    """tile_n: rows of a block. is_decoding: work tiles have at most `DECODE_ROWS` rows."""
 
     pages: Pages
     tile_n: cutlass.Constexpr[int]
+    is_decoding: cutlass.Constexpr[bool]
 
     @property
     def num_groups(self) -> int:
@@ -52,15 +54,19 @@ class RowCopies:
         return BlockRows(zeros, zeros)
 
     def look_up(self, batch_idx: Int32, block: Int32, seqlen_k: Int32) -> BlockRows:
-        """The places of the rows of a block of a sequence."""
+        """The places of the rows of a block of a sequence, with page numbers as the table has
+        them, which nobody waits for before `settled`."""
         pages, rows = [], []
         for group in range(self.num_groups):
             key = block * self.tile_n + group * WARP + cute.arch.lane_idx()
             key = cutlass.max(cutlass.min(key, seqlen_k - 1), 0)
-            page = self.pages.number(batch_idx, key)
+            page = self.pages.entry(batch_idx, key)
             pages.append(page)
             rows.append(self.pages.place(page, key, seqlen_k).row)
         return BlockRows(tuple(pages), tuple(rows))
+
+    def settled(self, at: BlockRows) -> BlockRows:
+        return at._replace(pages=tuple(self.pages.number(page) for page in at.pages))
 
     @cute.jit
     def copy(self, pool: cute.Tensor, head: Int32, at: BlockRows, smem: cute.Tensor) -> None:
@@ -69,6 +75,7 @@ class RowCopies:
         per_row = cute.size(smem, mode=[1]) // VECTOR
         lanes = math.gcd(per_row, LANES_OF_ROW)
         rows_at_once = WARP // lanes
+        unroll = UNROLL_OF_DECODING if self.is_decoding else UNROLL
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL),
             pool.element_type,
@@ -77,14 +84,28 @@ class RowCopies:
         row_of_lane, vector_of_lane = cute.arch.lane_idx() // lanes, cute.arch.lane_idx() % lanes
         for group in cutlass.range_constexpr(self.num_groups):
             num_rows = min(WARP, self.tile_n - group * WARP)
-            for step in cutlass.range(num_rows // rows_at_once, unroll=UNROLL):
+            # the products of one row, for all that copy it
+            offset = Int64(cute.crd2idx((at.pages[group], at.rows[group], head, 0), pool.layout))
+            for step in cutlass.range(num_rows // rows_at_once, unroll=unroll):
                 row = step * rows_at_once + row_of_lane
-                page = cute.arch.shuffle_sync(at.pages[group], row)
-                source = pool[page, cute.arch.shuffle_sync(at.rows[group], row), head, None]
+                source = _row_at(pool, _of_lane(offset, row))
                 target = smem[group * WARP + row, None]
                 for vector in cutlass.range_constexpr(0, per_row, lanes):
                     number = vector + vector_of_lane
                     cute.copy(atom, _vector(source, number), _vector(target, number))
+
+
+def _of_lane(word: Int64, lane: Int32) -> Int64:
+    """What a lane of this warp has."""
+    low = cute.arch.shuffle_sync(Int32(word), lane)
+    high = cute.arch.shuffle_sync(Int32(word >> 32), lane)
+    return (Int64(high) << 32) | Int64(Uint32(low))
+
+
+def _row_at(pool: cute.Tensor, offset: Int64) -> cute.Tensor:
+    """The row that begins `offset` elements behind the first one of a pool."""
+    begin = pool.iterator + cute.assume(offset, divby=VECTOR)
+    return cute.make_tensor(begin, cute.make_layout(cute.size(pool, mode=[3])))
 
 
 def _vector(row: cute.Tensor, number: Int32) -> cute.Tensor:
