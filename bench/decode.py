@@ -388,6 +388,8 @@ def fa4(run: Run, p: Problem) -> None:
     keywords: Json = {"causal": case.mask != "full", "learnable_sink": None}
     if p.sink is not None:
         keywords["learnable_sink"] = p.sink.bfloat16()
+    if p.cu_seqlens_q is not None:
+        keywords |= {"cu_seqlens_q": p.cu_seqlens_q, "max_seqlen_q": case.queries}
     if case.mask == "sink_window":
         keywords |= {"window_size_left": 127, "window_size_right": 0, "causal": False}
 
@@ -503,7 +505,8 @@ def measure_case(run: Run, case: DecodeCase, peers: Sequence[str], absent: set[s
     for peer in peers:
         if peer in absent:
             continue
-        if peer != "ours" and (case.decoding or case.appends):
+        is_written = not case.appends and (peer == "fa4" or not case.decoding)
+        if peer != "ours" and not is_written:
             run.log(kind="refused", case=case.name, peer=peer, why="not written for this peer")
             continue
         try:

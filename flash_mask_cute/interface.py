@@ -120,7 +120,8 @@ def _flash_attn_fwd(
     tile in N parts and merges them (docs/serving.md).
 
     pack_gqa: query heads of a KV head share tiles; None packs if queries are few. Block lists or
-    column intervals by query head rule it out. config: a `FwdConfig`, or some of its fields.
+    column intervals that differ by query head rule it out. config: a `FwdConfig`, or some of its
+    fields.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; names argument and value.

@@ -20,13 +20,13 @@ from flash_mask_cute.core.pages import Pages
 
 WARP = 32
 # elements of 16 bits of a copy
-VECTOR = 8
-# Lanes that copy a row, at most. A copy of the warp then reads 64 bytes of 8 rows: more lanes leave
-# more addresses to compute, and fewer leave parts of cache lines to each copy.
-LANES_OF_ROW = 4
+VECTOR, VECTOR_BYTES = 8, 16
+# Lanes that copy a row, at most: 128 bytes side by side. With fewer lanes a copy of the warp takes
+# parts of more cache lines, and with more it takes more addresses.
+LANES_OF_ROW = 8
 # Rows of a lane whose addresses are worked out together. In decoding all registers are free for
-# them, and a warp that waits for each address would copy more slowly than memory reads.
-UNROLL, UNROLL_OF_DECODING = 2, 4
+# them, and a warp that waits for addresses would copy more slowly than memory reads.
+UNROLL, UNROLL_OF_DECODING = 4, 8
 
 
 class BlockRows(NamedTuple):
@@ -84,15 +84,17 @@ class RowCopies:
         row_of_lane, vector_of_lane = cute.arch.lane_idx() // lanes, cute.arch.lane_idx() % lanes
         for group in cutlass.range_constexpr(self.num_groups):
             num_rows = min(WARP, self.tile_n - group * WARP)
-            # the products of one row, for all that copy it
-            offset = Int64(cute.crd2idx((at.pages[group], at.rows[group], head, 0), pool.layout))
+            # the products of one row, for all lanes that copy it
+            place = (at.pages[group], at.rows[group], head, 0)
+            address = (pool.iterator + cute.crd2idx(place, pool.layout)).toint()
             for step in cutlass.range(num_rows // rows_at_once, unroll=unroll):
                 row = step * rows_at_once + row_of_lane
-                source = _row_at(pool, _of_lane(offset, row))
+                begin = _of_lane(address, row) + vector_of_lane * VECTOR_BYTES
+                source = _tensor_at(begin, pool, cute.size(smem, mode=[1]))
                 target = smem[group * WARP + row, None]
                 for vector in cutlass.range_constexpr(0, per_row, lanes):
-                    number = vector + vector_of_lane
-                    cute.copy(atom, _vector(source, number), _vector(target, number))
+                    to_vector = _vector(target, vector + vector_of_lane)
+                    cute.copy(atom, _vector(source, vector), to_vector)
 
 
 def _of_lane(word: Int64, lane: Int32) -> Int64:
@@ -102,10 +104,11 @@ def _of_lane(word: Int64, lane: Int32) -> Int64:
     return (Int64(high) << 32) | Int64(Uint32(low))
 
 
-def _row_at(pool: cute.Tensor, offset: Int64) -> cute.Tensor:
-    """The row that begins `offset` elements behind the first one of a pool."""
-    begin = pool.iterator + cute.assume(offset, divby=VECTOR)
-    return cute.make_tensor(begin, cute.make_layout(cute.size(pool, mode=[3])))
+def _tensor_at(address: Int64, pool: cute.Tensor, size: int) -> cute.Tensor:
+    """The elements from an address inside a pool on."""
+    dtype, space = pool.element_type, pool.memspace
+    begin = cute.make_ptr(dtype, address, space, assumed_align=VECTOR_BYTES)
+    return cute.make_tensor(begin, cute.make_layout(size))
 
 
 def _vector(row: cute.Tensor, number: Int32) -> cute.Tensor:

@@ -273,6 +273,22 @@ def test_lists_without_full_blocks(simulator: ModuleType) -> None:
     run_sim(simulator, inputs, seeds=(None,), block_sparse_tensors_torch=lists)
 
 
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("blocks", [(128, 128), (64, 128), (96, 64)], ids=str)
+@pytest.mark.parametrize("heads_q", [8, 6])
+@pytest.mark.parametrize("seqlen_q", [3, 100])
+def test_heads_share_tiles_beside_lists_for_all_heads(
+    simulator: ModuleType, blocks: tuple[int, int], heads_q: int, seqlen_q: int
+) -> None:
+    """In pieces and in one pass. 100 queries of 4 heads are several tiles of a row of blocks."""
+    case = Case("lists", 1, seqlen_q, 700, heads_q, 2, 64, mask_mod="documents", blocks=blocks)
+    inputs = make_inputs(case)
+    lists = inputs.keywords["block_sparse_tensors_torch"]
+    assert lists.mask_block_cnt.shape[1] == 1
+    for num_splits in (0, 1):
+        run_sim(simulator, inputs, seeds=(1,), num_splits=num_splits)
+
+
 TILE_FIELDS = ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo")
 
 

@@ -270,7 +270,7 @@ def test_a_changed_global_and_a_changed_cell_are_noticed(
 
 BY_HEAD: dict[str, dict[str, Any]] = {
     "startend_row_indices": {"startend_row_indices": columns(2, heads=4)},
-    "block lists": {"block_sparse_tensors_torch": lists()},
+    "block_sparse_tensors": {"block_sparse_tensors_torch": lists(heads=4)},
 }
 
 
@@ -293,6 +293,8 @@ def test_few_queries_are_packed_only_where_heads_agree(recorder: Recorder) -> No
         ({"startend_row_indices": columns(2, heads=2)}, 2),
         ({"startend_row_indices": columns(2, heads=4)}, 1),
         ({"mask_mod": CHECKS, "score_mod": SCORE_MODS["alibi"].cute}, 2),
+        ({"block_sparse_tensors_torch": lists()}, 2),
+        ({"block_sparse_tensors_torch": lists(heads=4)}, 1),
     ):
         _flash_attn_fwd(q[:, :9].contiguous(), k, v, q_start=0, **masks)  # type: ignore[arg-type]
         assert recorder.prepared[-1].problem.packed_heads == expected
