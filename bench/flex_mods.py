@@ -181,10 +181,11 @@ def _natten(x: Sizes) -> Made:
     """Of an image, row by row."""
     width = 1 << (x.n.bit_length() // 2)
     reach = min(6, width // 4)
+    height = max(x.n // width, 2 * reach + 1)
 
     def natten(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         places = (q // width, q % width), (k // width, k % width)
-        return _near(*places, (max(x.n // width, 2 * reach + 1), width), reach)
+        return _near(*places, (height, width), reach)
 
     return Made(natten)
 
@@ -281,6 +282,7 @@ def _last_image(x: Sizes) -> Made:
 def _tiled_natten(x: Sizes) -> Made:
     """Tokens lie in memory tile by tile, of 8 x 8."""
     tile, across = 8, max(4, 1 << ((x.n // 64).bit_length() // 2))
+    height = max(x.n // (across * tile), 16)
 
     def place(token: Any) -> tuple[Any, Any]:
         number, inside = token // (tile * tile), token % (tile * tile)
@@ -288,7 +290,6 @@ def _tiled_natten(x: Sizes) -> Made:
         return row, number % across * tile + inside % tile
 
     def tiled_natten(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        height = max(x.n // (across * tile), 16)
         return _near(place(q), place(k), (height, across * tile), 6)
 
     return Made(tiled_natten)

@@ -1,7 +1,7 @@
 """Writes new keys and values behind those of a cache, contiguous or paged, before attention.
 
-A CTA processes a row of the new keys and values or, with rotation, of the queries. The last CTAs
-write the new number of keys of each sequence, so the host needs no launch for it. Rows and page
+A CTA processes a row of the new keys, of the new values or, with rotation, of the queries. The last
+CTAs write the new number of keys of each sequence, so the host needs no launch for it. Rows and page
 numbers outside of the cache are ignored, and never cause a fault.
 
 Rotary embedding (RoFormer, Su et al., 2021) rotates the pairs of the first `2 * rotary_pairs`
@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.seqlen_info import SeqlenInfoQK, SeqlenInfoQKNewK
 
 NUM_THREADS = 128
+# elements that a thread has read before it writes the first one: attention waits for all this
+AT_ONCE = 8
 
 
 class NewRows(NamedTuple):
@@ -86,7 +88,7 @@ class AppendKV:
         if const_expr(rotary is not None):
             rotary = Rotary(*rotary)
             rows_q = _num_rows(rotary.q)
-        grid = rows_k + rows_q + cute.ceil_div(num_batch, NUM_THREADS)
+        grid = 2 * rows_k + rows_q + cute.ceil_div(num_batch, NUM_THREADS)
         self.kernel(new, cache, rotary, rows_k, rows_q).launch(
             grid=(grid, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
         )
@@ -97,18 +99,28 @@ class AppendKV:
     ):
         cta, _, _ = cute.arch.block_idx()
         if cta < rows_k:
-            self._append(new, cache, rotary, cta)
-        elif cta < rows_k + rows_q:
+            self._append(new, cache, rotary, cta, of_keys=True)
+        elif cta < 2 * rows_k:
+            self._append(new, cache, rotary, cta - rows_k, of_keys=False)
+        elif cta < 2 * rows_k + rows_q:
             if const_expr(rotary is not None):
-                self._rotate_query(cache, rotary, cta - rows_k)
+                self._rotate_query(cache, rotary, cta - 2 * rows_k)
         else:
             thread, _, _ = cute.arch.thread_idx()
-            batch_idx = (cta - rows_k - rows_q) * NUM_THREADS + thread
+            batch_idx = (cta - 2 * rows_k - rows_q) * NUM_THREADS + thread
             if batch_idx < cache.seqlens.shape[0]:
                 cache.total[batch_idx] = Int32(_lengths(new, cache, batch_idx).seqlen_k)
 
     @cute.jit
-    def _append(self, new: NewRows, cache: Cache, rotary: Rotary | None, row: Int32):
+    def _append(
+        self,
+        new: NewRows,
+        cache: Cache,
+        rotary: Rotary | None,
+        row: Int32,
+        of_keys: cutlass.Constexpr[bool],
+    ):
+        """Write a row of the new keys, or of the new values."""
         place = _place(new.cu_seqlens, new.seqlen(), row)
         if place.is_valid:
             info = _lengths(new, cache, place.batch_idx)
@@ -116,15 +128,14 @@ class AppendKV:
                 cache, place.batch_idx, info.offset_k + info.seqlen_k_og + place.row
             )
             if exists:
-                of_k = _row(new.k, new.cu_seqlens, place, row)
-                of_v = _row(new.v, new.cu_seqlens, place, row)
-                if const_expr(rotary is None):
-                    _copy(of_k, cache.k[entry, target, None, None])
-                else:
+                rows, slots = (new.k, cache.k) if const_expr(of_keys) else (new.v, cache.v)
+                source = _row(rows, new.cu_seqlens, place, row)
+                if const_expr(of_keys and rotary is not None):
                     first = cache.seqlens if const_expr(rotary.first is None) else rotary.first
                     position = first[place.batch_idx] + place.row
-                    self._rotate(rotary, position, of_k, cache.k[entry, target, None, None])
-                _copy(of_v, cache.v[entry, target, None, None])
+                    self._rotate(rotary, position, source, slots[entry, target, None, None])
+                else:
+                    _copy(source, slots[entry, target, None, None])
 
     @cute.jit
     def _rotate_query(self, cache: Cache, rotary: Rotary, row: Int32):
@@ -227,6 +238,13 @@ def _copy(source: cute.Tensor, target: cute.Tensor):
     """A row (heads, d)."""
     thread, _, _ = cute.arch.thread_idx()
     heads, dim = source.shape
-    for i in range(thread, heads * dim, NUM_THREADS):
-        head_idx = i // dim
-        target[head_idx, i - head_idx * dim] = source[head_idx, i - head_idx * dim]
+    size = heads * dim
+    for first in range(thread, size, AT_ONCE * NUM_THREADS):
+        elements = cute.make_rmem_tensor(AT_ONCE, source.element_type)
+        for i in range_constexpr(AT_ONCE):
+            at = cutlass.min(first + i * NUM_THREADS, size - 1)
+            elements[i] = source[at // dim, at % dim]
+        for i in range_constexpr(AT_ONCE):
+            at = first + i * NUM_THREADS
+            if at < size:
+                target[at // dim, at % dim] = elements[i]

@@ -1,9 +1,9 @@
 """Block lists of a `mask_mod`: the blocks of the score matrix with visible or hidden scores.
 
-A warp examines one block, the warps of a CTA examine neighbouring blocks. They exchange their
-states in shared memory, and each warp then knows the place of its block in the list. So lists are
-ascending without a sort, and nothing is counted beforehand. The same rules run on the host, block
-by block, for CPU tensors.
+Two kernels. In the first one, each warp examines one block of the matrix, and writes its state
+where the block's entry of a list may come to lie later. In the second one, a warp turns the states
+of a list into its entries, 32 at a time: a vote tells each lane the place of its block. So lists
+are ascending without a sort. The same rules run on the host, block by block, for CPU tensors.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,8 @@ from flash_mask_cute.mods.calling import call_mask_mod
 
 NUM_WARPS = 8
 WARP = 32
+# scores between two tests whether the state of a block is known
+ROWS_AT_ONCE = 8
 
 
 class BlockLists(NamedTuple):
@@ -71,55 +73,67 @@ class BlockScan:
 
     @cute.jit
     def __call__(self, lists: BlockLists, grid: BlockGrid, aux_tensors, stream):
-        """Launch on `stream`: one CTA for each list."""
-        batch, heads, q_blocks = lists.mask_cnt.shape
-        self.kernel(lists, grid, aux_tensors).launch(
-            grid=(q_blocks, heads, batch), block=(NUM_WARPS * WARP, 1, 1), stream=stream
+        """Launch both kernels on `stream`."""
+        batch, heads, q_blocks, k_blocks = lists.mask_idx.shape
+        examiners = q_blocks * cute.ceil_div(k_blocks, NUM_WARPS)
+        self.examine_blocks(lists, grid, aux_tensors).launch(
+            grid=(examiners, heads, batch), block=(NUM_WARPS * WARP, 1, 1), stream=stream
+        )
+        self.make_lists(lists).launch(
+            grid=(q_blocks, heads, batch), block=(WARP, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, lists: BlockLists, grid: BlockGrid, aux_tensors):
-        m_block, head_idx, batch_idx = cute.arch.block_idx()
-        place = Place(batch_idx, head_idx, m_block)
-        thread_idx, _, _ = cute.arch.thread_idx()
+    def examine_blocks(self, lists: BlockLists, grid: BlockGrid, aux_tensors):
+        """Write the state of each block as its entry of mask_idx. A warp for each block."""
+        number, head_idx, batch_idx = cute.arch.block_idx()
+        ctas_of_list = cute.ceil_div(lists.mask_idx.shape[3], NUM_WARPS)
+        place = Place(batch_idx, head_idx, number // ctas_of_list)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        sStates = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(NUM_WARPS))
+        n_block = number % ctas_of_list * NUM_WARPS + warp_idx
+        states = self._entries(lists.mask_idx, place)
+        if n_block < states.shape[0]:
+            lane = cute.arch.lane_idx()
+            state = self._look_at_block(grid, place, n_block, lane, WARP, aux_tensors)
+            state = state_of_warp(has_visible(state), has_hidden(state))
+            if lane == 0:
+                states[n_block] = state
+
+    @cute.kernel
+    def make_lists(self, lists: BlockLists):
+        """Turn the states in mask_idx into lists. A warp for each place of a list.
+
+        Entries replace states that have been read: there are no more of them than blocks before.
+        """
+        m_block, head_idx, batch_idx = cute.arch.block_idx()
+        place, lane = Place(batch_idx, head_idx, m_block), cute.arch.lane_idx()
         mask_idx = self._entries(lists.mask_idx, place)
         full_idx = self._entries(lists.full_idx, place)
         num_blocks = mask_idx.shape[0]
         mask_cnt = Int32(0)
         full_cnt = Int32(0)
-        for first in range(0, num_blocks, NUM_WARPS):
-            n_block = first + warp_idx
-            state = Int32(0)
+        for first in range(0, num_blocks, WARP):
+            n_block = first + lane
+            is_partial, is_full = Boolean(False), Boolean(False)
             if n_block < num_blocks:
-                mine = self._look_at_block(grid, place, n_block, lane, WARP, aux_tensors)
-                state = state_of_warp(has_visible(mine), has_hidden(mine))
-            if lane == 0:
-                sStates[warp_idx] = state
-            cute.arch.sync_threads()
-            mask_end = mask_cnt
-            full_end = full_cnt
-            for i in range_constexpr(NUM_WARPS):
-                is_partial, is_full = self._classify(sStates[i])
-                mask_end += Int32(is_partial)
-                full_end += Int32(is_full)
-                if i < warp_idx:
-                    mask_cnt += Int32(is_partial)
-                    full_cnt += Int32(is_full)
-            if lane == 0:
-                is_partial, is_full = self._classify(state)
-                self._put(mask_idx, mask_cnt, n_block, is_partial)
-                if const_expr(self.has_full):
-                    self._put(full_idx, full_cnt, n_block, is_full)
-            mask_cnt = mask_end
-            full_cnt = full_end
-            # the states of this round have been read
-            cute.arch.sync_threads()
-        self._finish(lists.mask_cnt, mask_idx, place, mask_cnt, thread_idx, NUM_WARPS * WARP)
+                is_partial, is_full = self._classify(mask_idx[n_block])
+            mask_cnt = self._put_of_warp(mask_idx, mask_cnt, n_block, is_partial)
+            if const_expr(self.has_full):
+                full_cnt = self._put_of_warp(full_idx, full_cnt, n_block, is_full)
+        self._finish(lists.mask_cnt, mask_idx, place, mask_cnt, lane, WARP)
         if const_expr(self.has_full):
-            self._finish(lists.full_cnt, full_idx, place, full_cnt, thread_idx, NUM_WARPS * WARP)
+            self._finish(lists.full_cnt, full_idx, place, full_cnt, lane, WARP)
+
+    @cute.jit
+    def _put_of_warp(
+        self, entries: cute.Tensor, count: Int32, n_block: Int32, is_listed: Boolean
+    ) -> Int32:
+        """Append the listed ones among the blocks of a warp's lanes to a list of `count` entries;
+        the new count."""
+        listed = cute.arch.vote_ballot_sync(is_listed)
+        before = listed & ((1 << cute.arch.lane_idx()) - 1)
+        self._put(entries, count + cute.arch.popc(before), n_block, is_listed)
+        return count + cute.arch.popc(listed)
 
     @cute.jit
     def on_host(self, lists: BlockLists, grid: BlockGrid, aux_tensors, record):
@@ -213,11 +227,18 @@ class BlockScan:
                 state |= self._look(place, q_idx, k_idx, aux_tensors)
         else:
             enough = PARTIAL if const_expr(self.has_full) else FULL
-            q_idx = q_begin
-            while q_idx < q_end and (state & enough) != enough:
-                for k_idx in cutlass.range(k_begin + lane, k_end, lanes, unroll=4):
+            k_idx = k_begin + lane
+            # column by column, since what a mask_mod computes from a key alone is computed once
+            while k_idx < k_end and (state & enough) != enough:
+                q_idx = q_begin
+                while q_idx + ROWS_AT_ONCE <= q_end and (state & enough) != enough:
+                    for i in range_constexpr(ROWS_AT_ONCE):
+                        state |= self._look(place, q_idx + i, k_idx, aux_tensors)
+                    q_idx += ROWS_AT_ONCE
+                while q_idx < q_end and (state & enough) != enough:
                     state |= self._look(place, q_idx, k_idx, aux_tensors)
-                q_idx += 1
+                    q_idx += 1
+                k_idx += lanes
         return state
 
     def _look(self, place: Place, q_idx: Int32, k_idx: Int32, aux_tensors) -> Int32:

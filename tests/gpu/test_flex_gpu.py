@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import waves
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask
 
@@ -133,3 +134,16 @@ def test_maxima(name: str) -> None:
     rows = [x.transpose(1, 2) for x in (q, k, v)]
     _, largest = flash_attn_func(rows[0], rows[1], rows[2], mask_mod=mod, return_max_logit=True)
     torch.testing.assert_close(largest.double(), scores.amax((0, 2, 3)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", waves.BOUNDS)
+def test_functions_in_kernels(name: str) -> None:
+    """By the instructions themselves, whose errors the software GPU does not have."""
+    x = waves.points().cuda()
+    q, k, v = (torch.zeros(1, 1, x.numel(), 64, device="cuda").bfloat16() for _ in range(3))
+    score_mod, mask_mod = waves.mods_of(waves.BOUNDS[name][0], x)
+    mask = create_block_mask(mask_mod, None, None, x.numel(), x.numel(), device="cuda")
+    aux = AuxRequest(lse=True)
+    out, made = flex_attention(q, k, v, score_mod, mask, return_aux=aux)  # type: ignore[call-overload]
+    assert made.lse is not None
+    waves.assert_values(name, x, out[0, 0], made.lse.flatten())

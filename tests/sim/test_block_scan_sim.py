@@ -25,7 +25,7 @@ def document_mod(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 
 def visible_of(name: str, ids: Tensor, shape: tuple[int, ...]) -> Tensor:
     b, h, q, k = torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij")
-    return k <= q + 5 if name == "causal" else ids[b, h, q] == ids[b, h, k]
+    return ids[b, h, q] == ids[b, h, k] if name == "documents" else k <= q + 5
 
 
 def expected_rows(visible: Tensor, block_q: int, block_k: int, has_full: bool) -> list[Any]:
@@ -41,7 +41,9 @@ def expected_rows(visible: Tensor, block_q: int, block_k: int, has_full: bool) -
 
 CASES = {
     # batch, heads, seqlen_q, seqlen_k, block_q, block_k
-    "causal": (1, 2, 70, 200, 32, 16),  # 13 blocks: two rounds of the warps
+    # 13 blocks: two CTAs that examine them; 50 blocks: two rounds of the warp that lists them
+    "causal": (1, 2, 70, 200, 32, 16),
+    "causal, many": (1, 2, 70, 200, 32, 4),
     "documents": (2, 1, 100, 100, 48, 40),
 }
 

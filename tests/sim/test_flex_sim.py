@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import waves
 from cases import Case
 from flex_catalogue import BY_NAME, DOCUMENTS, T5_BIAS, CatalogueMod, Extents
 from flex_oracle import dense_mask, scores_of_head
 from gradient_oracle import make_output_gradients
-from inputs import make_inputs
-from simulated_forward import run_sim
+from inputs import Inputs, make_inputs
+from simulated_forward import launch_on_simulator, run_sim
 from torch import Tensor
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 
 from flash_mask_cute.flex import lower_mod
+from flash_mask_cute.flex.together import as_cute_mods
 
 # as the software GPU is, so that these tests run on either
 ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
@@ -99,3 +101,15 @@ def test_backward(simulator: ModuleType, case: Case, row: CatalogueMod) -> None:
         dout, dlse = make_output_gradients(given.inputs)
         found = [more["daux"][i] for i in given.wants_aux]
         assert_aux_gradients_close(found, given, dout, dlse)
+
+
+@pytest.mark.parametrize("name", waves.BOUNDS)
+def test_functions_in_kernels(simulator: ModuleType, name: str) -> None:
+    """Those that kernels compute otherwise than code for the CPU."""
+    x = waves.points()
+    n = x.numel()
+    mods = as_cute_mods(*waves.mods_of(waves.BOUNDS[name][0], x), None, "cpu")
+    q, k, v = (torch.zeros(1, n, 1, 64).bfloat16() for _ in range(3))
+    inputs = Inputs(Case("functions", 1, n, n, 1, 1, head_dim=64), q, k, v, mods._asdict())
+    out, lse = launch_on_simulator(inputs, ARCH)
+    waves.assert_values(name, x, out[0, :, 0], lse.flatten())

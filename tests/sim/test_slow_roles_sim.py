@@ -142,7 +142,7 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     ),
     "block-scan": (
         lambda sim: test_block_scan_sim.test_lists(sim, "causal", True),
-        ("mask_prep.block_scan_kernel.kernel",),
+        ("mask_prep.block_scan_kernel.examine_blocks", "mask_prep.block_scan_kernel.make_lists"),
     ),
     "key-block-bounds": (
         lambda sim: test_column_bounds_sim.test_packed(sim, (64, 0, 80, 112, 1), 64),
