@@ -1,4 +1,4 @@
-"""Functions of flex mods in kernels, seen by LSE: where each query sees one key, LSE is its score."""
+"""Functions of flex mods in kernels, by LSE: where a query sees one key, LSE is the score."""
 
 from __future__ import annotations
 
