@@ -114,6 +114,21 @@ def test_sinks_and_a_window_visit_two_ranges(monkeypatch: pytest.MonkeyPatch) ->
     assert found.empty_key_tiles is not None and found.empty_key_tiles > 1000
 
 
+@pytest.mark.parametrize(("prefills", "packed_heads"), [(4, 4), (40, 1)])
+def test_heads_share_tiles_if_most_sequences_decode(
+    prefills: int, packed_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest one has 512 queries in either batch of 64."""
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
+    queries = torch.tensor([0] + [1] * (64 - prefills) + [512] * prefills)
+    edges = queries.cumsum(0).int()
+    q = torch.zeros(int(edges[-1]), 8, 64, dtype=torch.bfloat16)
+    k = torch.zeros(64, 600, 2, 64, dtype=torch.bfloat16)
+    used = torch.full((64,), 600, dtype=torch.int32)
+    found = explain(q, k, k, cu_seqlens_q=edges, max_seqlen_q=512, seqused_k=used, causal=True)
+    assert found.packed_heads == packed_heads
+
+
 @pytest.mark.parametrize(
     ("page_size", "how"),
     [
