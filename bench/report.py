@@ -427,6 +427,28 @@ def cudnn_bars(rows: Sequence[Json], direction: str) -> Iterator[Bar]:
     yield from map(of_case, other_names(is_backward=is_backward))
 
 
+def cudnn_table(rows: Sequence[Json]) -> str:
+    """Markdown: the masks of each size beside cudnn.flex_attention, both directions."""
+    lines = []
+    for direction, bar in CUDNN_BARS.items():
+        is_backward = direction == "bwd"
+        way = "backward" if is_backward else "forward"
+        of_name = {each.name: each.figure for each in cudnn_bars(rows, direction)}
+        for width in CUDNN_WIDTHS:
+            for size in CUDNN_SIZES:
+                names = compared_names(width, size, is_backward=is_backward)
+                ratios = [x for name in names if (x := of_name[name]) is not None]
+                if not ratios:
+                    continue
+                mean = exp(sum(map(log, ratios)) / len(ratios))
+                figures = [f"{x:.3g}" for x in (mean, min(ratios), max(ratios))]
+                short = sum(x < bar for x in ratios)
+                where = f"{way}, {width.label}, {size}"
+                lines.append([where, *figures, f"{bar:.2f}", f"{short} of {len(ratios)}"])
+    heads = ("masks", "mean", "least", "most", "bar", "below their bar")
+    return markdown(heads, lines, 1) if lines else "No row."
+
+
 def cudnn_plan_bars(figures: Figures) -> Iterator[Bar]:
     """Microseconds of preparing a mask over those of cuDNN's plan."""
     for name in (name for name in table_names() if name.startswith("cudnn-plan-")):
