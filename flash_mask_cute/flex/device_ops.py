@@ -232,7 +232,7 @@ def _wave(function: Callable[..., Any], x: Any) -> Any:
     periods = cute.math.floor(x * (1.0 / math.tau) + 0.5)
     rest = x
     for part in _PERIOD:
-        # the product is exact
+        # without rounding of the product
         rest = cute.math.fma(periods, Float32(-part), rest)
     return function(where(abs(x) <= MOST_WAVE, rest, math.nan), fastmath=True)
 
