@@ -322,11 +322,9 @@ _FUNCTIONS = {
             *("tan", "asin", "acos", "atan", "sinh", "cosh"),
         )
     },
-    **{name: f"ops.{name}({{}})" for name in ("sin", "cos")},
+    **{name: f"ops.{name}({{}})" for name in ("sin", "cos", "sigmoid", "erf")},
     # one instruction each on a GPU, of which docs/flex.md tells the errors
     **{x: f"cute.math.{x}({{}}, fastmath=True)" for x in ("exp", "exp2", "log", "log2", "tanh")},
-    "sigmoid": "ops.sigmoid({})",
-    "erf": "ops.erf({})",
     "special_erf": "ops.erf({})",
     "reciprocal": "1.0 / {}",
     "silu": "{0} * ops.sigmoid({0})",
