@@ -286,7 +286,7 @@ def test_heads_share_tiles_beside_lists_for_all_heads(
     lists = inputs.keywords["block_sparse_tensors_torch"]
     assert lists.mask_block_cnt.shape[1] == 1
     for num_splits in (0, 1):
-        run_sim(simulator, inputs, seeds=(1,), num_splits=num_splits)
+        run_sim(simulator, inputs, seeds=(1,), num_splits=num_splits, pack_gqa=True)
 
 
 TILE_FIELDS = ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo")
