@@ -29,6 +29,8 @@ from flash_mask_cute.flex.together import as_cute_mods
 ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+# 2^0 as a polynomial, which Blackwell computes for some columns, is off by so much
+OF_LSE = {"sm_90a": 0.0, "sm_100a": 8.7e-5}
 hopper_only = pytest.mark.skipif(ARCH != "sm_90a", reason="there is a kernel for Hopper only")
 
 
@@ -112,4 +114,4 @@ def test_functions_in_kernels(simulator: ModuleType, name: str) -> None:
     q, k, v = (torch.zeros(1, n, 1, 64).bfloat16() for _ in range(3))
     inputs = Inputs(Case("functions", 1, n, n, 1, 1, head_dim=64), q, k, v, mods._asdict())
     out, lse = launch_on_simulator(inputs, ARCH)
-    waves.assert_values(name, x, out[0, :, 0], lse.flatten())
+    waves.assert_values(name, x, out[0, :, 0], lse.flatten(), of_lse=OF_LSE[ARCH])
