@@ -16,7 +16,7 @@ from dsl_masks import visible_by_mask_mod
 from small_cases import ODD, dense, masked, small
 from test_bench_everyday import bar_of, made_up
 
-from bench import cudnn_cases, flops, masks, peers, prep, row_intervals, run
+from bench import cudnn_cases, flops, masks, peers, prep, report, row_intervals, run
 from bench.cases import CASES, BenchCase, make_tensors
 from bench.masks import Draw
 
@@ -238,3 +238,13 @@ def test_bars_of_masks_beside_cudnn() -> None:
     plans = made_up("a", plan, "wall", ours=100.0, cudnn_flex=2000.0)
     bar = bar_of(plan, *plans)
     assert bar.figure == pytest.approx(0.05) and bar.remark.startswith("us: 100 / 2000, run a")
+
+
+def test_the_table_of_masks_beside_cudnn() -> None:
+    names = cudnn_cases.compared_names(WIDTH, "8k", is_backward=False)
+    ratios = zip(names, (1.2, 1.05), strict=False)
+    rows = [row for name, x in ratios for row in made_up("a", name, ours=1.0, cudnn_flex=x)]
+    *_, line = report.cudnn_table(rows).splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == ["forward, d128, 8k", "1.12", "1.05", "1.2", "1.10", "1 of 2"]
+    assert report.cudnn_table([]) == "No row."
