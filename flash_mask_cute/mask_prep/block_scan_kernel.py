@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr, range_constexpr
+from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.tile_state import (
     EMPTY,
@@ -26,8 +26,7 @@ from flash_mask_cute.mods.calling import call_mask_mod
 
 NUM_WARPS = 8
 WARP = 32
-# Rows and columns of a thread between two tests whether the state of a block is known. Threads have
-# single columns where blocks are too narrow.
+# rows and columns of a thread between two tests whether the state of a block is known
 ROWS_AT_ONCE, COLS_AT_ONCE = 4, 4
 
 
@@ -228,46 +227,22 @@ class BlockScan:
                 state |= self._look(place, q_idx, k_idx, aux_tensors)
         else:
             enough = PARTIAL if const_expr(self.has_full) else FULL
+            on_gpu = const_expr(lanes == WARP)
+            num_rows, num_cols = (ROWS_AT_ONCE, COLS_AT_ONCE) if on_gpu else (1, 1)
             k_idx = k_begin + lane
-            while k_idx + (COLS_AT_ONCE - 1) * lanes < k_end and (state & enough) != enough:
-                state |= self._look_at_columns(
-                    place, (q_begin, q_end), k_idx, lanes, COLS_AT_ONCE, enough, aux_tensors
-                )
-                k_idx += COLS_AT_ONCE * lanes
             while k_idx < k_end and (state & enough) != enough:
-                state |= self._look_at_columns(
-                    place, (q_begin, q_end), k_idx, lanes, 1, enough, aux_tensors
-                )
-                k_idx += lanes
-        return state
-
-    @cute.jit
-    def _look_at_columns(
-        self,
-        place: Place,
-        rows: tuple[Int32, Int32],
-        k_idx: Int32,
-        step: cutlass.Constexpr[int],
-        num_cols: cutlass.Constexpr[int],
-        enough: cutlass.Constexpr[int],
-        aux_tensors,
-    ) -> Int32:
-        """The state of columns k_idx, k_idx + step, ... and rows [begin, end).
-
-        What a mask_mod computes from a key alone is computed once for all rows, and what it
-        computes from a query alone once for all columns.
-        """
-        q_idx, q_end = rows
-        state = Int32(0)
-        while q_idx + ROWS_AT_ONCE <= q_end and (state & enough) != enough:
-            for row in range_constexpr(ROWS_AT_ONCE):
-                for col in range_constexpr(num_cols):
-                    state |= self._look(place, q_idx + row, k_idx + col * step, aux_tensors)
-            q_idx += ROWS_AT_ONCE
-        while q_idx < q_end and (state & enough) != enough:
-            for col in range_constexpr(num_cols):
-                state |= self._look(place, q_idx, k_idx + col * step, aux_tensors)
-            q_idx += 1
+                q_idx = q_begin
+                while q_idx < q_end and (state & enough) != enough:
+                    # Unrolled, what the mask_mod computes from a query alone is shared by columns,
+                    # and what it computes from a key alone by all rows. Behind the ends, the last
+                    # row and column are examined again. In loops, the mask_mod is traced once.
+                    for row in cutlass.range(num_rows, unroll_full=True):
+                        for col in cutlass.range(num_cols, unroll_full=True):
+                            q = cutlass.min(q_idx + row, q_end - 1)
+                            k = cutlass.min(k_idx + col * lanes, k_end - 1)
+                            state |= self._look(place, q, k, aux_tensors)
+                    q_idx += num_rows
+                k_idx += num_cols * lanes
         return state
 
     def _look(self, place: Place, q_idx: Int32, k_idx: Int32, aux_tensors) -> Int32:
