@@ -135,10 +135,7 @@ def test_one_graph_for_every_length() -> None:
             # other pages in other places
             x.table.copy_(x.table.flatten().roll(7).view_as(x.table))
         graph.replay()
-        if step % 20 == 0 or step % 50 == 25:
-            torch.testing.assert_close(out.double(), x.expected(), atol=0.02, rtol=0.02)
-        else:
-            assert out.isfinite().all()
+        torch.testing.assert_close(out.double(), x.expected(), atol=0.02, rtol=0.02)
 
 
 def test_nothing_is_compiled_and_nobody_waits() -> None:

@@ -61,13 +61,10 @@ def test_one_graph_for_every_length(num_splits: int) -> None:
         lengths = [step * 20 + 1, 4000 - step * 20, step * 7]
         used.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
-        if step % 10 == 0:
-            want, _ = reference_attention(
-                inputs.q, inputs.k, inputs.v, None, causal=True, seqused_k=used
-            )
-            torch.testing.assert_close(out.double(), want.double(), atol=0.02, rtol=0.02)
-        else:
-            assert out.isfinite().all()
+        want, _ = reference_attention(
+            inputs.q, inputs.k, inputs.v, None, causal=True, seqused_k=used
+        )
+        torch.testing.assert_close(out.double(), want.double(), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("num_splits", [0, 5])
