@@ -37,12 +37,7 @@ def _dtype(*numbers: Any) -> Any:
 def inside(table: Any, dimension: int, index: Any) -> Any:
     """A non-negative index. Kernels check nothing, and read the last element for an index past the
     end. On the CPU the read is checked, and an index past the end is an error."""
-    if table.check is not None:
-        return index
-    last = Int32(cute.size(table, mode=[dimension])) - 1
-    if not isinstance(index, cutlass.Numeric):
-        return cutlass.min(Int32(index), last)
-    return cutlass.min(index, type(index)(last))
+    return index if table.check is not None else table.last_at_most(dimension, index)
 
 
 def below(table: Any, dimension: int, extent: int, index: Any) -> Any:

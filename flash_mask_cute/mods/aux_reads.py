@@ -6,13 +6,17 @@ never reads outside one, in one of two ways. Plain reads have only places as ind
 of the places with the extents beforehand. All other reads are checked one by one (`CheckedAux`): an
 index outside the tensor is recorded for the caller, and element 0 is read instead. A use that
 cannot be checked, such as a read by pointer, is refused.
+
+A kernel may load elements for many keys at once (`key_reads.py`). Reads whose indices are places or
+numbers, `PlacedRead`, are then answered from what was loaded.
 """
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
 
 import cutlass
 import cutlass.cute as cute
@@ -67,6 +71,41 @@ def notes_reads() -> Iterator[set[PlainRead]]:
         yield _noted
     finally:
         _noted = None
+
+
+class Place(Enum):
+    """What an index of a read stands for, by its number among the arguments of a call."""
+
+    BATCH = 0
+    HEAD = 1
+    QUERY = 2
+    KEY = 3
+
+
+class PlacedRead(NamedTuple):
+    """A read of an aux tensor by places and numbers, one for each dimension. The places may be
+    limited to the extents."""
+
+    number: int
+    indices: tuple[Place | int, ...]
+
+
+# Gives the element that a read finds; None: it is read where the callable reads it.
+Answer: TypeAlias = Callable[[PlacedRead], cutlass.Numeric | None]
+
+# is asked before a read, if not None
+_answer: Answer | None = None
+
+
+@contextmanager
+def answered_reads(answer: Answer | None) -> Iterator[None]:
+    """Context around a call of a callable in a kernel, whose reads are answered."""
+    global _answer
+    before, _answer = _answer, answer
+    try:
+        yield
+    finally:
+        _answer = before
 
 
 # whether reads are marked as those of memory that nothing writes to
@@ -151,7 +190,7 @@ class AuxTensors(tuple):
         elif _noted is not None:
             check = _Noter(place, _noted)
         tensors = enumerate(tensors_of(aux_tensors))
-        return AuxTensors(_AuxTensor.create(x, i, check) for i, x in tensors)
+        return AuxTensors(_AuxTensor.create(x, i, check, place) for i, x in tensors)
 
     def __getitem__(self, i: Any) -> Any:
         if not isinstance(i, int | slice):
@@ -292,11 +331,20 @@ class _AuxTensor(_Tensor):
     extents: tuple[Any, ...]
     is_learned: bool
     """Differentiation finds its reads."""
+    place: Sequence[cute.TensorSSA]
+    """Of the call, if this is a whole tensor in a kernel."""
+    limited: dict[int, Place | int | None]
+    """What indices were before `last_at_most`, by the hashes of their values."""
 
     @staticmethod
-    def create(tensor: cute.Tensor, number: int, check: _Check | None) -> "_AuxTensor":
+    def create(
+        tensor: cute.Tensor, number: int, check: _Check | None, place: Sequence[cute.TensorSSA]
+    ) -> "_AuxTensor":
         dimensions = tuple(range(cute.rank(tensor)))
-        return _AuxTensor._view(check, tensor, f"aux_tensors[{number}]", number, dimensions)
+        view = _AuxTensor._view(check, tensor, f"aux_tensors[{number}]", number, dimensions)
+        if check is None:
+            view.place = place
+        return view
 
     @staticmethod
     def _view(check: _Check | None, tensor: cute.Tensor, *facts: Any) -> "_AuxTensor":
@@ -307,6 +355,7 @@ class _AuxTensor(_Tensor):
         view.__dict__.update(tensor.__dict__)
         view.name, view.number, view.dimensions = facts
         view.check, view.extents = None, ()
+        view.place, view.limited = (), {}
         view.is_learned = getattr(tensor, "is_learned", False)
         return view
 
@@ -332,7 +381,8 @@ class _AuxTensor(_Tensor):
             )
         indices = tuple(_wide(x) for x in given)
         if self.check is None:
-            found = self._read(indices, coordinates)
+            answer = None if is_flat else self._answer(indices)
+            found = self._read(indices, coordinates) if answer is None else answer
         else:
             before = set(_users(self))
             found = self._read(self._inside(self.check, indices, is_flat), coordinates)
@@ -343,6 +393,33 @@ class _AuxTensor(_Tensor):
         # the compiler takes a slice of Booleans for one of bytes
         found = _Tensor(found, self.element_type)
         return _AuxTensor._view(self.check, found, self.name, self.number, left)
+
+    def last_at_most(self, dimension: int, index: Any) -> Any:
+        """A non-negative index, or the last one of a dimension if the index is past the end."""
+        last = Int32(cute.size(self, mode=[dimension])) - 1
+        number = index if isinstance(index, cutlass.Numeric) else Int32(index)
+        limited = cutlass.min(number, type(number)(last))
+        self.limited[ir.Value.__hash__(limited.ir_value())] = self._place_of(index)
+        return limited
+
+    def _answer(self, indices: tuple[Any, ...]) -> cutlass.Numeric | None:
+        """The element that `answered_reads` gives for a read, if it gives one."""
+        if _answer is None or not self.place:
+            return None
+        known = [self._place_of(x) for x in indices]
+        places = tuple(x for x in known if x is not None)
+        return _answer(PlacedRead(self.number, places)) if len(places) == len(known) else None
+
+    def _place_of(self, index: Any) -> Place | int | None:
+        if isinstance(index, int):
+            return index
+        if not isinstance(index, cutlass.Numeric):
+            return None
+        hashed = ir.Value.__hash__(index.ir_value())
+        if hashed in self.limited:
+            return self.limited[hashed]
+        places = zip(Place, self.place, strict=False)
+        return next((x for x, vector in places if _is_of(index, vector)), None)
 
     def _read(self, indices: tuple[Any, ...], given: Any) -> Any:
         place = indices if isinstance(given, tuple) else indices[0]

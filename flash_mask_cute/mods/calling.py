@@ -22,8 +22,9 @@ from cutlass._mlir.dialects import vector
 
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
-from flash_mask_cute.mods.aux_reads import AuxTensors
+from flash_mask_cute.mods.aux_reads import AuxTensors, PlacedRead, answered_reads
 from flash_mask_cute.mods.errors import NO_CODE, describe, tracing
+from flash_mask_cute.mods.key_reads import LoadedKeys, noted_key_reads
 
 # What callables return, by their names among the arguments of a call.
 _RESULTS = {
@@ -183,11 +184,13 @@ def modify_row(
     aux_tensors: Any,
     factor: float = 1.0,
     by_rows: bool = False,
+    loaded: LoadedKeys | None = None,
 ) -> None:
     """Apply a score_mod to row r of scores (rows, cols), which become scores by `scale`.
 
     k_idx_of: gives the key of a column, in the sequence. factor: the number that the caller
-    multiplies by later. by_rows: pass all columns at once. For both see `ScoreModTraits`.
+    multiplies by later. by_rows: pass all columns at once. For both see `ScoreModTraits`. loaded:
+    what it reads along the keys, of all rows; not with by_rows.
     """
     num_cols = cute.size(scores, mode=[1])
     width = num_cols if by_rows else 1
@@ -197,7 +200,8 @@ def modify_row(
         indices = [_vector(i, Int32, width) for i in place]
         keys = _vector_of([Int32(k_idx_of(c)) for c in cols])
         _keep_first(score), _keep_first(keys)
-        modified = _modified(score_mod, score, [*indices, keys], aux_tensors)
+        with answered_reads(None if loaded is None else loaded.answer(r, first)):
+            modified = _modified(score_mod, score, [*indices, keys], aux_tensors)
         for c, number in zip(cols, modified, strict=True):
             scores[r, c] = number if factor == 1.0 else ir_analysis.divided(number, factor)
         ir_analysis.join_factors(score, scale)
@@ -282,12 +286,14 @@ class ScoreModTraits(NamedTuple):
 
     computes_functions: it applies fast tanh, exp2 or the like to a score. factor: the number that
     it multiplies by last, which the softmax can do instead; 1 if there is none. takes_rows: for
-    vectors of scores and keys it returns what it would return for each element.
+    vectors of scores and keys it returns what it would return for each element. key_reads: its
+    reads of rows of keys (`LoadedKeys`).
     """
 
     computes_functions: bool = False
     factor: float = 1.0
     takes_rows: bool = False
+    key_reads: tuple[PlacedRead, ...] = ()
 
     @staticmethod
     def create(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
@@ -296,11 +302,13 @@ class ScoreModTraits(NamedTuple):
         with ir_analysis.draft():
             score = cute.full((1,), Float32(0.0), Float32)[0]
             places = (Int32(0) for _ in range(4))
-            modified = call_score_mod(score_mod, score, *places, aux_tensors)
+            with noted_key_reads() as key_reads:
+                modified = call_score_mod(score_mod, score, *places, aux_tensors)
             computes_functions = ir_analysis.reaches_function(score.ir_value())
             factor = ir_analysis.last_factor(modified)
         with ir_analysis.draft():
-            return ScoreModTraits(computes_functions, factor, _takes_rows(score_mod, aux_tensors))
+            takes_rows = _takes_rows(score_mod, aux_tensors)
+            return ScoreModTraits(computes_functions, factor, takes_rows, tuple(key_reads))
 
 
 def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:

@@ -68,6 +68,7 @@ from flash_mask_cute.mods.calling import (
     inside,
     modify_row,
 )
+from flash_mask_cute.mods.key_reads import LoadedKeys, OwnRowKeys
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -569,14 +570,20 @@ class FlashAttentionForwardSm100:
             work = ring.read(tile)
             first_k_idx = block.index * self.plan.tile_n + chunk * umma.CHUNK
             row = work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup()
+            place = RowPlace.create(work, row, self.plan.packed_heads, self.plan.group_size)
+            reads = self.traits.key_reads
+            loaded = LoadedKeys.load(
+                reads, aux_tensors, [place], first_k_idx, umma.CHUNK, OwnRowKeys()
+            )
             modify_row(
                 self.score_mod,
                 scores,
                 0,
                 scales.scale_mod,
-                RowPlace.create(work, row, self.plan.packed_heads, self.plan.group_size),
+                place,
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
                 self.traits.factor,
                 self.traits.takes_rows,
+                loaded,
             )

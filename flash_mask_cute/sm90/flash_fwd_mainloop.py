@@ -35,10 +35,12 @@ from flash_mask_cute.mods.calling import (
     inside,
     modify_row,
 )
+from flash_mask_cute.mods.key_reads import LoadedKeys
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import HALF_WORD, LOW_HALF
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_plan import HALF_KEYS, Barrier, FwdPlan
+from flash_mask_cute.sm90.quad_keys import QUAD, QuadKeys
 from flash_mask_cute.sm90.warpgroups import keep_columns, mma_warpgroup_idx, take_bits
 
 
@@ -105,7 +107,7 @@ class KeyBlocks:
     plan: cutlass.Constexpr[FwdPlan]
     score_mod: cutlass.Constexpr[Callable[..., Any] | None]
     can_be_cut: cutlass.Constexpr[bool]
-    factor: cutlass.Constexpr[float]
+    traits: cutlass.Constexpr[ScoreModTraits]
     tiles: Tiles
     channels: Channels
     scales: ScoreScales
@@ -147,7 +149,7 @@ class KeyBlocks:
             plan,
             score_mod,
             can_be_cut,
-            traits.factor,
+            traits,
             tiles,
             channels,
             scales,
@@ -250,10 +252,11 @@ class KeyBlocks:
         channels = self.channels
         flags, scores = self._block_flags(state.block), wgmma.rows_by_cols(acc_S)
         if const_expr(self.score_mod is None):
-            self._modify(None, scores)
+            self._modify(None, None, scores)
         elif channels.ring.read(tile).has_scores:
             # a sequence without queries or keys has no position to ask about
-            self._modify(self._places(tile, flags, True), scores)
+            loaded = self._load_keys(tile, flags)
+            self._modify(self._places(tile, flags, True), loaded, scores)
         sees, cut = Boolean(True), state.cut
         if (flags >> OWN_KIND_SHIFT) & KIND_MASK == Kind.PARTIAL:
             channels.bits.wait(cut)
@@ -355,6 +358,7 @@ class KeyBlocks:
             self.issue_scores(acc_S, tile, block, half)
             places = self._places(tile, flags, kind == Kind.PARTIAL, half)
             self.arrive_scheduler_barrier()
+            loaded = self._load_keys(tile, flags, half)
             warpgroup.wait_group(0)
             self.release_values(state)
         else:
@@ -367,11 +371,12 @@ class KeyBlocks:
             self.wait_for_values(state)
             self.issue_values(probs, state)
             self.arrive_scheduler_barrier()
+            loaded = self._load_keys(tile, flags)
             warpgroup.wait_group(1)
         # -- S is complete: modify and hide scores, take exponentials
         channels.k.release(block)
         scores = wgmma.rows_by_cols(acc_S)  # (2 rows, tile_n / 4) of a thread
-        self._modify(places, scores)
+        self._modify(places, loaded, scores)
         if const_expr(kind == Kind.PARTIAL):
             bit_tile.hide_unset(scores, bits)
         may_be_first = kind == Kind.PARTIAL and self.may_pass_over
@@ -475,17 +480,20 @@ class KeyBlocks:
         return self.tiles.any_bits[first] | self.tiles.any_bits[first + 1]
 
     @cute.jit
-    def _modify(self, places: tuple | None, scores: cute.Tensor):
-        """Soft-cap the scores of a key block, and apply score_mod with their `places`."""
+    def _modify(self, places: tuple | None, loaded: LoadedKeys | None, scores: cute.Tensor):
+        """Soft-cap the scores of a key block, and apply score_mod with their `places`.
+
+        loaded: what score_mod reads along the keys.
+        """
         scales = self.scales
         if const_expr(scales.cap is not None):
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
             rows, k_idx_of = places
-            args = k_idx_of, self.aux_tensors, self.factor
+            args = k_idx_of, self.aux_tensors, self.traits.factor
             for r, row in enumerate(rows):
-                modify_row(self.score_mod, scores, r, scales.scale_mod, row, *args)
+                modify_row(self.score_mod, scores, r, scales.scale_mod, row, *args, loaded=loaded)
 
     def _places(
         self, tile: Int32, flags: Int32, is_cut: bool, half: Int32 | None = None
@@ -514,6 +522,25 @@ class KeyBlocks:
             for r, place in enumerate(places)
         ]
         return places, lambda c: k_after(wgmma.col_offset(c))
+
+    def _load_keys(self, tile: Int32, flags: Int32, half: Int32 | None = None) -> LoadedKeys | None:
+        """What the score_mod reads along the keys of a block, or of half of them."""
+        if not self.traits.key_reads:
+            return None
+        plan, work = self.plan, self.channels.ring.read(tile)
+        first_key, num_keys = (flags >> N_BLOCK_SHIFT) * plan.tile_n, plan.tile_n
+        if half is not None:
+            first_key, num_keys = first_key + half * HALF_KEYS, HALF_KEYS
+        rows = tile_rows(plan, work, thread_in_warpgroup())
+        group = plan.packed_heads, plan.group_size
+        return LoadedKeys.load(
+            self.traits.key_reads,
+            self.aux_tensors,
+            [RowPlace.create(work, row, *group) for row in rows],
+            first_key,
+            num_keys // QUAD,
+            QuadKeys(),
+        )
 
     # -- order of the warpgroups ----------------------------------------------------------------
 

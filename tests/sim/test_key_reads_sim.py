@@ -1,0 +1,132 @@
+"""Tables that a score_mod reads along the keys, on the software GPU: rows loaded many keys at once,
+and element by element where they are not aligned, not contiguous, or shorter than the keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from inputs import make_inputs
+from simulated_forward import run_sim
+from torch import Tensor
+
+from flash_mask_cute.flex import lower_mod
+
+# as the software GPU is, so that these tests run on either
+ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+SEQLEN_Q, SEQLEN_K = 200, 300
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, low: int = -8) -> Tensor:
+    """Multiples of 1/4 where the dtype has them: equal in every dtype that holds them."""
+    whole = torch.randint(low, 8, shape, generator=torch.Generator().manual_seed(0))
+    return whole.to(dtype) if not dtype.is_floating_point else (whole / 4).to(dtype)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """In place of `DenseMasks`."""
+
+    bias: Callable[[int, int, Tensor, Tensor], Tensor]
+    mask_mod: Callable[..., Tensor] | None = None
+
+    def visible(self, batch_idx: int, head_idx: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+        q, k = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+        if self.mask_mod is None:
+            return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+        return self.mask_mod(batch_idx, head_idx, q, k)
+
+    def modify(self, scores: Tensor, batch_idx: int, head_idx: int) -> Tensor:
+        q, k = (torch.arange(n) for n in scores.shape)
+        return scores + self.bias(batch_idx, head_idx, q[:, None], k).to(scores.dtype)
+
+
+def _by_head(dtype: torch.dtype) -> Callable[..., Tensor]:
+    table = _numbers(2, 4, SEQLEN_Q, 512, dtype=dtype, low=-8 if dtype.is_signed else 0)
+    return lambda b, h, q, k: table[b, h, q, k] / 2
+
+
+def _mean_of_two(b: Any, h: Any, q: Any, k: Any) -> Tensor:
+    return (BROADCAST[0, 0, q, k] + NARROW[q, k]) * 0.5
+
+
+def _through_an_index(b: Any, h: Any, q: Any, k: Any) -> Tensor:
+    return WEIGHTS[BUCKETS[q, k], h]
+
+
+BROADCAST = _numbers(1, 1, SEQLEN_Q, 512)
+NARROW = _numbers(SEQLEN_Q, 512, dtype=torch.uint8, low=0)
+BUCKETS = _numbers(SEQLEN_Q, 304, dtype=torch.int32, low=0)
+WEIGHTS = _numbers(8, 4, dtype=torch.float32)
+ODD_ROWS = _numbers(SEQLEN_Q, 301)
+OFF_BY_ONE = _numbers(SEQLEN_Q, 520)[:, 1:]
+BY_COLUMNS = _numbers(512, SEQLEN_Q).mT
+SHORT = _numbers(SEQLEN_Q // 2, 200)
+
+BIASES: dict[str, Callable[..., Tensor]] = {
+    "bf16": _by_head(torch.bfloat16),
+    "fp16": _by_head(torch.float16),
+    "fp32": _by_head(torch.float32),
+    "int8": _by_head(torch.int8),
+    "uint8": _by_head(torch.uint8),
+    "two": _mean_of_two,
+    "index": _through_an_index,
+    "odd rows": lambda b, h, q, k: ODD_ROWS[q, k],
+    "off by one": lambda b, h, q, k: OFF_BY_ONE[q, k],
+    "columns": lambda b, h, q, k: BY_COLUMNS[q, k],
+}
+
+
+def _run(
+    simulator: ModuleType,
+    case: Case,
+    bias: Callable[..., Tensor],
+    dense: Dense | None = None,
+    **more: Any,
+) -> None:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + bias(b, h, q, k)
+
+    low = lower_mod(score_mod, "score_mod")
+    keywords = {"score_mod": low.mod, "aux_tensors": list(low.aux_tensors)} | more
+    given: Any = dense or Dense(bias)
+    inputs = replace(make_inputs(case), mask_keywords=keywords, dense=given)
+    run_sim(simulator, inputs, ARCH, seeds=(1,))
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_tables(simulator: ModuleType, name: str) -> None:
+    case = Case(name, 2, SEQLEN_Q, SEQLEN_K, 4, 4, head_dim=64)
+    _run(simulator, case, BIASES[name])
+
+
+def test_a_table_shorter_than_the_keys(simulator: ModuleType) -> None:
+    """Past its end the last row and the last key are read, as everywhere in kernels."""
+
+    def bias(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
+        return SHORT[q.clamp(max=SHORT.shape[0] - 1), k.clamp(max=SHORT.shape[1] - 1)]
+
+    case = Case("short", 1, SEQLEN_Q, SEQLEN_K, 2, 2, head_dim=64)
+    _run(simulator, case, lambda b, h, q, k: SHORT[q, k], Dense(bias))
+
+
+SHAPES = (
+    Case("grouped", 1, 70, SEQLEN_K, 4, 1, head_dim=64, pack_gqa=True),
+    Case("causal", 1, SEQLEN_Q, SEQLEN_K, 4, 4, head_dim=128, causal=True),
+    Case("window", 1, SEQLEN_Q, SEQLEN_K, 4, 4, head_dim=128, window_left=40, window_right=9),
+    Case("varlen", lengths_q=(130, 1, 69), lengths_k=(150, 40, 20), heads_q=4, heads_kv=4),
+)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.id)
+def test_shapes(simulator: ModuleType, case: Case) -> None:
+    _run(simulator, case, lambda b, h, q, k: BROADCAST[0, 0, q, k])
