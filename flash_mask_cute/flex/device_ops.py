@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Uint32, Uint64
 from cutlass._mlir import ir
 
 from flash_mask_cute.mods import derivative
@@ -69,6 +69,20 @@ def floor_divide(x: Any, y: Any) -> Any:
     is_safe = (y != 0) & (y != -1)
     quotient = type(y)(x) // where(is_safe, y, 1)
     return where(y == -1, -type(y)(x), quotient)
+
+
+def nonneg_quotient(x: Any, y: int) -> Any:
+    """A non-negative integer divided by a known positive one, rounded down. That is one shift or
+    one product; signs would take five times as many instructions."""
+    if not isinstance(x, cutlass.Numeric):
+        return x // y
+    unsigned = Uint64 if x.width == 64 else Uint32
+    return type(x)(unsigned(x) // unsigned(y))
+
+
+def nonneg_remainder(x: Any, y: int) -> Any:
+    """Remainder of `nonneg_quotient`."""
+    return x - nonneg_quotient(x, y) * y
 
 
 def trunc_divide(x: Any, y: Any) -> Any:

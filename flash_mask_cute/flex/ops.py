@@ -211,6 +211,9 @@ def _divided(call: Call, whole: str, floating: str) -> Array:
     if not computed.is_floating_point and isinstance(y, int) and y == 0:
         raise ZeroDivisionError("integer division by 0")
     nonneg = zero_if_both if whole != "remainder" else (lambda a, b: zero_if_both(b, b))
+    is_whole = isinstance(x, Array) and isinstance(y, int) and not computed.is_floating_point
+    if is_whole and y > 0 and all(element.is_nonneg for element in x.elements):
+        name = "nonneg_remainder" if "remainder" in whole else "nonneg_quotient"
     return call.elementwise((x, y), computed, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
 
 

@@ -27,7 +27,10 @@ from flash_mask_cute.mods.calling import call_mask_mod
 NUM_WARPS = 8
 WARP = 32
 # rows and columns of a thread between two tests whether the state of a block is known
-ROWS_AT_ONCE, COLS_AT_ONCE = 4, 4
+ROWS_AT_ONCE, COLS_AT_ONCE = 2, 8
+# Lanes of a warp that look at the same rows. With more columns of a thread, what is computed from a
+# row alone is shared by more scores.
+COL_LANES = 16
 
 
 class BlockLists(NamedTuple):
@@ -229,9 +232,10 @@ class BlockScan:
             enough = PARTIAL if const_expr(self.has_full) else FULL
             on_gpu = const_expr(lanes == WARP)
             num_rows, num_cols = (ROWS_AT_ONCE, COLS_AT_ONCE) if on_gpu else (1, 1)
-            k_idx = k_begin + lane
+            lanes_of_row = COL_LANES if on_gpu else 1
+            k_idx = k_begin + lane % lanes_of_row
             while k_idx < k_end and (state & enough) != enough:
-                q_idx = q_begin
+                q_idx = q_begin + lane // lanes_of_row * num_rows
                 while q_idx < q_end and (state & enough) != enough:
                     # Unrolled, what the mask_mod computes from a query alone is shared by columns,
                     # and what it computes from a key alone by all rows. Behind the ends, the last
@@ -239,10 +243,10 @@ class BlockScan:
                     for row in cutlass.range(num_rows, unroll_full=True):
                         for col in cutlass.range(num_cols, unroll_full=True):
                             q = cutlass.min(q_idx + row, q_end - 1)
-                            k = cutlass.min(k_idx + col * lanes, k_end - 1)
+                            k = cutlass.min(k_idx + col * lanes_of_row, k_end - 1)
                             state |= self._look(place, q, k, aux_tensors)
-                    q_idx += num_rows
-                k_idx += num_cols * lanes
+                    q_idx += num_rows * (lanes // lanes_of_row)
+                k_idx += num_cols * lanes_of_row
         return state
 
     def _look(self, place: Place, q_idx: Int32, k_idx: Int32, aux_tensors) -> Int32:
