@@ -34,6 +34,10 @@ SEVEN = torch.tensor(7)
 
 # exact on the CPU: integers, comparisons and single operations of IEEE arithmetic
 EXACT: dict[str, Callable[..., Tensor]] = {
+    "not negative": lambda s, b, h, q, k: (
+        s + q // 7 + k % 5 + torch.div(k, 3, rounding_mode="trunc") + torch.fmod(q, 6) + k % 8
+    ),
+    "not negative, of 64 bits": lambda s, b, h, q, k: s + (q.long() * 10**10 + k) // 3 % 1000,
     "remainder of the divisor's sign": lambda s, b, h, q, k: s + (q - k) % 3 + (q - k) % -5,
     "floor division": lambda s, b, h, q, k: s + (q - k) // 3 + (q - k) // -4,
     "division by what may be -1": lambda s, b, h, q, k: s + k // torch.where(q > 5, -1, q + 1),
