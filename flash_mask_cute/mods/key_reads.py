@@ -27,7 +27,7 @@ from flash_mask_cute.mods.aux_reads import Answer, Place, PlacedRead, answered_r
 LOAD_BYTES = 16
 WORD_BITS = 32
 # Of a thread, for all loaded rows of a key block. More would spill registers.
-MAX_WORDS = 48
+MAX_WORDS = 64
 _UNSIGNED = {8: Uint8, 16: Uint16, 32: Uint32}
 
 
@@ -84,13 +84,18 @@ def num_words(num_cols: int, bits: int) -> int:
 @contextmanager
 def noted_key_reads() -> Iterator[list[PlacedRead]]:
     """Context around a call of a callable: finds its reads along the keys, in rows that differ by
-    query. Other reads are the same for many scores of a thread or a warp."""
+    query. Other reads are the same for many scores of a thread or a warp.
+
+    Reads under a condition are left out, because what they ask for may not exist otherwise.
+    """
     found: list[PlacedRead] = []
+    block = ir.InsertionPoint.current.block
 
     def note(read: PlacedRead) -> None:
         *others, last = read.indices
         is_row = last is Place.KEY and Place.QUERY in others and Place.KEY not in others
-        if is_row and read not in found:
+        is_always_read = ir.InsertionPoint.current.block == block
+        if is_row and is_always_read and read not in found:
             found.append(read)
 
     with answered_reads(note):

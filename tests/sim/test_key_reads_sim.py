@@ -4,11 +4,12 @@ and element by element where they are not aligned, not contiguous, or shorter th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import cutlass.cute as cute
 import pytest
 import torch
 from cases import Case
@@ -91,15 +92,19 @@ def _run(
     case: Case,
     bias: Callable[..., Tensor],
     dense: Dense | None = None,
-    **more: Any,
 ) -> None:
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s + bias(b, h, q, k)
 
     low = lower_mod(score_mod, "score_mod")
-    keywords = {"score_mod": low.mod, "aux_tensors": list(low.aux_tensors)} | more
-    given: Any = dense or Dense(bias)
-    inputs = replace(make_inputs(case), mask_keywords=keywords, dense=given)
+    _run_mod(simulator, case, low.mod, low.aux_tensors, dense or Dense(bias))
+
+
+def _run_mod(
+    simulator: ModuleType, case: Case, score_mod: Any, aux_tensors: Sequence[Tensor], dense: Any
+) -> None:
+    keywords = {"score_mod": score_mod, "aux_tensors": list(aux_tensors)}
+    inputs = replace(make_inputs(case), mask_keywords=keywords, dense=dense)
     run_sim(simulator, inputs, ARCH, seeds=(1,))
 
 
@@ -117,6 +122,23 @@ def test_a_table_shorter_than_the_keys(simulator: ModuleType) -> None:
 
     case = Case("short", 1, SEQLEN_Q, SEQLEN_K, 2, 2, head_dim=64)
     _run(simulator, case, lambda b, h, q, k: SHORT[q, k], Dense(bias))
+
+
+EMPTY = torch.zeros(SEQLEN_Q, 0)
+
+
+@cute.jit
+def _never_reads(score, b_idx, h_idx, q_idx, kv_idx, aux):
+    found = score
+    if q_idx[0] < 0:
+        found = score + aux[0][q_idx[0], kv_idx[0]]
+    return found
+
+
+def test_reads_under_a_condition_are_left_to_the_callable(simulator: ModuleType) -> None:
+    case = Case("empty", 1, SEQLEN_Q, SEQLEN_K, 2, 2, head_dim=64)
+    dense = Dense(lambda b, h, q, k: torch.zeros(1))
+    _run_mod(simulator, case, _never_reads, [EMPTY], dense)
 
 
 SHAPES = (
