@@ -84,8 +84,8 @@ def _flash_attn_fwd(
     n), heads 1, heads_kv or heads_q, n 1, 2 or 4 (see `ColumnMask`). With cu_seqlens_k it is (1,
     heads, total_k, n), and rows count from the start of their sequence. A tensor means
     `ColumnMask(tensor, causal)`. A ColumnMask keeps its derived data between calls. Its own
-    `causal` defines what its vectors mean; the call is causal if the mask or the call says so. A
-    mask with documents=True may be computed as packed sequences.
+    `causal` defines what its vectors mean; the call is causal if the mask or the call says so.
+    Documents in a mask may be computed as packed sequences (`ColumnMask.documents`).
     score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> score, applied after softcap, and
     mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> Boolean are CuTe callables on one-element
     `cute.TensorSSA`. They are compiled into the kernel (docs/mods.md). They get positions inside
@@ -273,8 +273,8 @@ def explain(
 ) -> Explanation:
     """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why.
 
-    For a mask with documents, report the packed sequences that are made of them. No attention is
-    launched. Where autograd records a graph, num_splits=0 means 1: pass that.
+    For a mask that may hold documents, report the packed sequences that are made of them. No
+    attention is launched. Where autograd records a graph, num_splits=0 means 1: pass that.
 
     `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
     mods may be written in torch, as there.

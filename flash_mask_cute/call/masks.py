@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class ResolvedMasks(NamedTuple):
             masks.score_mod,
             masks.mask_mod,
             tuple(masks.aux_tensors) if masks.aux_tensors else None,
-            _column_mask(masks.startend_row_indices, causal),
+            column_mask_of(masks.startend_row_indices, causal),
             lists,
         )
 
@@ -131,7 +131,16 @@ class ResolvedMasks(NamedTuple):
         return None
 
 
-def _column_mask(value: Tensor | ColumnMask | None, causal: bool) -> ColumnMask | None:
+@overload
+def column_mask_of(value: Tensor | ColumnMask, causal: bool) -> ColumnMask: ...
+
+
+@overload
+def column_mask_of(value: None, causal: bool) -> None: ...
+
+
+def column_mask_of(value: Tensor | ColumnMask | None, causal: bool) -> ColumnMask | None:
+    """The argument startend_row_indices as a mask. causal: what a tensor without more means."""
     if value is None or isinstance(value, ColumnMask):
         return value
     return ColumnMask(value, causal)
@@ -204,5 +213,5 @@ def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensors
 def _column_tensors(
     given: Tensor | ColumnMask, causal_form: bool, tile_n: int, cu_seqlens_k: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    mask = given if isinstance(given, ColumnMask) else ColumnMask(given, causal_form)
+    mask = column_mask_of(given, causal_form)
     return mask.startend_row_indices, mask.bounds(tile_n, cu_seqlens_k)

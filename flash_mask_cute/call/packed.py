@@ -1,7 +1,10 @@
 """Dense calls with documents in their mask, computed as packed sequences.
 
-`mask_prep/documents.py` gives the reasons. Eligibility is decided here if a `ColumnMask` has the
-documents, and in `plan.py` if they are found in a mask_mod.
+`mask_prep/documents.py` gives the reasons. Eligibility is decided here if column intervals have the
+documents, and in `mask_bits_plan.py` if they are found in a mask_mod.
+
+The host cannot know whether intervals hold documents without a wait. So they are declared, or the
+call is so large that looking for them, and packed kernels where there are none, cost little.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Masks, Tensors
 from flash_mask_cute.call.copies import new_gradient
+from flash_mask_cute.call.masks import column_mask_of
 from flash_mask_cute.call.problem import END
 from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
@@ -21,26 +25,35 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 
 # -- which --------------------------------------------------------------------------------------
 
+# Calls in which documents are looked for though nobody declared them, because without any they cost
+# at most 1 % (docs/facts/masks.md). Packed kernels are slower by so much from this length on.
+MIN_UNDECLARED_SEQLEN = 16384
+# Of the whole call, without the mask. To find documents in a new mask takes 20 us, 1 % of 2 ms. A
+# mask may leave few of the scores: a quarter is assumed, that is 8 ms at 600 TFLOP/s.
+MIN_UNDECLARED_OPERATIONS = 5e12
+
 
 def holds_documents(
     q: Any, k: Any, v: Any, mask: Any, causal: bool, others: Iterable[object]
 ) -> bool:
-    """Whether a mask is declared to hold documents, and this call can be packed by them.
+    """Whether a mask may hold documents, and this call can be packed by them.
 
     Calls with other operands, even wrong ones, use the dense mask. causal: of the call; it must not
     hide more than the mask does. others: lengths, mods, block lists and q_start
     (`start_that_counts`) of the call, which packed sequences cannot take unchanged.
     """
-    if not isinstance(mask, ColumnMask) or not mask.documents:
+    indices, mask_is_causal, is_declared = mask, causal, None
+    if isinstance(mask, ColumnMask):
+        indices, mask_is_causal = mask.startend_row_indices, mask.causal
+        is_declared = mask.documents
+    if is_declared is False or any(x is not None for x in others):
         return False
-    if any(x is not None for x in others):
+    if causal is not False and causal is not mask_is_causal:
         return False
-    if causal is not False and causal is not mask.causal:
-        return False
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v, indices)):
         return False
     batch, seqlen = q.shape[:2]
-    of_mask, heads, num_keys, _ = mask.startend_row_indices.shape
+    of_mask, heads, num_keys, _ = indices.shape
     return (
         k.shape[:2] == v.shape[:2] == (batch, seqlen)
         and batch > 0
@@ -49,9 +62,18 @@ def holds_documents(
         and of_mask in (1, batch)
         and heads == 1
         and num_keys == seqlen
-        and mask.device == q.device
+        and indices.device == q.device
         and rows_follow(q, k, v)
+        and (is_declared is True or _is_large(q, v, mask_is_causal))
     )
+
+
+def _is_large(q: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Whether documents are looked for that nobody declared."""
+    batch, seqlen, heads, head_dim = q.shape
+    scores = batch * heads * seqlen * seqlen // (2 if is_causal else 1)
+    operations = 2 * scores * (head_dim + v.shape[3])
+    return seqlen >= MIN_UNDECLARED_SEQLEN and operations >= MIN_UNDECLARED_OPERATIONS
 
 
 def start_that_counts(q_start: Any) -> Any:
@@ -97,17 +119,19 @@ def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
         tensors = as_rows_bwd(with_gradients(tensors))
     else:
         tensors = as_rows(tensors)._replace(lse=None)
-    tensors, masks = by_documents(tensors, call.masks, batch)
+    tensors, masks = by_documents(tensors, call.masks, call.options.causal, batch)
     options = call.options._replace(
         max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse, q_start=None
     )
     return call._replace(tensors=tensors, masks=masks, options=options)
 
 
-def by_documents(tensors: Tensors, masks: Masks | None, batch: int) -> tuple[Tensors, Masks]:
-    """The call with the documents of its mask as sequences."""
-    assert masks is not None and isinstance(masks.startend_row_indices, ColumnMask)
-    mask = masks.startend_row_indices
+def by_documents(
+    tensors: Tensors, masks: Masks | None, causal: bool, batch: int
+) -> tuple[Tensors, Masks]:
+    """The call with the documents of its mask as sequences. causal: of the call."""
+    assert masks is not None and masks.startend_row_indices is not None
+    mask = column_mask_of(masks.startend_row_indices, causal)
     starts, row_indices = mask.split(batch)
     tensors = tensors._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
     return tensors, masks._replace(startend_row_indices=row_indices)

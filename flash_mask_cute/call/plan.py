@@ -105,8 +105,8 @@ class ExecutionPlan:
     mask_bits: the plan for evaluating a mask_mod once for all heads before attention. problem and
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
     kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
-    computed instead, for a mask that is declared to hold documents. splits: the pieces in which a
-    forward computes its work tiles; None: one pass.
+    computed instead, for a mask that may hold documents. splits: the pieces in which a forward
+    computes its work tiles; None: one pass.
     """
 
     direction: Direction

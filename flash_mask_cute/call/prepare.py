@@ -32,7 +32,8 @@ def prepare_fwd(call: AttentionCall, target: Target | None = None) -> PreparedFw
 def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
     """The prepared form of a planned forward, with kernels compiled or from the cache."""
     if plan.packed is not None:
-        return PackedForward(prepared_fwd(plan.packed), plan.problem.needs_lse, by_mask=True)
+        inner = prepared_fwd(plan.packed)
+        return PackedForward(inner, plan.problem.needs_lse, plan.masks.is_causal)
     if plan.backend is Backend.CPU:
         return CpuForward(plan)
     if plan.backend is Backend.EMPTY:
@@ -40,7 +41,7 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
     merge = None if plan.splits is None else MergedForward(plan)
     prepared = KernelForward(plan, compiled_fwd(plan).function, _compiled_store(plan), merge)
     if isinstance(plan.mask_bits, DocumentBitsPlan):
-        return PackedForward(prepared, plan.problem.needs_lse, by_mask=False)
+        return PackedForward(prepared, plan.problem.needs_lse, mask_causal=None)
     return prepared
 
 
@@ -53,14 +54,14 @@ def prepare_bwd(call: AttentionCall, target: Target | None = None) -> PreparedBw
 def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
     """As `prepared_fwd`, for a backward."""
     if plan.packed is not None:
-        return PackedBackward(prepared_bwd(plan.packed), by_mask=True)
+        return PackedBackward(prepared_bwd(plan.packed), plan.masks.is_causal)
     if plan.backend is Backend.CPU:
         return CpuBackward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyBackward(plan)
     prepared = KernelBackward(plan, compiled_bwd(plan), _compiled_store(plan))
     if isinstance(plan.mask_bits, DocumentBitsPlan):
-        return PackedBackward(prepared, by_mask=False)
+        return PackedBackward(prepared, mask_causal=None)
     return prepared
 
 

@@ -14,16 +14,17 @@ from flash_mask_cute.call.packed import as_rows, as_rows_bwd, by_documents, rows
 class PackedForward:
     """Runs the prepared call of a packed batch on dense tensors.
 
-    needs_lse: whether the packed call computes LSE. by_mask: the documents of the mask are the
-    sequences; otherwise the packed call itself finds where they begin.
+    needs_lse: whether the packed call computes LSE. mask_causal: how intervals in a plain tensor
+    are meant, if the documents of the mask are the sequences; None: the packed call itself finds
+    where they begin.
     """
 
-    __slots__ = ("_by_mask", "_needs_lse", "inner")
+    __slots__ = ("_mask_causal", "_needs_lse", "inner")
 
-    def __init__(self, inner: PreparedFwd, needs_lse: bool, by_mask: bool) -> None:
+    def __init__(self, inner: PreparedFwd, needs_lse: bool, mask_causal: bool | None) -> None:
         self.inner = inner
         self._needs_lse = needs_lse
-        self._by_mask = by_mask
+        self._mask_causal = mask_causal
 
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
@@ -49,8 +50,8 @@ class PackedForward:
         packed = as_rows(tensors)._replace(
             out=rows_of(out), lse=by_head, max_scores=largest_by_head
         )
-        if self._by_mask:
-            packed, masks = by_documents(packed, masks, batch)
+        if self._mask_causal is not None:
+            packed, masks = by_documents(packed, masks, self._mask_causal, batch)
         _, by_head = self.inner(packed, masks)
         if lse is not None and batch > 1:
             # a kernel would not ask in which mode the caller made it
@@ -64,18 +65,19 @@ class PackedForward:
 class PackedBackward:
     """As `PackedForward`, for a backward."""
 
-    __slots__ = ("_by_mask", "inner")
+    __slots__ = ("_mask_causal", "inner")
 
-    def __init__(self, inner: PreparedBwd, by_mask: bool) -> None:
+    def __init__(self, inner: PreparedBwd, mask_causal: bool | None) -> None:
         self.inner = inner
-        self._by_mask = by_mask
+        self._mask_causal = mask_causal
 
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = with_gradients(tensors)
         gradients: Any = tensors.dq, tensors.dk, tensors.dv
-        if self._by_mask:
-            tensors, masks = by_documents(tensors, masks, tensors.q.shape[0])
+        if self._mask_causal is not None:
+            batch = tensors.q.shape[0]
+            tensors, masks = by_documents(tensors, masks, self._mask_causal, batch)
         self.inner(as_rows_bwd(tensors), masks)
         return gradients

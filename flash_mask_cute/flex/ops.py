@@ -208,11 +208,10 @@ def _divided(call: Call, whole: str, floating: str) -> Array:
     x, y = call.args[:2]
     computed = computed_in(call.dtype)
     name = floating if computed.is_floating_point else whole
-    if not computed.is_floating_point and isinstance(y, int) and y == 0:
+    if name == whole and isinstance(y, int) and y == 0:
         raise ZeroDivisionError("integer division by 0")
     nonneg = zero_if_both if whole != "remainder" else (lambda a, b: zero_if_both(b, b))
-    is_whole = isinstance(x, Array) and isinstance(y, int) and not computed.is_floating_point
-    if is_whole and y > 0 and all(element.is_nonneg for element in x.elements):
+    if name == whole and isinstance(x, Array) and x.is_nonneg and isinstance(y, int) and y > 0:
         name = "nonneg_remainder" if "remainder" in whole else "nonneg_quotient"
     return call.elementwise((x, y), computed, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
 
@@ -252,9 +251,8 @@ def _remainder(call: Call) -> Array:
 
 @rule("fmod")
 def _fmod(call: Call) -> Array:
-    if computed_in(call.dtype).is_floating_point:
-        x, y = call.args[:2]
-        return call.elementwise((x, y), computed_in(call.dtype), lambda a, b: f"{a} % {b}")
+    if (computed := computed_in(call.dtype)).is_floating_point:
+        return call.elementwise(call.args[:2], computed, lambda a, b: f"{a} % {b}")
     return _divided(call, "trunc_remainder", "")
 
 

@@ -114,6 +114,10 @@ class Array:
     def is_constant(self) -> bool:
         return all(x.constant is not None for x in self.elements)
 
+    @property
+    def is_nonneg(self) -> bool:
+        return all(x.is_nonneg for x in self.elements)
+
     def as_tensor(self) -> Tensor:
         """The tensor of an array of constants."""
         flat = [x.constant for x in self.elements]

@@ -333,7 +333,8 @@ def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
     # a padded key hides the rows from 0 on, a real one those from a row on that no call has
     start = is_real.int() * MAX_INT32
     vectors = (start,) if causal else (start, torch.zeros_like(start))
-    return ColumnMask(torch.stack(vectors, dim=-1)[:, None], causal, seqlen_q=ANY)
+    indices = torch.stack(vectors, dim=-1)[:, None]
+    return ColumnMask(indices, causal, documents=False, seqlen_q=ANY)
 
 
 def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:

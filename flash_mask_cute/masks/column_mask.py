@@ -63,11 +63,13 @@ class ColumnMask:
     Rows are counted inside the sequence. A range that ends before it starts is empty. causal also
     hides the keys after a query, bottom-right aligned (k > q + seqlen_k - seqlen_q).
 
-    documents: declares that a sequence probably holds documents, groups of tokens that see only
-    each other. They are found on the device (`split`). Dense self-attention then computes each
-    document as a sequence of its own, in both directions, if all heads share one mask and the call
-    has no mods or block lists. Without documents the result is right as well, but the forward is no
-    faster; the backward has not been timed in that case.
+    documents: whether a sequence may hold documents, groups of tokens that see only each other.
+    They are found on the device (`split`). Dense self-attention then computes each document as a
+    sequence of its own, in both directions, if all heads share one mask and the call has no mods or
+    block lists. The result is right in any case, but short sequences without documents are slower.
+        True:  there probably are some, so calls are computed in this way.
+        False: there are none, so they are not.
+        None:  not known: large calls are (docs/masks.md).
 
     seqlen_q: the number of queries that the mask was made for, set by the builders; "any" if each
     key is hidden from all queries or from none. A call with another number of queries is refused,
@@ -88,7 +90,7 @@ class ColumnMask:
 
     startend_row_indices: Tensor
     causal: bool
-    documents: bool = False
+    documents: bool | None = None
     seqlen_q: int | Literal["any"] | None = None
     _bounds: dict[object, _Bounds] = field(default_factory=dict, init=False, repr=False)
     _documents: dict[int, _Found] = field(default_factory=dict, init=False, repr=False)
@@ -100,9 +102,10 @@ class ColumnMask:
                 "startend_row_indices must be an int32 tensor or a ColumnMask, got "
                 f"{type(indices).__name__}"
             )
-        for name, flag in (("causal", self.causal), ("documents", self.documents)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}={flag!r} is not a bool")
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal={self.causal!r} is not a bool")
+        if not (self.documents is None or isinstance(self.documents, bool)):
+            raise TypeError(f"documents={self.documents!r} is not a bool or None")
         if indices.dtype != torch.int32:
             raise TypeError(f"startend_row_indices must have dtype int32, got {indices.dtype}")
         if indices.dim() != 4 or indices.shape[3] not in NUM_VECTORS:
@@ -127,8 +130,8 @@ class ColumnMask:
 
     def __repr__(self) -> str:
         shape, documents = tuple(self.startend_row_indices.shape), ""
-        if self.documents:
-            documents = "documents=True, "
+        if self.documents is not None:
+            documents = f"documents={self.documents}, "
         return (
             f"ColumnMask(shape={shape}, causal={self.causal}, {documents}{self.extents}, "
             f"device={self.device})"

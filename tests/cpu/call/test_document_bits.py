@@ -150,7 +150,7 @@ def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], Atten
         calls.append(args)
 
     inner = KernelForward(planned, note, partial(planned.mask_bits.query_chunks, note))
-    return PackedForward(inner, True, by_mask=False), calls, call
+    return PackedForward(inner, True, mask_causal=None), calls, call
 
 
 @pytest.mark.usefixtures("documents_packed")
@@ -198,7 +198,7 @@ def test_what_a_backward_passes_on() -> None:
         seen.append(tensors)
         return tensors.dq, tensors.dk, tensors.dv
 
-    gradients = PackedBackward(run, by_mask=False)(tensors)
+    gradients = PackedBackward(run, mask_causal=None)(tensors)
     assert gradients[0] is dq and all(x.shape == q.shape for x in gradients)
     (given,) = seen
     assert given.dout is not None and given.dout.is_contiguous()
@@ -241,7 +241,7 @@ def test_what_has_no_rows_is_that_of_the_call() -> None:
         return tensors.q, None
 
     q, sink = torch.zeros(2, 5, 4, 8), torch.zeros(4)
-    packed = PackedForward(run, False, by_mask=False)
+    packed = PackedForward(run, False, mask_causal=None)
     out, lse = packed(Tensors(q, q, q, learnable_sink=sink))
     assert out.shape == q.shape and lse is None
     assert seen[0].learnable_sink is sink
