@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flash_mask_cute
+import flash_mask_cute.serving  # whose functions have names of arguments, too
 from flash_mask_cute import (
     builders,
     create_block_mask,
