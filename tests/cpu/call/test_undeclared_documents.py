@@ -125,3 +125,21 @@ def test_explain_counts_what_runs() -> None:
         q, q, q, causal=True, startend_row_indices=ColumnMask(INDICES, True, documents=False)
     )
     assert "packed sequences" not in (never.note or "")
+
+
+@pytest.mark.usefixtures("small_calls_count")
+def test_a_compiled_region_finds_them() -> None:
+    found: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        found.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    q = torch.randn(1, SEQLEN, 2, 16)
+
+    def attend(indices: torch.Tensor) -> Any:
+        return flash_attn_func(q, q, q, causal=True, startend_row_indices=indices)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)(INDICES)
+    assert any("column_documents" in target for target in found)
+    torch.testing.assert_close(compiled, attend(INDICES))
