@@ -628,7 +628,10 @@ def _attend_by_operators(
     if wants_aux or _needs_graph(q, k, v, sink):
         _refuse_pages(call)
         call = call._replace(num_splits=call.num_splits_recorded)
-    packs = holds_documents(q, k, v, call.startend_row_indices, call.causal, others)
+    # a limit on lengths would be a guard of the trace, so none decides about undeclared documents
+    mask = call.startend_row_indices
+    is_declared = isinstance(mask, ColumnMask) and mask.documents is True
+    packs = is_declared and holds_documents(q, k, v, mask, call.causal, others)
     arguments = to_operator(call, q.shape[0] if packs else None, return_max)
     out, lse, _, largest = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
     return Results(out, lse, largest.detach() if return_max else None)

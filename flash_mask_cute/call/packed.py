@@ -25,11 +25,13 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 
 # -- which --------------------------------------------------------------------------------------
 
-# Calls in which documents are looked for though nobody declared them, because without any they cost
-# at most 1 % (docs/facts/masks.md). Packed kernels are slower by so much from this length on.
+# Documents that nobody declared are looked for in calls with at least so many tokens in a sequence
+# and so many operations in the forward. The second number does not count what the mask hides.
+# From this length on, packed kernels lose about 1 % or less if there are no documents
+# (docs/facts/masks.md).
 MIN_UNDECLARED_SEQLEN = 16384
-# Of the whole call, without the mask. To find documents in a new mask takes 20 us, 1 % of 2 ms. A
-# mask may leave few of the scores: a quarter is assumed, that is 8 ms at 600 TFLOP/s.
+# To find documents in a new mask takes 20 us, which is 1 % of 2 ms. A mask may hide three quarters
+# of the scores. So without the mask the call must take 8 ms, at 600 TFLOP/s so many operations.
 MIN_UNDECLARED_OPERATIONS = 5e12
 
 

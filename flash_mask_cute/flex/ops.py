@@ -28,6 +28,7 @@ from flash_mask_cute.flex.values import (
     constant_element,
     high_of_least,
     high_of_sum,
+    in_dtype,
     low_of_greatest,
     low_of_least,
     low_of_sum,
@@ -129,6 +130,7 @@ def converted(element: Element, given: torch.dtype, wanted: torch.dtype) -> Elem
     if element.constant is not None:
         number = torch.tensor(element.constant, dtype=given, device="cpu").to(wanted).item()
         return constant_element(number)
+    element = in_dtype(element, given, wanted)
     if wanted == torch.bool:
         return element._replace(text=f"({element.text} != 0)", is_simple=False)
     text = element.text
@@ -211,9 +213,10 @@ def _divided(call: Call, whole: str, floating: str) -> Array:
     if name == whole and isinstance(y, int) and y == 0:
         raise ZeroDivisionError("integer division by 0")
     nonneg = zero_if_both if whole != "remainder" else (lambda a, b: zero_if_both(b, b))
-    if name == whole and isinstance(x, Array) and x.is_nonneg and isinstance(y, int) and y > 0:
+    if name == whole and isinstance(x, Array) and x.is_never_negative and type(y) is int and y > 0:
         name = "nonneg_remainder" if "remainder" in whole else "nonneg_quotient"
-    return call.elementwise((x, y), computed, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
+    found = call.elementwise((x, y), computed, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
+    return found.never_negative() if name.startswith("nonneg") else found
 
 
 @rule("div", "true_divide", "divide")
@@ -369,7 +372,7 @@ def _neg(call: Call) -> Array:
 @rule("abs")
 def _abs(call: Call) -> Array:
     dtype = computed_in(call.dtype)
-    return call.elementwise(call.args[:1], dtype, lambda a: f"abs({a})", lambda _: True)
+    return call.elementwise(call.args[:1], dtype, lambda a: f"abs({a})", lambda _: 0)
 
 
 @rule("square")
@@ -388,10 +391,8 @@ def _is_special(call: Call) -> Array:
     if not given.is_floating_point:
         return Array(torch.bool, call.shape, (constant_element(False),))
     name = "is_nan" if call.name_of_operator == "isnan" else "is_infinite"
-    dtype = computed_in(given)
-    return call.elementwise(
-        call.args[:1], dtype, lambda a: f"ops.{name}({a})", lambda _: True, torch.bool
-    )
+    write = f"ops.{name}({{}})".format
+    return call.elementwise(call.args[:1], computed_in(given), write, lambda _: 0, torch.bool)
 
 
 # -- comparisons, logic and bits ----------------------------------------------------------------
@@ -405,9 +406,8 @@ def _comparison(symbol: str) -> Rule:
         dtype = computed_in(promoted(x, y))
         if dtype == torch.bool:
             dtype = torch.int32
-        return call.elementwise(
-            (x, y), dtype, lambda a, b: f"{a} {symbol} {b}", lambda *_: True, torch.bool
-        )
+        write = f"{{}} {symbol} {{}}".format
+        return call.elementwise((x, y), dtype, write, lambda *_: 0, torch.bool)
 
     return apply
 

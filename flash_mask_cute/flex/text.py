@@ -131,7 +131,9 @@ class _Writer:
         elif node.op == "placeholder":
             name = self._arguments.pop(0)
             dtype = torch.float32 if name == "s" else torch.int32
-            self._values[node] = Array(dtype, (), (Element(name, low=None if name == "s" else 0),))
+            is_index = name != "s"
+            element = Element(name, low=0 if is_index else None, never_negative=is_index)
+            self._values[node] = Array(dtype, (), (element,))
         elif node.op == "get_attr":
             self._held(node)
         else:

@@ -56,7 +56,8 @@ class Element(NamedTuple):
     """An expression of one number.
 
     constant: its value, if known. is_simple: a name or a number, which may be written twice. low,
-    high: known lower and upper bounds; None: nothing is known.
+    high: known lower and upper bounds, if nothing before overflows; None: nothing is known.
+    never_negative: an index of the call, or a quotient or remainder of one, which cannot overflow.
     """
 
     text: str
@@ -64,6 +65,7 @@ class Element(NamedTuple):
     is_simple: bool = True
     low: float | None = None
     high: float | None = None
+    never_negative: bool = False
 
     @property
     def is_nonneg(self) -> bool:
@@ -73,6 +75,17 @@ class Element(NamedTuple):
 def constant_element(value: bool | int | float) -> Element:
     known = None if math.isnan(value) else value
     return Element(literal(value), value, low=known, high=known)
+
+
+def in_dtype(element: Element, given: torch.dtype, wanted: torch.dtype) -> Element:
+    """An element of a converted number: integers keep their bounds if the dtype they get has all
+    numbers of the one they had."""
+    if given.is_floating_point or wanted.is_floating_point or torch.bool in (given, wanted):
+        return element._replace(never_negative=False)
+    had, has = torch.iinfo(given), torch.iinfo(wanted)
+    if has.min <= had.min and had.max <= has.max:
+        return element
+    return element._replace(low=None, high=None, never_negative=False)
 
 
 def literal(value: bool | int | float) -> str:
@@ -115,8 +128,12 @@ class Array:
         return all(x.constant is not None for x in self.elements)
 
     @property
-    def is_nonneg(self) -> bool:
-        return all(x.is_nonneg for x in self.elements)
+    def is_never_negative(self) -> bool:
+        return all(x.never_negative for x in self.elements)
+
+    def never_negative(self) -> Array:
+        elements = tuple(x._replace(never_negative=True) for x in self.elements)
+        return replace(self, elements=elements)
 
     def as_tensor(self) -> Tensor:
         """The tensor of an array of constants."""

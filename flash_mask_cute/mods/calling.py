@@ -24,7 +24,7 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_reads import AuxTensors, PlacedRead, answered_reads
 from flash_mask_cute.mods.errors import NO_CODE, describe, tracing
-from flash_mask_cute.mods.key_reads import LoadedKeys, noted_key_reads
+from flash_mask_cute.mods.table_rows import LoadedRows, noted_row_reads
 
 # What callables return, by their names among the arguments of a call.
 _RESULTS = {
@@ -184,7 +184,7 @@ def modify_row(
     aux_tensors: Any,
     factor: float = 1.0,
     by_rows: bool = False,
-    loaded: LoadedKeys | None = None,
+    loaded: LoadedRows | None = None,
 ) -> None:
     """Apply a score_mod to row r of scores (rows, cols), which become scores by `scale`.
 
@@ -286,14 +286,14 @@ class ScoreModTraits(NamedTuple):
 
     computes_functions: it applies fast tanh, exp2 or the like to a score. factor: the number that
     it multiplies by last, which the softmax can do instead; 1 if there is none. takes_rows: for
-    vectors of scores and keys it returns what it would return for each element. key_reads: its
-    reads of rows of keys (`LoadedKeys`).
+    vectors of scores and keys it returns what it would return for each element. row_reads: its
+    reads of rows of keys (`LoadedRows`).
     """
 
     computes_functions: bool = False
     factor: float = 1.0
     takes_rows: bool = False
-    key_reads: tuple[PlacedRead, ...] = ()
+    row_reads: tuple[PlacedRead, ...] = ()
 
     @staticmethod
     def create(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
@@ -302,13 +302,13 @@ class ScoreModTraits(NamedTuple):
         with ir_analysis.draft():
             score = cute.full((1,), Float32(0.0), Float32)[0]
             places = (Int32(0) for _ in range(4))
-            with noted_key_reads() as key_reads:
+            with noted_row_reads() as row_reads:
                 modified = call_score_mod(score_mod, score, *places, aux_tensors)
             computes_functions = ir_analysis.reaches_function(score.ir_value())
             factor = ir_analysis.last_factor(modified)
         with ir_analysis.draft():
             takes_rows = _takes_rows(score_mod, aux_tensors)
-            return ScoreModTraits(computes_functions, factor, takes_rows, tuple(key_reads))
+            return ScoreModTraits(computes_functions, factor, takes_rows, tuple(row_reads))
 
 
 def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:

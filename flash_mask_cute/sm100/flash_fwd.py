@@ -68,7 +68,7 @@ from flash_mask_cute.mods.calling import (
     inside,
     modify_row,
 )
-from flash_mask_cute.mods.key_reads import LoadedKeys, OwnRowKeys
+from flash_mask_cute.mods.table_rows import LoadedRows, OwnRowColumns
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -83,6 +83,7 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
     NUM_MASK_WARPS,
     OUTPUT_REGISTERS,
     SOFTMAX_REGISTERS,
+    TABLE_WORDS,
     WARPS_OF_HALF,
     Channels,
     FwdPlan,
@@ -571,9 +572,14 @@ class FlashAttentionForwardSm100:
             first_k_idx = block.index * self.plan.tile_n + chunk * umma.CHUNK
             row = work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup()
             place = RowPlace.create(work, row, self.plan.packed_heads, self.plan.group_size)
-            reads = self.traits.key_reads
-            loaded = LoadedKeys.load(
-                reads, aux_tensors, [place], first_k_idx, umma.CHUNK, OwnRowKeys()
+            loaded = LoadedRows.load(
+                self.traits.row_reads,
+                aux_tensors,
+                [place],
+                first_k_idx,
+                umma.CHUNK,
+                OwnRowColumns(),
+                TABLE_WORDS,
             )
             modify_row(
                 self.score_mod,

@@ -46,6 +46,8 @@ MOST_OF_HALVES = 128
 ROWS_PER_WARP = 32
 NUM_WARPGROUPS = 5
 SOFTMAX_REGISTERS = 168
+# of them, for rows of tables (`mods/table_rows.py`)
+TABLE_WORDS = 64
 OUTPUT_REGISTERS = 64
 MASK_REGISTERS = 48
 # bytes of shared memory kept for barriers, rings and the sums of rows

@@ -35,12 +35,12 @@ from flash_mask_cute.mods.calling import (
     inside,
     modify_row,
 )
-from flash_mask_cute.mods.key_reads import LoadedKeys
+from flash_mask_cute.mods.table_rows import LoadedRows
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import HALF_WORD, LOW_HALF
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_plan import HALF_KEYS, Barrier, FwdPlan
-from flash_mask_cute.sm90.quad_keys import QUAD, QuadKeys
+from flash_mask_cute.sm90.quad_tables import QUAD, QuadTableColumns
 from flash_mask_cute.sm90.warpgroups import keep_columns, mma_warpgroup_idx, take_bits
 
 
@@ -255,7 +255,7 @@ class KeyBlocks:
             self._modify(None, None, scores)
         elif channels.ring.read(tile).has_scores:
             # a sequence without queries or keys has no position to ask about
-            loaded = self._load_keys(tile, flags)
+            loaded = self._load_table_rows(tile, flags)
             self._modify(self._places(tile, flags, True), loaded, scores)
         sees, cut = Boolean(True), state.cut
         if (flags >> OWN_KIND_SHIFT) & KIND_MASK == Kind.PARTIAL:
@@ -358,7 +358,7 @@ class KeyBlocks:
             self.issue_scores(acc_S, tile, block, half)
             places = self._places(tile, flags, kind == Kind.PARTIAL, half)
             self.arrive_scheduler_barrier()
-            loaded = self._load_keys(tile, flags, half)
+            loaded = self._load_table_rows(tile, flags, half)
             warpgroup.wait_group(0)
             self.release_values(state)
         else:
@@ -371,7 +371,7 @@ class KeyBlocks:
             self.wait_for_values(state)
             self.issue_values(probs, state)
             self.arrive_scheduler_barrier()
-            loaded = self._load_keys(tile, flags)
+            loaded = self._load_table_rows(tile, flags)
             warpgroup.wait_group(1)
         # -- S is complete: modify and hide scores, take exponentials
         channels.k.release(block)
@@ -480,7 +480,7 @@ class KeyBlocks:
         return self.tiles.any_bits[first] | self.tiles.any_bits[first + 1]
 
     @cute.jit
-    def _modify(self, places: tuple | None, loaded: LoadedKeys | None, scores: cute.Tensor):
+    def _modify(self, places: tuple | None, loaded: LoadedRows | None, scores: cute.Tensor):
         """Soft-cap the scores of a key block, and apply score_mod with their `places`.
 
         loaded: what score_mod reads along the keys.
@@ -523,9 +523,11 @@ class KeyBlocks:
         ]
         return places, lambda c: k_after(wgmma.col_offset(c))
 
-    def _load_keys(self, tile: Int32, flags: Int32, half: Int32 | None = None) -> LoadedKeys | None:
-        """What the score_mod reads along the keys of a block, or of half of them."""
-        if not self.traits.key_reads:
+    def _load_table_rows(
+        self, tile: Int32, flags: Int32, half: Int32 | None = None
+    ) -> LoadedRows | None:
+        """The rows of tables that the score_mod reads in a key block, or in half of it."""
+        if not self.traits.row_reads:
             return None
         plan, work = self.plan, self.channels.ring.read(tile)
         first_key, num_keys = (flags >> N_BLOCK_SHIFT) * plan.tile_n, plan.tile_n
@@ -533,13 +535,14 @@ class KeyBlocks:
             first_key, num_keys = first_key + half * HALF_KEYS, HALF_KEYS
         rows = tile_rows(plan, work, thread_in_warpgroup())
         group = plan.packed_heads, plan.group_size
-        return LoadedKeys.load(
-            self.traits.key_reads,
+        return LoadedRows.load(
+            self.traits.row_reads,
             self.aux_tensors,
             [RowPlace.create(work, row, *group) for row in rows],
             first_key,
             num_keys // QUAD,
-            QuadKeys(),
+            QuadTableColumns(),
+            plan.table_words,
         )
 
     # -- order of the warpgroups ----------------------------------------------------------------

@@ -111,6 +111,11 @@ class FwdPlan(PackedHeads):
         return self.tile_m // ROWS_PER_WARPGROUP
 
     @property
+    def table_words(self) -> int:
+        """Registers of a thread for rows of tables (`mods/table_rows.py`); more would spill."""
+        return 64 if self.num_mma_warpgroups < 3 else 32
+
+    @property
     def num_mma_warps(self) -> int:
         return 4 * self.num_mma_warpgroups
 

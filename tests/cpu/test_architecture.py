@@ -99,7 +99,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
-    *("mods.aux_reads", "mods.key_reads", "mods.errors", "mods.score_chain"),
+    *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.mask_warps", "rules.share_walks"),
     "flex.device_ops",

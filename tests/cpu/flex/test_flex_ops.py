@@ -27,6 +27,7 @@ TABLE = torch.randn(2, 1, N, N, generator=GENERATOR)
 HALF = torch.randn(N, generator=GENERATOR).bfloat16()
 DOUBLE = torch.randn(N, dtype=torch.float64, generator=GENERATOR)
 BYTES = torch.randint(0, 200, (N,), dtype=torch.uint8, generator=GENERATOR)
+LARGE = torch.randint(0, 2**32, (N,), dtype=torch.int64, generator=GENERATOR).to(torch.uint32)
 SMALL = torch.randint(-100, 100, (N,), dtype=torch.int8, generator=GENERATOR)
 FLAGS = torch.rand(N, generator=GENERATOR) > 0.5
 ROWS = torch.randn(N, 8, generator=GENERATOR)
@@ -38,6 +39,20 @@ EXACT: dict[str, Callable[..., Tensor]] = {
         s + q // 7 + k % 5 + torch.div(k, 3, rounding_mode="trunc") + torch.fmod(q, 6) + k % 8
     ),
     "not negative, of 64 bits": lambda s, b, h, q, k: s + (q.long() * 10**10 + k) // 3 % 1000,
+    "division of an int8": lambda s, b, h, q, k: (
+        s + (q * 9).to(torch.int8) // 3 + q.to(torch.int8) % 7
+    ),
+    "division of bytes as int8": lambda s, b, h, q, k: s + BYTES[k].to(torch.int8) // 3,
+    "division of uint32 as int32": lambda s, b, h, q, k: s + LARGE[k].to(torch.int32) // 3,
+    "division of int64 as int32": lambda s, b, h, q, k: s + (q.long() * 3000000000).int() // 7,
+    "division below a size": lambda s, b, h, q, k: s + ((q - k).abs() + (-1)) // 2,
+    "division below a comparison": lambda s, b, h, q, k: s + ((q > k).int() + (-1)) // 2,
+    "division of a sum that overflows": lambda s, b, h, q, k: s + (q + 2147483645) // 5,
+    "remainder of a hash": lambda s, b, h, q, k: s + (q * 73856093 + k * 19349663) % 100,
+    "remainder of a hash of bits": lambda s, b, h, q, k: (
+        s + ((q * 73856093) ^ (k * 19349663)) % 100
+    ),
+    "an index below a size": lambda s, b, h, q, k: s + ROWS[(q - k).abs() + (-1), 0],
     "remainder of the divisor's sign": lambda s, b, h, q, k: s + (q - k) % 3 + (q - k) % -5,
     "floor division": lambda s, b, h, q, k: s + (q - k) // 3 + (q - k) // -4,
     "division by what may be -1": lambda s, b, h, q, k: s + k // torch.where(q > 5, -1, q + 1),
@@ -219,3 +234,11 @@ def test_what_no_mod_returns_is_refused(mod: Callable[..., Any], kind: str, says
 def test_a_divisor_of_zero_is_refused() -> None:
     with pytest.raises(ZeroDivisionError):
         lower_mod(lambda s, b, h, q, k: s + q // 0, "score_mod")
+
+
+def test_divisions_of_indices_need_no_signs() -> None:
+    text = mod_source(lambda b, h, q, k: ((q // 16) // 4 == k // 64) & (k % 3 == 0))
+    assert text.count("ops.nonneg_quotient") == 3 and text.count("ops.nonneg_remainder") == 1
+    # of what may overflow, or is signed
+    text = mod_source(lambda b, h, q, k: ((q * 9) // 4 == (k - q) // 64) & ((q + k) % 3 == 0))
+    assert "nonneg" not in text

@@ -26,12 +26,10 @@ from flash_mask_cute.mods.aux_reads import Answer, Place, PlacedRead, answered_r
 # bytes of the widest load
 LOAD_BYTES = 16
 WORD_BITS = 32
-# Of a thread, for all loaded rows of a key block. More would spill registers.
-MAX_WORDS = 64
 _UNSIGNED = {8: Uint8, 16: Uint16, 32: Uint32}
 
 
-class KeyColumns(Protocol):
+class TableColumns(Protocol):
     """The keys of a block that a thread has scores of, as columns in ascending order."""
 
     def width(self, num_cols: int) -> int:
@@ -56,8 +54,8 @@ class KeyColumns(Protocol):
 
 
 @dataclass(frozen=True)
-class OwnRowKeys:
-    """`KeyColumns` of a thread that has all scores of a row, or of a chunk of it."""
+class OwnRowColumns:
+    """`TableColumns` of a thread that has all scores of a row, or of a chunk of it."""
 
     def width(self, num_cols: int) -> int:
         return num_cols
@@ -82,7 +80,7 @@ def num_words(num_cols: int, bits: int) -> int:
 
 
 @contextmanager
-def noted_key_reads() -> Iterator[list[PlacedRead]]:
+def noted_row_reads() -> Iterator[list[PlacedRead]]:
     """Context around a call of a callable: finds its reads along the keys, in rows that differ by
     query. Other reads are the same for many scores of a thread or a warp.
 
@@ -103,7 +101,7 @@ def noted_key_reads() -> Iterator[list[PlacedRead]]:
 
 
 @dataclass(frozen=True)
-class LoadedKeys:
+class LoadedRows:
     """What a thread has loaded for a key block: of each read, int32 words (rows, `num_words`)."""
 
     reads: tuple[PlacedRead, ...]
@@ -117,15 +115,16 @@ class LoadedKeys:
         places: Sequence[Sequence[Int32]],
         first_key: Int32,
         num_cols: int,
-        columns: KeyColumns,
-    ) -> "LoadedKeys | None":
-        """Load rows of a key block, of as many reads as MAX_WORDS has room for; None if of none.
+        columns: TableColumns,
+        max_words: int,
+    ) -> "LoadedRows | None":
+        """Load the rows of as many reads as there is room for; None if for none.
 
-        places: batch entry, head and query of each row. first_key: of the block. num_cols: of a
-        thread.
+        places: batch entry, head and query of each row. first_key: of the key block. num_cols: of a
+        thread. max_words: registers of a thread for all loaded rows; more would be spilled.
         """
         chosen, tensors, words = list[PlacedRead](), list[cute.Tensor](), list[cute.Tensor]()
-        left = MAX_WORDS
+        left = max_words
         for read in reads:
             tensor = tensors_of(aux_tensors)[read.number]
             dtype = tensor.element_type
@@ -143,7 +142,7 @@ class LoadedKeys:
             for tensor, read in zip(tensors, chosen, strict=True)
         )
         _load(rows, first_key, num_cols, columns, tuple(words))
-        return LoadedKeys(tuple(chosen), tuple(x.element_type for x in tensors), tuple(words))
+        return LoadedRows(tuple(chosen), tuple(x.element_type for x in tensors), tuple(words))
 
     def answer(self, r: int, c: int) -> Answer:
         """Answers the reads for the score in row r and column c of the thread."""
@@ -195,9 +194,9 @@ def _load(
 
 
 def _load_elements(
-    row: cute.Tensor, first: Int32, num_cols: int, columns: KeyColumns, words: cute.Tensor
+    row: cute.Tensor, first: Int32, num_cols: int, columns: TableColumns, words: cute.Tensor
 ) -> None:
-    """As `KeyColumns.load`, from any addresses; keys past the end become the last key."""
+    """As `TableColumns.load`, from any addresses; keys past the end become the last key."""
     width, last = row.element_type.width, row.layout.shape[0] - 1
     words.fill(Int32(0))
     for c in range(num_cols):

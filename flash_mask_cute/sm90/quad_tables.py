@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_mask_cute.core.cta import thread_in_warpgroup
-from flash_mask_cute.mods.key_reads import WORD_BITS, load_words
+from flash_mask_cute.mods.table_rows import WORD_BITS, load_words
 from flash_mask_cute.sm90 import wgmma
 
 QUAD = 4
@@ -20,8 +20,8 @@ KEYS_OF_PAIR = 2 * QUAD
 
 
 @dataclass(frozen=True)
-class QuadKeys:
-    """`KeyColumns` of an accumulator's rows."""
+class QuadTableColumns:
+    """`TableColumns` of the rows of an accumulator, for blocks of a multiple of 16 keys."""
 
     def width(self, num_cols: int) -> int:
         return QUAD * num_cols
@@ -33,6 +33,7 @@ class QuadKeys:
         return wgmma.col_offset(c)
 
     def load(self, row: cute.Pointer, words: cute.Tensor, bits: int) -> None:
+        assert cute.size(words) * WORD_BITS // bits % QUAD == 0, "blocks have a multiple of 16 keys"
         lane = thread_in_warpgroup() % QUAD
         pairs = list(range(cute.size(words) * 16 // bits))
         while bits == 16 and len(pairs) >= QUAD:
