@@ -44,11 +44,11 @@ def holds_documents(
     hide more than the mask does. others: lengths, mods, block lists and q_start
     (`start_that_counts`) of the call, which packed sequences cannot take unchanged.
     """
-    indices, mask_is_causal, is_declared = mask, causal, None
+    indices, mask_is_causal, documents = mask, causal, None
     if isinstance(mask, ColumnMask):
         indices, mask_is_causal = mask.startend_row_indices, mask.causal
-        is_declared = mask.documents
-    if is_declared is False or any(x is not None for x in others):
+        documents = mask.documents
+    if documents is False or any(x is not None for x in others):
         return False
     if causal is not False and causal is not mask_is_causal:
         return False
@@ -66,7 +66,7 @@ def holds_documents(
         and num_keys == seqlen
         and indices.device == q.device
         and rows_follow(q, k, v)
-        and (is_declared is True or _is_large(q, v, mask_is_causal))
+        and (documents is True or _is_large(q, v, mask_is_causal))
     )
 
 

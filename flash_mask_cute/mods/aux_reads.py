@@ -7,8 +7,8 @@ of the places with the extents beforehand. All other reads are checked one by on
 index outside the tensor is recorded for the caller, and element 0 is read instead. A use that
 cannot be checked, such as a read by pointer, is refused.
 
-A kernel may load elements for many keys at once (`row_reads.py`). Reads whose indices are places or
-numbers, `PlacedRead`, are then answered from what was loaded.
+A kernel may load elements for many keys at once (`table_rows.py`). Reads whose indices are places
+or numbers, `PlacedRead`, are then answered from what was loaded.
 """
 
 import functools
